@@ -1,0 +1,41 @@
+# Two commands matter: `make demo` and `make test`. Each makes its own environment in .venv on a fresh machine.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
+
+.PHONY: demo test bench lint docs clean
+
+demo: .venv/.installed
+	$(BIN)/bpfed run --data digits --rounds 30 --seed 0 --out runs/demo --overwrite
+
+test: .venv/.test
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+bench: .venv/.test
+	$(BIN)/python -m benchmarks
+
+lint: .venv/.dev
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+docs: .venv/.installed
+	$(BIN)/python docs/build.py
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "bpfed needs Python 3.11 or newer; run e.g. 'make $(MAKECMDGOALS) PYTHON=python3.12'"; exit 2; }
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP_ENV) $(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+.venv/.test: .venv/.installed
+	$(PIP_ENV) $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+.venv/.dev: .venv/.test
+	$(PIP_ENV) $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs build *.egg-info
