@@ -47,10 +47,11 @@ class Examples:
 
     def select(self, clients: Tensor) -> Examples:
         """The examples of the clients at these indices ``[S]``, in that order."""
-        rows = [torch.arange(int(self.offsets[i]), int(self.offsets[i + 1])) for i in clients]
-        index = torch.cat(rows)
-        sizes = torch.tensor([0] + [len(r) for r in rows])
-        return Examples(self.x[index], self.y[index], sizes.cumsum(0))
+        sizes = self.sizes[clients]
+        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        shift = (self.offsets[clients] - offsets[:-1]).repeat_interleave(sizes)
+        index = shift + torch.arange(len(shift), device=shift.device)
+        return Examples(self.x[index], self.y[index], offsets)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,16 @@ class FederatedData:
         for part, examples in (("training", self.train), ("test", self.test)):
             if len(examples.offsets) != len(self) + 1:
                 raise UserError(f"'{self.name}' names {len(self)} clients but holds {part} data of another number.")
-            bad = ~torch.isfinite(examples.x.flatten(1)).all(1) if len(examples.x) else torch.zeros(0, dtype=torch.bool)
+            if not len(examples.x) == len(examples.y) == int(examples.offsets[-1]):
+                raise UserError(
+                    f"'{self.name}' has {len(examples.x)} inputs and {len(examples.y)} targets in its {part} data for "
+                    f"clients that own {int(examples.offsets[-1])}; give one input and one target per example."
+                )
+            bad = torch.zeros(len(examples.x), dtype=torch.bool)
+            if examples.x.numel():
+                # The extremes of a row carry its NaN or infinity, and need no copy of the data.
+                rows = examples.x.flatten(1)
+                bad = ~(torch.isfinite(rows.amin(1)) & torch.isfinite(rows.amax(1)))
             if examples.y.is_floating_point():
                 bad = bad | ~torch.isfinite(examples.y)
             if bad.any():

@@ -1,0 +1,133 @@
+"""A federation from a user's own arrays, one client per id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bpfed.data.federated import Examples, FederatedData, Task
+from bpfed.data.layout import lay_out, streams
+from bpfed.data.split import split
+from bpfed.errors import UserError
+
+
+def from_arrays(
+    x: Any,
+    y: Any,
+    ids: Any,
+    *,
+    name: str = "own",
+    task: Task | None = None,
+    labels: Sequence[str] = (),
+    test: Any = None,
+    test_fraction: float = 0.5,
+    seed: int = 0,
+) -> FederatedData:
+    """Make a federation of your own arrays (numpy, torch, or lists).
+
+    Args:
+        x: Inputs, ``[E, ...]`` numbers, or ``[E]`` for one number each.
+        y: Targets, ``[E]``: whole numbers or words are classes, other numbers are a regression.
+        ids: Whom each example belongs to, ``[E]`` whole numbers or words. Each id is a client, named by it.
+        name: What to call the dataset.
+        task: Says what ``y`` is, where its type does not.
+        labels: A word for each class; ``y`` then runs from 0 to their number less one. Left out, the classes are the
+            values that occur in ``y``, in order.
+        test: Which examples are for testing, ``[E]`` bool, where you know; else a fraction of each client's is taken.
+        test_fraction: That fraction, of each class alike.
+        seed: Which examples are taken.
+    """
+    inputs, targets = _numbers(x, f"The inputs of '{name}'"), _array(y, f"The targets of '{name}'")
+    inputs = inputs[:, None] if inputs.ndim == 1 else inputs
+    who = _identities(ids, name)
+    if targets.ndim != 1 or not inputs.shape[:1] == targets.shape == who.shape:
+        raise UserError(
+            f"'{name}' has inputs of shape {inputs.shape}, targets of {targets.shape} and ids of {who.shape}; "
+            "give one target and one id per input."
+        )
+    if not len(targets):
+        raise UserError(f"'{name}' has no examples.")
+    task = task or ("regression" if targets.dtype.kind == "f" else "classification")
+    if task == "classification":
+        targets, words = _classes(targets, tuple(labels), name)
+    else:
+        targets, words = _numbers(targets, f"The targets of '{name}'"), ()
+    clients, owners = np.unique(who, return_inverse=True)
+    splitting, ordering = streams(seed, 2)
+    strata = targets if task == "classification" else np.zeros(len(targets), dtype=np.int64)
+    held_out = split(strata, owners, test_fraction, splitting) if test is None else _mask(test, len(targets), name)
+
+    def part(chosen: np.ndarray) -> Examples:
+        rows, offsets = lay_out(owners, chosen, len(clients), ordering)
+        return Examples(torch.from_numpy(inputs[rows]), torch.from_numpy(targets[rows]), offsets)
+
+    return FederatedData(
+        name=name,
+        clients=tuple(str(c) for c in clients),
+        train=part(~held_out),
+        test=part(held_out),
+        task=task,
+        classes=len(words),
+        labels=words,
+    ).check()
+
+
+def _array(values: Any, what: str) -> np.ndarray:
+    try:
+        array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+        if array.dtype.kind != "O":
+            return array
+        # Columns of tables often come as objects; what they hold decides, and if that is no one thing, their words do.
+        if any(value is None or value != value for value in array.flat):
+            raise UserError(f"{what} have missing values; drop those examples or fill them in.")
+        tight = np.asarray(array.tolist())
+        return tight if tight.dtype.kind in "biuf" else array.astype(str)
+    except ValueError as error:
+        raise UserError(f"{what} are not all of one shape; give every example the same.") from error
+
+
+def _numbers(values: Any, what: str) -> np.ndarray:
+    try:
+        with np.errstate(over="ignore"):  # too large for float32 is infinite, which the check of the whole will name
+            return _array(values, what).astype(np.float32)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{what} are not all numbers; turn words and dates into numbers first.") from error
+
+
+def _identities(ids: Any, name: str) -> np.ndarray:
+    array = _array(ids, f"The ids of '{name}'")
+    if array.dtype.kind == "f":
+        if not np.isfinite(array).all():
+            raise UserError(f"An example of '{name}' has no id; drop it or say whom it belongs to.")
+        if (array == np.trunc(array)).all():
+            array = array.astype(np.int64)  # a column of whole numbers, as tables with gaps give it
+    return array
+
+
+def _classes(y: np.ndarray, labels: tuple[str, ...], name: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    if y.dtype.kind == "f":
+        if not (np.isfinite(y).all() and (y == np.trunc(y)).all()):
+            raise UserError(
+                f"The targets of '{name}' are not whole numbers, so they are no classes; say task='regression'."
+            )
+        y = y.astype(np.int64)
+    if not labels:
+        values, y = np.unique(y, return_inverse=True)
+        return y.astype(np.int64), tuple(str(v) for v in values)
+    if y.dtype.kind not in "biu":
+        place = {word: i for i, word in enumerate(labels)}
+        missing = sorted(set(y.tolist()) - set(place))
+        if missing:
+            raise UserError(f"'{name}' has the class '{missing[0]}', which is not among its labels; add it to them.")
+        return np.array([place[word] for word in y.tolist()], dtype=np.int64), labels
+    return y.astype(np.int64), labels
+
+
+def _mask(test: Any, number: int, name: str) -> np.ndarray:
+    mask = _array(test, f"The test marks of '{name}'")
+    if mask.shape != (number,) or mask.dtype.kind != "b":
+        raise UserError(f"'{name}' needs one True or False per example to say which are for testing, {number} in all.")
+    return mask

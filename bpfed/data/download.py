@@ -1,0 +1,83 @@
+"""A download: one file, fetched whole and checked, or not there at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+from urllib.request import urlopen
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+CHUNK = 1 << 16
+TIMEOUT = 30.0  # seconds without a byte
+
+
+class DownloadError(Exception):
+    """Why a file could not be fetched, as the part of a sentence that follows "because"."""
+
+
+class Remote(NamedTuple):
+    """A file on the net.
+
+    Attributes:
+        url: Where it is.
+        size: Its length in bytes; a longer answer is cut off, so that no server can fill the disk.
+        sha256: What its bytes hash to, or None where the caller checks what is inside it.
+    """
+
+    url: str
+    size: int
+    sha256: str | None
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """Write a file under another name and give it its own only when all of it is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def download(remote: Remote, path: Path) -> None:
+    """Fetch ``remote`` into ``path``, with a progress bar on a terminal.
+
+    Raises:
+        DownloadError: The file did not arrive, or not as it should be; nothing is left at ``path`` then.
+    """
+    name = remote.url.rsplit("/", 1)[-1]
+    try:
+        with whole(path) as file, _bar(name, remote.size) as bar, urlopen(remote.url, timeout=TIMEOUT) as answer:
+            digest, size = hashlib.sha256(), 0
+            while chunk := answer.read(CHUNK):
+                size += len(chunk)
+                if size > remote.size:
+                    break
+                digest.update(chunk)
+                file.write(chunk)
+                bar.update(bar.task_ids[0], completed=size)
+            if size != remote.size or (remote.sha256 is not None and digest.hexdigest() != remote.sha256):
+                raise DownloadError(f"{remote.url} sent other bytes than the original file's")
+    except (OSError, HTTPException, ValueError) as error:
+        why = str(error).strip("<>").removeprefix("urlopen error ")
+        raise DownloadError(f"{remote.url} could not be fetched ({why})") from error
+
+
+def _bar(name: str, size: int) -> Progress:
+    # Off a terminal (logs, CI) a bar is noise; on one it goes to stderr, so that piped output stays clean.
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    bar.add_task(name, total=size)
+    return bar

@@ -1,0 +1,148 @@
+"""Load: a dataset by its name, dealt out to clients and split into training and test examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bpfed.data import sources
+from bpfed.data.cells import CELLS, Cell, deal_cell
+from bpfed.data.federated import Examples, FederatedData
+from bpfed.data.folder import DataDir
+from bpfed.data.layout import client_names, lay_out, streams
+from bpfed.data.partition import Partition, parse_partition
+from bpfed.data.sources import SOURCES, Source
+from bpfed.data.split import split
+from bpfed.errors import UserError, unknown
+
+PARTITION = "groups"
+TEST_FRACTION = 0.5
+
+
+def names() -> tuple[str, ...]:
+    """Names that `load` knows: sources first, then the paper's six cells."""
+    return (*SOURCES, *CELLS)
+
+
+def load(
+    name: str = "digits",
+    *,
+    clients: int | None = None,
+    partition: str | None = None,
+    seed: int = 0,
+    data_dir: DataDir = None,
+    test_fraction: float | None = None,
+    download: bool = True,
+) -> FederatedData:
+    """Load a dataset as a federation of clients.
+
+    Args:
+        name: One of `names`.
+        clients: Number of clients; left out, the dataset's own (10, or 20 for CIFAR-10).
+        partition: How examples are dealt out, e.g. ``"groups"`` (as left out), ``"random:3"``, ``"dirichlet:0.3"``,
+            ``"shards:2"``, ``"iid"``.
+        seed: Which examples go where. The same seed gives the same federation.
+        data_dir: Folder of the dataset's files; left out, the one ``BPFED_DATA`` names, then the cache folder.
+        test_fraction: Part of each client's examples held out for testing, of each class alike (left out, a half).
+        download: Whether missing files may be downloaded.
+
+    Raises:
+        UserError: The name is unknown, the request cannot be met, or the files are missing or damaged.
+    """
+    _known(name)
+    dealt = parse_partition(partition if partition is not None else PARTITION)
+    if name in CELLS:
+        _cell_only(name, CELLS[name], clients, test_fraction)
+        return _load_cell(name, CELLS[name], dealt, seed, data_dir, download)
+    fraction = TEST_FRACTION if test_fraction is None else test_fraction
+    return _load_source(name, clients, dealt, seed, data_dir, fraction, download)
+
+
+def fetch(name: str, data_dir: DataDir = None) -> Path | None:
+    """Make sure that the files of a dataset are present, downloading them if not.
+
+    Returns:
+        The folder (or archive) they are in; None for a dataset that is built in.
+    """
+    _known(name)
+    source = source_of(name)
+    place = sources.obtain(source, data_dir)
+    return place if SOURCES[source].files.wanted else None
+
+
+def source_of(name: str) -> str:
+    """The source that a dataset of this name takes its examples from."""
+    return CELLS[name].source if name in CELLS else name
+
+
+def _known(name: str) -> None:
+    if name not in names():
+        raise unknown("dataset", name, names())
+
+
+def _cell_only(name: str, cell: Cell, clients: int | None, test_fraction: float | None) -> None:
+    if clients not in (None, cell.clients):
+        raise UserError(
+            f"'{name}' is a cell of the paper and has {cell.clients} clients, not {clients}; "
+            f"use '{cell.source}' for another number."
+        )
+    if test_fraction is not None:
+        raise UserError(
+            f"'{name}' is a cell of the paper and has {cell.train} training and {cell.test} test examples per client "
+            f"and label; use '{cell.source}' for another test fraction."
+        )
+
+
+def _load_cell(
+    name: str, cell: Cell, partition: Partition, seed: int, data_dir: DataDir, download: bool
+) -> FederatedData:
+    dealing, ordering = streams(seed, 2)
+    source = sources.read(cell.source, data_dir, download)
+    owners, test = deal_cell(cell, source.y, partition, dealing)
+    return _federated(source, owners, test, client_names(cell.clients), ordering, name, str(partition), "paper")
+
+
+def _load_source(
+    name: str,
+    clients: int | None,
+    partition: Partition,
+    seed: int,
+    data_dir: DataDir,
+    test_fraction: float,
+    download: bool,
+) -> FederatedData:
+    dealing, splitting, ordering = streams(seed, 3)
+    source = sources.read(name, data_dir, download)
+    number = SOURCES[name].clients if clients is None else clients
+    owners = partition.owners(source.y, number, dealing)
+    test = split(source.y, owners, test_fraction, splitting)
+    return _federated(source, owners, test, client_names(number), ordering, name, str(partition), "own")
+
+
+def _federated(
+    source: Source,
+    owners: np.ndarray,
+    test: np.ndarray,
+    clients: tuple[str, ...],
+    rng: np.random.Generator,
+    name: str,
+    partition: str,
+    protocol: str,
+) -> FederatedData:
+    def part(chosen: np.ndarray) -> Examples:
+        rows, offsets = lay_out(owners, chosen, len(clients), rng)
+        return Examples(source.inputs(rows), torch.from_numpy(source.y[rows]), offsets)
+
+    return FederatedData(
+        name=name,
+        clients=clients,
+        train=part(~test),
+        test=part(test),
+        task="classification",
+        classes=len(source.labels),
+        labels=source.labels,
+        partition=partition,
+        protocol=protocol,
+    ).check()

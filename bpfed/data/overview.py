@@ -1,0 +1,70 @@
+"""Overviews: which datasets there are, and what the clients of one hold, as plain rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from bpfed.data.cells import CELLS
+from bpfed.data.federated import Examples, FederatedData
+from bpfed.data.folder import DataDir
+from bpfed.data.load import PARTITION, names, source_of
+from bpfed.data.sources import SOURCES, locate
+
+
+class DatasetRow(NamedTuple):
+    """A dataset that `load` knows, as it comes when nothing else is asked for."""
+
+    name: str
+    examples: int
+    clients: int
+    partition: str
+    sentence: str
+    present: bool
+
+
+class ClientRow(NamedTuple):
+    """A client: its examples, and how many of each class, ``[C]`` (empty for regression)."""
+
+    client: str
+    train: int
+    test: int
+    train_labels: tuple[int, ...]
+    test_labels: tuple[int, ...]
+
+
+def describe(data_dir: DataDir = None) -> list[DatasetRow]:
+    """One row per dataset, in the order of `names`; ``present`` says whether its files are there."""
+    present = {source: locate(source, data_dir) is not None for source in SOURCES}
+    rows = []
+    for name in names():
+        source = source_of(name)
+        if name in CELLS:
+            cell = CELLS[name]
+            clients, examples = cell.clients, cell.clients * cell.labels * (cell.train + cell.test)
+            sentence = f"The paper's cell: {cell.train} training and {cell.test} test examples per client and label."
+        else:
+            clients, examples, sentence = SOURCES[name].clients, SOURCES[name].examples, SOURCES[name].sentence
+        rows.append(DatasetRow(name, examples, clients, PARTITION, sentence, present[source]))
+    return rows
+
+
+def inspect(data: FederatedData) -> list[ClientRow]:
+    """One row per client: how many examples it has, and of which classes."""
+    columns = (
+        data.clients,
+        data.train.sizes.tolist(),
+        data.test.sizes.tolist(),
+        _label_counts(data.train, data),
+        _label_counts(data.test, data),
+    )
+    return [ClientRow(*row) for row in zip(*columns, strict=True)]
+
+
+def _label_counts(examples: Examples, data: FederatedData) -> list[tuple[int, ...]]:
+    if data.task != "classification":
+        return [()] * len(data)
+    owner = torch.repeat_interleave(torch.arange(len(data)), examples.sizes)
+    counts = torch.bincount(owner * data.classes + examples.y, minlength=len(data) * data.classes)
+    return [tuple(row) for row in counts.view(len(data), data.classes).tolist()]

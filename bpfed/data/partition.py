@@ -1,0 +1,200 @@
+"""Partitions: ways to deal the examples of a dataset out to clients.
+
+A partition gives every example at most one owner, so no example can be with two clients. All of them are functions of
+the classes ``y`` ``[E]``, the number of clients and a random generator, and give owners ``[E]``, -1 for nobody.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from bpfed.data import holders
+from bpfed.errors import UserError, unknown
+
+NOBODY = -1
+
+
+class Kind(NamedTuple):
+    """A kind of partition: what its number means, the number it has when none is given, and one sentence."""
+
+    number: type[int] | type[float] | None
+    default: float | None
+    sentence: str
+
+
+KINDS: dict[str, Kind] = {
+    "groups": Kind(int, 5, "The paper's label groups: client u holds the labels k*u to k*u + k - 1, counted round."),
+    "random": Kind(int, 5, "k labels per client drawn at random, every label with equally many clients."),
+    "dirichlet": Kind(
+        float, 0.3, "Each class dealt out in Dirichlet(alpha) proportions; a small alpha is a strong skew."
+    ),
+    "shards": Kind(int, 2, "Examples sorted by label and cut into shards, k of them to each client."),
+    "iid": Kind(None, None, "Examples dealt out evenly, whatever their label."),
+    "natural": Kind(None, None, "Each example stays with the one it came from, where the dataset says who that is."),
+}
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition as it was asked for.
+
+    Attributes:
+        name: One of `KINDS`.
+        number: Labels or shards per client, or alpha; None for a kind that has no number.
+    """
+
+    name: str
+    number: float | None = None
+
+    def __str__(self) -> str:
+        # The paper's two are known by their bare names.
+        if self.number is None or (self.name in ("groups", "random") and self.number == 5):
+            return self.name
+        return f"{self.name}:{self.number:g}"
+
+    def owners(
+        self, y: np.ndarray, clients: int, rng: np.random.Generator, ids: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The client of each example, ``[E]`` int64, `NOBODY` where no client holds the label; every client gets some."""
+        if self.name == "natural":
+            return _natural(ids, clients)
+        if clients < 1:
+            raise UserError(f"A federation of {clients} clients cannot be made; ask for 1 or more.")
+        if clients > len(y):
+            raise UserError(f"{clients} clients cannot share {len(y)} examples; ask for {len(y)} clients at most.")
+        # Classes that do not occur are nobody's; only those that do are counted.
+        y = np.unique(y, return_inverse=True)[1]
+        number = self.number if self.number is not None else 0
+        match self.name:
+            case "groups":
+                return share(y, holders.groups(clients, int(y.max()) + 1, int(number)), rng)
+            case "random":
+                return share(y, holders.at_random(clients, np.bincount(y), int(number), rng), rng)
+            case "dirichlet":
+                return dirichlet(y, clients, number, rng)
+            case "shards":
+                return shards(y, clients, int(number), rng)
+            case _:
+                return iid(y, clients, rng)
+
+    def deal(
+        self, y: np.ndarray, clients: int, rng: np.random.Generator, ids: np.ndarray | None = None
+    ) -> list[np.ndarray]:
+        """Indices of each client's examples: N arrays, none empty, no index twice."""
+        owners = self.owners(y, clients, rng, ids)
+        order = np.argsort(owners, kind="stable")[np.count_nonzero(owners == NOBODY) :]
+        sizes = np.bincount(owners[order], minlength=clients)
+        return np.split(order, sizes.cumsum()[:-1])
+
+
+def parse_partition(text: str) -> Partition:
+    """Read a partition such as ``"groups"``, ``"random:3"``, ``"dirichlet:0.3"``, ``"shards:2"``, ``"iid"`` or ``"natural"``."""
+    name, colon, number = text.strip().partition(":")
+    if name not in KINDS:
+        raise unknown("partition", name, KINDS)
+    kind = KINDS[name]
+    if kind.number is None:
+        if colon:
+            raise UserError(f"Partition '{name}' takes no number; write '{name}' in place of '{text}'.")
+        return Partition(name)
+    if not colon:
+        return Partition(name, kind.default)
+    whole = kind.number is int
+    try:
+        value = float(int(number) if whole else float(number))
+    except (ValueError, OverflowError):
+        value = math.nan
+    if not (value >= 1 if whole else value > 0) or math.isinf(value):
+        need = "a whole number of at least 1" if whole else "a number above 0"
+        raise UserError(f"Partition '{text}' needs {need} after the colon, such as '{name}:{kind.default:g}'.")
+    return Partition(name, value)
+
+
+def share(y: np.ndarray, held: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Share each class evenly among the clients that hold it (``held`` is ``[N, C]`` bool)."""
+    owners = np.full(len(y), NOBODY)
+    for label in range(held.shape[1]):
+        who, members = np.flatnonzero(held[:, label]), np.flatnonzero(y == label)
+        if len(who) > len(members):
+            raise UserError(
+                f"A label with {len(members)} examples cannot be given to {len(who)} clients; "
+                "use fewer clients or fewer labels per client."
+            )
+        if len(who):
+            owners[rng.permutation(members)] = np.resize(rng.permutation(who), len(members))
+    return owners
+
+
+def dirichlet(y: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
+    """Cut each class in Dirichlet(alpha) proportions; then those who got nothing get one example of the largest client's."""
+    owners = np.full(len(y), NOBODY)
+    for label in np.unique(y):
+        members = rng.permutation(np.flatnonzero(y == label))
+        cuts = np.rint(_proportions(clients, alpha, rng).cumsum() * len(members)).astype(np.int64)
+        cuts[-1] = len(members)
+        owners[members] = np.repeat(np.arange(clients), np.diff(cuts, prepend=0))
+    return _fill(owners, clients, rng)
+
+
+def shards(y: np.ndarray, clients: int, k: int, rng: np.random.Generator) -> np.ndarray:
+    """Sort by class, cut into N k shards of equal size, and give each client k of them."""
+    if clients * k > len(y):
+        raise UserError(
+            f"Partition 'shards:{k}' cuts {clients * k} shards for {clients} clients but there are {len(y)} examples; "
+            "use fewer clients or shards."
+        )
+    order = rng.permutation(len(y))
+    order = order[np.argsort(y[order], kind="stable")]
+    shard = np.arange(len(y)) * (clients * k) // len(y)
+    owners = np.empty(len(y), dtype=np.int64)
+    owners[order] = rng.permutation(np.repeat(np.arange(clients), k))[shard]
+    return owners
+
+
+def iid(y: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
+    """Deal everything out evenly."""
+    return rng.permutation(np.arange(len(y)) % clients)
+
+
+def _natural(ids: np.ndarray | None, clients: int) -> np.ndarray:
+    if ids is None:
+        raise UserError("This dataset does not say whom its examples belong to; use another partition than 'natural'.")
+    names, owners = np.unique(ids, return_inverse=True)
+    if len(names) != clients:
+        raise UserError(f"The data has {len(names)} natural clients, not {clients}; leave the number of clients out.")
+    return owners
+
+
+def _proportions(clients: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
+    """One draw of Dirichlet(alpha, ..., alpha), ``[N]``.
+
+    Gammas are drawn as logarithms, Gamma(alpha) = Gamma(alpha + 1) U^(1/alpha), since with a small alpha every one of
+    them would underflow to 0 and leave nothing to divide by.
+    """
+    alpha = min(max(alpha, 1e-300), 1e12)  # beyond these the result is the same, but the arithmetic is not
+    uniform = np.maximum(rng.random(clients), np.finfo(float).tiny)
+    log = np.log(rng.standard_gamma(alpha + 1, clients)) + np.log(uniform) / alpha
+    weight = np.exp(log - log.max())
+    return weight / weight.sum()
+
+
+def _fill(owners: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
+    """Move one example at a time from whoever has most to someone who has none; ends after at most N moves."""
+    order = rng.permutation(len(owners))
+    order = order[np.argsort(owners[order], kind="stable")]
+    sizes = np.bincount(owners, minlength=clients)
+    last = sizes.cumsum() - 1
+    heap = [(-int(size), client) for client, size in enumerate(sizes) if size > 1]
+    heapq.heapify(heap)
+    owners = owners.copy()
+    for empty in np.flatnonzero(sizes == 0):
+        size, giver = heap[0]
+        heapq.heapreplace(heap, (size + 1, giver))
+        owners[order[last[giver]]] = empty
+        last[giver] -= 1
+    return owners

@@ -1,0 +1,125 @@
+"""A federation in progress: the server's state, the clients' states, and one round of the protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from bpfed import noise
+from bpfed.data.federated import FederatedData
+from bpfed.engine.settings import Settings
+from bpfed.engine.store import Store, make_store
+from bpfed.errors import UserError
+from bpfed.likelihoods import Categorical, Likelihood, Normal
+from bpfed.methods.base import Method, State
+from bpfed.model import Model
+from bpfed.networks import default
+from bpfed.noise import Purpose
+
+
+@dataclass
+class Federation:
+    """One method on one dataset with one seed.
+
+    Attributes:
+        method: What clients and server do.
+        data: What they do it on.
+        settings: How.
+        model: The network as a function of flat weights, on the device.
+        device: Where the arithmetic runs.
+        shared: The server's state.
+        store: The clients' states.
+        ids: A word for each client's name, ``[N]`` uint64; all randomness of a client follows it.
+        round: Rounds done.
+    """
+
+    method: Method
+    data: FederatedData
+    settings: Settings
+    model: Model
+    device: torch.device
+    shared: State
+    store: Store
+    ids: np.ndarray
+    round: int = 0
+    history: list[dict[str, object]] = field(default_factory=list)
+
+    @classmethod
+    def start(
+        cls,
+        method: Method,
+        data: FederatedData,
+        settings: Settings,
+        module: nn.Module | None = None,
+        likelihood: Likelihood | None = None,
+        folder: Path | None = None,
+    ) -> Federation:
+        """Before the first round. ``folder`` is where a file of personal states may be kept."""
+        data.check()
+        method.check()
+        settings.check(len(data))
+        device = pick_device(settings.device)
+        if likelihood is None:
+            likelihood = Categorical(data.classes) if data.task == "classification" else Normal()
+        if module is None:
+            module = default(data.input_shape, data.classes or 1, settings.seed)
+        model = Model.of(module, likelihood, data.train.x[:2], method.personal).to(device)
+        initial = method.init(model)
+        store = make_store(settings.store, initial.personal, len(data), device, folder)
+        ids = noise.client_ids(data.clients)
+        return cls(method, data, settings, model, device, initial.shared, store, ids)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def participants(self, round_: int) -> Tensor:
+        """Indices of the clients that train and return in this round, in the order of their words, ``[S]``.
+
+        Every client has a random rank in every round, and the lowest ranks take part: uniform without replacement, and a
+        client's rank depends on nobody else.
+        """
+        ranks = noise.words(self.settings.seed, round_, Purpose.PARTICIPATION, self.ids)
+        count = self.settings.per_round(len(self))
+        drawn = np.argpartition(ranks, count - 1)[:count] if count < len(self) else np.arange(len(self))
+        drawn = drawn[np.argsort(self.ids[drawn], kind="stable")]
+        if self.settings.drop_rate > 0.0:
+            luck = noise.words(self.settings.seed, round_, Purpose.ABSENCE, self.ids[drawn]) >> np.uint64(11)
+            drawn = drawn[luck.astype(np.float64) * 2.0**-53 >= self.settings.drop_rate]
+        return torch.from_numpy(drawn.astype(np.int64))
+
+    def keys(self, round_: int, purpose: Purpose, clients: Tensor) -> Tensor:
+        """Keys of these clients, ``[S, 2]``, on the device."""
+        return noise.keys(self.settings.seed, round_, purpose, self.ids[clients.numpy()]).to(self.device)
+
+    def hyper(self, round_: int) -> dict[str, float]:
+        """The method's numbers in this round (from 1); the schedule acts on the step size."""
+        numbers = self.method.hyper()
+        if self.settings.schedule == "cosine":
+            numbers["lr"] *= 0.5 * (1.0 + float(np.cos(np.pi * (round_ - 1) / self.settings.rounds)))
+        return numbers
+
+    def personal(self, clients: Tensor) -> State:
+        """Personal states of these clients, on the device."""
+        return tree_map(lambda t: t.to(self.device), self.store.get(clients))
+
+    def receive(self, clients: Tensor, uploads: State, personal: State) -> None:
+        """End a round: the server aggregates the uploads, each client keeps its own. No uploads: nothing changes."""
+        if len(clients):
+            weights = torch.ones(len(clients), device=self.device)
+            if self.settings.weighting == "size":
+                weights = self.data.train.sizes[clients].float().to(self.device)
+            self.shared = self.method.aggregate(self.shared, uploads, weights)
+            self.store.put(clients, personal)
+        self.round += 1
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is CUDA where there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device is 'cuda', but no CUDA device is available here; use 'cpu' or 'auto'.")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")

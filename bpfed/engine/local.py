@@ -1,0 +1,92 @@
+"""One round of local training for a set of clients: the simulator calls it with many, a deployed site with one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bpfed.engine.plan import plan
+from bpfed.engine.stepper import Stepper, Work
+from bpfed.methods.base import Finished, Method, State
+from bpfed.model import Model
+
+
+@dataclass(frozen=True)
+class Rows:
+    """S clients about to train.
+
+    Attributes:
+        shared: The server's state, a row for each client (``[S, ...]`` leaves).
+        personal: The clients' own states.
+        hyper: The method's numbers, ``[S]`` each.
+        start: Where each client's examples begin, ``[S]`` int64.
+        size: How many it has, ``[S]`` int64.
+        shuffle: Keys of the order of examples, ``[S, 2]``.
+        key: Keys of the noise, ``[S, 2]``.
+    """
+
+    shared: State
+    personal: State
+    hyper: dict[str, Tensor]
+    start: Tensor
+    size: Tensor
+    shuffle: Tensor
+    key: Tensor
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def take(self, index: Tensor) -> Rows:
+        """These rows, in this order (a row may be taken twice)."""
+        return Rows(**{name: tree_map(lambda t: t[index], getattr(self, name)) for name in self.__dataclass_fields__})
+
+
+@dataclass
+class LocalRound:
+    """Local training of stacked clients; keeps its traced or compiled steps between calls.
+
+    Attributes:
+        batch: Mini-batch size.
+        epochs: Local passes over the data.
+        compiled: Whether steps are compiled.
+        width: Padded batch size; fixed for a federation so that a client's arithmetic does not depend on its chunk.
+    """
+
+    method: Method
+    model: Model
+    x: Tensor
+    y: Tensor
+    batch: int
+    epochs: int
+    compiled: bool
+    width: int
+    steppers: dict[Any, Stepper] = field(default_factory=dict)
+
+    def __call__(self, rows: Rows) -> Finished:
+        """Train these clients for a round, from what the server sent and what they kept."""
+        longest = int(rows.size.max())
+        ragged = int(rows.size.min()) != longest and bool((-(-rows.size // self.batch)).unique().numel() > 1)
+        local = self.method.begin(self.model, rows.shared, rows.personal, rows.hyper)
+        local = tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), local)
+        loss = torch.zeros(len(rows), device=self.x.device)
+        taken = torch.zeros(len(rows), device=self.x.device)
+        before = 0
+        for phase in self.method.phases(self.epochs):
+            todo = plan(rows.shuffle, rows.start, rows.size, self.batch, before, phase.epochs, longest, self.width)
+            step = torch.zeros(1, dtype=torch.int64, device=self.x.device)
+            work = Work(local, step, loss, self.x, self.y, todo, rows.key, rows.hyper)
+            self._stepper(phase.name, ragged).run(work, len(todo.rows))
+            before += phase.epochs
+            taken = taken + todo.steps
+        finished = self.method.finish(self.model, local, rows.hyper)
+        return finished._replace(info={"nll": loss / taken, **finished.info})
+
+    def _stepper(self, phase: str, ragged: bool) -> Stepper:
+        at = (phase, ragged)
+        if at not in self.steppers:
+            self.steppers[at] = Stepper(self.method, self.model, phase, ragged, self.compiled)
+        return self.steppers[at]

@@ -1,0 +1,72 @@
+"""How a federation is run: rounds, participation, local work, evaluation, device. Nothing here belongs to one method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bpfed.errors import UserError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a run.
+
+    Attributes:
+        rounds: Communication rounds.
+        participants: Clients drawn at random in each round; None: 10, or all where there are fewer.
+        epochs: Local passes over a client's data in a round.
+        batch: Mini-batch size; a client's last batch of an epoch may be smaller.
+        seed: Of everything random.
+        drop_rate: Chance that a drawn client fails to return in a round.
+        weighting: ``equal`` (the paper's) or ``size``: weight of an upload in the server's rule.
+        schedule: ``constant``, or ``cosine``: the step size decays to zero over the rounds.
+        eval_every: Evaluate every so many rounds; 0: about twenty times in the run. The last round always is.
+        eval_draws: Weight draws averaged in a prediction.
+        eval_clients: Evaluate this many clients, drawn once; None: all, but 1 000 at the most.
+        bins: Bins of ECE and MCE.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        compile: ``auto``: compile the local step where the run is long enough to repay it; ``on``; ``off``.
+        chunk: Clients trained side by side; None: as many as ``memory`` allows and are fast.
+        memory: Budget for the state of clients in training, in MiB.
+        store: Where personal states live: ``memory``, ``file``, or ``auto``, a file where they would fill over 64 MiB.
+    """
+
+    rounds: int = 50
+    participants: int | None = None
+    epochs: int = 10
+    batch: int = 50
+    seed: int = 0
+    drop_rate: float = 0.0
+    weighting: Literal["equal", "size"] = "equal"
+    schedule: Literal["constant", "cosine"] = "constant"
+    eval_every: int = 0
+    eval_draws: int = 20
+    eval_clients: int | None = None
+    bins: int = 10
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
+    chunk: int | None = None
+    memory: int = 2048
+    store: Literal["auto", "memory", "file"] = "auto"
+
+    def check(self, clients: int) -> None:
+        """Raise a `UserError` if these settings cannot be run with that many clients."""
+        for name in ("rounds", "epochs", "batch", "eval_draws", "bins", "memory"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        if self.participants is not None and not 1 <= self.participants <= clients:
+            raise UserError(
+                f"participants is {self.participants}, but there are {clients} clients; choose 1 to {clients}."
+            )
+        if not 0.0 <= self.drop_rate < 1.0:
+            raise UserError(f"drop_rate is {self.drop_rate}, but must be at least 0 and below 1.")
+
+    def per_round(self, clients: int) -> int:
+        """Number of clients drawn in a round."""
+        return min(10, clients) if self.participants is None else self.participants
+
+    def evaluated(self, round_: int) -> bool:
+        """Whether this round (from 1) is evaluated."""
+        every = self.eval_every or max(1, self.rounds // 20)
+        return round_ == self.rounds or round_ % every == 0 or round_ == 1

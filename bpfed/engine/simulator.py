@@ -1,0 +1,158 @@
+"""Runs rounds of one federation, or of several side by side, with all clients stacked along one axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from bpfed.engine.federation import Federation
+from bpfed.engine.local import LocalRound, Rows
+from bpfed.errors import UserError
+from bpfed.methods.base import Finished, State, rows
+from bpfed.noise import Purpose
+
+#: A compiler takes some 20 s of CPU; it is repaid where plain steps would take longer than that. In weights x client-steps.
+COMPILE_FROM = 6e8
+#: State of clients trained side by side on a CPU should stay in its cache.
+CPU_CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class RoundInfo:
+    """What is reported of a round: participants, and the mean of what their methods report (nats per example)."""
+
+    participants: int
+    values: dict[str, float]
+
+
+class Simulator:
+    """Local training for federations that share method structure, network and data shapes.
+
+    Several federations (other seeds, other settings, other splits) are stacked as if their clients were one federation's;
+    each keeps its own server. On a GPU that costs little more than one.
+    """
+
+    def __init__(self, federations: list[Federation]) -> None:
+        first = federations[0]
+        for other in federations[1:]:
+            if other.method.structure() != first.method.structure() or other.model.factors != first.model.factors:
+                raise UserError(
+                    "Only runs of the same method, network and kind of settings can be stacked; run the others apart."
+                )
+            if (other.settings.batch, other.settings.epochs) != (first.settings.batch, first.settings.epochs):
+                raise UserError("Only runs with the same batch size and epochs can be stacked; run the others apart.")
+        self.federations = federations
+        self.device, self.settings = first.device, first.settings
+        parts = [f.data.train for f in federations]
+        self.base = [0]
+        for part in parts:
+            self.base.append(self.base[-1] + len(part.y))
+        x = parts[0].x if len(parts) == 1 else torch.cat([p.x for p in parts])
+        y = parts[0].y if len(parts) == 1 else torch.cat([p.y for p in parts])
+        longest = max(int(p.sizes.max()) for p in parts)
+        self.train = LocalRound(
+            first.method,
+            first.model,
+            x.to(self.device),
+            y.to(self.device),
+            first.settings.batch,
+            first.settings.epochs,
+            self._compiled(),
+            min(first.settings.batch, longest),
+        )
+
+    def round(self) -> list[RoundInfo]:
+        """One round of every federation."""
+        number = [f.round + 1 for f in self.federations]
+        clients = [f.participants(n) for f, n in zip(self.federations, number, strict=True)]
+        finished = self._train([self._rows(k, n, c) for k, (n, c) in enumerate(zip(number, clients, strict=True))])
+        infos = []
+        start = 0
+        for federation, who in zip(self.federations, clients, strict=True):
+            mine = slice(start, start + len(who))
+            start += len(who)
+            federation.receive(who, _slice(finished.upload, mine), _slice(finished.personal, mine))
+            infos.append(self._info(federation, who, finished, mine))
+        return infos
+
+    def _rows(self, k: int, number: int, clients: Tensor) -> Rows:
+        federation = self.federations[k]
+        train = federation.data.train
+        count = len(clients)
+        return Rows(
+            shared=rows(federation.shared, count),
+            personal=federation.personal(clients),
+            hyper={
+                name: torch.full((count,), value, device=self.device)
+                for name, value in federation.hyper(number).items()
+            },
+            start=(train.offsets[clients] + self.base[k]).to(self.device),
+            size=train.sizes[clients].to(self.device),
+            shuffle=federation.keys(number, Purpose.SHUFFLE, clients),
+            key=federation.keys(number, Purpose.WEIGHTS, clients),
+        )
+
+    def _train(self, parts: list[Rows]) -> Finished:
+        """All rows in chunks of similar size, back in their own order."""
+        everyone = parts[0] if len(parts) == 1 else _concatenate(parts)
+        total = len(everyone)
+        if total == 0:
+            return Finished(None, None, {})
+        chunk = self._chunk(total)
+        order = everyone.size.argsort(descending=True, stable=True)
+        done = []
+        for start in range(0, total, chunk):
+            index = order[start : start + chunk]
+            # Every chunk has the same shape (one traced step for all): the last is filled up with a row done already.
+            filled = torch.cat([index, index[-1:].expand(min(chunk, total) - len(index))])
+            done.append(_slice(self.train(everyone.take(filled)), slice(len(index))))
+        back = order.argsort()
+        return tree_map(lambda *leaves: torch.cat(leaves)[back], *done)
+
+    def _chunk(self, total: int) -> int:
+        if self.settings.chunk is not None:
+            return min(self.settings.chunk, total)
+        # 14: posterior, prior, both with two moments, gradient and draw.
+        bytes_per_client = 14 * 4 * self.train.model.factors.total
+        budget = self.settings.memory << 20
+        if self.device.type == "cpu":
+            budget = min(budget, CPU_CHUNK_BYTES)
+        fits = max(1, budget // bytes_per_client)
+        chunks = -(-total // fits)
+        return -(-total // chunks)
+
+    def _compiled(self) -> bool:
+        if self.settings.compile != "auto":
+            return self.settings.compile == "on"
+        if self.device.type == "cuda":
+            return True
+        work = 0.0
+        for f in self.federations:
+            steps = (-(-f.data.train.sizes.float() // f.settings.batch)).mean() * f.settings.epochs
+            work += float(steps) * f.settings.per_round(len(f)) * f.settings.rounds * f.model.factors.total
+        return work > COMPILE_FROM
+
+    def _info(self, federation: Federation, clients: Tensor, finished: Finished, mine: slice) -> RoundInfo:
+        size = federation.data.train.sizes[clients].float()
+        values = {}
+        for name, value in finished.info.items():
+            value = value[mine].cpu() / (size if name == "kl" else 1.0)
+            values[name] = float(value.mean()) if len(clients) else float("nan")
+        return RoundInfo(len(clients), values)
+
+
+def _slice(state: State, index: slice) -> State:
+    return tree_map(lambda t: t[index], state)
+
+
+def _concatenate(parts: list[Rows]) -> Rows:
+    names = parts[0].__dataclass_fields__
+    return Rows(**{n: tree_map(lambda *t: torch.cat(t), *(getattr(p, n) for p in parts)) for n in names})
+
+
+def leaves(state: State) -> list[Tensor]:
+    """All tensors of a state."""
+    return tree_flatten(state)[0]

@@ -1,0 +1,136 @@
+"""Which weights are shared and which are personal, and the flat vector that holds them.
+
+The vector has the shared factors first and the personal factors last, so that the two are slices and no other code needs
+masks, names or layers.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bpfed.errors import UserError
+
+Personal = str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The order and shapes of the weights in the flat vector.
+
+    Attributes:
+        names: Parameter names, shared ones first.
+        shapes: Their shapes, in the same order.
+        shared: Number of shared weights; ``vector[..., :shared]`` are the shared factors.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    shared: int
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Tensor], personal: Personal = "head") -> Factors:
+        """Split named parameters.
+
+        Args:
+            parameters: Name to tensor, in the module's own order.
+            personal: ``"head"`` (the last layer that has parameters), ``"none"``, ``"all"``, or one or several parameter
+                names, layer names or patterns (``"fc2"``, ``"*.bias"``).
+        """
+        chosen = _personal_names(tuple(parameters), personal)
+        names = (*(n for n in parameters if n not in chosen), *(n for n in parameters if n in chosen))
+        shared = sum(parameters[n].numel() for n in names if n not in chosen)
+        return cls(names, tuple(parameters[n].shape for n in names), shared)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of weights of each parameter."""
+        return [shape.numel() for shape in self.shapes]
+
+    @property
+    def total(self) -> int:
+        """Number of weights in all, P."""
+        return sum(self.sizes)
+
+    @property
+    def personal(self) -> int:
+        """Number of personal weights; ``vector[..., shared:]`` are the personal factors."""
+        return self.total - self.shared
+
+    @property
+    def personal_names(self) -> tuple[str, ...]:
+        """Names of the personal parameters."""
+        ends = torch.tensor([0, *self.sizes]).cumsum(0).tolist()
+        return tuple(n for n, start in zip(self.names, ends, strict=False) if start >= self.shared)
+
+    def flatten(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Named parameters to one vector ``[P]``."""
+        return torch.cat([parameters[n].detach().reshape(-1) for n in self.names])
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """One vector ``[P]`` to named parameters (views)."""
+        parts = torch.split(vector, self.sizes)
+        return {n: part.view(shape) for n, part, shape in zip(self.names, parts, self.shapes, strict=True)}
+
+    def split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """``[..., P]`` to its shared and its personal part (views)."""
+        return vector[..., : self.shared], vector[..., self.shared :]
+
+
+def _layer(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _personal_names(names: tuple[str, ...], personal: Personal) -> set[str]:
+    if not names:
+        raise UserError("The module has no parameters, so there is nothing to train; give it at least one layer.")
+    if personal == "none":
+        return set()
+    if personal == "all":
+        return set(names)
+    if personal == "head":
+        return {n for n in names if _layer(n) == _layer(names[-1])}
+    patterns = [personal] if isinstance(personal, str) else list(personal)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = {n for n in names if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"{pattern}.*")}
+        if not found:
+            raise UserError(
+                f"No parameter of the module matches personal '{pattern}'; its parameters are: {', '.join(names)}."
+            )
+        chosen |= found
+    return chosen
+
+
+def without_running_statistics(module: nn.Module) -> tuple[nn.Module, list[str]]:
+    """Replace every batch normalisation in ``module`` (in place) by group normalisation of the same parameters.
+
+    Running statistics are neither shared nor personal factors: they are not weights, have no posterior, and averaging them
+    over clients with different data describes nobody. Group normalisation keeps the layer's weight and bias (names and
+    shapes), needs no statistics of other examples, and gives one example alone the same prediction as in a batch.
+
+    Returns:
+        The module and the names of the layers replaced.
+    """
+    replaced = []
+    for name, layer in list(module.named_modules()):
+        if isinstance(
+            layer, nn.modules.batchnorm._BatchNorm | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
+        ):
+            if not layer.track_running_stats and not isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                continue
+            channels = layer.num_features
+            groups = next(g for g in (8, 4, 2, 1) if (channels % g == 0 and channels >= 2 * g) or g == 1)
+            group = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
+            if layer.affine:
+                group.weight, group.bias = layer.weight, layer.bias
+            parent = module.get_submodule(_layer(name))
+            if parent is layer:
+                return group, [type(layer).__name__]
+            setattr(parent, name.rpartition(".")[2], group)
+            replaced.append(name)
+    return module, replaced

@@ -1,0 +1,96 @@
+"""The mean-field Gaussian: draws, divergence and its gradients, moments and natural parameters.
+
+All functions are element-wise, in closed form, and keep whatever leading axes their inputs have.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Gaussian(NamedTuple):
+    """Independent Gaussians, one for each weight.
+
+    Attributes:
+        mean: ``[..., P]``.
+        sigma: Standard deviation, ``[..., P]``, same shape; 0 is the Dirac case, a point.
+    """
+
+    mean: Tensor
+    sigma: Tensor
+
+    def draw(self, noise: Tensor) -> Tensor:
+        """w = μ + σ ⊙ ε (Eq. 7, 8) for given ε ~ N(0, I) of the same shape."""
+        return torch.addcmul(self.mean, self.sigma, noise)
+
+
+class KLGradients(NamedTuple):
+    """Gradients of KL(q ‖ p) with respect to both of its arguments, each of the arguments' shape."""
+
+    q_mean: Tensor
+    q_sigma: Tensor
+    p_mean: Tensor
+    p_sigma: Tensor
+
+
+def softplus(rho: Tensor) -> Tensor:
+    """σ = log(1 + exp ρ); ρ = −∞ gives σ = 0."""
+    return torch.nn.functional.softplus(rho)
+
+
+def softplus_inverse(sigma: Tensor) -> Tensor:
+    """ρ = log(exp σ − 1), exact for small σ too; σ = 0 gives ρ = −∞."""
+    return sigma + torch.log(-torch.expm1(-sigma))
+
+
+def kl(q: Gaussian, p: Gaussian) -> Tensor:
+    """KL(q ‖ p) summed over the last axis: Σ log(σ_p/σ_q) + (σ_q² + (μ_q − μ_p)²) / (2 σ_p²) − ½.  ``[...]``."""
+    ratio = q.sigma / p.sigma
+    shift = (q.mean - p.mean) / p.sigma
+    return (0.5 * (ratio.square() + shift.square() - 1.0) - torch.log(ratio)).sum(-1)
+
+
+def kl_gradients_q(q: Gaussian, p: Gaussian) -> tuple[Tensor, Tensor]:
+    """∂KL/∂μ_q = (μ_q − μ_p)/σ_p² and ∂KL/∂σ_q = σ_q/σ_p² − 1/σ_q."""
+    precision = p.sigma.square().reciprocal()
+    return (q.mean - p.mean) * precision, q.sigma * precision - q.sigma.reciprocal()
+
+
+def kl_gradients_p(q: Gaussian, p: Gaussian) -> tuple[Tensor, Tensor]:
+    """∂KL/∂μ_p = (μ_p − μ_q)/σ_p² and ∂KL/∂σ_p = 1/σ_p − (σ_q² + (μ_q − μ_p)²)/σ_p³."""
+    inverse = p.sigma.reciprocal()
+    shift = (p.mean - q.mean) * inverse
+    ratio = q.sigma * inverse
+    return shift * inverse, (1.0 - ratio.square() - shift.square()) * inverse
+
+
+def kl_gradients(q: Gaussian, p: Gaussian) -> KLGradients:
+    """All four gradients of KL(q ‖ p)."""
+    return KLGradients(*kl_gradients_q(q, p), *kl_gradients_p(q, p))
+
+
+def natural(g: Gaussian) -> tuple[Tensor, Tensor]:
+    """Natural parameters (precision 1/σ², precision times mean)."""
+    precision = g.sigma.square().reciprocal()
+    return precision, precision * g.mean
+
+
+def from_natural(precision: Tensor, weighted_mean: Tensor) -> Gaussian:
+    """The Gaussian with this precision and this precision-times-mean."""
+    return Gaussian(weighted_mean / precision, precision.rsqrt())
+
+
+def discounted(g: Gaussian, discount: Tensor | float, sigma0: Tensor | float) -> Gaussian:
+    """The prior made of last round's posterior: same mean, 1/s² = a/σ² + (1 − a)/s0².
+
+    a = 1 is the paper's continual prior (precision grows without end when the same data is refitted), a = 0 a fixed
+    scale s0, and between them the precision of a refitted posterior stays bounded.
+    """
+    if isinstance(discount, float) and discount == 1.0:
+        return g
+    variance0 = sigma0 * sigma0
+    precision = discount / g.sigma.square() + (1.0 - discount) / variance0
+    return Gaussian(g.mean, precision.rsqrt())

@@ -1,0 +1,167 @@
+"""The contract of a federated method: small pure functions over stacked clients.
+
+A method never sees loops, devices, chunks or sockets. The engine calls
+
+    init        once:            the server's and a client's first state
+    begin       each round:      shared + personal -> local state
+    step        each mini-batch: local state -> local state
+    finish      each round:      local state -> upload + personal
+    aggregate   each round:      uploads -> shared
+    predictive  when asked:      shared + personal -> the distribution to predict with
+
+All states are NamedTuples of tensors whose first axis is the client (``S`` of them), except what the server holds, which
+has none. Only an upload can travel: what `finish` returns as ``personal`` stays where it was made.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from bpfed import noise
+from bpfed.estimators import Batch
+from bpfed.factors import Personal
+from bpfed.gaussian import Gaussian
+from bpfed.model import Model
+
+State = Any  # a NamedTuple (of NamedTuples) of tensors; each method has its own
+
+
+class Phase(NamedTuple):
+    """A part of the local round: ``epochs`` passes over the data by `Method.step` with this phase's name."""
+
+    name: str
+    epochs: int
+
+
+class Initial(NamedTuple):
+    """First states: the server's (no client axis) and one client's (no client axis)."""
+
+    shared: State
+    personal: State
+
+
+class Finished(NamedTuple):
+    """What a client has at the end of a round.
+
+    Attributes:
+        upload: Goes to the server. Shared tensors only.
+        personal: Stays with the client.
+        info: Reported, never used: name to ``[S]``.
+    """
+
+    upload: State
+    personal: State
+    info: dict[str, Tensor]
+
+
+class Predictive(Protocol):
+    """A distribution over weights to predict with."""
+
+    def draws(self, wanted: int) -> int:
+        """How many draws there are to average when ``wanted`` are asked for."""
+        ...
+
+    def draw(self, key: Tensor, index: int) -> Tensor:
+        """The weights of one draw, ``[S, P]``, from keys ``[S, 2]``."""
+        ...
+
+
+class GaussianPredictive(NamedTuple):
+    """Independent Gaussian weights, ``[S, P]``."""
+
+    weights: Gaussian
+
+    def draws(self, wanted: int) -> int:
+        return wanted
+
+    def draw(self, key: Tensor, index: int) -> Tensor:
+        return self.weights.draw(noise.normal(noise.fold(key, index), self.weights.mean.shape[-1]))
+
+
+class PointPredictive(NamedTuple):
+    """One weight vector for each client, ``[S, P]``."""
+
+    weights: Tensor
+
+    def draws(self, wanted: int) -> int:
+        return 1
+
+    def draw(self, key: Tensor, index: int) -> Tensor:
+        return self.weights
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """Base of all methods. A subclass is a frozen dataclass: its fields are its settings.
+
+    Attributes:
+        personal: Which parameters stay with the client (see `Factors.of`).
+        lr: Step size of the local steps.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    paper: ClassVar[str]
+    shared_words: ClassVar[str]
+    personal_words: ClassVar[str]
+    random_words: ClassVar[str]
+    #: Settings that are numbers and may differ between stacked rows (runs with other seeds or settings).
+    numbers: ClassVar[tuple[str, ...]] = ("lr",)
+
+    personal: Personal = "head"
+    lr: float = 1e-3
+
+    def check(self) -> None:  # noqa: B027 (most methods have nothing to check)
+        """Raise a `UserError` if the settings contradict each other."""
+
+    def phases(self, epochs: int) -> tuple[Phase, ...]:
+        """The parts of a local round of ``epochs`` passes over the data."""
+        return (Phase("all", epochs),)
+
+    def settings(self) -> dict[str, Any]:
+        """All settings by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def structure(self) -> tuple[Any, ...]:
+        """What distinguishes two computations; methods that differ in ``numbers`` alone share one."""
+        return (self.name, *((k, str(v)) for k, v in self.settings().items() if k not in self.numbers))
+
+    def hyper(self) -> dict[str, float]:
+        """The numbers of ``numbers``; the engine hands them to `begin` and `step` as ``[S]`` tensors."""
+        return {n: float(getattr(self, n)) for n in self.numbers}
+
+    @abstractmethod
+    def init(self, model: Model) -> Initial:
+        """First states from the module's own initial weights."""
+
+    @abstractmethod
+    def begin(self, model: Model, shared: State, personal: State, hyper: dict[str, Tensor]) -> State:
+        """Local state at the start of a round, from the server's state (one row per client) and the clients' own."""
+
+    @abstractmethod
+    def step(
+        self, model: Model, local: State, batch: Batch, hyper: dict[str, Tensor], phase: str
+    ) -> tuple[State, Tensor]:
+        """One local step: the new local state and the mean −log p of the batch in nats, ``[S]``."""
+
+    @abstractmethod
+    def finish(self, model: Model, local: State, hyper: dict[str, Tensor]) -> Finished:
+        """What goes to the server and what stays."""
+
+    @abstractmethod
+    def aggregate(self, shared: State, uploads: State, weights: Tensor) -> State:
+        """The server's new state from its old one, S uploads and their weights ``[S]``."""
+
+    @abstractmethod
+    def predictive(self, model: Model, shared: State, personal: State) -> Predictive:
+        """The distribution to predict with, for each client."""
+
+
+def rows(state: State, count: int) -> State:
+    """A state without client axis, repeated for ``count`` clients (views)."""
+    return torch.utils._pytree.tree_map(lambda t: t.expand(count, *t.shape), state)

@@ -1,0 +1,282 @@
+"""How right the predictions are, and how rightly sure: per client, on average, at worst, and pooled.
+
+Everything is computed where the predictions are, for all clients at once and without a synchronisation; one small
+tensor travels at the end. Sums are float64, so the order of the examples does not show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Floats = NDArray[np.float64]
+
+#: A lower probability counts as this one, so that one wrong certainty costs 27.6 nats, not infinity. float32 holds it.
+SMALLEST = 1e-12
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """What was claimed against what happened, over all clients' examples.
+
+    For classification there is one entry per bin of the top-label confidence; a bin without examples has ``None`` for
+    both. For regression there is one entry per nominal level of a central interval: ``confidence`` is that level and
+    ``accuracy`` the share of targets that fell inside.
+
+    Attributes:
+        count: Examples behind each entry, ``[B]``.
+        confidence: Mean confidence, ``[B]``.
+        accuracy: Share that was right, ``[B]``.
+    """
+
+    count: list[int]
+    confidence: list[float | None]
+    accuracy: list[float | None]
+
+    def record(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {"count": self.count, "confidence": self.confidence, "accuracy": self.accuracy}
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """One metric. A client without test examples is NaN in ``clients`` and counts nowhere else.
+
+    Attributes:
+        pooled: Over all examples together.
+        mean: Unweighted mean over clients.
+        worst: The worst client's (the lowest accuracy, the highest of anything else).
+        clients: Each client's, ``[N]``.
+    """
+
+    pooled: float
+    mean: float
+    worst: float
+    clients: Floats
+
+    def record(self) -> dict[str, float | None]:
+        """As JSON holds it: a value that is not finite is ``None``."""
+        return {"pooled": _json(self.pooled), "mean": _json(self.mean), "worst": _json(self.worst)}
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """The metrics of one moment in training.
+
+    Attributes:
+        scores: By name; classification has accuracy, nll, brier, ece and mce, regression rmse, nll and ece.
+        ece_floor: The ECE that perfectly calibrated predictions with the same confidences would show on average, by
+            chance alone. An ECE near its floor says nothing against the calibration.
+        reliability: Over all clients.
+        sizes: Test examples of each client, ``[N]``.
+        bins: Number of bins behind ECE and MCE, without which neither can be compared.
+    """
+
+    scores: dict[str, Score]
+    ece_floor: Score
+    reliability: Reliability
+    sizes: NDArray[np.int64]
+    bins: int
+
+    def __getitem__(self, metric: str) -> Score:
+        return self.scores[metric]
+
+    def record(self) -> dict[str, dict[str, float | None]]:
+        """``{"accuracy": {"pooled": .., "mean": .., "worst": ..}, "nll": ..}``, ready for JSON."""
+        return {name: score.record() for name, score in self.scores.items()}
+
+    def clients(self, names: Sequence[str], train_sizes: Sequence[int]) -> list[dict[str, Any]]:
+        """One row per client: name, train and test sizes, each metric and ``ece_floor`` (``None`` where untested)."""
+        columns = {name: score.clients.tolist() for name, score in self.scores.items()}
+        columns["ece_floor"] = self.ece_floor.clients.tolist()
+        return [
+            {"name": name, "train": int(train), "test": int(test)}
+            | {metric: _json(values[i]) for metric, values in columns.items()}
+            for i, (name, train, test) in enumerate(zip(names, train_sizes, self.sizes, strict=True))
+        ]
+
+    def detail(self, round_: int, names: Sequence[str], train_sizes: Sequence[int]) -> dict[str, Any]:
+        """Everything the report needs beyond the curves, ready for JSON."""
+        return {
+            "round": round_,
+            "bins": self.bins,
+            "clients": self.clients(names, train_sizes),
+            "reliability": self.reliability.record(),
+            "ece_floor": _json(self.ece_floor.pooled),
+        }
+
+
+def evaluate(probs: Tensor, y: Tensor, offsets: Tensor, bins: int = 10) -> Evaluation:
+    """Score predicted class probabilities.
+
+    - accuracy: share of examples whose most probable class is the right one;
+    - nll: nats per example;
+    - brier: sum over classes of (p - one hot)², mean over examples, 0 to 2;
+    - ece, mce: mean (by examples) and largest gap between confidence and accuracy over equal-width bins [a, b) of the
+      top-label confidence, the last one closed; empty bins are skipped.
+
+    Args:
+        probs: ``[E, K]``, rows sum to 1.
+        y: Classes, ``[E]`` int64.
+        offsets: ``[N + 1]``; client i owns rows ``offsets[i]`` to ``offsets[i + 1]``.
+        bins: Number of bins.
+    """
+    if probs.ndim != 2 or y.shape != probs.shape[:1]:
+        raise ValueError(f"probs must be [E, K] and y [E], not {list(probs.shape)} and {list(y.shape)}.")
+    if probs.dtype != torch.float64:
+        probs = probs.float()
+    owner, n_clients = _owner(offsets, y)
+    confidence, guess = probs.max(1)
+    confidence = confidence.clamp(0, 1)  # a mean over draws may come to 1.0000001
+    right = (guess == y) & confidence.isfinite()
+    likelihood = probs.gather(1, y[:, None]).squeeze(1)
+    nll = -likelihood.clamp(SMALLEST, 1).double().log()
+    brier = probs.scatter_add(1, y[:, None], probs.new_full((len(y), 1), -1)).double().square().sum(1)
+
+    # Edges in the confidences' own precision, so that a float32 0.7 lies in the bin that begins at 0.7.
+    edges = torch.arange(1, bins, device=probs.device, dtype=torch.float64).div(bins).to(confidence.dtype)
+    cell = owner * bins + torch.bucketize(confidence, edges, right=True)
+    confidence = confidence.double()
+    cells = _sums(
+        [torch.ones_like(confidence), confidence, right.double(), confidence * (1 - confidence)], cell, n_clients * bins
+    )
+    count, claimed, hit, variance = _with_pool(cells.view(4, n_clients, bins))
+    total = count.sum(-1)
+    loss = _with_pool(_sums([nll, brier], owner, n_clients)) / total
+    gap = (hit - claimed).abs()
+    worst_gap = (gap / count.clamp(min=1)).amax(-1).where(total > 0, math.nan)
+
+    # Chance alone: each bin's hits as a binomial at the bin's mean confidence, widened or narrowed to the variance that
+    # the single confidences imply. Exact for bins of one example and for equal confidences.
+    mean = (claimed / count.clamp(min=1)).clamp(0, 1)
+    binomial = count * mean * (1 - mean)
+    spread = (variance / binomial).sqrt().where(binomial > 0, 1)
+    floor = (_binomial_deviation(count, mean) * spread).sum(-1) / total
+
+    values = {
+        "accuracy": hit.sum(-1) / total,
+        "nll": loss[0],
+        "brier": loss[1],
+        "ece": gap.sum(-1) / total,
+        "mce": worst_gap,
+    }
+    pooled = torch.stack([count[-1], claimed[-1] / count[-1], hit[-1] / count[-1]])
+    return _evaluation(values, floor, total, pooled, bins)
+
+
+def evaluate_regression(
+    mean: Tensor, scale: Tensor, nll: Tensor, y: Tensor, offsets: Tensor, bins: int = 10
+) -> Evaluation:
+    """Score predicted real values.
+
+    ``ece`` is the quantile calibration error: with the predictive taken as Gaussian, the mean over nominal levels of
+    |share of targets inside the central interval - level|. The levels are 1/bins, 2/bins, ... below 1, and 0.95.
+
+    Args:
+        mean: Predicted mean, ``[E]``.
+        scale: Predictive standard deviation, ``[E]``.
+        nll: Negative log density of the target, nats, ``[E]`` (the predictive may be a mixture, so it is given).
+        y: Targets, ``[E]``.
+        offsets: ``[N + 1]``; client i owns rows ``offsets[i]`` to ``offsets[i + 1]``.
+        bins: Sets the levels.
+    """
+    if not mean.shape == scale.shape == nll.shape == y.shape or y.ndim != 1:
+        raise ValueError("mean, scale, nll and y must all be [E].")
+    owner, n_clients = _owner(offsets, y)
+    residual = (y.double() - mean.double()).abs()
+    # The smallest central interval that holds the target; a point prediction that is exactly right is inside any.
+    needed = torch.erf(residual / scale.double() / math.sqrt(2)).where(residual != 0, 0)
+    levels = torch.tensor(sorted({k / bins for k in range(1, bins)} | {0.95}), dtype=torch.float64).to(
+        y.device, non_blocking=True
+    )
+    cell = owner * (len(levels) + 1) + torch.bucketize(needed, levels)
+    cells = _sums([torch.ones_like(residual)], cell, n_clients * (len(levels) + 1))
+    count = _with_pool(cells.view(1, n_clients, -1))[0]
+    total = count.sum(-1)
+    observed = count.cumsum(-1)[:, :-1] / total[:, None]
+    square, loss = _with_pool(_sums([residual.square(), nll.double()], owner, n_clients)) / total
+    floor = _binomial_deviation(total[:, None], levels).mean(-1) / total
+
+    values = {"rmse": square.sqrt(), "nll": loss, "ece": (observed - levels).abs().mean(-1)}
+    pooled = torch.stack([total[-1].expand_as(levels), levels, observed[-1]])
+    return _evaluation(values, floor, total, pooled, bins)
+
+
+def aurc(probs: Tensor, y: Tensor) -> Tensor:
+    """Area under the risk-coverage curve: the error rate if only the surest k of E examples are answered, mean over k.
+
+    Equally sure examples are answered in any order, so each carries the mean error of its tie.
+
+    Args:
+        probs: ``[E, K]``, rows sum to 1.
+        y: Classes, ``[E]`` int64.
+
+    Returns:
+        A scalar, 0 (no error) to 1.
+    """
+    confidence, guess = probs.max(1)
+    confidence, order = confidence.sort(descending=True)
+    wrong = (guess != y).double()[order]
+    tie = torch.ones_like(order)
+    tie[1:] = confidence.diff() != 0
+    tie = tie.cumsum(0) - 1
+    errors, size = _sums([wrong, torch.ones_like(wrong)], tie, len(order))
+    expected = (errors / size)[tie].cumsum(0)
+    return (expected / torch.arange(1, len(order) + 1, device=expected.device)).mean()
+
+
+def _owner(offsets: Tensor, y: Tensor) -> tuple[Tensor, int]:
+    """Which client each example belongs to, ``[E]``, and the number of clients."""
+    offsets = offsets.to(y.device, non_blocking=True)
+    rows = torch.arange(len(y), device=y.device)
+    return torch.searchsorted(offsets[1:].contiguous(), rows, right=True), len(offsets) - 1
+
+
+def _sums(columns: list[Tensor], index: Tensor, size: int) -> Tensor:
+    """Sum each column ``[E]`` by index, ``[columns, size]``."""
+    return torch.zeros(len(columns), size, dtype=torch.float64, device=index.device).index_add_(
+        1, index, torch.stack(columns)
+    )
+
+
+def _with_pool(sums: Tensor) -> Tensor:
+    """Append to the clients' sums ``[M, N, ...]`` those of all clients together, ``[M, N + 1, ...]``."""
+    return torch.cat([sums, sums.sum(1, keepdim=True)], 1)
+
+
+def _binomial_deviation(n: Tensor, p: Tensor) -> Tensor:
+    """E|X - n p| of a binomial X, by De Moivre: 2 v C(n, v) p^v (1 - p)^(n - v + 1) with v = floor(n p) + 1."""
+    v = torch.minimum((n * p).floor() + 1, n)
+    choose = torch.lgamma(n + 1) - torch.lgamma(v + 1) - torch.lgamma(n - v + 1)
+    return 2 * (v.log() + choose + torch.xlogy(v, p) + torch.xlogy(n - v + 1, 1 - p)).exp()
+
+
+def _evaluation(values: dict[str, Tensor], floor: Tensor, total: Tensor, pooled: Tensor, bins: int) -> Evaluation:
+    """Fetch what was computed (rows ``[N + 1]``, the last of them pooled; ``pooled`` ``[3, B]``) in one transfer."""
+    rows = torch.stack([*values.values(), floor, total])
+    flat = torch.cat([rows.flatten(), pooled.flatten()]).cpu().numpy()
+    table = flat[: rows.numel()].reshape(rows.shape)
+    count, confidence, accuracy = flat[rows.numel() :].reshape(pooled.shape)
+    sizes = table[-1, :-1].astype(np.int64)
+
+    def score(row: Floats, best_is_high: bool = False) -> Score:
+        tested = row[:-1][sizes > 0]
+        if not len(tested):
+            return Score(math.nan, math.nan, math.nan, row[:-1])
+        worst = tested.min() if best_is_high else tested.max()
+        return Score(float(row[-1]), float(tested.mean()), float(worst), row[:-1])
+
+    scores = {name: score(row, name == "accuracy") for name, row in zip(values, table, strict=False)}
+    reliability = Reliability([int(c) for c in count], [_json(c) for c in confidence], [_json(a) for a in accuracy])
+    return Evaluation(scores, score(table[-2]), reliability, sizes, bins)
+
+
+def _json(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,156 @@
+"""A plain module seen as a function of one flat weight vector, for many clients at once."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from bpfed import noise
+from bpfed.errors import UserError
+from bpfed.factors import Factors, Personal, without_running_statistics
+from bpfed.gaussian import Gaussian
+from bpfed.intercept import KeyedDropout, LocalCalls, LocalNoise
+from bpfed.likelihoods import Likelihood
+
+
+@dataclass(frozen=True)
+class Model:
+    """Network, likelihood and the order of their weights.
+
+    Every function takes weights as flat vectors. ``S`` is the number of clients stacked, ``B`` the batch size, ``P`` the
+    number of weights.
+
+    Attributes:
+        module: A private copy of the user's module.
+        likelihood: Of the targets given the outputs.
+        factors: Which weights are shared, which personal, and where each is in the vector.
+        initial: The module's own initial weights, ``[P]``.
+        local: Names of parameters whose noise can be drawn locally (see `LocalNoise`).
+        notes: What was changed in the module, in words.
+    """
+
+    module: nn.Module
+    likelihood: Likelihood
+    factors: Factors
+    initial: Tensor
+    local: frozenset[str]
+    notes: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def of(cls, module: nn.Module, likelihood: Likelihood, example: Tensor, personal: Personal = "head") -> Model:
+        """Take a user's module over.
+
+        Args:
+            module: Any module; it is copied, not changed.
+            likelihood: Checked against the module's output.
+            example: A small batch of inputs, ``[B, ...]``, to try the module on.
+            personal: See `Factors.of`.
+        """
+        module, replaced = without_running_statistics(copy.deepcopy(module).cpu())
+        notes = (f"Batch normalisation replaced by group normalisation in: {', '.join(replaced)}.",) if replaced else ()
+        weights = {n: p.detach().float() for n, p in module.named_parameters()}
+        extra = likelihood.parameters()
+        factors = Factors.of(weights, personal)
+        if extra:  # the noise of a client's targets is that client's own, unless nothing or a named part is personal
+            chosen = [*factors.personal_names, *(extra if personal != "none" else ())]
+            factors = Factors.of(weights | extra, chosen or "none")
+        model = cls(module, likelihood, factors, factors.flatten(weights | extra), frozenset(), notes)
+        model._try(example)
+        return cls(module, likelihood, factors, model.initial, model._local_names(example), notes)
+
+    def outputs(self, weights: Tensor, x: Tensor, key: Tensor | None = None) -> Tensor:
+        """The network's outputs ``[B, K]`` for one client's weights ``[P]``; with a key ``[2]`` dropout is on."""
+        return self._forward(self.factors.unflatten(weights), x, key)
+
+    def _forward(self, parameters: dict[str, Tensor], x: Tensor, key: Tensor | None) -> Tensor:
+        self.module.train(key is not None)
+        own = {n: p for n, p in parameters.items() if not n.startswith("likelihood.")}
+        with ExitStack() as modes:
+            if key is not None:
+                modes.enter_context(KeyedDropout(key))
+            return functional_call(self.module, own, (x,))
+
+    def _nll(self, parameters: dict[str, Tensor], x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
+        return (self.likelihood.nll(self._forward(parameters, x, key), y, parameters) * mask).sum()
+
+    def gradient(self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of −log p over each client's batch, and its gradient.
+
+        Args:
+            weights: ``[S, P]``.
+            x: ``[S, B, ...]``.
+            y: ``[S, B]``.
+            mask: 1 for an example, 0 for padding, ``[S, B]``.
+            key: ``[S, 2]``.
+
+        Returns:
+            ``[S]`` and ``[S, P]``.
+        """
+
+        def loss(weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
+            return self._nll(self.factors.unflatten(weights), x, y, mask, key)
+
+        gradient, value = vmap(grad_and_value(loss))(weights, x, y, mask, key)
+        return value, gradient
+
+    def local_gradient(
+        self, q: Gaussian, x: Tensor, y: Tensor, mask: Tensor, key: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `gradient`, for one draw of Gaussian weights whose noise is drawn locally where it can be.
+
+        Returns:
+            The summed −log p ``[S]`` and its gradients with respect to μ and σ, ``[S, P]`` each.
+        """
+
+        def loss(mean: Tensor, sigma: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
+            means, sigmas = self.factors.unflatten(mean), self.factors.unflatten(sigma)
+            for i, name in enumerate(self.factors.names):  # everything else: one draw for the whole batch
+                if name not in self.local:
+                    eps = noise.normal(noise.fold(key, 0x1000 + i), means[name].numel()).reshape(means[name].shape)
+                    means[name] = means[name] + sigmas[name] * eps
+            with LocalNoise({id(means[n]): sigmas[n] for n in self.local}, key):
+                return self._nll(means, x, y, mask, key)
+
+        gradients, value = vmap(grad_and_value(loss, argnums=(0, 1)))(q.mean, q.sigma, x, y, mask, key)
+        return value, *gradients
+
+    def stacked_outputs(self, weights: Tensor, x: Tensor) -> Tensor:
+        """Outputs without dropout: ``[S, P]`` and ``[S, B, ...]`` to ``[S, B, K]``."""
+        return vmap(self.outputs)(weights, x)
+
+    def to(self, device: torch.device | str) -> Model:
+        """The same model with its constants on that device."""
+        module = copy.deepcopy(self.module).to(device)
+        return Model(module, self.likelihood, self.factors, self.initial.to(device), self.local, self.notes)
+
+    def _try(self, example: Tensor) -> None:
+        before = {n: b.clone() for n, b in self.module.named_buffers()}
+        weights = self.factors.unflatten(self.initial)
+        try:
+            with torch.no_grad():
+                outputs = self._forward(weights, example, noise.key(0, noise.Purpose.INIT))
+        except UserError:
+            raise
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"The module cannot take inputs of shape {list(example.shape[1:])} (a batch of {len(example)}): {reason}."
+            ) from error
+        self.likelihood.check(outputs)
+        changed = [n for n, b in self.module.named_buffers() if not torch.equal(b, before[n])]
+        if changed:
+            raise UserError(
+                f"The module changes its buffer '{changed[0]}' while it runs, and state beside the weights is not "
+                "federated; use a layer without running statistics."
+            )
+
+    def _local_names(self, example: Tensor) -> frozenset[str]:
+        parameters = self.factors.unflatten(self.initial)
+        with LocalCalls() as calls, torch.no_grad():
+            self._forward(parameters, example, None)
+        return frozenset(n for n, p in parameters.items() if id(p) in calls.handled and calls.uses[id(p)] == 1)

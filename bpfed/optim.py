@@ -1,0 +1,55 @@
+"""Adam and plain descent on tensors with a client axis; each client may have its own step size and step count."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+
+
+class Adam(NamedTuple):
+    """Adam's memory for one variable.
+
+    Attributes:
+        first: Mean of the gradients, ``[S, P]``.
+        second: Mean of their squares, ``[S, P]``.
+    """
+
+    first: Tensor
+    second: Tensor
+
+    @classmethod
+    def like(cls, variable: Tensor) -> Adam:
+        """No memory yet."""
+        return cls(torch.zeros_like(variable), torch.zeros_like(variable))
+
+
+def adam(variable: Tensor, gradient: Tensor, memory: Adam, step: Tensor, rate: Tensor) -> tuple[Tensor, Adam]:
+    """One step of Adam.
+
+    Args:
+        variable: ``[S, P]``.
+        gradient: ``[S, P]``.
+        memory: Of the steps before.
+        step: Number of this step, from 1, ``[S]``.
+        rate: Step size, ``[S]``.
+
+    Returns:
+        The moved variable and the new memory.
+    """
+    first = torch.lerp(memory.first, gradient, 1.0 - BETA1)
+    second = torch.lerp(memory.second, gradient * gradient, 1.0 - BETA2)
+    correction1 = 1.0 - torch.pow(BETA1, step)
+    correction2 = torch.sqrt(1.0 - torch.pow(BETA2, step))
+    scale = (rate * correction2 / correction1)[:, None]
+    # m̂ / (√v̂ + ε) with both corrections gathered in one factor per client.
+    moved = variable - scale * first / (torch.sqrt(second) + EPS * correction2[:, None])
+    return moved, Adam(first, second)
+
+
+def descent(variable: Tensor, gradient: Tensor, rate: Tensor) -> Tensor:
+    """One step of plain gradient descent; ``rate`` is ``[S]``."""
+    return variable - rate[:, None] * gradient

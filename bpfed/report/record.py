@@ -1,0 +1,81 @@
+"""What a report is made from: the plain data of a run folder."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from bpfed.report.measures import MEASURES, Measure
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run as it lies on disk, so that a report can be made again at any time.
+
+    Attributes:
+        config: All settings, nested.
+        history: One dict per evaluated round, as in ``metrics.jsonl``.
+        evaluation: The last evaluated round in detail: ``round, bins, clients, reliability, ece_floor``.
+        summary: ``method, data, partition, protocol, seed, rounds, clients, device, seconds`` and figures.
+    """
+
+    config: dict[str, Any]
+    history: list[dict[str, Any]]
+    evaluation: dict[str, Any]
+    summary: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        """The run in one line of plain words."""
+        facts = [f"{self.summary.get('method', 'A run')} on {self.summary.get('data', 'unnamed data')}"]
+        for key, one in (("clients", "client"), ("rounds", "round")):
+            if key in self.summary:
+                n = self.summary[key]
+                facts.append(f"{n} {one}" if n == 1 else f"{n} {one}s")
+        if "seed" in self.summary:
+            facts.append(f"seed {self.summary['seed']}")
+        return ", ".join(facts)
+
+    @property
+    def measures(self) -> list[Measure]:
+        """The metrics this run was scored with, the main one first."""
+        present = {name for entry in self.history for name, value in entry.items() if isinstance(value, dict)}
+        present |= {name for row in self.rows for name in row}
+        return [measure for name, measure in MEASURES.items() if name in present]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per client, in the data's order."""
+        rows: list[dict[str, Any]] = self.evaluation.get("clients", [])
+        return rows
+
+    @property
+    def rounds(self) -> list[int]:
+        """The rounds that were evaluated."""
+        return [int(entry["round"]) for entry in self.history]
+
+    def over(self, metric: str, part: str | None = "pooled") -> list[float]:
+        """A metric at each evaluated round (NaN where it was not measured); ``part`` is None for plain numbers."""
+        return [value(entry, metric, part) for entry in self.history]
+
+    def last(self, metric: str, part: str = "pooled") -> float:
+        """A metric at the last evaluated round (NaN if it was not measured)."""
+        return value(self.history[-1], metric, part) if self.history else math.nan
+
+    def best(self, metric: str) -> tuple[int, float] | None:
+        """The round at which the pooled metric was best, and what it was then."""
+        sign = -1 if MEASURES[metric].high_is_good else 1
+        seen = [(sign * v, e["round"]) for e in self.history if math.isfinite(v := value(e, metric, "pooled"))]
+        if not seen:
+            return None
+        signed, round_ = min(seen)
+        return round_, sign * signed
+
+
+def value(entry: dict[str, Any], metric: str, part: str | None = None) -> float:
+    """A number of a history entry or a client's row; what is missing or ``None`` is NaN."""
+    found = entry.get(metric)
+    if part is not None:
+        found = found.get(part) if isinstance(found, dict) else None
+    return float(found) if isinstance(found, int | float) else math.nan

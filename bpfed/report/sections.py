@@ -1,0 +1,230 @@
+"""The parts of the page, from the run's title down to its settings."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from bpfed.report import plots, table, text
+from bpfed.report.measures import MEASURES, Measure
+from bpfed.report.plots import Curve, wilson
+from bpfed.report.record import RunRecord, value
+
+_KL = Measure("train_kl", "KL to the prior", text.decimal, "How far training moved the weights from their prior.")
+
+
+def headline(run: RunRecord) -> str:
+    """The title, where and how it ran, and the figures of the last round."""
+    facts = [words.format(run.summary[key]) for key, words in _FACTS if run.summary.get(key) not in (None, "")]
+    if math.isfinite(seconds := value(run.summary, "seconds")):
+        facts.append(text.duration(seconds))
+    line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
+    top = f'<header><h1>{escape(run.title)}</h1><p class="facts">{line}</p></header>'
+    if not run.history or not run.measures:
+        return top + "<p>No round of this run was evaluated, so there are no figures.</p>"
+    tested = [row for row in run.rows if row.get("test")]
+    total = sum(row["test"] for row in tested)
+    basis = f", over {text.plural(total, 'test example')} of {text.plural(len(tested), 'client')}" if tested else ""
+    tiles = [_tile(run, measure, total) for measure in run.measures if measure.name != "mce"]
+    return (
+        f'{top}<div class="tiles">{"".join(tiles)}{_worst_tile(run)}</div>'
+        f'<p class="note">The large figures are those of the last round ({run.history[-1]["round"]}){basis}, all '
+        "examples pooled. The best round was picked by looking at the test data, so it flatters; it is given because "
+        "papers often print it.</p>"
+    )
+
+
+_FACTS = (("protocol", "{} protocol"), ("partition", "{} partition"), ("device", "on {}"))
+
+
+def _tile(run: RunRecord, measure: Measure, total: int) -> str:
+    fine = total >= 1000
+
+    def show(x: float) -> str:
+        return text.percent(x, 2) if fine and measure.show is text.percent else measure.show(x)
+
+    lines = []
+    if measure.name == "ece":
+        floor = value(run.evaluation, "ece_floor")
+        lines.append((f"floor, {run.evaluation.get('bins', '?')} bins", show(floor)))
+    if len(run.rows) != 1:
+        lines.append(("client mean", show(run.last(measure.name, "mean"))))
+        lines.append(("worst client", show(run.last(measure.name, "worst"))))
+    # A round's calibration error alone ranks nothing: an untrained model that says so is calibrated.
+    if measure.name != "ece" and (best := run.best(measure.name)):
+        lines.append((f"best, round {best[0]}", show(best[1])))
+    return _card(measure.label, measure.explain, show(run.last(measure.name)), lines)
+
+
+def _worst_tile(run: RunRecord) -> str:
+    main = run.measures[0]
+    ranking = table.ranked(run.rows, main)
+    if len(run.rows) < 2 or math.isnan(value(ranking[0], main.name)):
+        return ""
+    row = ranking[0]
+    lines = [("name", text.short(str(row["name"]), 40)), ("tested on", text.count(row["test"]))]
+    if main.name == "accuracy":
+        low, high = wilson(row["accuracy"], row["test"])
+        lines.append(("95 % interval", f"{100 * low:.0f}–{text.percent(high, 0)}"))
+    lines.append(("NLL", text.decimal(value(row, "nll"))))
+    explain = f"The client whose {main.label} is the worst at the last round."
+    return _card("Worst client", explain, main.show(value(row, main.name)), lines)
+
+
+def _card(title: str, explain: str, figure: str, lines: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(shown)}</dd>" for name, shown in lines)
+    return (
+        f'<section class="tile" title="{escape(explain)}"><h3>{escape(title)}</h3>'
+        f'<p class="big">{escape(figure)}</p><dl>{items}</dl></section>'
+    )
+
+
+def training(run: RunRecord) -> str:
+    """How the metrics moved over the rounds."""
+    if not run.history or not run.measures:
+        return ""
+    main = run.measures[0]
+    figures = [_main_curves(run, main)]
+    if main.name != "nll":
+        lines = [Curve("test", run.over("nll"), "first"), Curve("training", run.over("train_nll", None), "second")]
+        read = (
+            "Low is good. Training is measured with single weight draws while learning, test with their average; "
+            "test rising while training falls means overfitting."
+        )
+        drawn = plots.curves(run.rounds, lines, MEASURES["nll"])
+        figures.append(_figure("Negative log-likelihood (nats per example)", drawn, read))
+    if any(map(math.isfinite, run.over("ece"))):
+        floor = value(run.evaluation, "ece_floor")
+        level = ("floor", floor) if math.isfinite(floor) else None
+        read = (
+            "The gap between claimed and observed. At the dotted floor it is what chance alone gives perfectly "
+            "calibrated predictions on these test examples; a difference of that size means nothing."
+        )
+        drawn = plots.curves(run.rounds, [Curve("pooled", run.over("ece"), "first")], MEASURES["ece"], level=level)
+        figures.append(_figure(f"Calibration error (ECE, {run.evaluation.get('bins', '?')} bins)", drawn, read))
+    kl = run.over("train_kl", None)
+    if any(math.isfinite(v) and v != 0 for v in kl):
+        read = "How far local training moved each client’s posterior from its prior in that round; it should settle."
+        drawn = plots.curves(run.rounds, [Curve("training", kl, "second")], _KL)
+        figures.append(_figure("KL to the prior (nats per example)", drawn, read))
+    return f'<section><h2>Training</h2><div class="panels">{"".join(figures)}</div></section>'
+
+
+def _main_curves(run: RunRecord, main: Measure) -> str:
+    lines, read = [Curve("pooled", run.over(main.name), "first")], main.explain
+    if len(run.rows) != 1:
+        lines.append(Curve("worst client", run.over(main.name, "worst"), "second"))
+        read += " The dashed line is whichever client is worst in that round."
+    best = run.best(main.name)
+    if best:
+        read += f" The ring is the best round ({best[0]})."
+    return _figure(main.label, plots.curves(run.rounds, lines, main, best=best), read)
+
+
+def calibration(run: RunRecord) -> str:
+    """Whether the stated certainty can be believed, over all clients."""
+    found = run.evaluation.get("reliability")
+    if not found or not any(found["count"]) or not run.measures:
+        return ""
+    bins = int(run.evaluation.get("bins", len(found["count"])))
+    intervals = run.measures[0].name != "accuracy"
+    if intervals:
+        read = "Each dot is a predictive interval: its nominal level against the share of targets that fell inside. "
+    else:
+        read = "Each bar is a bin of confidence: as high as the share that was right, its dot at the mean confidence. "
+    read += "Dots on the dotted line are perfectly calibrated; a whisker (95 % interval) that crosses it may be."
+    diagram = _figure("Claimed against observed", plots.reliability(found, bins, intervals), read)
+    numbers = f"<figure><h3>The same in numbers</h3>{table.reliability(found, bins, intervals)}"
+    gap = "Gap is observed minus mean claimed: below zero is over-confident, above zero under-confident."
+    numbers += f"<figcaption>{gap}</figcaption></figure>"
+    return (
+        f"<section><h2>Calibration</h2><p>{_verdict(found, intervals)}</p>"
+        f'<div class="panels">{diagram}{numbers}</div></section>'
+    )
+
+
+def _verdict(found: dict[str, Any], intervals: bool) -> str:
+    """The calibration in one sentence, which does not make more of a difference than chance allows."""
+    entries = [
+        (n, c, a)
+        for n, c, a in zip(found["count"], found["confidence"], found["accuracy"], strict=True)
+        if n and c is not None and a is not None
+    ]
+    if intervals:
+        n, level, inside = entries[-1]
+        low, high = wilson(inside, n)
+        words = (
+            "too narrow" if high < level else "too wide" if low > level else "as wide as they should be, within chance"
+        )
+        return f"The {text.percent(level, 0)} intervals hold {text.percent(inside)} of the targets: they are {words}."
+    total = sum(n for n, _, _ in entries)
+    claimed = sum(n * c for n, c, _ in entries) / total
+    right = sum(n * a for n, _, a in entries) / total
+    low, high = wilson(right, total)
+    start = f"On average the models claim {text.percent(claimed)} and are right in {text.percent(right)}"
+    start += f" of {text.plural(total, 'example')}"
+    if claimed > high:
+        return f"{start}: they are over-confident."
+    if claimed < low:
+        return f"{start}: they are under-confident."
+    return f"{start}: no difference beyond chance on average, though single bins may still be off."
+
+
+def clients(run: RunRecord) -> str:
+    """Who is served well and who is not."""
+    if not run.rows or not run.measures:
+        return ""
+    main = run.measures[0]
+    ranking = table.ranked(run.rows, main)
+    worst = table.worst_names(ranking, main)
+    untested = sum(not row.get("test") for row in run.rows)
+    intro = ""
+    if untested:
+        verb = "has no test examples and counts" if untested == 1 else "have no test examples and count"
+        intro = f"{text.plural(untested, 'client')} {verb} in no figure. "
+    if worst:
+        who = "The client" if len(worst) == 1 else f"The {len(worst)} clients"
+        intro += f"{who} with the worst {main.in_words} {'is' if len(worst) == 1 else 'are'} marked. "
+    intro += "Click a column’s head to sort."
+    chart = ""
+    if len(run.rows) - untested > 1:
+        read = "One dot per client, the marked ones filled."
+        if main.name == "accuracy" and len(run.rows) <= plots.WITH_INTERVALS:
+            read += " Thin lines are 95 % intervals: small test sets scatter widely by chance."
+        figures = [_figure(main.label, plots.clients(run.rows, main, worst), read)]
+        if main.name != "nll":
+            note = "Clients high up are the ones whose predictions cost most: wrong, and sure of it."
+            figures.append(_figure("Negative log-likelihood", plots.clients(run.rows, MEASURES["nll"], worst), note))
+        chart = f'<div class="panels">{"".join(figures)}</div>'
+    return (
+        f"<section><h2>Clients</h2><p>{escape(intro)}</p>{chart}{table.clients(ranking, run.measures, worst)}</section>"
+    )
+
+
+def settings(run: RunRecord) -> str:
+    """Every setting of the run, folded."""
+    lines = escape("\n".join(_toml(run.config, ())).strip())
+    return (
+        "<section><h2>Settings</h2><details><summary>The full configuration of this run</summary>"
+        f"<pre>{lines}</pre></details></section>"
+    )
+
+
+def _toml(config: dict[str, Any], path: tuple[str, ...]) -> list[str]:
+    """A nested dict in the way a configuration file shows it."""
+    plain = {key: v for key, v in config.items() if not isinstance(v, dict)}
+    lines = [f"{key} = {json.dumps(v, ensure_ascii=False, default=str)}" for key, v in plain.items()]
+    if path and lines:
+        lines.insert(0, f"\n[{'.'.join(path)}]")
+    for key, nested in config.items():
+        if isinstance(nested, dict):
+            lines += _toml(nested, (*path, str(key)))
+    return lines
+
+
+def _figure(title: str, drawing: str, read: str) -> str:
+    """A drawing with its heading and how to read it."""
+    return f"<figure><h3>{escape(title)}</h3>{drawing}<figcaption>{escape(read)}</figcaption></figure>"

@@ -1,0 +1,62 @@
+"""Numbers as a person reads them. Spaces inside a number do not break, and a missing one is a dash."""
+
+from __future__ import annotations
+
+import math
+
+MISSING = "–"
+_NARROW = "\u202f"
+_MINUS = "−"
+
+
+def decimal(x: float, digits: int = 3) -> str:
+    """``0.123``; large numbers lose decimals they cannot be read with."""
+    if not math.isfinite(x):
+        return MISSING
+    size = abs(x)
+    if size >= 1e6:
+        return f"{x:.2e}".replace("-", _MINUS)
+    digits = digits if size < 100 else 1 if size < 1000 else 0
+    return grouped(f"{x:.{digits}f}")
+
+
+def percent(x: float, digits: int = 1) -> str:
+    """A fraction as ``95.3 %``."""
+    return f"{100 * x:.{digits}f}{_NARROW}%".replace("-", _MINUS) if math.isfinite(x) else MISSING
+
+
+def count(n: float) -> str:
+    """``12 345``."""
+    return grouped(f"{n:.0f}") if math.isfinite(n) else MISSING
+
+
+def plural(n: int, one: str) -> str:
+    """``1 client``, ``12 345 clients``."""
+    return f"{count(n)} {one}" if n == 1 else f"{count(n)} {one}s"
+
+
+def duration(seconds: float) -> str:
+    """``41 s``, ``3 min 20 s``, ``1 h 12 min``."""
+    if not math.isfinite(seconds):
+        return MISSING
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def short(words: str, length: int = 18) -> str:
+    """Cut to a length, with an ellipsis where something was cut."""
+    return words if len(words) <= length else words[: length - 1] + "…"
+
+
+def grouped(digits: str) -> str:
+    """Thousands apart, from ten thousand on, and a proper minus."""
+    whole, dot, rest = digits.lstrip("-").partition(".")
+    if len(whole) > 4:
+        whole = f"{int(whole):,}".replace(",", _NARROW)
+    return (_MINUS if digits.startswith("-") else "") + whole + dot + rest

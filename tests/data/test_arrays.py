@@ -1,0 +1,84 @@
+"""A user's own arrays: ids become clients, and what is wrong with them is said."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bpfed.data import from_arrays, inspect
+from bpfed.errors import UserError
+
+
+def test_ids_become_clients_and_no_example_is_lost() -> None:
+    x = np.arange(40.0).reshape(20, 2)
+    y, ids = np.arange(20) % 2, np.array(["ward b", "ward a", "ward c", "ward a"] * 5)
+    data = from_arrays(x, y, ids, name="wards", labels=("well", "ill"))
+    assert data.clients == ("ward a", "ward b", "ward c")
+    assert (data.task, data.classes, data.labels, data.partition) == ("classification", 2, ("well", "ill"), "natural")
+    for number, client in enumerate(data.clients):
+        mine = torch.cat([data.train.client(number)[0], data.test.client(number)[0]])
+        assert sorted(mine[:, 0].tolist()) == x[ids == client, 0].tolist()
+    assert [row.train + row.test for row in inspect(data)] == [10, 5, 5]
+
+
+def test_numbers_with_fractions_are_a_regression() -> None:
+    data = from_arrays(torch.linspace(0, 1, 10), [0.5] * 10, [7, 7, 7, 7, 7, 30, 30, 30, 30, 30])
+    assert (data.task, data.classes, data.input_shape, data.clients) == ("regression", 0, (1,), ("7", "30"))
+    assert data.train.y.dtype == torch.float32
+    assert inspect(data)[0].train_labels == ()
+
+
+def test_words_and_gaps_become_classes_in_order() -> None:
+    words = from_arrays(np.zeros((4, 1)), ["walk", "sit", "walk", "run"], [1, 1, 2, 2], test_fraction=0)
+    assert words.labels == ("run", "sit", "walk")
+    assert sorted(words.train.y.tolist()) == [0, 1, 2, 2]
+    gaps = from_arrays(np.zeros((3, 1)), [10, 30, 20], [0, 0, 0], test_fraction=0)
+    assert (gaps.labels, sorted(gaps.train.y.tolist())) == (("10", "20", "30"), [0, 1, 2])
+    named = from_arrays(np.zeros((2, 1)), ["sit", "run"], [0, 0], labels=("run", "walk", "sit"), test_fraction=0)
+    assert (named.classes, sorted(named.train.y.tolist())) == (3, [0, 2])
+
+
+def test_a_column_of_floats_or_objects_names_clients_by_whole_numbers() -> None:
+    for ids in (np.array([3.0, 3.0, 12.0]), np.array([3, 3, 12], dtype=object)):
+        assert from_arrays(np.zeros((3, 1)), [0, 1, 0], ids, test_fraction=0).clients == ("3", "12")
+
+
+def test_a_given_split_is_kept() -> None:
+    x, test = np.arange(6.0), np.array([True, False, False, True, False, False])
+    data = from_arrays(x, x, [0, 0, 0, 1, 1, 1], test=test)
+    assert sorted(data.test.x.flatten().tolist()) == [0, 3]
+    assert sorted(data.train.x.flatten().tolist()) == [1, 2, 4, 5]
+
+
+def test_the_seed_decides() -> None:
+    x, ids = np.arange(100.0), np.arange(100) % 5
+    first, again, other = (from_arrays(x, x, ids, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first.train.x, again.train.x)
+    assert not torch.equal(first.train.x, other.train.x)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "ids", "more", "words"),
+    [
+        ([[1.0], [2.0]], [0], [0, 0], {}, "one target and one id per input"),
+        ([[1.0], [2.0]], [[0], [1]], [0, 0], {}, "one target and one id per input"),
+        ([[1.0], [2.0]], 3, [0, 0], {}, "one target and one id per input"),
+        ([], [], [], {}, "no examples"),
+        ([["a"], ["b"]], [0, 1], [0, 0], {}, "not all numbers"),
+        ([[1.0, 2.0], [2.0]], [0, 1], [0, 0], {}, "not all of one shape"),
+        ([[1.0], [None]], [0, 1], [0, 0], {}, "missing values"),
+        ([[1.0], [1e300]], [0, 1], [0, 0], {}, "NaN or infinite"),
+        ([[1.0], [2.0]], [0.5, float("nan")], [0, 0], {}, "NaN or infinite"),
+        ([[1.0], [2.0]], [0, 1], ["a", None], {}, "missing values"),
+        ([[1.0], [2.0]], [0, 1], [1.0, float("nan")], {}, "has no id"),
+        ([[1.0], [2.0]], [0.5, 1.0], [0, 0], {"task": "classification"}, "no classes"),
+        ([[1.0], [2.0]], [0, 2], [0, 0], {"labels": ("a", "b")}, "labels must run from 0 to 1"),
+        ([[1.0], [2.0]], ["a", "z"], [0, 0], {"labels": ("a", "b")}, "the class 'z'"),
+        ([[1.0], [2.0]], [0, 1], [0, 0], {"test": [0, 1]}, "one True or False"),
+        ([[1.0], [2.0]], [0, 1], [0, 1], {"test": [True, False]}, "Client '0' of 'own' has no training example"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(x, y, ids, more: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        from_arrays(x, y, ids, **more)

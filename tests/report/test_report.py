@@ -1,0 +1,232 @@
+"""The page: complete, self-contained, safe against names, the same every time."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bpfed.errors import UserError
+from bpfed.metrics import evaluate, evaluate_regression
+from bpfed.report import RunRecord, render, write
+
+
+def record(n: int = 8, rounds: int = 5, task: str = "classification", names: list[str] | None = None) -> RunRecord:
+    """A run as the engine would leave it: made-up predictions that get better, client 2 without test examples."""
+    g = torch.Generator().manual_seed(n)
+    train = torch.randint(20, 400, (n,), generator=g)
+    sizes = train // 10 + 3
+    if n > 2:
+        sizes[2] = 0
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
+    total = int(sizes.sum())
+    y = torch.randint(3, (total,), generator=g)
+    noise = torch.randn(total, 3, generator=g)
+    history: list[dict[str, Any]] = []
+    for t in range(1, rounds + 1):
+        if task == "classification":
+            evaluation = evaluate((noise + t * torch.eye(3)[y]).softmax(1), y, offsets)
+        else:
+            target, scale = y.float(), torch.full((total,), 1 / t)
+            nll = -torch.distributions.Normal(target + noise[:, 0] / t, scale).log_prob(target)
+            evaluation = evaluate_regression(target + noise[:, 0] / t, scale, nll, target, offsets)
+        entry = {"round": t} | evaluation.record()
+        history.append(entry | {"train_nll": 1 / t, "train_kl": 0.1 / t, "participants": n, "seconds": 1.2})
+    detail = evaluation.detail(rounds, names or [f"site-{i}" for i in range(n)], train.tolist())
+    facts = {"method": "BPFed", "data": "digits", "partition": "groups", "protocol": "paper", "device": "cpu"}
+    summary = facts | {"seed": 0, "rounds": rounds, "clients": n, "seconds": 83.2}
+    return RunRecord({"rounds": rounds, "method": {"lr": 1e-3}}, history, detail, summary)
+
+
+class Page(HTMLParser):
+    """What a browser would make of the page: tags balanced, attributes, text."""
+
+    VOID = frozenset({"meta"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"style", "script"} & set(self.open):
+            self.text += data
+
+    def count(self, tag: str) -> int:
+        return sum(t == tag for t, _ in self.tags)
+
+
+def plain(words: str) -> str:
+    return words.replace("\u202f", " ").replace("\u00a0", " ")
+
+
+def test_the_figures_of_the_last_round_are_on_the_page() -> None:
+    run = record()
+    page = Page(render(run))
+    words = plain(page.text)
+    assert "BPFed on digits, 8 clients, 5 rounds, seed 0" in words
+    last = run.history[-1]
+    for metric in ("accuracy", "ece"):
+        assert f"{100 * last[metric]['pooled']:.1f} %" in words
+        assert f"{100 * last[metric]['worst']:.1f} %" in words
+    for metric in ("nll", "brier"):
+        assert f"{last[metric]['pooled']:.3f}" in words
+    assert f"{100 * run.evaluation['ece_floor']:.1f} %" in words
+    for row in run.evaluation["clients"]:
+        assert row["name"] in words
+    assert "10 bins" in words
+    assert "1 client has no test examples" in words
+    assert "lr = 0.001" in words
+
+
+def test_the_last_round_is_the_headline_and_the_best_is_named_as_such() -> None:
+    run = record()
+    worse = run.history[-1] | {"accuracy": {"pooled": 0.111, "mean": 0.111, "worst": 0.1}}
+    run = RunRecord(run.config, [*run.history[:-1], worse], run.evaluation, run.summary)
+    page = render(run)
+    assert re.search(r'<h3>Accuracy</h3><p class="big">11.1', page)
+    best = max(run.history, key=lambda entry: entry["accuracy"]["pooled"])
+    assert f"best, round {best['round']}" in page
+    assert f"The ring is the best round ({best['round']})." in page
+
+
+def test_regression_has_its_own_figures_and_no_others() -> None:
+    run = record(task="regression")
+    words = plain(Page(render(run)).text)
+    assert f"{run.history[-1]['rmse']['pooled']:.3f}" in words
+    assert "95 % intervals hold" in words
+    for absent in ("Accuracy", "Brier", "MCE"):
+        assert absent not in words
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_few_clients_and_a_single_round(n: int, task: str) -> None:
+    words = Page(render(record(n, rounds=1, task=task))).text
+    assert ("Worst client" in words) == (n > 1)
+    assert f"{n} client{'s' * (n > 1)}, 1 round, " in words
+
+
+def test_many_clients_are_cut_in_the_middle_and_the_page_says_so() -> None:
+    run = record(1000)
+    page = render(run)
+    assert "the 100 worst and the 100 best of 1000 clients; 800 between them" in page
+    assert page.count('<th scope="row">') - len(re.findall(r'<th scope="row">\d+–', page)) == 200
+    tested = [row for row in run.evaluation["clients"] if row["test"]]
+    worst = min(tested, key=lambda row: (row["accuracy"], -row["nll"]))
+    assert f">{worst['name']} <span" in page
+    assert len(page) < 1_000_000
+
+
+def test_a_hundred_clients_stay_small() -> None:
+    run = record(100)
+    history = [entry | {"round": 5 * k + entry["round"]} for k in range(20) for entry in run.history]
+    assert len(render(RunRecord(run.config, history, run.evaluation, run.summary))) < 500_000
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "a&amp;b",
+    "Ärzte 'n' Söhne",
+    "</style></svg>",
+]
+
+
+def test_names_and_settings_are_only_ever_text() -> None:
+    run = record(len(HOSTILE), names=HOSTILE)
+    title = {"method": HOSTILE[0], "data": HOSTILE[1], "device": HOSTILE[4]}
+    run = RunRecord(
+        {"note": HOSTILE[0], HOSTILE[1]: {"x": HOSTILE[4]}}, run.history, run.evaluation, run.summary | title
+    )
+    page = Page(render(run))
+    assert page.count("script") == 1
+    assert page.count("style") == 1
+    assert page.count("img") == 0
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    for name in HOSTILE:
+        assert name in page.text
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_nothing_is_loaded_from_anywhere(task: str) -> None:
+    page = render(record(task=task))
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "url(" not in page
+    assert "@import" not in page
+    loading = {"src", "href", "xlink:href", "action", "data", "srcset"}
+    assert not any(loading & attributes.keys() for _, attributes in Page(page).tags)
+    assert "default-src 'none'" in page
+
+
+def test_the_same_record_gives_the_same_page() -> None:
+    assert render(record(30)) == render(record(30))
+
+
+def test_a_run_that_diverged_can_still_be_reported() -> None:
+    run = record()
+    gone = {"pooled": None, "mean": None, "worst": None}
+    last = run.history[-1] | {"nll": gone, "accuracy": gone, "train_nll": math.nan, "train_kl": math.inf}
+    rows = [row | {"nll": None, "accuracy": None, "brier": 1e9} for row in run.evaluation["clients"]]
+    words = Page(render(RunRecord({}, [*run.history, last], run.evaluation | {"clients": rows}, run.summary))).text
+    assert "–" in words
+    assert not re.search(r"\b(nan|none|inf)\b", words, re.IGNORECASE)
+
+
+def test_every_series_missing_still_gives_a_page() -> None:
+    gone = {"pooled": None, "mean": None, "worst": None}
+    run = RunRecord({}, [{"round": 1, "accuracy": gone, "nll": gone}], {}, {})
+    assert "A run on unnamed data" in Page(render(run)).text
+
+
+def test_a_run_without_evaluation_says_so() -> None:
+    assert "No round of this run was evaluated" in render(RunRecord({}, [], {}, {"method": "FedAvg", "data": "mnist"}))
+
+
+def test_write_replaces_whole_files_and_leaves_nothing_beside(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "report.html"
+    run = record()
+    assert write(run, target) == target
+    write(record(3), target)
+    write(run, str(target))
+    assert target.read_text(encoding="utf-8") == render(run)
+    assert [p.name for p in target.parent.iterdir()] == ["report.html"]
+
+
+def test_a_name_that_is_no_unicode_does_not_stop_the_report(tmp_path: Path) -> None:
+    run = record(2, names=["caf\udce9", "b"])
+    assert "caf?" in write(run, tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        write(record(2), tmp_path / "file" / "report.html")
+
+
+def test_importing_the_report_leaves_no_plotting_state() -> None:
+    code = "import sys, bpfed.report; sys.exit('matplotlib.pyplot' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

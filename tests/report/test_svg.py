@@ -1,0 +1,93 @@
+"""Scales, ticks and intervals."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binomtest
+
+from bpfed.report import svg, text
+from bpfed.report.plots import _settled, wilson
+from bpfed.report.svg import Scale
+
+numbers = st.floats(-1e6, 1e6)
+
+
+@given(st.lists(numbers, min_size=1, max_size=8), st.booleans())
+def test_a_fitted_scale_holds_its_values_and_has_ticks(values: list[float], log: bool) -> None:
+    scale = svg.fit(values, 0, 100, log=log)
+    for v in values:
+        assert -1e-6 <= scale(v) <= 100 + 1e-6
+    ticks = scale.ticks()
+    assert 1 <= len(ticks) <= 12
+    assert all(-1e-6 <= scale(t) <= 100 + 1e-6 for t in ticks)
+
+
+def test_ticks_are_round_and_told_apart() -> None:
+    scale = Scale(0.902, 0.983, 0, 100)
+    show = svg.tick_text(scale.ticks(), per_cent=True)
+    assert [show(t).replace("\u202f", " ") for t in scale.ticks()] == ["92 %", "94 %", "96 %", "98 %"]
+    assert Scale(1, 30, 0, 1).ticks(6, whole=True) == [5, 10, 15, 20, 25, 30]
+    assert Scale(1, 3, 0, 1).ticks(6, whole=True) == [1, 2, 3]
+    assert Scale(0.08, 12, 0, 1, log=True).ticks() == pytest.approx([0.1, 0.2, 0.5, 1, 2, 5, 10])
+
+
+def test_ticks_far_below_one_are_not_shown_as_zero() -> None:
+    scale = svg.fit([1e-9, 2.0], 0, 100, log=True)
+    show = svg.tick_text(scale.ticks())
+    assert len({show(t) for t in scale.ticks()}) == len(scale.ticks())
+
+
+def test_labels_are_pushed_apart_in_their_order() -> None:
+    assert svg.apart([10, 12, 50], 15) == [10, 25, 50]
+    assert svg.apart([12, 10], 15) == [25, 10]
+
+
+def test_a_line_is_interrupted_by_what_is_missing() -> None:
+    drawn = svg.line([(0, 0), (1, 1), (2, math.nan), (3, 3), (4, 4)], "x")
+    assert 'd="M0 0L1 1M3 3L4 4"' in drawn
+
+
+def test_dots_on_one_pixel_are_one() -> None:
+    assert svg.cloud([(1.1, 2), (0.9, 2.2), (5, 5)], "x").count("M") == 2
+
+
+def test_a_wild_start_does_not_hide_the_rest() -> None:
+    scale, cut = _settled([[9.0, 3.0] + [0.10, 0.12] * 10], [], per_cent=False)
+    assert cut
+    assert scale.high < 0.2
+    scale, cut = _settled([[0.9, 0.8, 0.7, 0.6, 0.5]], [], per_cent=True)
+    assert not cut
+    assert scale.low < 0.5 < 0.9 < scale.high
+
+
+@pytest.mark.parametrize(("hits", "n"), [(0, 5), (5, 5), (3, 7), (450, 500)])
+def test_wilson_agrees_with_scipy(hits: int, n: int) -> None:
+    theirs = binomtest(hits, n).proportion_ci(0.95, method="wilson")
+    assert wilson(hits / n, n) == pytest.approx((theirs.low, theirs.high), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (text.percent(0.9534), "95.3 %"),
+        (text.percent(-0.012), "−1.2 %"),
+        (text.decimal(0.12345), "0.123"),
+        (text.decimal(-1234.5), "−1234"),
+        (text.decimal(12345.6), "12 346"),
+        (text.decimal(math.nan), "–"),
+        (text.decimal(3.2e9), "3.20e+09"),
+        (text.count(65328), "65 328"),
+        (text.plural(1, "client"), "1 client"),
+        (text.plural(2, "client"), "2 clients"),
+        (text.duration(4.21), "4.2 s"),
+        (text.duration(59.6), "1 min 0 s"),
+        (text.duration(4330), "1 h 12 min"),
+        (text.short("a long name indeed", 8), "a long …"),
+    ],
+)
+def test_numbers_as_text(shown: str, expected: str) -> None:
+    assert shown.replace("\u202f", " ") == expected
