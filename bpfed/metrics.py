@@ -193,12 +193,11 @@ def evaluate_regression(
     residual = (y.double() - mean.double()).abs()
     # The smallest central interval that holds the target; a point prediction that is exactly right is inside any.
     needed = torch.erf(residual / scale.double() / math.sqrt(2)).where(residual != 0, 0)
-    levels = torch.tensor(sorted({k / bins for k in range(1, bins)} | {0.95}), dtype=torch.float64).to(
-        y.device, non_blocking=True
-    )
-    cell = owner * (len(levels) + 1) + torch.bucketize(needed, levels)
-    cells = _sums([torch.ones_like(residual)], cell, n_clients * (len(levels) + 1))
-    count = _with_pool(cells.view(1, n_clients, -1))[0]
+    nominal = sorted({k / bins for k in range(1, bins)} | {0.95})
+    levels = torch.tensor(nominal, dtype=torch.float64).to(y.device, non_blocking=True)
+    groups = len(nominal) + 1  # the last one is what no level holds
+    cells = _sums([torch.ones_like(residual)], owner * groups + torch.bucketize(needed, levels), n_clients * groups)
+    count = _with_pool(cells.view(1, n_clients, groups))[0]
     total = count.sum(-1)
     observed = count.cumsum(-1)[:, :-1] / total[:, None]
     square, loss = _with_pool(_sums([residual.square(), nll.double()], owner, n_clients)) / total
@@ -241,9 +240,8 @@ def _owner(offsets: Tensor, y: Tensor) -> tuple[Tensor, int]:
 
 def _sums(columns: list[Tensor], index: Tensor, size: int) -> Tensor:
     """Sum each column ``[E]`` by index, ``[columns, size]``."""
-    return torch.zeros(len(columns), size, dtype=torch.float64, device=index.device).index_add_(
-        1, index, torch.stack(columns)
-    )
+    zeros = torch.zeros(len(columns), size, dtype=torch.float64, device=index.device)
+    return zeros.scatter_add_(1, index.expand(len(columns), -1), torch.stack(columns))
 
 
 def _with_pool(sums: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ Chen, Liu, Cao, Zhang: Bayesian Personalized Federated Learning with Shared and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ class BPFed(Method):
     shared_words: ClassVar[str] = "distribution of all but the last layer"
     personal_words: ClassVar[str] = "distribution of the last layer"
     random_words: ClassVar[str] = "every weight"
-    numbers: ClassVar[tuple[str, ...]] = ("lr", "temperature", "discount", "prior_sigma")
+    numbers: ClassVar[tuple[str, ...]] = ("lr", "temperature", "discount", "prior_sigma", "sigma")
 
     sigma: float = 0.05
     temperature: float = 1.0
@@ -125,6 +125,9 @@ class BPFed(Method):
             raise UserError(
                 "sigma = 0 (the Dirac case) has no finite KL term; set temperature = 0 and prior_step = false with it."
             )
+
+    def structure(self) -> tuple[Any, ...]:
+        return (*super().structure(), self.sigma > 0.0, self.discount != 1.0)
 
     def init(self, model: Model) -> Initial:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
@@ -173,7 +176,7 @@ class BPFed(Method):
 
     def predictive(self, model: Model, shared: Gaussian, personal: Personal) -> GaussianPredictive:
         weights = _join(personal.eta, shared)
-        if personal.own is not None:
+        if self.predict == "own" and personal.own is not None:
             trained = personal.trained > 0
             weights = Gaussian(*(torch.where(trained, o, w) for o, w in zip(personal.own, weights, strict=True)))
         return GaussianPredictive(weights)

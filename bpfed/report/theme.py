@@ -83,7 +83,7 @@ tbody th { font-weight: 500; white-space: normal; min-width: 7rem; }
 thead th { background: var(--paper); color: var(--muted); font-weight: 600; border-bottom: 1px solid var(--muted); }
 .scroll { overflow: auto; max-height: 38rem; margin-top: 1rem; border: 1px solid var(--rule); border-radius: .5rem; }
 .scroll thead th { position: sticky; top: 0; padding: 0; box-shadow: inset 0 -1px var(--muted); }
-.scroll thead button { all: unset; cursor: pointer; padding: .45rem .6rem; display: block; }
+.scroll thead button { all: unset; box-sizing: border-box; width: 100%; padding: .45rem .6rem; cursor: pointer; }
 .scroll thead button:focus-visible { outline: 2px solid var(--first); outline-offset: -3px; }
 .scroll thead button::after { content: "\\2195"; display: inline-block; width: 1em; text-align: right; opacity: .4; }
 [aria-sort] button { color: var(--ink); }

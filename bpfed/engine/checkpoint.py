@@ -1,0 +1,93 @@
+"""The state of a federation on disk: tensors as safetensors, the rest as JSON, nothing that can execute.
+
+A checkpoint is two files, ``round-000012.safetensors`` and ``round-000012.json``; the second holds the hash of the first and
+is written last, so it is what makes the checkpoint exist. The two newest are kept: a damaged one falls back to the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from bpfed.engine.federation import Federation
+from bpfed.errors import UserError
+from bpfed.files import to_json, write_whole
+
+KEPT = 2
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was read back.
+
+    Attributes:
+        round: Rounds done.
+        extra: What the caller saved beside the state.
+        damaged: Names of newer checkpoints that could not be used.
+    """
+
+    round: int
+    extra: dict[str, Any]
+    damaged: tuple[str, ...]
+
+
+def save(folder: Path, federation: Federation, extra: dict[str, Any]) -> None:
+    """Write the state after the last finished round."""
+    leaves, _ = tree_flatten(federation.shared)
+    tensors: dict[str, Tensor] = {f"shared.{i}": t.detach().cpu().contiguous() for i, t in enumerate(leaves)}
+    tensors |= {f"store.{k}": t.cpu().contiguous() for k, t in federation.store.snapshot().items()}
+    data = safetensors.torch.save(tensors)
+    name = f"round-{federation.round:06d}"
+    write_whole(folder / f"{name}.safetensors", data)
+    record = {"round": federation.round, "sha256": hashlib.sha256(data).hexdigest(), **extra}
+    write_whole(folder / f"{name}.json", to_json(record))
+    for old in sorted(folder.glob("round-*.json"))[:-KEPT]:
+        old.unlink(missing_ok=True)
+        old.with_suffix(".safetensors").unlink(missing_ok=True)
+
+
+def restore(folder: Path, federation: Federation) -> Restored | None:
+    """Put the newest sound checkpoint into ``federation``; None if there is none at all.
+
+    Raises:
+        UserError: There are checkpoints, but none of them is sound or fits.
+    """
+    damaged: list[str] = []
+    for path in sorted(folder.glob("round-*.json"), reverse=True):
+        try:
+            record = json.loads(path.read_text())
+            data = path.with_suffix(".safetensors").read_bytes()
+            if hashlib.sha256(data).hexdigest() != record["sha256"]:
+                raise ValueError("hash")
+            tensors = safetensors.torch.load(data)
+            _place(federation, tensors)
+        except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError):
+            damaged.append(path.stem)
+            continue
+        federation.round = int(record.pop("round"))
+        record.pop("sha256")
+        return Restored(federation.round, record, tuple(damaged))
+    if damaged:
+        raise UserError(
+            f"All checkpoints in '{folder}' are damaged ({', '.join(damaged)}); start again with a new --out or --overwrite."
+        )
+    return None
+
+
+def _place(federation: Federation, tensors: dict[str, Tensor]) -> None:
+    leaves, spec = tree_flatten(federation.shared)
+    loaded = [tensors[f"shared.{i}"] for i in range(len(leaves))]
+    for old, new in zip(leaves, loaded, strict=True):
+        if old.shape != new.shape or old.dtype != new.dtype or not bool(torch.isfinite(new).all()):
+            raise ValueError("shape")
+    store = {k.removeprefix("store."): t for k, t in tensors.items() if k.startswith("store.")}
+    federation.shared = tree_unflatten([t.to(federation.device) for t in loaded], spec)
+    federation.store.restore(store)

@@ -1,0 +1,106 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bpfed.errors import UserError
+
+
+def write_whole(path: Path, content: bytes | str) -> None:
+    """Write through a temporary file beside it: after a crash at any moment ``path`` is the old file or the new one."""
+    data = content.encode() if isinstance(content, str) else content
+    with said(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line and wait until it is on the disk."""
+    with said(path), open(path, "ab") as file:
+        file.write(line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in this folder last."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def said(path: Path) -> Iterator[None]:
+    """Say in one sentence why a file could not be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"The disk is full: '{path}' could not be written; free some space and go on with --resume."
+            ) from error
+        raise UserError(
+            f"'{path}' could not be written ({error.strerror}); choose another folder with --out."
+        ) from error
+
+
+def to_json(value: Any) -> str:
+    """JSON for people: indented, no NaN (null instead)."""
+    return json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n"
+
+
+def to_json_line(value: Any) -> str:
+    """JSON on one line, no NaN (null instead)."""
+    return json.dumps(_finite(value), ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def to_toml(tables: dict[str, Any]) -> str:
+    """TOML of scalars, lists of scalars and one level of tables; None is left out."""
+    plain = [f"{k} = {_toml(v)}" for k, v in tables.items() if not isinstance(v, dict) and v is not None]
+    parts = ["\n".join(plain)] if plain else []
+    for name, table in tables.items():
+        if isinstance(table, dict):
+            rows = [f"{k} = {_toml(v)}" for k, v in table.items() if v is not None]
+            parts.append("\n".join([f"[{name}]", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return json.dumps(str(value), ensure_ascii=False)

@@ -1,0 +1,284 @@
+"""A run: a federation trained from the first round to the last, and what can be asked of it afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import bpfed
+from bpfed.callbacks.base import Callback
+from bpfed.callbacks.folder import Folder
+from bpfed.data import FederatedData, load
+from bpfed.engine.evaluate import evaluate_clients
+from bpfed.engine.federation import Federation
+from bpfed.engine.settings import Settings
+from bpfed.engine.simulator import Simulator
+from bpfed.errors import UserError, unknown
+from bpfed.likelihoods import Likelihood
+from bpfed.methods import BPFed
+from bpfed.methods.base import Method, rows
+from bpfed.metrics import Evaluation
+from bpfed.noise import Purpose
+from bpfed.predict import Classified, Regressed, classify, regress
+from bpfed.report import RunRecord, write
+
+#: Metrics of which more is better; of the others less is.
+HIGHER_IS_BETTER = {"accuracy"}
+
+
+class Client:
+    """One client of a run: its own model, ready to predict."""
+
+    def __init__(self, run: Run, index: int) -> None:
+        self.run, self.index = run, index
+
+    @property
+    def name(self) -> str:
+        """The client's name."""
+        return self.run.data.clients[self.index]
+
+    def predict(self, x: Tensor, draws: int | None = None) -> Classified | Regressed:
+        """Predict with this client's posterior.
+
+        Args:
+            x: Inputs, ``[B, ...]``, prepared as the training inputs were.
+            draws: Weight draws to average; None: as many as in evaluation.
+
+        Returns:
+            Probabilities (or mean) with total, epistemic and aleatoric uncertainty, ``[B]`` each.
+        """
+        federation = self.run.federation
+        x = torch.as_tensor(x, dtype=torch.float32)
+        if tuple(x.shape[1:]) != federation.data.input_shape:
+            raise UserError(
+                f"Inputs have shape {list(x.shape[1:])} each, but '{federation.data.name}' was trained on "
+                f"{list(federation.data.input_shape)}."
+            )
+        if not bool(torch.isfinite(x).all()):
+            raise UserError("The inputs hold NaN or infinite values; clean or drop those rows.")
+        who = torch.tensor([self.index])
+        key = federation.keys(0, Purpose.EVALUATION, who)
+        count = draws or federation.settings.eval_draws
+        with torch.no_grad():
+            predictive = federation.method.predictive(
+                federation.model, rows(federation.shared, 1), federation.personal(who)
+            )
+            ask = classify if federation.data.task == "classification" else regress
+            found = ask(federation.model, predictive, x[None].to(federation.device), key, count)
+        return _first(found)
+
+
+class Run:
+    """A federation and its history. Made by `fit`.
+
+    Attributes:
+        federation: The state.
+        history: One record for each evaluated round, as in ``metrics.jsonl``.
+        evaluation: Of the last evaluated round.
+        seconds: Time spent, over all sittings.
+        say: Told in words what the user should know.
+    """
+
+    def __init__(self, federation: Federation, say: Callable[[str], None] = lambda sentence: None) -> None:
+        self.federation = federation
+        self.say = say
+        self.history: list[dict[str, Any]] = []
+        self.evaluation: tuple[Evaluation, Tensor] | None = None
+        self.seconds = 0.0
+
+    @property
+    def data(self) -> FederatedData:
+        """What the run is trained and tested on."""
+        return self.federation.data
+
+    @property
+    def settings(self) -> Settings:
+        """How it is run."""
+        return self.federation.settings
+
+    def train(self, callbacks: Sequence[Callback] = ()) -> Run:
+        """Run the rounds that are left."""
+        self._clock = time.perf_counter()
+        try:
+            for callback in callbacks:
+                callback.start(self)
+            simulator = Simulator([self.federation])
+            while self.federation.round < self.settings.rounds:
+                info = simulator.round()[0]
+                record = None
+                if self.settings.evaluated(self.federation.round):
+                    record = self._evaluate(info.participants, info.values)
+                self._tick()
+                if record is not None:
+                    record["seconds"] = round(self.seconds, 3)
+                for callback in callbacks:
+                    callback.round(self, info, record)
+            for callback in callbacks:
+                callback.end(self)
+        finally:
+            for callback in callbacks:
+                callback.stop(self)
+        return self
+
+    def _tick(self) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self._clock
+        self._clock = now
+
+    def _evaluate(self, participants: int, values: dict[str, float]) -> dict[str, Any]:
+        self.evaluation = evaluate_clients(self.federation)
+        record: dict[str, Any] = {"round": self.federation.round, **self.evaluation[0].record()}
+        record |= {f"train_{name}": value for name, value in values.items()}
+        record["participants"] = participants
+        self.history.append(record)
+        return record
+
+    def client(self, name: str) -> Client:
+        """The client of that name."""
+        if name not in self.data.clients:
+            raise unknown("client", name, self.data.clients)
+        return Client(self, self.data.clients.index(name))
+
+    def clients(self) -> list[Client]:
+        """All clients."""
+        return [Client(self, i) for i in range(len(self.data))]
+
+    def config(self) -> dict[str, Any]:
+        """All that is needed to repeat the run, as in ``config.toml``."""
+        method, data = self.federation.method, self.data
+        factors = self.federation.model.factors
+        return {
+            "bpfed": bpfed.__version__,
+            "data": {
+                "name": data.name,
+                "partition": data.partition,
+                "protocol": data.protocol,
+                "clients": len(data),
+                "fingerprint": fingerprint(data),
+            },
+            "method": {"name": method.name, **method.settings()},
+            "run": {**asdict(self.settings), "device": self.federation.device.type},
+            "model": {
+                "network": type(self.federation.model.module).__name__,
+                "weights": factors.total,
+                "shared": factors.shared,
+                "personal": list(factors.personal_names),
+                "initial": hashlib.sha256(self.federation.model.initial.cpu().numpy().tobytes()).hexdigest()[:16],
+            },
+        }
+
+    def detail(self) -> dict[str, Any]:
+        """Per-client metrics and reliability of the last evaluated round, as in ``evaluation.json``."""
+        if self.evaluation is None:
+            self.evaluation = evaluate_clients(self.federation)
+        evaluation, clients = self.evaluation
+        names = [self.data.clients[i] for i in clients.tolist()]
+        return evaluation.detail(self.federation.round, names, self.data.train.sizes[clients].tolist())
+
+    def summary_record(self) -> dict[str, Any]:
+        """The run in figures, as in ``summary.json``; accuracy and ECE as fractions."""
+        federation, data = self.federation, self.data
+        record: dict[str, Any] = {
+            "method": federation.method.name,
+            "data": data.name,
+            "partition": data.partition,
+            "protocol": data.protocol,
+            "seed": self.settings.seed,
+            "rounds": federation.round,
+            "clients": len(data),
+            "device": federation.device.type,
+            "seconds": round(self.seconds, 3),
+            "bins": self.settings.bins,
+        }
+        for metric in (m for m in ("accuracy", "rmse", "nll", "brier", "ece", "mce") if m in self.history[-1]):
+            pooled = [r[metric]["pooled"] for r in self.history]
+            best = max(pooled) if metric in HIGHER_IS_BETTER else min(pooled)
+            last = self.history[-1][metric]
+            record[metric] = {"last": last["pooled"], "best": best, "worst_client": last["worst"]}
+        return record
+
+    def summary(self) -> str:
+        """The last round in a few lines of text."""
+        record = self.summary_record()
+        head = (
+            f"{self.federation.method.title} on {record['data']}: {record['clients']} clients, round {record['rounds']}"
+        )
+        lines = [f"{head}, seed {record['seed']}, {record['seconds']:.1f} s"]
+        for name, value in record.items():
+            if isinstance(value, dict):
+                shown = {k: "n/a" if v is None else f"{v:.4f}" for k, v in value.items()}
+                lines.append(
+                    f"  {name:<9} {shown['last']}   (worst client {shown['worst_client']}, best round {shown['best']})"
+                )
+        return "\n".join(lines)
+
+    def report(self, path: str | Path) -> Path:
+        """Write the report, one self-contained HTML page."""
+        write(RunRecord(self.config(), self.history, self.detail(), self.summary_record()), Path(path))
+        return Path(path)
+
+
+def fit(
+    method: Method | None = None,
+    data: FederatedData | str = "digits",
+    *,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    callbacks: Sequence[Callback] = (),
+    say: Callable[[str], None] = print,
+    settings: Settings | None = None,
+    **changes: Any,
+) -> Run:
+    """Train a federation.
+
+    Args:
+        method: E.g. ``bpfed.methods.BPFed()``, which is the default.
+        data: A federated dataset or the name of one.
+        model: Any module; None: a network that suits the data.
+        likelihood: None: categorical for classes, Gaussian with learnt noise for numbers.
+        out: Run folder to keep everything in; None: nothing is written.
+        resume: Go on with the run in ``out``.
+        overwrite: Replace the run in ``out``.
+        callbacks: See `bpfed.callbacks`.
+        say: Told in words what the user should know.
+        settings: See `Settings`; single ones can be given by name, e.g. ``rounds=50, seed=0``.
+    """
+    known = {f.name for f in fields(Settings)}
+    for name in changes:
+        if name not in known:
+            raise unknown("setting", name, known)
+    settings = replace(settings or Settings(), **changes)
+    if isinstance(data, str):
+        data = load(data, seed=settings.seed)
+    folder = Path(out) if out is not None else None
+    keep = [Folder(folder, resume, overwrite)] if folder is not None else []
+    states = folder / "state" if folder is not None else None
+    federation = Federation.start(method or BPFed(), data, settings, model, likelihood, states)
+    for note in federation.model.notes:
+        say(note)
+    return Run(federation, say).train([*keep, *callbacks])
+
+
+def fingerprint(data: FederatedData) -> str:
+    """A short hash of all examples and who owns them."""
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update("\0".join(data.clients).encode())
+    for examples in (data.train, data.test):
+        for tensor in (examples.x, examples.y, examples.offsets):
+            digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def _first(found: Classified | Regressed) -> Classified | Regressed:
+    values = {f.name: getattr(found, f.name) for f in fields(found)}
+    return type(found)(**{k: None if v is None else v[0].cpu() for k, v in values.items()})
