@@ -1,10 +1,48 @@
 """Bayesian personalised federated learning: every client its own model, and each model knows how sure it is."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bpfed import callbacks, config, data, methods
+    from bpfed.engine.settings import Settings
+    from bpfed.errors import UserError
+    from bpfed.run import Client, Run, fit
+
 __version__ = "0.1.0"
 
-from bpfed import data, methods
-from bpfed.engine.settings import Settings
-from bpfed.errors import UserError
-from bpfed.run import Client, Run, fit
+__all__ = [
+    "Client",
+    "Run",
+    "Settings",
+    "UserError",
+    "__version__",
+    "callbacks",
+    "config",
+    "data",
+    "fit",
+    "methods",
+]
 
-__all__ = ["Client", "Run", "Settings", "UserError", "__version__", "data", "fit", "methods"]
+# Imported when first asked for: torch takes two seconds, and `bpfed --help` needs none of it.
+_HOME = {
+    "Client": "bpfed.run",
+    "Run": "bpfed.run",
+    "Settings": "bpfed.engine.settings",
+    "UserError": "bpfed.errors",
+    "fit": "bpfed.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    if name in __all__:
+        return import_module(f"bpfed.{name}")
+    raise AttributeError(f"module 'bpfed' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -19,7 +19,8 @@ Rule = Callable[[Gaussian, Tensor], Gaussian]
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
     """Σ w_i v_i / Σ w_i over the first axis: ``[S, ...]`` and ``[S]`` to ``[...]``."""
-    return torch.tensordot((weights / weights.sum()).to(values.dtype), values, dims=1)
+    weights = weights.to(values.dtype)
+    return torch.tensordot(weights / weights.sum(), values, dims=1)
 
 
 def mean(uploads: Gaussian, weights: Tensor) -> Gaussian:

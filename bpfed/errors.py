@@ -12,7 +12,11 @@ class UserError(Exception):
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
     """A `UserError` for a name that does not exist, with the nearest one that does."""
+    return UserError(f"Unknown {kind} '{name}'; {hint(name, known)}")
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """The nearest of the known names, or all of them: the end of a sentence about a name that does not exist."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean '{near[0]}'?" if near else f"known are: {', '.join(names)}."
-    return UserError(f"Unknown {kind} '{name}'; {hint}")
+    return f"did you mean '{near[0]}'?" if near else f"known are: {', '.join(names)}."

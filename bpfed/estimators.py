@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
     @property
     def scale(self) -> Tensor:
-        """n/b with the true size b of this batch, ``[S]``; 0 for a client that has none."""
+        """n/b with the true size b of this batch, ``[S]``; n where the batch is all padding (its gradients are 0)."""
         return self.size / self.mask.sum(-1).clamp(min=1.0)
 
 

@@ -117,7 +117,7 @@ def without_running_statistics(module: nn.Module) -> tuple[nn.Module, list[str]]
         The module and the names of the layers replaced.
     """
     replaced = []
-    for name, layer in list(module.named_modules()):
+    for name, layer in list(module.named_modules(remove_duplicate=False)):
         if isinstance(
             layer, nn.modules.batchnorm._BatchNorm | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import tempfile
@@ -13,13 +14,16 @@ from typing import Any
 
 from bpfed.errors import UserError
 
+#: What a file is called while it is being written; a killed process may leave one behind.
+PART = ".part"
+
 
 def write_whole(path: Path, content: bytes | str) -> None:
     """Write through a temporary file beside it: after a crash at any moment ``path`` is the old file or the new one."""
     data = content.encode() if isinstance(content, str) else content
     with said(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -34,11 +38,52 @@ def write_whole(path: Path, content: bytes | str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line and wait until it is on the disk."""
-    with said(path), open(path, "ab") as file:
-        file.write(line.encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """Add a line and wait until it is on the disk; if it cannot be added whole, none of it is."""
+    data = line.encode() + b"\n"
+    with said(path):
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        before = os.fstat(handle).st_size
+        try:
+            while data:
+                data = data[os.write(handle, data) :]
+            os.fsync(handle)
+        except BaseException:
+            os.ftruncate(handle, before)
+            raise
+        finally:
+            os.close(handle)
+
+
+def is_part(path: Path) -> bool:
+    """Whether this is a file that a killed process did not finish."""
+    return path.name.startswith(".") and path.suffix == PART
+
+
+def clear_parts(folder: Path) -> None:
+    """Remove what killed processes did not finish. Only for who holds the folder's lock."""
+    with said(folder):
+        for path in [p for p in folder.iterdir() if is_part(p)] if folder.is_dir() else []:
+            path.unlink(missing_ok=True)
+
+
+def lock(folder: Path) -> int:
+    """Take a folder for this process alone, until the handle given back is closed or the process ends, however it does.
+
+    Raises:
+        UserError: Another process has it.
+    """
+    with said(folder):
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(
+            f"Another process is writing to '{folder}' at this moment; wait for it, or choose another --out."
+        ) from None
+    except OSError:
+        pass  # some network file systems have no locks; then there is only the user's care
+    return handle
 
 
 def sync_folder(folder: Path) -> None:
@@ -58,11 +103,9 @@ def said(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                f"The disk is full: '{path}' could not be written; free some space and go on with --resume."
+                f"The disk is full: '{path}' cannot be written; free some space and go on with --resume."
             ) from error
-        raise UserError(
-            f"'{path}' could not be written ({error.strerror}); choose another folder with --out."
-        ) from error
+        raise UserError(f"'{path}' cannot be written ({error.strerror}); choose another place.") from error
 
 
 def to_json(value: Any) -> str:

@@ -54,16 +54,16 @@ def kl(q: Gaussian, p: Gaussian) -> Tensor:
 
 
 def kl_gradients_q(q: Gaussian, p: Gaussian) -> tuple[Tensor, Tensor]:
-    """∂KL/∂μ_q = (μ_q − μ_p)/σ_p² and ∂KL/∂σ_q = σ_q/σ_p² − 1/σ_q."""
-    precision = p.sigma.square().reciprocal()
-    return (q.mean - p.mean) * precision, q.sigma * precision - q.sigma.reciprocal()
+    """∂KL/∂μ_q = (μ_q − μ_p)/σ_p² and ∂KL/∂σ_q = σ_q/σ_p² − 1/σ_q, which is exactly 0 where q = p."""
+    inverse = p.sigma.reciprocal()
+    return (q.mean - p.mean) * inverse.square(), ((q.sigma / p.sigma).square() - 1.0) / q.sigma
 
 
 def kl_gradients_p(q: Gaussian, p: Gaussian) -> tuple[Tensor, Tensor]:
-    """∂KL/∂μ_p = (μ_p − μ_q)/σ_p² and ∂KL/∂σ_p = 1/σ_p − (σ_q² + (μ_q − μ_p)²)/σ_p³."""
+    """∂KL/∂μ_p = (μ_p − μ_q)/σ_p² and ∂KL/∂σ_p = 1/σ_p − (σ_q² + (μ_q − μ_p)²)/σ_p³; exactly 0 where q = p."""
     inverse = p.sigma.reciprocal()
     shift = (p.mean - q.mean) * inverse
-    ratio = q.sigma * inverse
+    ratio = q.sigma / p.sigma
     return shift * inverse, (1.0 - ratio.square() - shift.square()) * inverse
 
 
@@ -89,8 +89,6 @@ def discounted(g: Gaussian, discount: Tensor | float, sigma0: Tensor | float) ->
     a = 1 is the paper's continual prior (precision grows without end when the same data is refitted), a = 0 a fixed
     scale s0, and between them the precision of a refitted posterior stays bounded.
     """
-    if isinstance(discount, float) and discount == 1.0:
-        return g
-    variance0 = sigma0 * sigma0
-    precision = discount / g.sigma.square() + (1.0 - discount) / variance0
-    return Gaussian(g.mean, precision.rsqrt())
+    a = torch.as_tensor(discount, dtype=g.sigma.dtype, device=g.sigma.device)
+    precision = a / g.sigma.square() + (1.0 - a) / (sigma0 * sigma0)
+    return Gaussian(g.mean, torch.where(a == 1.0, g.sigma, precision.rsqrt()))

@@ -6,6 +6,7 @@ Torch-function modes see every ``linear``, ``conv2d`` and ``dropout`` that runs 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,12 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from bpfed import noise
 from bpfed.errors import UserError
 
-_DROPOUTS: dict[Callable[..., Any], int] = {F.dropout: 0, F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
+#: Dropouts, and whether they drop whole channels.
+_DROPOUTS: dict[Callable[..., Any], bool] = {F.dropout: False, F.dropout1d: True, F.dropout2d: True, F.dropout3d: True}
 _UNKEYED = (F.alpha_dropout, F.feature_alpha_dropout)
+
+
+def example_keys(key: Tensor, examples: int) -> Tensor:
+    """A key for each example of a batch, ``[2]`` to ``[B, 2]``: an example's noise is its own, however the batch is padded."""
+    return noise.fold(key.expand(examples, 2), torch.arange(examples, dtype=torch.int32, device=key.device))
 
 
 class KeyedDropout(TorchFunctionMode):
@@ -37,20 +45,21 @@ class KeyedDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DROPOUTS:
             return self._dropout(_DROPOUTS[func], *args, **kwargs)
-        if func in _UNKEYED and kwargs.get("training", False):
+        if func in _UNKEYED and argument(args, kwargs, 2, "training"):
             raise UserError(f"The module uses {func.__name__}, whose masks cannot be keyed; use nn.Dropout.")
         return func(*args, **kwargs)
 
     def _dropout(
-        self, channel_axes: int, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        self, channels: bool, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
         if not training or p == 0.0:
             return input
+        if p == 1.0:
+            return torch.zeros_like(input)
         self.calls += 1
-        # A channel dropout drops whole feature maps: its mask has one number for each [B, C].
-        shape = input.shape if channel_axes == 0 else input.shape[: input.ndim - channel_axes]
-        keep = noise.uniform(noise.fold(self.key, self.calls), math.prod(shape)).reshape(shape) >= p
-        keep = keep.reshape(*shape, *(1,) * (input.ndim - len(shape)))
+        shape = input.shape[:2] if channels else input.shape  # a whole feature map has one number, [B, C]
+        keys = example_keys(noise.fold(self.key, self.calls), shape[0])
+        keep = noise.uniform(keys, math.prod(shape[1:])).reshape(*shape, *(1,) * (input.ndim - len(shape))) >= p
         return input * keep.to(input.dtype) * (1.0 / (1.0 - p))
 
 
@@ -81,7 +90,8 @@ class LocalNoise(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _normal(self, word: int, shape: torch.Size) -> Tensor:
-        return noise.normal(noise.fold(self.key, 2 * self.calls + word), shape.numel()).reshape(shape)
+        keys = example_keys(noise.fold(self.key, 2 * self.calls + word), shape[0])
+        return noise.normal(keys, math.prod(shape[1:])).reshape(shape)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         mean = F.linear(input, weight, bias)
@@ -137,25 +147,40 @@ def argument(args: Any, kwargs: Any, position: int, name: str) -> Any:
 
 
 class LocalCalls(TorchFunctionMode):
-    """Finds the parameters that `LocalNoise` can handle: used once, as weight or bias of a linear map or plain convolution."""
+    """Finds the parameters that `LocalNoise` can handle: weight and bias of a linear map or convolution, used nowhere else.
 
-    def __init__(self) -> None:
+    Args:
+        parameters: By name, as the module will use them.
+        examples: Batch size of the pass. A layer that runs on several rows of an example (the words of a text) shares
+            its weights between them, so noise drawn for each row would be wrong; it is told by another number of rows.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], examples: int) -> None:
         super().__init__()
-        self.uses: dict[int, int] = {}
-        self.handled: set[int] = set()
+        self.names = {id(p): n for n, p in parameters.items()}
+        self.examples = examples
+        self.uses = Counter[int]()
+        self.calls: list[tuple[int, ...]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                self.uses[id(value)] = self.uses.get(id(value), 0) + 1
-        plain_conv = func is F.conv2d and argument(args, kwargs, 6, "groups") in (None, 1)
-        even_same = (
-            argument(args, kwargs, 4, "padding") == "same"
-            and any(k % 2 == 0 for k in argument(args, kwargs, 1, "weight").shape[-2:])
-            if func is F.conv2d
-            else False
-        )
-        if func is F.linear or (plain_conv and not even_same):
-            self.handled |= {id(argument(args, kwargs, 1, "weight")), id(argument(args, kwargs, 2, "bias"))}
+        self.uses.update(id(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
+        if func in (F.linear, F.conv2d) and self._plain(func, args, kwargs):
+            used = (argument(args, kwargs, 1, "weight"), argument(args, kwargs, 2, "bias"))
+            self.calls.append(tuple(id(p) for p in used if p is not None))
         return func(*args, **kwargs)
+
+    def _plain(self, func: Any, args: Any, kwargs: Any) -> bool:
+        input, weight = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "weight")
+        if input.shape[0] != self.examples or input.ndim != (2 if func is F.linear else 4):
+            return False
+        if func is F.linear:
+            return True
+        lopsided = argument(args, kwargs, 4, "padding") == "same" and any(k % 2 == 0 for k in weight.shape[-2:])
+        return argument(args, kwargs, 6, "groups") in (None, 1) and not lopsided
+
+    @property
+    def local(self) -> frozenset[str]:
+        """Names of the parameters found; a layer's weight and bias are found together or not at all."""
+        found = [call for call in self.calls if all(i in self.names and self.uses[i] == 1 for i in call)]
+        return frozenset(self.names[i] for call in found for i in call)

@@ -38,7 +38,9 @@ class Categorical:
         return {}
 
     def nll(self, outputs: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> Tensor:
-        return -torch.log_softmax(outputs, -1).gather(-1, y[:, None]).squeeze(-1)
+        # As a sum over classes rather than a look-up: its gradient, softmax minus one-hot, then needs no scatter.
+        chosen = y[:, None] == torch.arange(self.classes, device=y.device)
+        return torch.logsumexp(outputs, -1) - torch.where(chosen, outputs, 0.0).sum(-1)
 
     def check(self, outputs: Tensor) -> None:
         if outputs.ndim != 2 or outputs.shape[1] != self.classes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from bpfed.errors import UserError
 from bpfed.factors import Factors, Personal, without_running_statistics
 from bpfed.gaussian import Gaussian
 from bpfed.intercept import KeyedDropout, LocalCalls, LocalNoise
+from bpfed.kernels.conv import Convolutions
 from bpfed.likelihoods import Likelihood
 
 
@@ -56,7 +58,7 @@ class Model:
         weights = {n: p.detach().float() for n, p in module.named_parameters()}
         extra = likelihood.parameters()
         factors = Factors.of(weights, personal)
-        if extra:  # the noise of a client's targets is that client's own, unless nothing or a named part is personal
+        if extra:  # the noise of a client's targets is that client's own, unless nothing is personal
             chosen = [*factors.personal_names, *(extra if personal != "none" else ())]
             factors = Factors.of(weights | extra, chosen or "none")
         model = cls(module, likelihood, factors, factors.flatten(weights | extra), frozenset(), notes)
@@ -65,11 +67,12 @@ class Model:
 
     def outputs(self, weights: Tensor, x: Tensor, key: Tensor | None = None) -> Tensor:
         """The network's outputs ``[B, K]`` for one client's weights ``[P]``; with a key ``[2]`` dropout is on."""
-        return self._forward(self.factors.unflatten(weights), x, key)
+        with Convolutions():
+            return self._forward(self.factors.unflatten(weights), x, key)
 
     def _forward(self, parameters: dict[str, Tensor], x: Tensor, key: Tensor | None) -> Tensor:
         self.module.train(key is not None)
-        own = {n: p for n, p in parameters.items() if not n.startswith("likelihood.")}
+        own = {n: p for n, p in parameters.items() if n not in self.likelihood.parameters()}
         with ExitStack() as modes:
             if key is not None:
                 modes.enter_context(KeyedDropout(key))
@@ -93,7 +96,8 @@ class Model:
         """
 
         def loss(weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
-            return self._nll(self.factors.unflatten(weights), x, y, mask, key)
+            with Convolutions():
+                return self._nll(self.factors.unflatten(weights), x, y, mask, key)
 
         gradient, value = vmap(grad_and_value(loss))(weights, x, y, mask, key)
         return value, gradient
@@ -113,7 +117,7 @@ class Model:
                 if name not in self.local:
                     eps = noise.normal(noise.fold(key, 0x1000 + i), means[name].numel()).reshape(means[name].shape)
                     means[name] = means[name] + sigmas[name] * eps
-            with LocalNoise({id(means[n]): sigmas[n] for n in self.local}, key):
+            with Convolutions(), LocalNoise({id(means[n]): sigmas[n] for n in self.local}, key):
                 return self._nll(means, x, y, mask, key)
 
         gradients, value = vmap(grad_and_value(loss, argnums=(0, 1)))(q.mean, q.sigma, x, y, mask, key)
@@ -130,17 +134,9 @@ class Model:
 
     def _try(self, example: Tensor) -> None:
         before = {n: b.clone() for n, b in self.module.named_buffers()}
-        weights = self.factors.unflatten(self.initial)
-        try:
-            with torch.no_grad():
-                outputs = self._forward(weights, example, noise.key(0, noise.Purpose.INIT))
-        except UserError:
-            raise
-        except Exception as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(
-                f"The module cannot take inputs of shape {list(example.shape[1:])} (a batch of {len(example)}): {reason}."
-            ) from error
+        key = noise.key(0, noise.Purpose.INIT)
+        with torch.no_grad(), _in_words(example):
+            outputs = self.outputs(self.initial, example, key)
         self.likelihood.check(outputs)
         changed = [n for n, b in self.module.named_buffers() if not torch.equal(b, before[n])]
         if changed:
@@ -148,9 +144,28 @@ class Model:
                 f"The module changes its buffer '{changed[0]}' while it runs, and state beside the weights is not "
                 "federated; use a layer without running statistics."
             )
+        with torch.no_grad(), _in_words(example):  # as it will run, many clients at once
+            vmap(self.outputs)(self.initial[None], example[None], key[None])
 
     def _local_names(self, example: Tensor) -> frozenset[str]:
         parameters = self.factors.unflatten(self.initial)
-        with LocalCalls() as calls, torch.no_grad():
+        with LocalCalls(parameters, len(example)) as calls, torch.no_grad():
             self._forward(parameters, example, None)
-        return frozenset(n for n, p in parameters.items() if id(p) in calls.handled and calls.uses[id(p)] == 1)
+        return calls.local
+
+
+@contextmanager
+def _in_words(example: Tensor) -> Iterator[None]:
+    """Whatever goes wrong inside while the user's module runs becomes a `UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        if "random operation" in reason:
+            raise UserError(
+                "The module draws random numbers that cannot be keyed to a client; nn.Dropout is what may be random."
+            ) from error
+        shape = f"{list(example.shape[1:])} (a batch of {len(example)})"
+        raise UserError(f"The module cannot take inputs of shape {shape}: {reason}.") from error

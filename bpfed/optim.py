@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -42,8 +43,9 @@ def adam(variable: Tensor, gradient: Tensor, memory: Adam, step: Tensor, rate: T
     """
     first = torch.lerp(memory.first, gradient, 1.0 - BETA1)
     second = torch.lerp(memory.second, gradient * gradient, 1.0 - BETA2)
-    correction1 = 1.0 - torch.pow(BETA1, step)
-    correction2 = torch.sqrt(1.0 - torch.pow(BETA2, step))
+    # 1 − βᵗ; subtracted in float32, 1 − 0.999 would lose five digits.
+    correction1 = -torch.expm1(step * math.log(BETA1))
+    correction2 = torch.sqrt(-torch.expm1(step * math.log(BETA2)))
     scale = (rate * correction2 / correction1)[:, None]
     # m̂ / (√v̂ + ε) with both corrections gathered in one factor per client.
     moved = variable - scale * first / (torch.sqrt(second) + EPS * correction2[:, None])

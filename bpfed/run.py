@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -15,12 +17,14 @@ from torch import Tensor, nn
 import bpfed
 from bpfed.callbacks.base import Callback
 from bpfed.callbacks.folder import Folder
+from bpfed.callbacks.progress import Progress
 from bpfed.data import FederatedData, load
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError, unknown
+from bpfed.files import to_toml
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import BPFed
 from bpfed.methods.base import Method, rows
@@ -83,6 +87,7 @@ class Run:
         history: One record for each evaluated round, as in ``metrics.jsonl``.
         evaluation: Of the last evaluated round.
         seconds: Time spent, over all sittings.
+        compiled: Whether the local step is compiled (known once training has begun).
         say: Told in words what the user should know.
     """
 
@@ -92,6 +97,7 @@ class Run:
         self.history: list[dict[str, Any]] = []
         self.evaluation: tuple[Evaluation, Tensor] | None = None
         self.seconds = 0.0
+        self.compiled = False
 
     @property
     def data(self) -> FederatedData:
@@ -107,9 +113,10 @@ class Run:
         """Run the rounds that are left."""
         self._clock = time.perf_counter()
         try:
+            simulator = Simulator([self.federation])
+            self.compiled = simulator.train.compiled
             for callback in callbacks:
                 callback.start(self)
-            simulator = Simulator([self.federation])
             while self.federation.round < self.settings.rounds:
                 info = simulator.round()[0]
                 record = None
@@ -161,6 +168,8 @@ class Run:
                 "partition": data.partition,
                 "protocol": data.protocol,
                 "clients": len(data),
+                "test_fraction": data.test_fraction,
+                "seed": data.seed,
                 "fingerprint": fingerprint(data),
             },
             "method": {"name": method.name, **method.settings()},
@@ -198,8 +207,8 @@ class Run:
             "bins": self.settings.bins,
         }
         for metric in (m for m in ("accuracy", "rmse", "nll", "brier", "ece", "mce") if m in self.history[-1]):
-            pooled = [r[metric]["pooled"] for r in self.history]
-            best = max(pooled) if metric in HIGHER_IS_BETTER else min(pooled)
+            pooled = [r[metric]["pooled"] for r in self.history if r[metric]["pooled"] is not None]
+            best = (max if metric in HIGHER_IS_BETTER else min)(pooled, default=None)
             last = self.history[-1][metric]
             record[metric] = {"last": last["pooled"], "best": best, "worst_client": last["worst"]}
         return record
@@ -219,10 +228,14 @@ class Run:
                 )
         return "\n".join(lines)
 
+    def record(self) -> RunRecord:
+        """The run in plain data, as its folder holds it."""
+        config = tomllib.loads(to_toml(self.config()))
+        return RunRecord(config, self.history, self.detail(), self.summary_record())
+
     def report(self, path: str | Path) -> Path:
         """Write the report, one self-contained HTML page."""
-        write(RunRecord(self.config(), self.history, self.detail(), self.summary_record()), Path(path))
-        return Path(path)
+        return write(self.record(), Path(path))
 
 
 def fit(
@@ -235,7 +248,8 @@ def fit(
     resume: bool = False,
     overwrite: bool = False,
     callbacks: Sequence[Callback] = (),
-    say: Callable[[str], None] = print,
+    progress: bool | None = None,
+    say: Callable[[str], None] | None = None,
     settings: Settings | None = None,
     **changes: Any,
 ) -> Run:
@@ -250,7 +264,8 @@ def fit(
         resume: Go on with the run in ``out``.
         overwrite: Replace the run in ``out``.
         callbacks: See `bpfed.callbacks`.
-        say: Told in words what the user should know.
+        progress: Whether to show it on stderr; None: on a terminal, if the run takes more than two seconds.
+        say: Told in words what the user should know, such as a damaged checkpoint; None: these go to stderr.
         settings: See `Settings`; single ones can be given by name, e.g. ``rounds=50, seed=0``.
     """
     known = {f.name for f in fields(Settings)}
@@ -258,15 +273,29 @@ def fit(
         if name not in known:
             raise unknown("setting", name, known)
     settings = replace(settings or Settings(), **changes)
+    folder = Folder(Path(out), resume, overwrite) if out is not None else None
     if isinstance(data, str):
         data = load(data, seed=settings.seed)
-    folder = Path(out) if out is not None else None
-    keep = [Folder(folder, resume, overwrite)] if folder is not None else []
-    states = folder / "state" if folder is not None else None
-    federation = Federation.start(method or BPFed(), data, settings, model, likelihood, states)
-    for note in federation.model.notes:
+    shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []
+    run = prepare(method or BPFed(), data, settings, model, likelihood, folder, say or _to_stderr)
+    return run.train([*([folder] if folder else []), *shown, *callbacks])
+
+
+def prepare(
+    method: Method,
+    data: FederatedData,
+    settings: Settings,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    folder: Folder | None = None,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Run:
+    """A run before its first round: everything is checked, nothing is written. For the arguments see `fit`."""
+    states = folder.states if folder is not None else None
+    run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
+    for note in run.federation.model.notes:
         say(note)
-    return Run(federation, say).train([*keep, *callbacks])
+    return run
 
 
 def fingerprint(data: FederatedData) -> str:
@@ -279,6 +308,11 @@ def fingerprint(data: FederatedData) -> str:
     return digest.hexdigest()
 
 
+def _to_stderr(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
+
+
 def _first(found: Classified | Regressed) -> Classified | Regressed:
-    values = {f.name: getattr(found, f.name) for f in fields(found)}
-    return type(found)(**{k: None if v is None else v[0].cpu() for k, v in values.items()})
+    leaves = ((f.name, getattr(found, f.name)) for f in fields(found))
+    first: dict[str, Any] = {name: None if leaf is None else leaf[0].cpu() for name, leaf in leaves}
+    return type(found)(**first)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
-from bpfed.engine.simulator import RoundInfo
-
 if TYPE_CHECKING:
+    from bpfed.engine.simulator import RoundInfo
     from bpfed.run import Run
 
 
@@ -23,4 +23,13 @@ class Callback:
         """After the last round."""
 
     def stop(self, run: Run) -> None:
-        """Whatever happened: the run is over or was broken off."""
+        """Whatever happened, even if `start` was not reached: the run is over or was broken off."""
+
+
+def scalars(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a line of metrics under flat names, ``accuracy/pooled`` or ``train_nll``; those that are finite."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        flat |= {f"{name}/{part}": v for part, v in value.items()} if isinstance(value, dict) else {name: value}
+    flat.pop("round", None)
+    return {name: float(v) for name, v in flat.items() if isinstance(v, int | float) and math.isfinite(v)}

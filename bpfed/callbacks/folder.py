@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tomllib
 from pathlib import Path
@@ -10,21 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from bpfed.callbacks.base import Callback
 from bpfed.engine import checkpoint
-from bpfed.engine.simulator import RoundInfo
 from bpfed.errors import UserError
-from bpfed.files import append_line, to_json, to_json_line, to_toml, write_whole
+from bpfed.files import append_line, clear_parts, is_part, lock, said, to_json, to_json_line, to_toml, write_whole
+from bpfed.report.record import CONFIG, EVALUATION, METRICS, REPORT, SUMMARY
+from bpfed.schema import RECORDED
 
 if TYPE_CHECKING:
+    from bpfed.engine.simulator import RoundInfo
     from bpfed.run import Run
 
-CONFIG, METRICS, SUMMARY, EVALUATION, REPORT, CHECKPOINT = (
-    "config.toml",
-    "metrics.jsonl",
-    "summary.json",
-    "evaluation.json",
-    "report.html",
-    "checkpoint",
-)
+CHECKPOINT, STATES = "checkpoint", "state"
 
 
 class Folder(Callback):
@@ -34,55 +30,124 @@ class Folder(Callback):
         path: The folder.
         resume: Go on with what is there (start afresh if nothing is).
         overwrite: Throw away what is there.
+
+    Raises:
+        UserError: There is a run already and neither was asked for, or there is something else. Nothing is written then.
     """
 
     def __init__(self, path: Path, resume: bool = False, overwrite: bool = False) -> None:
-        self.path, self.resume = path, resume
-        if (path / CONFIG).exists() or (path.exists() and any(path.iterdir())):
-            if overwrite:
-                if not (path / CONFIG).exists():
-                    raise UserError(f"'{path}' is not a run folder, so it is not overwritten; choose another --out.")
-                shutil.rmtree(path)
-            elif not resume:
-                raise UserError(
-                    f"The run folder '{path}' exists already; add --resume to go on with it, --overwrite to replace it, "
-                    "or choose another --out."
-                )
+        if resume and overwrite:
+            raise UserError("A run cannot be both resumed and overwritten; choose one of --resume and --overwrite.")
+        self.path, self.resume, self.overwrite = path, resume, overwrite
+        self._lock: int | None = None
+        self._check()
+
+    @property
+    def states(self) -> Path:
+        """Where a file of personal states may be kept."""
+        return self.path / STATES
+
+    @property
+    def report(self) -> Path:
+        """Where the report is once the run is finished."""
+        return self.path / REPORT
 
     def start(self, run: Run) -> None:
-        config = run.config()
-        if (self.path / CONFIG).exists():
-            self._same(config)
-            found = checkpoint.restore(self.path / CHECKPOINT, run.federation)
-            if found is not None:
-                for name in found.damaged:
-                    run.say(f"Checkpoint {name} is damaged; going on from the one before, round {found.round}.")
-                run.seconds = float(found.extra["seconds"])
-                run.history = [r for r in self._metrics() if r["round"] <= found.round]
-        else:
-            write_whole(self.path / CONFIG, to_toml(config))
-        lines = "".join(to_json_line(r) + "\n" for r in run.history)
-        write_whole(self.path / METRICS, lines)
+        made = not self.path.exists()
+        with said(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = lock(self.path)
+            self._check()  # once more: another process may have come first
+            if (self.path / CONFIG).exists() and not self.overwrite:
+                self._go_on(run)
+            else:
+                self._begin(run)
+        except BaseException:
+            if made and not any(self.path.iterdir()):
+                self.path.rmdir()
+            raise
 
     def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
+        # The line before the checkpoint: a round that counts as done has its line.
         if record is not None:
             append_line(self.path / METRICS, to_json_line(record))
         checkpoint.save(self.path / CHECKPOINT, run.federation, {"seconds": run.seconds})
 
     def end(self, run: Run) -> None:
         write_whole(self.path / EVALUATION, to_json(run.detail()))
-        write_whole(self.path / SUMMARY, to_json(run.summary_record()))
-        run.report(self.path / REPORT)
+        run.report(self.report)
+        write_whole(self.path / SUMMARY, to_json(run.summary_record()))  # last: it marks the run as finished
 
-    def _metrics(self) -> list[dict[str, Any]]:
-        """All whole lines; a line cut short by a crash is not one."""
-        records = []
-        path = self.path / METRICS
+    def stop(self, run: Run) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _check(self) -> None:
+        """Raise unless this folder may be written to as it was asked."""
+        try:
+            there = [p.name for p in self.path.iterdir() if not is_part(p)]
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise UserError(
+                f"'{self.path}' cannot be a run folder ({error.strerror}); choose another --out."
+            ) from error
+        if there and CONFIG not in there:
+            raise UserError(
+                f"'{self.path}' holds other files and no run, so nothing is written there; choose another --out."
+            )
+        if there and not (self.resume or self.overwrite):
+            raise UserError(
+                f"The run folder '{self.path}' exists already; add --resume to go on with it, --overwrite to replace it, "
+                "or choose another --out."
+            )
+
+    def _begin(self, run: Run) -> None:
+        if self.resume:
+            run.say(f"There is no run in '{self.path}' yet, so it starts from the first round.")
+        clear_parts(self.path)
+        with said(self.path):  # the old configuration goes last, for without it this would be no run folder
+            for old in [p for p in self.path.iterdir() if p.name != CONFIG]:
+                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+        write_whole(self.path / CONFIG, to_toml(run.config()))
+        write_whole(self.path / METRICS, "")
+
+    def _go_on(self, run: Run) -> None:
+        self._same(run.config())
+        found = checkpoint.restore(self.path / CHECKPOINT, run.federation)
+        if found is not None:
+            for name in found.damaged:
+                run.say(f"Checkpoint {name} is damaged; going on from the one before, round {found.round}.")
+            run.seconds = float(found.extra.get("seconds", 0.0))
+            run.history = self._history(run, found.round)
+        clear_parts(self.path)
+        clear_parts(self.path / CHECKPOINT)
+        write_whole(self.path / METRICS, "".join(to_json_line(r) + "\n" for r in run.history))
+        done, rounds = run.federation.round, run.settings.rounds
+        if done >= rounds:
+            run.say(f"The run in '{self.path}' is finished already: all {rounds} rounds are done.")
+            return
+        (self.path / SUMMARY).unlink(missing_ok=True)  # if its last checkpoint was damaged, it is not finished any more
+        if done:
+            run.say(f"Going on after round {done} of {rounds}.")
+
+    def _history(self, run: Run, done: int) -> list[dict[str, Any]]:
+        """The lines of metrics up to a round; a line cut short by a crash is none."""
+        path, records = self.path / METRICS, []
         for line in path.read_text().splitlines() if path.exists() else []:
             try:
                 records.append(json.loads(line))
             except ValueError:
                 break
+        records = [r for r in records if r["round"] <= done]
+        missing = {k for k in range(1, done + 1) if run.settings.evaluated(k)} - {r["round"] for r in records}
+        if missing:
+            raise UserError(
+                f"'{path}' has lost its line of round {min(missing)}, so the run cannot be resumed; put the file back, or "
+                "start again with --overwrite."
+            )
         return records
 
     def _same(self, config: dict[str, Any]) -> None:
@@ -91,14 +156,7 @@ class Folder(Callback):
             there = tomllib.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"'{path}' cannot be read ({error}); start again with --overwrite.") from error
-        wanted = tomllib.loads(to_toml(config))
-        differs = [
-            f"{part}.{name} is {_shown(old.get(name))} there and {_shown(new.get(name))} here"
-            for part in sorted({*there, *wanted})
-            for old, new in [(_table(there, part), _table(wanted, part))]
-            for name in sorted({*old, *new})
-            if old.get(name) != new.get(name)
-        ]
+        differs = differences(there, tomllib.loads(to_toml(config)))
         if differs:
             raise UserError(
                 f"The run in '{self.path}' has another configuration: {'; '.join(differs)}. "
@@ -106,9 +164,23 @@ class Folder(Callback):
             )
 
 
-def _table(config: dict[str, Any], part: str) -> dict[str, Any]:
-    value = config.get(part, {})
-    return value if isinstance(value, dict) else {part: value}
+def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """What differs between two configurations, a clause for each setting; not what merely follows from others."""
+    old, new = _flat(there), _flat(here)
+    names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+    if "method.name" in names:
+        names = [name for name in names if name == "method.name" or not name.startswith("method.")]
+    follow = {f"{table}.{key}" for table, keys in RECORDED.items() for key in keys or ()}
+    names = [name for name in names if name not in follow and not name.startswith("model.")] or names
+    return [f"{name} is {_shown(old.get(name))} there and {_shown(new.get(name))} here" for name in names]
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        (f"{part}.{name}" if name else part): value
+        for part, table in config.items()
+        for name, value in (table.items() if isinstance(table, dict) else [("", table)])
+    }
 
 
 def _shown(value: Any) -> str:

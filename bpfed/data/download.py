@@ -58,7 +58,8 @@ def download(remote: Remote, path: Path) -> None:
     """
     name = remote.url.rsplit("/", 1)[-1]
     try:
-        with whole(path) as file, _bar(name, remote.size) as bar, urlopen(remote.url, timeout=TIMEOUT) as answer:
+        # The answer first: where there is none, no folder is made for it.
+        with urlopen(remote.url, timeout=TIMEOUT) as answer, whole(path) as file, _bar(name, remote.size) as bar:
             digest, size = hashlib.sha256(), 0
             while chunk := answer.read(CHUNK):
                 size += len(chunk)

@@ -68,6 +68,8 @@ class FederatedData:
         labels: A word for each class (may be empty).
         partition: How the examples were dealt out, e.g. ``"groups"``.
         protocol: ``"paper"`` for the paper's six cells, else ``"own"``.
+        test_fraction: The part of each client's examples that was held out; None where numbers were given instead.
+        seed: Which examples went where; None where nothing was drawn.
     """
 
     name: str
@@ -79,6 +81,8 @@ class FederatedData:
     labels: tuple[str, ...] = ()
     partition: str = "natural"
     protocol: str = "own"
+    test_fraction: float | None = None
+    seed: int | None = None
 
     def __len__(self) -> int:
         return len(self.clients)

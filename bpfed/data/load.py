@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +102,8 @@ def _load_cell(
     dealing, ordering = streams(seed, 2)
     source = sources.read(cell.source, data_dir, download)
     owners, test = deal_cell(cell, source.y, partition, dealing)
-    return _federated(source, owners, test, client_names(cell.clients), ordering, name, str(partition), "paper")
+    data = _federated(source, owners, test, client_names(cell.clients), ordering)
+    return replace(data, name=name, partition=str(partition), protocol="paper", seed=seed).check()
 
 
 def _load_source(
@@ -118,7 +120,8 @@ def _load_source(
     number = SOURCES[name].clients if clients is None else clients
     owners = partition.owners(source.y, number, dealing)
     test = split(source.y, owners, test_fraction, splitting)
-    return _federated(source, owners, test, client_names(number), ordering, name, str(partition), "own")
+    data = _federated(source, owners, test, client_names(number), ordering)
+    return replace(data, name=name, partition=str(partition), test_fraction=test_fraction, seed=seed).check()
 
 
 def _federated(
@@ -127,22 +130,17 @@ def _federated(
     test: np.ndarray,
     clients: tuple[str, ...],
     rng: np.random.Generator,
-    name: str,
-    partition: str,
-    protocol: str,
 ) -> FederatedData:
     def part(chosen: np.ndarray) -> Examples:
         rows, offsets = lay_out(owners, chosen, len(clients), rng)
         return Examples(source.inputs(rows), torch.from_numpy(source.y[rows]), offsets)
 
     return FederatedData(
-        name=name,
+        name=source.name,
         clients=clients,
         train=part(~test),
         test=part(test),
         task="classification",
         classes=len(source.labels),
         labels=source.labels,
-        partition=partition,
-        protocol=protocol,
-    ).check()
+    )

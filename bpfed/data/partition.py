@@ -55,7 +55,8 @@ class Partition:
         # The paper's two are known by their bare names.
         if self.number is None or (self.name in ("groups", "random") and self.number == 5):
             return self.name
-        return f"{self.name}:{self.number:g}"
+        number = int(self.number) if self.number == int(self.number) else self.number
+        return f"{self.name}:{number}"  # in full, so that it can be read back
 
     def owners(
         self, y: np.ndarray, clients: int, rng: np.random.Generator, ids: np.ndarray | None = None

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -45,7 +44,7 @@ def save(folder: Path, federation: Federation, extra: dict[str, Any]) -> None:
     tensors: dict[str, Tensor] = {f"shared.{i}": t.detach().cpu().contiguous() for i, t in enumerate(leaves)}
     tensors |= {f"store.{k}": t.cpu().contiguous() for k, t in federation.store.snapshot().items()}
     data = safetensors.torch.save(tensors)
-    name = f"round-{federation.round:06d}"
+    name = _name(federation.round)
     write_whole(folder / f"{name}.safetensors", data)
     record = {"round": federation.round, "sha256": hashlib.sha256(data).hexdigest(), **extra}
     write_whole(folder / f"{name}.json", to_json(record))
@@ -67,12 +66,13 @@ def restore(folder: Path, federation: Federation) -> Restored | None:
             data = path.with_suffix(".safetensors").read_bytes()
             if hashlib.sha256(data).hexdigest() != record["sha256"]:
                 raise ValueError("hash")
-            tensors = safetensors.torch.load(data)
-            _place(federation, tensors)
-        except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError):
+            if path.stem != _name(record["round"]):
+                raise ValueError("round")
+            _place(federation, safetensors.torch.load(data))
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError):
             damaged.append(path.stem)
             continue
-        federation.round = int(record.pop("round"))
+        federation.round = record.pop("round")
         record.pop("sha256")
         return Restored(federation.round, record, tuple(damaged))
     if damaged:
@@ -82,11 +82,15 @@ def restore(folder: Path, federation: Federation) -> Restored | None:
     return None
 
 
+def _name(round_: int) -> str:
+    return f"round-{round_:06d}"
+
+
 def _place(federation: Federation, tensors: dict[str, Tensor]) -> None:
     leaves, spec = tree_flatten(federation.shared)
     loaded = [tensors[f"shared.{i}"] for i in range(len(leaves))]
     for old, new in zip(leaves, loaded, strict=True):
-        if old.shape != new.shape or old.dtype != new.dtype or not bool(torch.isfinite(new).all()):
+        if old.shape != new.shape or old.dtype != new.dtype:
             raise ValueError("shape")
     store = {k.removeprefix("store."): t for k, t in tensors.items() if k.startswith("store.")}
     federation.shared = tree_unflatten([t.to(federation.device) for t in loaded], spec)

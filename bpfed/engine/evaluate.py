@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from bpfed.engine.federation import Federation
+from bpfed.engine.local import threads
+from bpfed.errors import UserError
 from bpfed.methods.base import rows
 from bpfed.metrics import Evaluation, evaluate, evaluate_regression
 from bpfed.noise import Purpose, words
@@ -14,6 +16,8 @@ from bpfed.predict import classify, regress
 
 #: Outputs and inputs of one draw that are held at a time, in numbers.
 BLOCK = 8_000_000
+#: Below this many test examples times weights an evaluation runs on one thread (see `bpfed.engine.local`).
+SMALL = 200_000_000
 
 
 def evaluated_clients(federation: Federation) -> Tensor:
@@ -27,9 +31,19 @@ def evaluated_clients(federation: Federation) -> Tensor:
 
 def evaluate_clients(federation: Federation) -> tuple[Evaluation, Tensor]:
     """Metrics over the test examples of the evaluated clients, and which clients those are."""
+    small = len(federation.data.test.y) * federation.model.factors.total < SMALL
+    with threads(1 if small else torch.get_num_threads()):
+        return _evaluate(federation)
+
+
+def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
     clients = evaluated_clients(federation)
     test = federation.data.test
     clients = clients[test.sizes[clients] > 0]
+    if not len(clients):
+        raise UserError(
+            f"No client of '{federation.data.name}' has a test example; leave some out of the training data."
+        )
     sizes = test.sizes[clients]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     model, device = federation.model, federation.device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,9 @@ from bpfed.engine.plan import plan
 from bpfed.engine.stepper import Stepper, Work
 from bpfed.methods.base import Finished, Method, State
 from bpfed.model import Model
+
+#: Below this many weights in all stacked clients a step runs on one thread.
+SMALL = 200_000
 
 
 @dataclass(frozen=True)
@@ -68,25 +73,49 @@ class LocalRound:
 
     def __call__(self, rows: Rows) -> Finished:
         """Train these clients for a round, from what the server sent and what they kept."""
-        longest = int(rows.size.max())
-        ragged = int(rows.size.min()) != longest and bool((-(-rows.size // self.batch)).unique().numel() > 1)
+        # Threads cost more than they bring where an operation is short, and very much more on a busy machine.
+        small = len(rows) * self.model.factors.total < SMALL
+        with threads(1 if small else torch.get_num_threads()):
+            return self._train(rows)
+
+    def _train(self, rows: Rows) -> Finished:
+        batches = -(-rows.size // self.batch)
+        most = int(batches.max())
+        ragged = int(batches.min()) != most
+        # Up to a power of two of batches, so that clients of many sizes make a few shapes to trace and not one each.
+        longest = max(self.width, self.batch * (1 << (most - 1).bit_length()))
         local = self.method.begin(self.model, rows.shared, rows.personal, rows.hyper)
         local = tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), local)
         loss = torch.zeros(len(rows), device=self.x.device)
         taken = torch.zeros(len(rows), device=self.x.device)
         before = 0
         for phase in self.method.phases(self.epochs):
-            todo = plan(rows.shuffle, rows.start, rows.size, self.batch, before, phase.epochs, longest, self.width)
+            todo = plan(
+                rows.shuffle, rows.key, rows.start, rows.size, self.batch, before, phase.epochs, longest, self.width
+            )
             step = torch.zeros(1, dtype=torch.int64, device=self.x.device)
-            work = Work(local, step, loss, self.x, self.y, todo, rows.key, rows.hyper)
-            self._stepper(phase.name, ragged).run(work, len(todo.rows))
+            work = Work(local, step, loss, self.x, self.y, todo, rows.hyper)
+            self._stepper(phase.name, ragged).run(work, most * phase.epochs)
             before += phase.epochs
             taken = taken + todo.steps
         finished = self.method.finish(self.model, local, rows.hyper)
-        return finished._replace(info={"nll": loss / taken, **finished.info})
+        # What travels is a copy: a view of the whole weight vector, once saved or sent, would take the personal part along.
+        upload = tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), finished.upload)
+        return Finished(upload, finished.personal, {"nll": loss / taken, **finished.info})
 
     def _stepper(self, phase: str, ragged: bool) -> Stepper:
         at = (phase, ragged)
         if at not in self.steppers:
             self.steppers[at] = Stepper(self.method, self.model, phase, ragged, self.compiled)
         return self.steppers[at]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -16,25 +16,34 @@ class Plan(NamedTuple):
     Attributes:
         rows: Positions in the training examples, ``[T, S, B]`` int64; of padding, some row of the client's.
         mask: 1 for an example, 0 for padding, ``[T, S, B]`` float32.
+        key: Of the noise of each step, ``[T, S, 2]`` int32.
         steps: Number of steps each client takes, ``[S]`` int32; T is the largest.
-        first: Number of the phase's first step in the round, ``[S]`` int32.
         size: Number of the client's examples, ``[S]`` float32.
     """
 
     rows: Tensor
     mask: Tensor
+    key: Tensor
     steps: Tensor
-    first: Tensor
     size: Tensor
 
 
 def plan(
-    key: Tensor, start: Tensor, size: Tensor, batch: int, epochs_before: int, epochs: int, longest: int, width: int
+    shuffle: Tensor,
+    key: Tensor,
+    start: Tensor,
+    size: Tensor,
+    batch: int,
+    epochs_before: int,
+    epochs: int,
+    longest: int,
+    width: int,
 ) -> Plan:
     """Deal the clients' examples out to mini-batches, in a new random order in each epoch.
 
     Args:
-        key: Of the shuffle, ``[S, 2]``.
+        shuffle: Keys of the orders, ``[S, 2]``.
+        key: Keys of the noise in this round, ``[S, 2]``.
         start: Where each client's examples begin, ``[S]``.
         size: How many it has, ``[S]``.
         batch: Mini-batch size.
@@ -43,15 +52,17 @@ def plan(
         longest: Largest number of examples of any of these clients.
         width: Padded batch size B, ``min(batch, longest)`` or more.
     """
-    order = noise.permutations(key, size, epochs_before + epochs, longest)[:, epochs_before:]  # [S, E, longest]
+    order = noise.permutations(shuffle, size, epochs_before + epochs, longest)[:, epochs_before:]  # [S, E, longest]
     per_epoch = (size + batch - 1) // batch  # [S]
     steps = per_epoch * epochs
-    t = torch.arange(-(-longest // batch) * epochs, device=key.device)[:, None]  # [T, 1]
+    t = torch.arange(-(-longest // batch) * epochs, device=shuffle.device)[:, None]  # [T, 1]
     epoch = (t // per_epoch).clamp(max=epochs - 1)  # [T, S]
-    slot = torch.arange(width, device=key.device)
+    slot = torch.arange(width, device=shuffle.device)
     position = (t % per_epoch)[..., None] * batch + slot  # [T, S, B]
     mask = (position < size[:, None]) & (t < steps)[..., None] & (slot < batch)
-    client = torch.arange(len(size), device=key.device)[:, None]
+    client = torch.arange(len(size), device=shuffle.device)[:, None]
     rows = order[client, epoch[..., None], position.clamp(max=longest - 1)]
     rows = torch.where(mask, rows, 0) + start[:, None]
-    return Plan(rows, mask.float(), steps.int(), (per_epoch * epochs_before).int(), size.float())
+    number = (per_epoch * epochs_before + t).int()  # a client's own count, whoever trains beside it
+    keys = noise.fold(key.expand(len(t), -1, -1), number)
+    return Plan(rows, mask.float(), keys, steps.int(), size.float())

@@ -55,6 +55,12 @@ class Settings:
         for name in ("rounds", "epochs", "batch", "eval_draws", "bins", "memory"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        for name in ("eval_clients", "chunk"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"{name} is {value}, but must be at least 1, or left out.")
+        for name in ("seed", "eval_every"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} is {getattr(self, name)}, but must be 0 or more.")
         if self.participants is not None and not 1 <= self.participants <= clients:
             raise UserError(
                 f"participants is {self.participants}, but there are {clients} clients; choose 1 to {clients}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,15 @@ from bpfed.noise import Purpose
 COMPILE_FROM = 6e8
 #: State of clients trained side by side on a CPU should stay in its cache.
 CPU_CHUNK_BYTES = 16 << 20
+
+
+#: What federations must have in common to be stacked.
+_KINDS: tuple[Callable[[Federation], object], ...] = (
+    lambda f: f.method.structure(),
+    lambda f: f.model.factors,
+    lambda f: f.model.likelihood,
+    lambda f: str(f.model.module),
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class Simulator:
     def __init__(self, federations: list[Federation]) -> None:
         first = federations[0]
         for other in federations[1:]:
-            if other.method.structure() != first.method.structure() or other.model.factors != first.model.factors:
+            if any(kind(other) != kind(first) for kind in _KINDS):
                 raise UserError(
                     "Only runs of the same method, network and kind of settings can be stacked; run the others apart."
                 )
@@ -100,8 +110,11 @@ class Simulator:
         everyone = parts[0] if len(parts) == 1 else _concatenate(parts)
         total = len(everyone)
         if total == 0:
-            return Finished(None, None, {})
-        chunk = self._chunk(total)
+            return Finished((), (), {})
+        chunk = self.settings.chunk or chunk_size(
+            total, self.train.model.factors.total, self.device, self.settings.memory
+        )
+        chunk = min(chunk, total)
         order = everyone.size.argsort(descending=True, stable=True)
         done = []
         for start in range(0, total, chunk):
@@ -111,18 +124,6 @@ class Simulator:
             done.append(_slice(self.train(everyone.take(filled)), slice(len(index))))
         back = order.argsort()
         return tree_map(lambda *leaves: torch.cat(leaves)[back], *done)
-
-    def _chunk(self, total: int) -> int:
-        if self.settings.chunk is not None:
-            return min(self.settings.chunk, total)
-        # 14: posterior, prior, both with two moments, gradient and draw.
-        bytes_per_client = 14 * 4 * self.train.model.factors.total
-        budget = self.settings.memory << 20
-        if self.device.type == "cpu":
-            budget = min(budget, CPU_CHUNK_BYTES)
-        fits = max(1, budget // bytes_per_client)
-        chunks = -(-total // fits)
-        return -(-total // chunks)
 
     def _compiled(self) -> bool:
         if self.settings.compile != "auto":
@@ -156,3 +157,13 @@ def _concatenate(parts: list[Rows]) -> Rows:
 def leaves(state: State) -> list[Tensor]:
     """All tensors of a state."""
     return tree_flatten(state)[0]
+
+
+def chunk_size(clients: int, weights: int, device: torch.device, memory: int) -> int:
+    """How many of these clients to train side by side, given their number of weights and a budget in MiB."""
+    per_client = 14 * 4 * weights  # posterior, prior, both with two moments, gradient and draw
+    budget = memory << 20
+    if device.type == "cpu":
+        budget = min(budget, CPU_CHUNK_BYTES)
+    fits = min(clients, max(1, budget // per_client))
+    return min(range(1, fits + 1), key=lambda chunk: (-clients % chunk > chunk // 4, -chunk))  # few rows of filling

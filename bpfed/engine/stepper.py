@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from bpfed import noise
 from bpfed.engine.plan import Plan
 from bpfed.estimators import Batch
 from bpfed.methods.base import Method, State
 from bpfed.model import Model
+
+#: How the compiler is to treat a step, by device.
+OPTIONS: dict[str, dict[str, Any]] = {"cuda": {"combo_kernels": True}}  # small kernels side by side in one launch
 
 
 class Work(NamedTuple):
@@ -31,7 +33,6 @@ class Work(NamedTuple):
         x: All training inputs, ``[E, ...]``.
         y: All training targets, ``[E]``.
         plan: Which of them each step uses.
-        key: Of the clients' noise in this round, ``[S, 2]``.
         hyper: The method's numbers, ``[S]`` each.
     """
 
@@ -41,19 +42,34 @@ class Work(NamedTuple):
     x: Tensor
     y: Tensor
     plan: Plan
-    key: Tensor
     hyper: dict[str, Tensor]
 
 
-def advance(method: Method, model: Model, phase: str, ragged: bool, work: Work) -> None:
+class Slot(NamedTuple):
+    """What the plan holds for one step: rows and mask ``[S, B]``, keys ``[S, 2]``."""
+
+    rows: Tensor
+    mask: Tensor
+    key: Tensor
+
+    @classmethod
+    def select(cls, work: Work) -> Slot:
+        """The next step's, by its number on the device."""
+        return cls(*(t.index_select(0, work.step).squeeze(0) for t in work.plan[:3]))
+
+
+def advance(method: Method, model: Model, phase: str, ragged: bool, work: Work, slot: Slot) -> None:
     """One local step of every client, in place; a client that has done all its steps stays as it is."""
-    rows, mask = (t.index_select(0, work.step).squeeze(0) for t in (work.plan.rows, work.plan.mask))
-    number = work.plan.first + work.step.int()  # a client's own count, whoever trains beside it
-    batch = Batch(work.x[rows], work.y[rows], mask, work.plan.size, noise.fold(work.key, number))
+    batch = Batch(work.x[slot.rows], work.y[slot.rows], slot.mask, work.plan.size, slot.key)
     new, loss = method.step(model, work.local, batch, work.hyper, phase)
     active = work.step < work.plan.steps
     old_leaves, _ = tree_flatten(work.local)
     new_leaves, _ = tree_flatten(new)
+    # A method may hand on what it was given under another name (the weights before this step): save it from being overwritten.
+    given = {id(t) for t in old_leaves}
+    new_leaves = [
+        t.clone() if id(t) in given and t is not old else t for old, t in zip(old_leaves, new_leaves, strict=True)
+    ]
     for old, leaf in zip(old_leaves, new_leaves, strict=True):
         if ragged:
             leaf = torch.where(active.view(-1, *(1,) * (leaf.ndim - 1)), leaf, old)
@@ -75,26 +91,95 @@ class Stepper:
 
     def __init__(self, method: Method, model: Model, phase: str, ragged: bool, compiled: bool) -> None:
         self.method, self.model, self.phase, self.ragged, self.compiled = method, model, phase, ragged, compiled
-        self.graphs: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self.loops: dict[tuple[Any, ...], Repeated | Recorded] = {}
 
     def run(self, work: Work, steps: int) -> None:
         """Take ``steps`` steps."""
-        leaves, spec = tree_flatten(work)
+        leaves, _ = tree_flatten(work)
         shape = tuple((tuple(t.shape), t.dtype) for t in leaves)
-        if shape not in self.graphs:
-            self.graphs[shape] = self._build(leaves, spec)
-        call = self.graphs[shape]
         with torch.no_grad():
-            for _ in range(steps):
-                call(*leaves)
+            if shape not in self.loops:
+                self.loops[shape] = (Recorded if work.x.is_cuda else Repeated)(self, work)
+            self.loops[shape](work, steps)
 
-    def _build(self, leaves: list[Tensor], spec: Any) -> Callable[..., None]:
-        def step(*flat: Tensor) -> None:
-            advance(self.method, self.model, self.phase, self.ragged, tree_unflatten(list(flat), spec))
+    def advance(self, work: Work, slot: Slot) -> None:
+        """One step, in place."""
+        advance(self.method, self.model, self.phase, self.ragged, work, slot)
 
-        copies = [t.clone() for t in leaves]  # tracing runs the step once; it must not run on the real state
-        with torch.no_grad():
-            graph = make_fx(step)(*copies)
+    def trace(self, function: Callable[..., None], *example: Any) -> Callable[..., None]:
+        """The function as a flat graph of tensor operations on the leaves of its arguments, compiled if wanted."""
+        leaves, spec = tree_flatten(example)
+        graph = make_fx(lambda *flat: function(*tree_unflatten(list(flat), spec)))(*leaves)
         graph.graph.eliminate_dead_code()
         graph.recompile()
-        return torch.compile(graph) if self.compiled else graph
+        return torch.compile(graph, options=OPTIONS.get(leaves[0].device.type)) if self.compiled else graph
+
+
+def _own(work: Work) -> Work:
+    """The same work with leaves of its own, but for the training data, which is large and never written."""
+    return tree_map(torch.clone, work._replace(x=(), y=()))._replace(x=work.x, y=work.y)
+
+
+class Repeated:
+    """Calls a traced step again and again, handing it its slot of the plan."""
+
+    def __init__(self, stepper: Stepper, work: Work) -> None:
+        # Tracing runs the step once; it must not run on the real state.
+        self.call = stepper.trace(stepper.advance, _own(work), Slot.select(work))
+
+    def __call__(self, work: Work, steps: int) -> None:
+        leaves, _ = tree_flatten(work)
+        for slot in zip(*(t[:steps] for t in work.plan[:3]), strict=True):
+            self.call(*leaves, *slot)
+
+
+class Recorded:
+    """Replays steps recorded as a CUDA graph: no launch costs more than the kernel itself.
+
+    Several steps are traced as one, so that the end of a step and the start of the next are one kernel. A graph works on
+    fixed addresses, so the leaves are copied in and out, except the training data, which stay put.
+    """
+
+    UNROLL = 5
+
+    def __init__(self, stepper: Stepper, work: Work) -> None:
+        self.stepper = stepper
+        self.static = _own(work)
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def __call__(self, work: Work, steps: int) -> None:
+        many, few = divmod(steps, self.UNROLL)
+        for count, wanted in ((self.UNROLL, many), (1, few)):
+            if wanted and count not in self.graphs:
+                self._record(work, count)
+        _copy(work, self.static)
+        for _ in range(many):
+            self.graphs[self.UNROLL].replay()
+        for _ in range(few):
+            self.graphs[1].replay()
+        _copy(self.static, work)
+
+    def _record(self, work: Work, count: int) -> None:
+        def steps(work: Work) -> None:
+            for _ in range(count):
+                self.stepper.advance(work, Slot.select(work))
+
+        call = self.stepper.trace(steps, _own(work))
+        leaves, _ = tree_flatten(self.static)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compilation and warm-up must be over before recording
+            for _ in range(2):
+                _copy(work, self.static)
+                call(*leaves)
+        torch.cuda.current_stream().wait_stream(side)
+        _copy(work, self.static)
+        self.graphs[count] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graphs[count]):
+            call(*leaves)
+
+
+def _copy(source: Work, target: Work) -> None:
+    for old, new in zip(tree_flatten(target)[0], tree_flatten(source)[0], strict=True):
+        if old.data_ptr() != new.data_ptr():
+            old.copy_(new)

@@ -6,6 +6,9 @@ Either way a round touches the rows of its participants only. A client that was 
 from __future__ import annotations
 
 import math
+import os
+from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from bpfed.files import said
 from bpfed.methods.base import State
 
 
@@ -94,7 +98,9 @@ class FileStore:
     """Rows in a memory-mapped file, three slots for each client.
 
     A put writes to a slot that neither of the last two snapshots points at, and a snapshot is only the slot numbers. So
-    a checkpoint costs a byte per client, and whatever moment a process is killed at, the last two snapshots are intact.
+    a checkpoint costs two bytes per client, and whatever moment a process is killed at, the last two snapshots are intact.
+
+    The file is made or opened when it is first needed, so a run that is refused has touched nothing.
     """
 
     SLOTS = 3
@@ -102,36 +108,66 @@ class FileStore:
     def __init__(self, template: State, clients: int, path: Path) -> None:
         self.layout = Layout(template)
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shape = (clients, self.SLOTS, max(self.layout.width, 1))
-        size = math.prod(shape) * 4
-        if not path.exists() or path.stat().st_size != size:
-            with open(path, "wb") as file:  # sparse: blocks are taken as clients take part
-                file.truncate(size)
-        self.rows = np.memmap(path, dtype=np.float32, mode="r+", shape=shape)
+        self.shape = (clients, self.SLOTS, max(self.layout.width, 1))
+        self.first = self.layout.first.cpu()
         self.slot = torch.full((clients,), -1, dtype=torch.int8)  # -1: never put
         self.kept = (self.slot.clone(), self.slot.clone())  # of the last two snapshots
+
+    @property
+    def size(self) -> int:
+        """Of the file, in bytes."""
+        return math.prod(self.shape) * 4
+
+    @cached_property
+    def file(self) -> FileIO:
+        """The file, to write to."""
+        with said(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
+            file.truncate(self.size)  # sparse: blocks are taken as clients take part
+            return file
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """The file, to read, ``[N, SLOTS, width]``."""
+        return np.memmap(self.file, dtype=np.float32, mode="r", shape=self.shape)
 
     def get(self, clients: Tensor) -> State:
         slots = self.slot[clients].long()
         rows = torch.from_numpy(self.rows[clients.numpy(), slots.clamp(min=0).numpy(), : self.layout.width])
-        return self.layout.unpack(torch.where((slots >= 0)[:, None], rows, self.layout.first))
+        return self.layout.unpack(torch.where((slots >= 0)[:, None], rows, self.first))
 
     def put(self, clients: Tensor, state: State) -> None:
         last, older = (kept[clients] for kept in self.kept)
         free = torch.stack([(last != s) & (older != s) for s in range(self.SLOTS)], -1).int().argmax(-1)
         if self.layout.width:
-            self.rows[clients.numpy(), free.numpy(), : self.layout.width] = self.layout.pack(state).cpu().numpy()
+            # Not through the map: there a full disk is a signal that ends the process, here it is an error with a name.
+            with said(self.path):
+                for client, slot, row in zip(
+                    clients.tolist(), free.tolist(), self.layout.pack(state).cpu(), strict=True
+                ):
+                    _write_at(
+                        self.file.fileno(), row.numpy().tobytes(), (client * self.SLOTS + slot) * self.shape[2] * 4
+                    )
         self.slot[clients] = free.to(torch.int8)
 
     def snapshot(self) -> dict[str, Tensor]:
-        self.rows.flush()
+        with said(self.path):
+            os.fsync(self.file.fileno())
         self.kept = (self.slot.clone(), self.kept[0])
-        return {"slot": self.slot.clone()}
+        return {"slot": self.kept[0], "older": self.kept[1]}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
+        if not self.path.exists() or self.path.stat().st_size != self.size:
+            raise ValueError(f"'{self.path}' is missing or has another size.")
         self.slot = tensors["slot"].clone()
-        self.kept = (self.slot.clone(), self.slot.clone())
+        self.kept = (tensors["slot"].clone(), tensors["older"].clone())
+
+
+def _write_at(handle: int, data: bytes, offset: int) -> None:
+    while data:
+        done = os.pwrite(handle, data, offset)
+        data, offset = data[done:], offset + done
 
 
 def make_store(kind: str, template: State, clients: int, device: torch.device, folder: Path | None) -> Store:

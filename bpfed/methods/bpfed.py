@@ -30,6 +30,13 @@ from bpfed.model import Model
 from bpfed.optim import Adam, adam
 
 
+class Memory(NamedTuple):
+    """Adam's memory of a Gaussian's mean and ρ."""
+
+    mean: Adam
+    rho: Adam
+
+
 class Variational(NamedTuple):
     """A Gaussian as it is optimised: mean and ρ with σ = softplus(ρ), and Adam's memory of both. ``[S, P]`` each."""
 
@@ -39,9 +46,13 @@ class Variational(NamedTuple):
     adam_rho: Adam
 
     @classmethod
-    def at(cls, g: Gaussian) -> Variational:
-        rho = softplus_inverse(g.sigma)
-        return cls(g.mean.clone(), rho, Adam.like(g.mean), Adam.like(rho))
+    def at(cls, g: Gaussian, memory: Memory | None = None) -> Variational:
+        mean, rho = memory or Memory(Adam.like(g.mean), Adam.like(g.mean))
+        return cls(g.mean, softplus_inverse(g.sigma), mean, rho)
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(self.adam_mean, self.adam_rho)
 
     @property
     def gaussian(self) -> Gaussian:
@@ -67,13 +78,15 @@ class Personal(NamedTuple):
 
     Attributes:
         eta: η_i, the distribution of its personal factors, ``[S, P_personal]``.
-        own: q of its last round, to predict with, ``[S, P]``; None if it predicts with (η_i, ζ).
-        trained: 1 once the client has taken part, ``[S, 1]``.
+        own: q of its last round, to predict with, ``[S, P]``; nothing if it predicts with (η_i, ζ).
+        memory: Adam's memory of q and of π, where it is kept from round to round.
+        steps: Local steps taken so far (in this round, where Adam's memory is not kept), ``[S, 1]``.
     """
 
     eta: Gaussian
-    own: Gaussian | None
-    trained: Tensor
+    own: tuple[Gaussian, ...]
+    memory: tuple[Memory, ...]
+    steps: Tensor
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,7 @@ class BPFed(Method):
         estimator: Of the data term, ``weights`` or ``local`` (see `bpfed.estimators`).
         draws: M, weight draws in a step.
         rule: Server rule (see `bpfed.aggregate`).
+        keep_adam: Whether a client keeps Adam's memory from round to round; if not, every round starts without.
         predict: ``own``: predict with the client's q of its last round; ``aggregated``: with (η_i, ζ).
     """
 
@@ -102,7 +116,7 @@ class BPFed(Method):
     random_words: ClassVar[str] = "every weight"
     numbers: ClassVar[tuple[str, ...]] = ("lr", "temperature", "discount", "prior_sigma", "sigma")
 
-    sigma: float = 0.05
+    sigma: float = 0.07
     temperature: float = 1.0
     discount: float = 1.0
     prior_sigma: float = 0.1
@@ -110,7 +124,8 @@ class BPFed(Method):
     estimator: str = "weights"
     draws: int = 1
     rule: str = "mean"
-    predict: Literal["own", "aggregated"] = "own"
+    keep_adam: bool = True
+    predict: Literal["own", "aggregated"] = "aggregated"
 
     @classmethod
     def dirac(cls, **settings: object) -> BPFed:
@@ -127,21 +142,23 @@ class BPFed(Method):
             )
 
     def structure(self) -> tuple[Any, ...]:
-        return (*super().structure(), self.sigma > 0.0, self.discount != 1.0)
+        return (*super().structure(), self.sigma > 0.0)
 
     def init(self, model: Model) -> Initial:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
         shared, personal = _split(model, start)
-        own = start if self.predict == "own" else None
-        return Initial(shared, Personal(personal, own, model.initial.new_zeros(1)))
+        own = (start,) if self.predict == "own" else ()
+        memory = Variational.at(start).memory if self.keep_adam else None
+        memories = () if memory is None else (memory, memory) if self.prior_step else (memory,)
+        return Initial(shared, Personal(personal, own, memories, model.initial.new_zeros(1)))
 
     def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
         start = _join(personal.eta, shared)  # q = π = (η_i, ζ)
-        prior = start
-        if self.discount != 1.0:
-            prior = discounted(start, hyper["discount"][:, None], hyper["prior_sigma"][:, None])
-        held = Variational.at(prior) if self.prior_step else Gaussian(prior.mean.clone(), prior.sigma.clone())
-        return Local(Variational.at(start), held, start.mean.new_zeros(len(start.mean)))
+        prior = discounted(start, hyper["discount"][:, None], hyper["prior_sigma"][:, None])
+        memory = personal.memory or (None, None)
+        held = Variational.at(prior, memory[1]) if self.prior_step else prior
+        steps = personal.steps[:, 0]
+        return Local(Variational.at(start, memory[0]), held, steps if self.keep_adam else torch.zeros_like(steps))
 
     def step(
         self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
@@ -167,18 +184,20 @@ class BPFed(Method):
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
         q, prior = local.q.gaussian, _gaussian(local.prior)
         shared, personal = _split(model, prior if self.prior_step else q)
-        own = q if self.predict == "own" else None
+        own = (q,) if self.predict == "own" else ()
         info = {"kl": kl(q, prior)} if self.sigma > 0.0 else {}
-        return Finished(shared, Personal(personal, own, torch.ones_like(local.steps)[:, None]), info)
+        variational = [v for v in (local.q, local.prior) if isinstance(v, Variational)]
+        memories = tuple(v.memory for v in variational) if self.keep_adam else ()
+        return Finished(shared, Personal(personal, own, memories, local.steps[:, None]), info)
 
     def aggregate(self, shared: Gaussian, uploads: Gaussian, weights: Tensor) -> Gaussian:
         return rule(self.rule)(uploads, weights)
 
     def predictive(self, model: Model, shared: Gaussian, personal: Personal) -> GaussianPredictive:
         weights = _join(personal.eta, shared)
-        if self.predict == "own" and personal.own is not None:
-            trained = personal.trained > 0
-            weights = Gaussian(*(torch.where(trained, o, w) for o, w in zip(personal.own, weights, strict=True)))
+        if self.predict == "own" and personal.own:
+            trained = personal.steps > 0
+            weights = Gaussian(*(torch.where(trained, o, w) for o, w in zip(personal.own[0], weights, strict=True)))
         return GaussianPredictive(weights)
 
 

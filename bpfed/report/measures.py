@@ -26,6 +26,10 @@ class Measure:
     explain: str
     high_is_good: bool = False
 
+    def typed(self, x: float) -> str:
+        """Number to text as a keyboard has it, for terminals and logs."""
+        return self.show(x).replace("\u202f", " ").replace("−", "-")
+
     @property
     def in_words(self) -> str:
         """Its label inside a sentence: abbreviations keep their capitals."""

@@ -8,7 +8,7 @@ import os
 from html import escape
 from pathlib import Path
 
-from bpfed.errors import UserError
+from bpfed.files import write_whole
 from bpfed.report.record import RunRecord
 from bpfed.report.sections import calibration, clients, headline, settings, training
 from bpfed.report.theme import SCRIPT, STYLE
@@ -34,19 +34,6 @@ def render(run: RunRecord) -> str:
 def write(run: RunRecord, path: str | os.PathLike[str]) -> Path:
     """Render to a file, whole or not at all: an interrupted write leaves what was there before."""
     target = Path(path)
-    page = render(run).encode("utf-8", "replace")  # a name that was once a file's may hold what is no UTF-8
-    fresh = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with fresh.open("wb") as file:
-                file.write(page)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(fresh, target)
-        finally:
-            fresh.unlink(missing_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"The report cannot be written to '{target}' ({reason}); choose another place.") from error
+    # A name that was once a file's may hold what is no UTF-8.
+    write_whole(target, render(run).encode("utf-8", "replace"))
     return target

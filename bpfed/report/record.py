@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
+import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from bpfed.errors import UserError
 from bpfed.report.measures import MEASURES, Measure
+
+#: The files of a run folder.
+CONFIG, METRICS, EVALUATION, SUMMARY, REPORT = (
+    "config.toml",
+    "metrics.jsonl",
+    "evaluation.json",
+    "summary.json",
+    "report.html",
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +38,20 @@ class RunRecord:
     history: list[dict[str, Any]]
     evaluation: dict[str, Any]
     summary: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> RunRecord:
+        """The record of a finished run from its folder, or a `UserError` that says what is amiss there."""
+        if not (folder / CONFIG).is_file():
+            raise UserError(f"'{folder}' is not a run folder: it has no {CONFIG}.")
+        if not (folder / SUMMARY).is_file():
+            raise UserError(f"The run in '{folder}' is not finished; go on with it: bpfed run --out {folder} --resume")
+        return cls(
+            _parsed(folder / CONFIG, tomllib.loads),
+            _parsed(folder / METRICS, lambda text: [json.loads(line) for line in text.splitlines()]),
+            _parsed(folder / EVALUATION, json.loads),
+            _parsed(folder / SUMMARY, json.loads),
+        )
 
     @property
     def title(self) -> str:
@@ -71,6 +99,15 @@ class RunRecord:
             return None
         signed, round_ = min(seen)
         return round_, sign * signed
+
+
+def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read ({error.strerror}).") from error
+    except ValueError as error:
+        raise UserError(f"'{path}' is damaged ({error}); run it again with a new --out.") from error
 
 
 def value(entry: dict[str, Any], metric: str, part: str | None = None) -> float:

@@ -1,0 +1,36 @@
+"""python -m benchmarks [cpu] [gpu] [scale]: run all, or those named; results go to benchmarks/results/."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks import cpu, gpu, scale
+
+RESULTS = Path(__file__).parent / "results"
+ALL = {"cpu": cpu.run, "gpu": gpu.run, "scale": scale.run}
+
+
+def main(names: list[str]) -> None:
+    for name in names or list(ALL):
+        print(f"{name}: {sys.modules[f'benchmarks.{name}'].__doc__}", flush=True)
+        result = ALL[name]()
+        if isinstance(result, str):
+            print(f"  {result}")
+            continue
+        result = {"torch": torch.__version__, "python": platform.python_version(), **result}
+        text = json.dumps(result, indent=2, ensure_ascii=False)
+        print(text)
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{name}.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    unknown = [n for n in sys.argv[1:] if n not in ALL]
+    if unknown:
+        sys.exit(f"Unknown benchmark '{unknown[0]}'; known are: {', '.join(ALL)}.")
+    main(sys.argv[1:])

@@ -1,0 +1,73 @@
+"""Microseconds per local step of all stacked clients on a GPU, replayed as a CUDA graph, and where they go."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.stacked import Stacked
+from bpfed.engine.stepper import Recorded
+from bpfed.methods import BPFed
+from bpfed.networks import LeNet, mlp
+
+
+def run() -> dict[str, object] | str:
+    """MLP and LeNet, 10 clients and more; the two largest numbers of clients show what stacking seeds costs."""
+    if not torch.cuda.is_available():
+        return "no CUDA device here; skipped"
+    cells = {}
+    for name, network, shape in (("MLP 784-100-10", mlp(784, 10), (784,)), ("LeNet, CIFAR-10", LeNet(), (3, 32, 32))):
+        for clients in (10, 100):
+            cells[f"{name}, {clients} clients"] = _measure(Stacked(BPFed(), network, shape, clients, device="cuda"))
+    return {"device": torch.cuda.get_device_name(), **cells}
+
+
+def _measure(stacked: Stacked) -> dict[str, Any]:
+    stacked.round()
+    loop = next(iter(next(iter(stacked.train.steppers.values())).loops.values()))
+    assert isinstance(loop, Recorded)
+    graph = loop.graphs[loop.UNROLL]
+    counter = next(t for t in loop.static if t.dtype == torch.int64 and t.shape == (1,))
+    replays = stacked.steps // loop.UNROLL
+    times = []
+    for _ in range(20):
+        counter.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / (replays * loop.UNROLL))
+    counter.zero_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    kernels: dict[str, float] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels[event.name[:80]] = kernels.get(event.name[:80], 0.0) + event.device_time / loop.UNROLL
+    largest = dict(sorted(kernels.items(), key=lambda kv: -kv[1])[:8])
+    # Twelve state vectors (two Gaussians of mean and ρ with two moments each), read once and written once.
+    floor = 2 * 12 * 4 * stacked.model.factors.total * stacked.clients / _copy_bandwidth() * 1e6
+    return {
+        "µs per step": round(median(times), 1),
+        "µs at copy bandwidth": round(floor, 1),
+        "µs in kernels": {k: round(v, 2) for k, v in largest.items()},
+    }
+
+
+def _copy_bandwidth() -> float:
+    """Bytes per second of a large copy on the device, read and written."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(5):
+        target.copy_(source)
+    end.record()
+    torch.cuda.synchronize()
+    return 5 * 2 * source.numel() / (start.elapsed_time(end) * 1e-3)

@@ -1,0 +1,62 @@
+"""The engine's local step on random data of a given shape, without server and evaluation."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from bpfed import noise
+from bpfed.engine.local import LocalRound, Rows
+from bpfed.engine.simulator import chunk_size
+from bpfed.likelihoods import Categorical
+from bpfed.methods.base import Method, rows
+from bpfed.model import Model
+from bpfed.noise import Purpose
+
+
+class Stacked:
+    """Clients of ``examples`` random examples each, about to train in chunks."""
+
+    def __init__(
+        self,
+        method: Method,
+        module: nn.Module,
+        shape: tuple[int, ...],
+        clients: int = 10,
+        examples: int = 250,
+        batch: int = 50,
+        device: str = "cpu",
+        compiled: bool = True,
+    ) -> None:
+        self.method, self.clients, self.examples, self.device = method, clients, examples, device
+        x = torch.randn(clients * examples, *shape, device=device)
+        y = torch.randint(0, 10, (clients * examples,), device=device)
+        self.model = Model.of(module, Categorical(10), x[:2].cpu(), method.personal).to(device)
+        self.initial = method.init(self.model)
+        self.batch, self.epochs = batch, 10
+        self.train = LocalRound(method, self.model, x, y, batch, self.epochs, compiled, min(batch, examples))
+        self.chunk = chunk_size(clients, self.model.factors.total, torch.device(device), 2048)
+
+    @property
+    def steps(self) -> int:
+        """Steps of one client in a round."""
+        return self.epochs * -(-self.examples // self.batch)
+
+    def round(self, number: int = 1) -> int:
+        """One local round of all clients; returns the number of client-steps."""
+        for start in range(0, self.clients, self.chunk):
+            who = np.arange(start, min(start + self.chunk, self.clients)).astype(np.uint64)
+            count = len(who)
+            self.train(
+                Rows(
+                    shared=rows(self.initial.shared, count),
+                    personal=rows(self.initial.personal, count),
+                    hyper={k: torch.full((count,), v, device=self.device) for k, v in self.method.hyper().items()},
+                    start=torch.from_numpy(who.astype(np.int64)).to(self.device) * self.examples,
+                    size=torch.full((count,), self.examples, device=self.device),
+                    shuffle=noise.keys(0, number, Purpose.SHUFFLE, who).to(self.device),
+                    key=noise.keys(0, number, Purpose.WEIGHTS, who).to(self.device),
+                )
+            )
+        return self.steps * self.clients

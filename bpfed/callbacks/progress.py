@@ -1,0 +1,169 @@
+"""How far a run is, on a terminal as a live display, elsewhere as one plain line for each evaluated round."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from bpfed.callbacks.base import Callback
+from bpfed.report.measures import MEASURES
+from bpfed.report.record import value
+
+if TYPE_CHECKING:
+    from bpfed.engine.simulator import RoundInfo
+    from bpfed.run import Run
+
+#: The metrics shown, as far as a run has them.
+SHOWN = ("accuracy", "rmse", "nll", "ece")
+#: Rounds that the time left is reckoned from.
+RECENT = 20
+#: Room at the right for the ^C that a terminal echoes; on a full line it would push the display down.
+MARGIN = 3
+
+
+class Progress(Callback):
+    """Shows the round, the last evaluation, and the time gone and left.
+
+    Args:
+        console: Where to show it; None: stderr, so that what is piped stays clean.
+        delay: Show nothing in a run that takes less than so many seconds.
+    """
+
+    def __init__(self, console: Console | None = None, delay: float = 0.0) -> None:
+        self.console = console or Console(stderr=True)
+        self.delay = delay
+        self.title, self.words, self.figures = "", "", ""
+        self.done, self.rounds = 0, 0
+        self._began = self._last = time.perf_counter()
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._spinner = Spinner("dots", style="cyan")
+        self._live: Live | None = None
+        self._timer: threading.Timer | None = None
+        self._switch = threading.Lock()  # between the timer that opens the display and whoever closes it
+        self._closed = False
+
+    def doing(self, words: str) -> None:
+        """Say what is going on before the first round is done, such as ``loading digits``."""
+        self.words = words
+        self._open()
+
+    def say(self, sentence: str) -> None:
+        """Print a sentence without breaking the display."""
+        self.console.print(sentence, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+    def pause(self) -> None:
+        """Take the display down until there is more to show."""
+        with self._switch:
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
+
+    def close(self) -> None:
+        """Take the display down for good."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self.pause()
+
+    def start(self, run: Run) -> None:
+        settings, federation = run.settings, run.federation
+        self.title = f"{federation.method.title} on {run.data.name}, {len(run.data)} clients, {federation.device.type}"
+        self.rounds, self.done = settings.rounds, federation.round
+        if run.history:
+            self.figures = figures(run.history[-1])
+        self._last = time.perf_counter()
+        step = "compiling the local step, once" if run.compiled else "tracing the local step, once"
+        self.words = f"round {self.done + 1}: {step}" if self.done < self.rounds else "evaluating"
+        self._open()
+
+    def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
+        now = time.perf_counter()
+        if self.words:
+            self.words = ""  # the first round of a sitting traces or compiles: its time says nothing of the others
+        else:
+            self._recent.append(now - self._last)
+        self._last, self.done = now, run.federation.round
+        if record is not None:
+            self.figures = figures(record)
+            if not self.console.is_terminal and now - self._began >= self.delay:
+                line = f"round {self.done}/{self.rounds}  {self.figures}  {clock(run.seconds)}"
+                self.console.print(line, highlight=False, soft_wrap=True)
+
+    def end(self, run: Run) -> None:
+        self.words = "writing the report"
+
+    def stop(self, run: Run) -> None:
+        self.close()
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the last round is done, as far as can be said."""
+        if not self._recent:
+            return None
+        since = time.perf_counter() - self._last
+        return max(0.0, sum(self._recent) / len(self._recent) * (self.rounds - self.done) - since)
+
+    def _open(self) -> None:
+        if not self.console.is_terminal or self._live is not None or self._timer is not None:
+            return
+        if self.delay > 0.0:
+            self._timer = threading.Timer(self.delay, self._go_live)
+            self._timer.daemon = True
+            self._timer.start()
+        else:
+            self._go_live()
+
+    def _go_live(self) -> None:
+        with self._switch:
+            if not self._closed:
+                live = Live(get_renderable=self.render, console=self.console, transient=True, refresh_per_second=8)
+                live.start(refresh=True)
+                self._live = live
+
+    def render(self) -> RenderableType:
+        """The display at this moment."""
+        gone = f"{clock(time.perf_counter() - self._began)} gone"
+        left = "" if self.left is None else f", about {clock(self.left)} left"
+        head = Table.grid(expand=True, padding=(0, 1))
+        head.add_column()
+        head.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        head.add_column(justify="right", no_wrap=True)
+        what = Text(self.title, style="bold")
+        if self.words:
+            what.append(f"{', ' if self.title else ''}{self.words}", style="not bold cyan")
+        head.add_row(self._spinner, what, Text(f"{gone}{left}", style="dim"))
+        if not self.rounds:
+            return Constrain(head, self.console.width - MARGIN)
+        bar = Table.grid(expand=True, padding=(0, 1))
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_column(no_wrap=True, justify="right")
+        bar.add_row(
+            ProgressBar(total=self.rounds, completed=self.done),
+            Text(f"round {self.done}/{self.rounds}", style="green"),
+            Text(self.figures),
+        )
+        return Constrain(Group(head, bar), self.console.width - MARGIN)
+
+
+def figures(record: dict[str, Any]) -> str:
+    """The pooled metrics of an evaluated round in one line."""
+    shown = [(MEASURES[name], value(record, name, "pooled")) for name in SHOWN if name in record]
+    return "  ".join(f"{measure.in_words} {measure.typed(x)}" for measure, x in shown)
+
+
+def clock(seconds: float) -> str:
+    """``0:07``, ``12:31``, ``1:02:03``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

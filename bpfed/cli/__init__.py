@@ -1,0 +1,54 @@
+"""The command ``bpfed``. Each command is a file here; what takes long to import is imported when a command needs it."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bpfed import __version__
+from bpfed.cli import data, methods, report, run
+from bpfed.errors import UserError
+
+app = typer.Typer(
+    name="bpfed",
+    help="Bayesian personalised federated learning: every client its own model, and each model knows how sure it is.",
+    epilog="Example: bpfed run --data digits --rounds 30 --seed 0",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run", epilog=run.EXAMPLE)(run.run)
+app.command("methods", epilog=methods.EXAMPLE)(methods.methods)
+app.add_typer(data.app, name="data")
+app.command("report", epilog=report.EXAMPLE)(report.report)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"bpfed {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None: ...
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command, and exit: 0 if all went well, 2 if the user can mend it, 130 after Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no σ gets a question mark, not a traceback
+    try:
+        app(arguments)
+    except UserError as error:
+        Console(stderr=True).print(f"bpfed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)

@@ -1,0 +1,52 @@
+"""Flags read off the schema: one for each field of ``[data]`` and ``[run]``, described as the field is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+
+from bpfed.schema import TABLES, Field, fields_of
+
+#: Flags whose name is not their field's.
+NAMES = {"data.name": "--data", "data.seed": "--data-seed", "run.seed": "--seed"}
+PANELS = {"data": "Data", "run": "Run"}
+
+
+def flag(key: str) -> str:
+    """The flag of a key such as ``run.eval_every``."""
+    return NAMES.get(key, "--" + key.partition(".")[2].replace("_", "-"))
+
+
+def argument(key: str) -> str:
+    """The name under which the command's function receives it."""
+    return flag(key).removeprefix("--").replace("-", "_")
+
+
+def schema_fields() -> Iterator[tuple[str, Field]]:
+    """All fields that have a flag, by key."""
+    for table, settings in TABLES.items():
+        for field in fields_of(settings).values():
+            yield f"{table}.{field.name}", field
+
+
+def with_schema(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one flag for each field of the schema; it gets those that were given as ``**flags``, as typed."""
+    signature = inspect.signature(function, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    own = [p.replace(kind=p.KEYWORD_ONLY) for p in own]
+    function.__signature__ = inspect.Signature([*own, *(_parameter(*f) for f in schema_fields())])  # type: ignore[attr-defined]
+    function.__annotations__ = {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
+    return function
+
+
+def _parameter(key: str, field: Field) -> inspect.Parameter:
+    about = field.about if field.default is None else f"{field.about} \\[default: {field.default}]"
+    option: Any = typer.Option(
+        flag(key), metavar=field.short, help=about, rich_help_panel=PANELS[key.partition(".")[0]], show_default=False
+    )
+    return inspect.Parameter(
+        argument(key), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
+    )

@@ -1,0 +1,44 @@
+"""``bpfed methods``: which methods there are, and the settings of one."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bpfed.cli import show
+
+EXAMPLE = "Example: bpfed methods bpfed"
+
+
+def methods(
+    name: Annotated[str | None, typer.Argument(help="Show the settings of this one.", show_default=False)] = None,
+) -> None:
+    """List the methods, or the settings of one of them."""
+    show.put(_one(name) if name is not None else _all())
+    if name is not None:
+        Console().print(f"Set one with e.g. bpfed run --method {name} --set method.lr=0.01", highlight=False)
+
+
+def _all() -> show.Table:
+    from bpfed.methods import METHODS
+
+    shown = show.table("name", "shared", "personal", "random", "paper")
+    for method in METHODS.values():
+        shown.add_row(method.name, method.shared_words, method.personal_words, method.random_words, method.paper)
+    return shown
+
+
+def _one(name: str) -> show.Table:
+    from bpfed.methods import method
+    from bpfed.schema import fields_of, plain
+
+    chosen = method(name)
+    title = plain(inspect.cleandoc(chosen.__doc__ or "").split("\n\n")[0].replace("\n", " "))
+    shown = show.table("setting", "default", "what it is", title=f"{title} ({chosen.paper})")
+    for field in fields_of(chosen).values():
+        default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+        shown.add_row(field.name, default, field.about)
+    return shown

@@ -1,0 +1,161 @@
+"""``bpfed run``: train a federation and keep it in a folder."""
+
+from __future__ import annotations
+
+import shlex
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bpfed.cli import show
+from bpfed.cli.flags import argument, flag, schema_fields, with_schema
+from bpfed.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from bpfed.callbacks import Callback, Progress
+    from bpfed.config import Config, Override
+
+EXAMPLE = "Example: bpfed run --data digits --rounds 30 --seed 0 --set method.temperature=0.3 --out runs/first"
+RUNS = Path("runs")
+TRACKERS = ("mlflow", "tensorboard")
+
+
+@with_schema
+def run(
+    config: Annotated[
+        Path | None, typer.Argument(help="TOML file of settings, such as the config.toml of a run.", show_default=False)
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Method, see 'bpfed methods'. \\[default: bpfed]", show_default=False),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. method.temperature=0.3; repeatable."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder. \\[default: a new runs/DATA-METHOD-SEED]", show_default=False)
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in --out.")] = False,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the dataset's files. \\[default: BPFED_DATA, then the cache]", show_default=False),
+    ] = None,
+    track: Annotated[
+        list[str] | None,
+        typer.Option(metavar="|".join(TRACKERS), help="Log to it, too (needs the extra 'track'); repeatable."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    **flags: str | None,
+) -> None:
+    """Train a federation. Settings come from flags, else from the TOML file, else from the defaults.
+
+    With --resume and no file they are those of the run in --out.
+    """
+    from bpfed.callbacks.progress import Progress
+
+    if out is None and (resume or overwrite):
+        raise UserError(f"--{'resume' if resume else 'overwrite'} needs the run folder, such as --out {_latest()}.")
+    progress = Progress()
+    try:
+        if not quiet:
+            progress.doing("starting")
+        # The display is up before torch is imported, which takes seconds.
+        from bpfed.callbacks import Folder
+        from bpfed.config import read
+        from bpfed.run import prepare
+
+        chosen = read(config or _own(out, resume), _overrides(method, settings or [], flags))
+        out = out or free(chosen)
+        folder = Folder(out, resume, overwrite)
+        callbacks: list[Callback] = [folder, *_trackers(track or [], out)]
+        for note in chosen.notes:
+            progress.say(note)
+        if not quiet:
+            callbacks.append(progress)
+            _loading(progress, chosen, data_dir)
+        trained = prepare(chosen.method, chosen.load_data(data_dir), chosen.run, folder=folder, say=progress.say)
+        chosen.confirm(trained.config())
+        trained.train(callbacks)
+    except KeyboardInterrupt:
+        progress.close()
+        progress.say(_stopped(out, data_dir, track or []))
+        raise typer.Exit(130) from None
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        raise UserError(
+            "The GPU's memory is full; start again with fewer clients side by side, by --chunk or --memory, or with "
+            "--device cpu."
+        ) from error
+    finally:
+        progress.close()
+    show.result(trained.record(), folder.report)
+
+
+def free(config: Config) -> Path:
+    """A folder for this run that does not exist yet: ``runs/DATA-METHOD-SEED``, then with ``-2`` and so on."""
+    name = f"{config.data.name}-{config.method.name}-{config.run.seed}".replace("/", "-")
+    return next(p for n in count(1) if not (p := RUNS / (name if n == 1 else f"{name}-{n}")).exists())
+
+
+def _own(out: Path | None, resume: bool) -> Path | None:
+    """The configuration of the run that is resumed."""
+    from bpfed.report.record import CONFIG
+
+    return out / CONFIG if resume and out is not None and (out / CONFIG).exists() else None
+
+
+def _overrides(method: str | None, settings: list[str], flags: dict[str, str | None]) -> list[Override]:
+    from bpfed.config import Override
+
+    found = [Override("method.name", method, "--method")] if method is not None else []
+    for key, _ in schema_fields():
+        if (text := flags.get(argument(key))) is not None:
+            found.append(Override(key, text, flag(key)))
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise UserError(f"--set: '{setting}' has no value; write it as in --set method.temperature=0.3.")
+        found.append(Override(key.strip(), text.strip()))
+    return found
+
+
+def _trackers(names: list[str], out: Path) -> list[Callback]:
+    from bpfed.callbacks import MLflow, TensorBoard
+
+    found: list[Callback] = []
+    for name in names:
+        if name not in TRACKERS:
+            raise unknown("tracker", name, TRACKERS)
+        found.append(TensorBoard(out / "tensorboard") if name == "tensorboard" else MLflow(remember=out / "mlflow.txt"))
+    return found
+
+
+def _loading(progress: Progress, chosen: Config, data_dir: Path | None) -> None:
+    from bpfed.data.load import names, source_of
+    from bpfed.data.sources import locate
+
+    name = chosen.data.name
+    if name in names() and locate(source_of(name), data_dir) is None:
+        progress.pause()  # a download has a display of its own
+    else:
+        progress.doing(f"loading {name}")
+
+
+def _stopped(out: Path | None, data_dir: Path | None, track: list[str]) -> str:
+    if _own(out, resume=True) is None:
+        return "bpfed: Stopped before the first round; nothing was written."
+    again = ["bpfed", "run", "--out", str(out), "--resume"]
+    again += ["--data-dir", str(data_dir)] if data_dir is not None else []
+    again += [word for name in track for word in ("--track", name)]
+    return f"bpfed: Stopped; at most the current round is lost. Go on with: {shlex.join(again)}"
+
+
+def _latest() -> Path:
+    """The run that was touched last, to name it as an example."""
+    runs = sorted(RUNS.glob("*/config.toml"), key=lambda path: path.parent.stat().st_mtime)
+    return runs[-1].parent if runs else RUNS / "first"

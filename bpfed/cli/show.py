@@ -1,0 +1,64 @@
+"""Tables on the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+
+from bpfed.report import RunRecord, text
+from bpfed.report.measures import MEASURES
+from bpfed.report.record import value
+
+#: An untrained model that says so is calibrated, so the best round of these says nothing.
+WITHOUT_BEST = ("ece", "mce")
+
+
+def table(*columns: str, title: str | None = None, right: int = 0) -> Table:
+    """An empty table in the style of all; the last ``right`` columns are numbers."""
+    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    for index, name in enumerate(columns):
+        number = index >= len(columns) - right
+        made.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return made
+
+
+def put(shown: Table) -> None:
+    """Print a table on stdout; where it is wider than the terminal it runs over, for a number cut short would lie."""
+    Console(width=max(Console().width, narrowest(shown))).print(shown, highlight=False)
+
+
+def narrowest(shown: Table) -> int:
+    """The width that a table needs at least, when text may wrap between words and numbers may not."""
+    for column in shown.columns:
+        cells = [str(cell) for cell in (column.header, *column.cells)]
+        column.min_width = max(
+            cell_len(part) for cell in cells for part in ([cell] if column.no_wrap else cell.split(" "))
+        )
+    slack = sum(not column.no_wrap for column in shown.columns)  # what rich takes from the one that wraps best
+    return Console(width=10_000).measure(shown).minimum + slack
+
+
+def result(run: RunRecord, report: Path) -> None:
+    """What came out of a run, and where its report is."""
+    shown = table("", "last round", "worst client", "best round", title=run.title, right=3)
+    for measure in run.measures:
+        name, best = measure.label, run.best(measure.name) if measure.name not in WITHOUT_BEST else None
+        if measure.name == "ece":
+            floor = MEASURES["ece"].typed(value(run.evaluation, "ece_floor"))
+            name = f"ECE ({run.evaluation.get('bins')} bins, floor {floor})"
+        shown.add_row(
+            name,
+            measure.typed(run.last(measure.name)),
+            measure.typed(run.last(measure.name, "worst")),
+            text.MISSING if best is None else f"{measure.typed(best[1])} (round {best[0]})",
+        )
+    put(shown)
+    console = Console()
+    console.print(
+        f"Trained for {text.duration(value(run.summary, 'seconds'))} on {run.summary['device']}.", highlight=False
+    )
+    console.print(f"Report: {report}", style="bold", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,63 @@
+"""A TOML document that knows on which line each of its keys is."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bpfed.errors import UserError
+
+
+@dataclass(frozen=True)
+class Document:
+    """A TOML file as it was read.
+
+    Attributes:
+        path: Where it is; None for no file at all.
+        text: Its text.
+        content: What it says.
+    """
+
+    path: Path | None
+    text: str
+    content: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path | None) -> Document:
+        """Read a file, or say in one sentence why it cannot be."""
+        if path is None:
+            return cls(None, "", {})
+        try:
+            text = path.read_text(encoding="utf-8")
+            return cls(path, text, tomllib.loads(text))
+        except FileNotFoundError:
+            raise UserError(f"There is no configuration file '{path}'.") from None
+        except OSError as error:
+            raise UserError(f"The configuration file '{path}' cannot be read ({error.strerror}).") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"The configuration file '{path}' is not text in UTF-8.") from error
+        except tomllib.TOMLDecodeError as error:
+            raise UserError(f"The configuration file '{path}' is not valid TOML: {error}.") from error
+
+    def where(self, *keys: str) -> str:
+        """``'config.toml', line 7: ``, the place of a key, to begin a sentence with."""
+        return f"'{self.path}', line {self.line(*keys)}: " if self.path is not None else ""
+
+    def line(self, *keys: str) -> int:
+        """The line (from 1) that a key or table begins on."""
+        # The parser keeps no positions, but the beginning of a document is a document wherever a statement ends: the key
+        # is in the first such beginning that has it, right after the last one that has not.
+        lines, begins = self.text.split("\n"), 1
+        for end in range(1, len(lines) + 1):
+            try:
+                part: Any = tomllib.loads("\n".join(lines[:end]))
+            except tomllib.TOMLDecodeError:
+                continue
+            for key in keys:
+                part = part.get(key) if isinstance(part, dict) else None
+            if part is not None:
+                return begins
+            begins = end + 1
+        return begins

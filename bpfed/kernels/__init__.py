@@ -1,0 +1,1 @@
+"""Operations that PyTorch has no fast form of when many clients are stacked."""

@@ -1,0 +1,123 @@
+"""What a configuration may say: its tables, and the fields of each with type, default and description.
+
+The schema is read off the dataclasses that the code itself uses (`Settings`, the methods, `DataSettings`), so a TOML file,
+the command's flags, their help and the Python arguments cannot come apart. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from bpfed.engine.settings import Settings
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Which data, and how it is dealt out to clients.
+
+    Attributes:
+        name: Name of the dataset (see `bpfed data list`).
+        clients: Number of clients; left out: the dataset's own.
+        partition: How examples are dealt out: ``groups``, ``random:3``, ``dirichlet:0.3``, ``shards:2`` or ``iid``.
+        test_fraction: Part of each client's examples held out for testing; left out: a half.
+        seed: Which examples go where; left out: the run's seed.
+    """
+
+    name: str = "digits"
+    clients: int | None = None
+    partition: str | None = None
+    test_fraction: float | None = None
+    seed: int | None = None
+
+
+#: The tables whose fields are always the same; those of ``[method]`` are the chosen method's.
+TABLES: dict[str, type] = {"data": DataSettings, "run": Settings}
+
+#: What a run notes of itself in its ``config.toml`` beside its settings; None: a whole table.
+RECORDED: dict[str, tuple[str, ...] | None] = {"bpfed": (), "data": ("protocol", "fingerprint"), "model": None}
+
+#: Where things are is not part of what is computed: these are flags, never keys.
+PLACES = {"data_dir": "--data-dir", "out": "--out", "resume": "--resume", "overwrite": "--overwrite"}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting.
+
+    Attributes:
+        name: Its key.
+        kind: Its type.
+        default: What it is when nothing is said.
+        about: What it does, in words.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    about: str
+
+    @property
+    def optional(self) -> bool:
+        """Whether it may be None, that is, left to the program."""
+        return NoneType in get_args(self.kind)
+
+    @property
+    def allowed(self) -> str:
+        """What it may be, in words: ``a whole number``, ``'equal' or 'size'``."""
+        return words(self.kind)
+
+    @property
+    def short(self) -> str:
+        """What it may be, in a word, for tables and help."""
+        kinds = [k for k in (get_args(self.kind) if _is_union(self.kind) else (self.kind,)) if k is not NoneType]
+        if get_origin(kinds[0]) is Literal:
+            return "|".join(str(choice) for choice in get_args(kinds[0]))
+        return {int: "INT", float: "NUMBER", bool: "true|false", str: "TEXT"}.get(kinds[0], "VALUE")
+
+
+def fields_of(settings: type) -> dict[str, Field]:
+    """The fields of a settings dataclass, by name, described as its docstrings do."""
+    kinds, about = get_type_hints(settings), descriptions(settings)
+    return {
+        f.name: Field(f.name, kinds[f.name], None if f.default is MISSING else f.default, about.get(f.name, ""))
+        for f in dataclasses.fields(settings)
+    }
+
+
+def descriptions(settings: type) -> dict[str, str]:
+    """What the ``Attributes`` of a class and its bases say of each field, as plain text."""
+    found: dict[str, str] = {}
+    for cls in reversed(settings.__mro__):
+        _, _, entries = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")
+        for entry in re.split(r"\n(?= {4}\S)", "\n" + entries):
+            name, colon, text = entry.strip().partition(":")
+            if colon and name.isidentifier():
+                found[name] = plain(" ".join(text.split()))
+    return found
+
+
+def plain(text: str) -> str:
+    """A docstring's text without its markup: code in quotes, references bare."""
+    return re.sub(r"`([^`]+)`", r"\1", re.sub(r"``([^`]+)``", r"'\1'", text))
+
+
+def words(kind: Any) -> str:
+    """A type as a person would say it."""
+    if _is_union(kind):
+        return " or ".join(words(k) for k in get_args(kind) if k is not NoneType)
+    if get_origin(kind) is Literal:
+        *others, last = (f"'{choice}'" for choice in get_args(kind))
+        return f"{', '.join(others)} or {last}" if others else last
+    if get_origin(kind) in (Sequence, list, tuple):
+        return f"a list of {words(get_args(kind)[0])}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, str(kind))
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, UnionType)

@@ -1,0 +1,207 @@
+"""The contract of a method, for every method there is."""
+
+import dataclasses
+
+import pytest
+import scenarios
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from bpfed.errors import UserError
+from bpfed.estimators import Batch
+from bpfed.methods import METHODS, method
+from bpfed.methods.base import rows
+
+CLIENTS, STEPS = 3, 3
+
+
+def leaves(state):
+    return tree_flatten(state)[0]
+
+
+def structure(state):
+    return tree_flatten(state)[1]
+
+
+def copied(state):
+    return tree_map(torch.clone, state)
+
+
+def picked(state, index):
+    return tree_map(lambda t: t[index], state)
+
+
+def same(first, second, atol=1e-6):
+    assert structure(first) == structure(second)
+    for a, b in zip(leaves(first), leaves(second), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=atol)
+
+
+def shaken(state, seed=0):
+    """Like ``state``, with other numbers."""
+    g = scenarios.generator(seed)
+    return tree_map(lambda t: t * (1 + 0.2 * torch.rand(t.shape, generator=g)), state)
+
+
+class Client:
+    """Some clients of a method, ready for a round."""
+
+    def __init__(self, name, count=CLIENTS):
+        self.method = METHODS[name]()
+        self.method.check()
+        self.model = scenarios.model_of(scenarios.small_mlp(), personal=self.method.personal)
+        self.initial = self.method.init(self.model)
+        self.shared = rows(self.initial.shared, count)
+        self.personal = rows(self.initial.personal, count)
+        spread = torch.linspace(0.5, 1.0, count)  # every client has numbers of its own
+        self.hyper = {n: value * spread for n, value in self.method.hyper().items()}
+        used = [5, 2, 4]
+        self.batches = [scenarios.random_batch(count, 5, seed=t, used=used[:count]) for t in range(STEPS)]
+
+    def round(self, shared, personal, hyper, batches):
+        local = self.method.begin(self.model, shared, personal, hyper)
+        losses = []
+        for phase in self.method.phases(2):
+            for batch in batches:
+                local, loss = self.method.step(self.model, local, batch, hyper, phase.name)
+                losses.append(loss)
+        return self.method.finish(self.model, local, hyper), losses
+
+
+@pytest.fixture(params=list(METHODS))
+def client(request):
+    return Client(request.param)
+
+
+def test_every_method_is_known_by_its_name_and_describes_itself(client):
+    kind = type(client.method)
+    assert method(kind.name) is kind
+    for words in (kind.title, kind.paper, kind.shared_words, kind.personal_words, kind.random_words):
+        assert words
+    assert not kind.paper.endswith(".")
+
+
+def test_an_unknown_method_is_one_sentence_that_names_the_nearest():
+    with pytest.raises(UserError, match="'bpfed'"):
+        method("bpfd")
+
+
+def test_states_have_a_row_for_each_client_and_keep_their_structure(client):
+    model = client.model
+    local = client.method.begin(model, client.shared, client.personal, client.hyper)
+    for phase in client.method.phases(3):
+        assert phase.epochs >= 1
+        new, loss = client.method.step(model, local, client.batches[0], client.hyper, phase.name)
+        assert loss.shape == (CLIENTS,)
+        assert (loss > 0).all()
+        assert structure(new) == structure(local)
+        assert [t.shape for t in leaves(new)] == [t.shape for t in leaves(local)]
+        assert [t.dtype for t in leaves(new)] == [t.dtype for t in leaves(local)]
+        assert all(len(t) == CLIENTS for t in leaves(new))
+    finished = client.method.finish(model, local, client.hyper)
+    assert structure(finished.personal) == structure(client.initial.personal)
+    assert [t.shape for t in leaves(finished.personal)] == [
+        (CLIENTS, *t.shape) for t in leaves(client.initial.personal)
+    ]
+    for value in finished.info.values():
+        assert value.shape == (CLIENTS,)
+    shared = client.method.aggregate(client.initial.shared, finished.upload, torch.ones(CLIENTS))
+    assert structure(shared) == structure(client.initial.shared)
+    assert [t.shape for t in leaves(shared)] == [t.shape for t in leaves(client.initial.shared)]
+
+
+def test_states_are_plain_numbers_so_that_they_can_be_stored(client):
+    finished, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
+    for state in (client.initial.shared, client.initial.personal, finished.upload, finished.personal):
+        assert all(t.dtype == torch.float32 and t.isfinite().all() for t in leaves(state))
+
+
+def test_training_changes_the_upload(client):
+    finished, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
+    idle, _ = client.round(client.shared, client.personal, client.hyper, [])
+    if client.model.factors.shared:
+        assert any((a != b).any() for a, b in zip(leaves(finished.upload), leaves(idle.upload), strict=True))
+
+
+def test_an_upload_is_made_of_shared_tensors_only(client):
+    finished, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
+    assert all(t.shape == (CLIENTS, client.model.factors.shared) for t in leaves(finished.upload))
+
+
+def test_an_upload_before_any_step_says_nothing_of_the_personal_state(client):
+    # With nothing trained, whatever the upload holds comes from the server alone.
+    first, _ = client.round(client.shared, client.personal, client.hyper, [])
+    second, _ = client.round(client.shared, shaken(client.personal), client.hyper, [])
+    same(first.upload, second.upload, atol=0)
+
+
+def test_clients_stacked_are_clients_alone_whatever_their_numbers(client):
+    shared = shaken(client.shared)
+    together, losses = client.round(shared, client.personal, client.hyper, client.batches)
+    for s in range(CLIENTS):
+        one = slice(s, s + 1)
+        alone, loss = client.round(
+            picked(shared, one),
+            picked(client.personal, one),
+            picked(client.hyper, one),
+            [Batch(*(t[one] for t in batch)) for batch in client.batches],
+        )
+        same(alone, picked(together, one))
+        same(loss, [t[one] for t in losses])
+
+
+def test_a_method_changes_nothing_that_it_is_given(client):
+    model, hyper = client.model, client.hyper
+
+    def unchanged(function, *states):
+        before = copied(states)
+        result = function(*states)
+        for now, then in zip(leaves(states), leaves(before), strict=True):
+            assert torch.equal(now, then)
+        return result
+
+    local = unchanged(
+        lambda s, p: client.method.begin(model, s, p, hyper), copied(client.shared), copied(client.personal)
+    )
+    for phase in client.method.phases(2):
+        batch = client.batches[0]
+        local, _ = unchanged(lambda state, b=batch, n=phase.name: client.method.step(model, state, b, hyper, n), local)
+    finished = unchanged(lambda state: client.method.finish(model, state, hyper), local)
+    old = client.initial.shared
+    unchanged(lambda s, u: client.method.aggregate(s, u, torch.ones(CLIENTS)), old, finished.upload)
+    unchanged(lambda s, p: client.method.predictive(model, s, p), client.shared, finished.personal)
+
+
+def test_the_same_round_twice_is_the_same(client):
+    first, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
+    second, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
+    same(first, second, atol=0)
+
+
+def test_the_server_does_not_care_for_the_order_of_uploads_nor_for_the_sum_of_weights(client):
+    finished, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
+    weights, order = torch.tensor([1.0, 5.0, 2.0]), torch.tensor([2, 0, 1])
+    first = client.method.aggregate(client.initial.shared, finished.upload, weights)
+    second = client.method.aggregate(client.initial.shared, picked(finished.upload, order), 10 * weights[order])
+    same(first, second)
+
+
+def test_a_predictive_draws_whole_weight_vectors_that_repeat(client):
+    finished, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
+    predictive = client.method.predictive(client.model, client.shared, finished.personal)
+    assert 1 <= predictive.draws(4) <= 4
+    key = scenarios.keys(CLIENTS)
+    for index in range(predictive.draws(4)):
+        weights = predictive.draw(key, index)
+        assert weights.shape == (CLIENTS, client.model.factors.total)
+        assert weights.isfinite().all()
+        assert torch.equal(weights, predictive.draw(key, index))
+
+
+def test_settings_that_are_numbers_do_not_change_the_structure_and_others_do(client):
+    kind = client.method
+    assert set(kind.hyper()) == set(kind.numbers) <= set(kind.settings())
+    assert dataclasses.replace(kind, lr=0.5 * kind.lr).structure() == kind.structure()
+    assert dataclasses.replace(kind, personal="*.bias").structure() != kind.structure()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        kind.lr = 1.0

@@ -1,0 +1,311 @@
+"""What a user does at the command line, and what it says when they err."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from command import PLAIN, SMALL, Command, files, metrics
+
+from bpfed.engine.settings import Settings
+from bpfed.engine.simulator import Simulator
+from bpfed.methods import METHODS, BPFed, FedAvg
+from bpfed.schema import fields_of
+
+
+@pytest.fixture
+def bpfed(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The command, in an empty folder, on a machine without datasets."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("BPFED_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
+    return Command(capsys)
+
+
+def test_a_run_prints_a_table_and_keeps_everything_in_its_folder(bpfed: Command) -> None:
+    outcome = bpfed.ok(*SMALL, "--rounds", "2", "--out", "first")
+    assert "bpfed on digits, 3 clients, 2 rounds, seed 0" in outcome.out
+    for metric in ("Accuracy", "NLL", "Brier", "ECE (10 bins, floor", "MCE"):
+        assert metric in outcome.out
+    assert outcome.out.endswith("Report: first/report.html\n")
+    assert outcome.err == ""
+    folder = Path("first")
+    names = {p.name for p in folder.iterdir()}
+    assert names == {
+        "checkpoint",
+        "config.toml",
+        "evaluation.json",
+        "metrics.jsonl",
+        "report.html",
+        "summary.json",
+    }
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["rounds"] == 2
+    assert set(summary["accuracy"]) == {"last", "best", "worst_client"}
+    assert f"{100 * summary['accuracy']['last']:.1f}" in outcome.out
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_without_a_terminal_each_evaluated_round_is_a_plain_line(bpfed: Command) -> None:
+    outcome = bpfed.ok(*(a for a in PLAIN if a != "--quiet"), "--rounds", "3", "--eval-every", "2", "--out", "a")
+    lines = outcome.err.splitlines()
+    assert [line.split()[1] for line in lines] == ["1/3", "2/3", "3/3"]
+    assert all(re.fullmatch(r"round ./3  accuracy \S+ %  NLL \S+  ECE \S+ %  \d+:\d\d", line) for line in lines)
+
+
+def test_a_run_without_a_folder_gets_a_new_one_each_time(bpfed: Command) -> None:
+    first, second = (bpfed.ok(*PLAIN, "--rounds", "1", "--seed", "7") for _ in range(2))
+    assert "Report: runs/digits-fedavg-7/report.html" in first.out
+    assert "Report: runs/digits-fedavg-7-2/report.html" in second.out
+
+
+def test_flags_come_before_the_file_and_the_file_before_the_defaults(bpfed: Command) -> None:
+    Path("c.toml").write_text(
+        '[data]\npartition = "iid"\n[method]\ntemperature = 0.5\nlr = 1\n[run]\nrounds = 9\nbatch = 20\n'
+    )
+    bpfed.ok(*SMALL, "c.toml", "--rounds", "1", "--set", "method.temperature=0.3", "--out", "a")
+    config = tomllib.loads(Path("a/config.toml").read_text())
+    assert config["data"]["partition"] == "iid"
+    assert config["method"] == {"name": "bpfed"} | BPFed(temperature=0.3, lr=1.0).settings()
+    assert (config["run"]["rounds"], config["run"]["batch"], config["run"]["bins"]) == (1, 20, Settings().bins)
+
+
+def test_the_config_of_a_run_repeats_it(bpfed: Command) -> None:
+    args = ("--partition", "dirichlet:0.123456789", "--test-fraction", "0.3", "--data-seed", "3", "--seed", "5")
+    bpfed.ok(*SMALL, "--rounds", "2", *args, "--set", "method.sigma=0.02", "--participants", "2", "--out", "a")
+    bpfed.ok("run", "a/config.toml", "--out", "b", "--quiet")
+    assert metrics(Path("a")) == metrics(Path("b"))
+    assert Path("a/config.toml").read_text() == Path("b/config.toml").read_text()
+
+
+def test_a_config_that_cannot_repeat_its_run_says_so(bpfed: Command) -> None:
+    bpfed.ok(*PLAIN, "--rounds", "1", "--out", "a")
+    text = Path("a/config.toml").read_text()
+    Path("other.toml").write_text(re.sub(r'fingerprint = ".*"', 'fingerprint = "0123"', text))
+    line = text[: text.index("fingerprint")].count("\n") + 1
+    said = bpfed("run", "other.toml", "--out", "b", "--quiet").sentence
+    assert said.startswith(f"'other.toml', line {line}: data.fingerprint was '0123'")
+    Path("other.toml").write_text(re.sub(r'network = ".*"', 'network = "MyNet"', text))
+    assert "model.network was 'MyNet'" in bpfed("run", "other.toml", "--out", "b", "--quiet").sentence
+    assert not Path("b").exists()
+    # With another seed nobody expects the same.
+    bpfed.ok("run", "other.toml", "--seed", "1", "--out", "b", "--quiet")
+
+
+def test_another_method_leaves_the_files_method_table_aside(bpfed: Command) -> None:
+    Path("c.toml").write_text('[method]\nname = "bpfed"\ntemperature = 0.5\n')
+    outcome = bpfed.ok(*SMALL, "c.toml", "--method", "fedavg", "--rounds", "1", "--out", "a")
+    assert outcome.err == "The [method] table of 'c.toml' is bpfed's; with --method fedavg it is left aside.\n"
+    method = tomllib.loads(Path("a/config.toml").read_text())["method"]
+    assert method == {"name": "fedavg"} | FedAvg().settings()
+
+
+def test_a_folder_that_exists_is_kept_unless_told_otherwise(bpfed: Command) -> None:
+    bpfed.ok(*PLAIN, "--rounds", "1", "--out", "a")
+    before = files(Path("a"))
+    said = bpfed(*PLAIN, "--rounds", "2", "--out", "a").sentence
+    assert said.startswith("The run folder 'a' exists already; add --resume")
+    # An overwrite that cannot run must not have thrown the old run away.
+    assert "Unknown dataset" in bpfed(*PLAIN, "--data", "digitz", "--out", "a", "--overwrite").sentence
+    assert "11 labels" in bpfed(*PLAIN, "--partition", "groups:11", "--out", "a", "--overwrite").sentence
+    assert "rounds is 0" in bpfed(*PLAIN, "--rounds", "0", "--out", "a", "--overwrite").sentence
+    assert "choose one" in bpfed(*PLAIN, "--resume", "--overwrite", "--out", "a").sentence
+    assert files(Path("a")) == before
+    bpfed.ok(*PLAIN, "--rounds", "2", "--out", "a", "--overwrite")
+    assert len(Path("a/metrics.jsonl").read_text().splitlines()) == 2
+    assert not Path("a/checkpoint/round-000003.json").exists()
+
+
+@pytest.mark.parametrize("flag", ["--overwrite", "--resume", "--quiet"])
+def test_a_folder_of_something_else_is_never_written_to(bpfed: Command, flag: str) -> None:
+    Path("letters").mkdir()
+    Path("letters/dear.txt").write_text("Dear")
+    assert "holds other files and no run" in bpfed(*SMALL, "--out", "letters", flag).sentence
+    assert "cannot be a run folder" in bpfed(*SMALL, "--out", "letters/dear.txt", flag).sentence
+    assert files(Path("letters")) == {"dear.txt": b"Dear"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--method bpfd", "Unknown method 'bpfd'; did you mean 'bpfed'?"),
+        ("--data digit", "Unknown dataset 'digit'; did you mean 'digits'?"),
+        ("--partition group", "Unknown partition 'group'; did you mean 'groups'?"),
+        ("--partition random:11", "The partition asks for 11 labels per client but the data has 10"),
+        ("--clients 1798 --partition iid", "1798 clients cannot share 1797 examples"),
+        ("--clients 1200 --partition shards:2", "cuts 2400 shards"),
+        ("--test-fraction 1", "below 1"),
+        ("--rounds many", "--rounds: run.rounds is 'many', but must be a whole number."),
+        ("--rounds 0", "rounds is 0, but must be at least 1."),
+        ("--chunk 0", "chunk is 0, but must be at least 1, or left out."),
+        ("--seed -1", "seed"),
+        ("--participants 4", "participants is 4, but there are 3 clients; choose 1 to 3."),
+        ("--drop-rate nan", "--drop-rate: run.drop_rate is 'nan', but must be a number."),
+        ("--compile yes", "--compile: run.compile is 'yes', but must be 'auto', 'on' or 'off'."),
+        ("--set method.prior_step=maybe", "--set: method.prior_step is 'maybe', but must be true or false."),
+        ("--set method.temprature=1", "--set: unknown key 'temprature' in [method]; did you mean 'temperature'?"),
+        ("--set run.temperature=1", "--set: unknown key 'temperature' in [run]; did you mean 'method.temperature'?"),
+        ("--set methd.lr=1", "--set: unknown table 'methd'; did you mean 'method'?"),
+        ("--set lr=1", "--set: 'lr' names no table"),
+        ("--set method.lr", "--set: 'method.lr' has no value"),
+        ("--set method.sigma=0", "sigma = 0 (the Dirac case)"),
+        ("--set method.personal=nosuch", "No parameter of the module matches personal 'nosuch'"),
+        ("--set method.rule=meen", "did you mean 'mean'?"),
+        ("--track tensorbored", "Unknown tracker 'tensorbored'; did you mean 'tensorboard'?"),
+        ("--data mnist --data-dir nowhere", "Dataset 'mnist' is not in 'nowhere'"),
+        ("nosuch.toml", "There is no configuration file 'nosuch.toml'."),
+        ("--resume", "--resume needs the run folder, such as --out runs/first."),
+        ("--overwrite", "--overwrite needs the run folder, such as --out runs/first."),
+        ("--device cuda", "no CUDA device is available here"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_leaves_nothing(
+    bpfed: Command, monkeypatch: pytest.MonkeyPatch, arguments: str, said: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("bpfed.data.download.urlopen", _no_network)
+    assert said in bpfed(*SMALL, *shlex.split(arguments)).sentence
+    assert list(Path().iterdir()) == []
+
+
+def _no_network(*_: object, **__: object) -> None:
+    raise OSError("no network in tests")
+
+
+@pytest.mark.parametrize("flag", ["--round", "--lr"])
+def test_an_unknown_flag_is_the_users_mistake(bpfed: Command, flag: str) -> None:
+    outcome = bpfed("run", flag, "3")
+    assert outcome.code == 2
+    assert "Traceback" not in outcome.err
+    assert list(Path().iterdir()) == []
+
+
+def test_ctrl_c_says_how_to_go_on_and_that_works(bpfed: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    bpfed.ok(*PLAIN, "--rounds", "4", "--out", "whole")
+    real, calls = Simulator.round, []
+
+    def interrupted(self: Simulator) -> object:
+        calls.append(self)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(self)
+
+    monkeypatch.setattr(Simulator, "round", interrupted)
+    outcome = bpfed(*PLAIN, "--rounds", "4", "--out", "my run")
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (130, "", 1)
+    assert "at most the current round is lost" in outcome.err
+    command = shlex.split(outcome.err.partition("Go on with: ")[2])
+    assert command == ["bpfed", "run", "--out", "my run", "--resume"]
+    assert "Going on after round 2 of 4." in bpfed.ok(*command[1:]).err
+    assert metrics(Path("my run")) == metrics(Path("whole"))
+
+
+def test_ctrl_c_before_the_first_round_leaves_nothing(bpfed: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bpfed.config.load", interrupted)
+    outcome = bpfed(*SMALL)
+    assert (outcome.code, outcome.out) == (130, "")
+    assert outcome.err == "bpfed: Stopped before the first round; nothing was written.\n"
+    assert list(Path().iterdir()) == []
+
+
+def test_a_full_gpu_is_one_sentence(bpfed: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def full(self: Simulator) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Simulator, "round", full)
+    assert "The GPU's memory is full; start again with fewer clients" in bpfed(*PLAIN, "--out", "a").sentence
+
+
+def test_a_report_is_made_again_from_the_files_alone(bpfed: Command) -> None:
+    first = bpfed.ok(*PLAIN, "--rounds", "2", "--out", "a")
+    before = files(Path("a"))
+    Path("a/report.html").unlink()
+    assert bpfed.ok("report", "a").out == first.out
+    assert files(Path("a")) == before
+
+
+def test_a_report_needs_a_finished_run(bpfed: Command) -> None:
+    assert bpfed("report", "nowhere").sentence == "'nowhere' is not a run folder: it has no config.toml."
+    bpfed.ok(*PLAIN, "--rounds", "1", "--out", "a")
+    page = Path("a/report.html").read_bytes()
+    Path("a/evaluation.json").write_text("{")
+    assert bpfed("report", "a").sentence.startswith("'a/evaluation.json' is damaged")
+    Path("a/summary.json").unlink()
+    assert "is not finished; go on with it: bpfed run --out a --resume" in bpfed("report", "a").sentence
+    assert Path("a/report.html").read_bytes() == page
+
+
+def test_methods_lists_all_and_the_settings_of_one(bpfed: Command) -> None:
+    listed = bpfed.ok("methods").out
+    for name, method in METHODS.items():
+        assert name in listed
+        shown = bpfed.ok("methods", name).out
+        assert method.paper.split(",")[0] in shown
+        for field in fields_of(method).values():
+            assert field.about, f"{name}.{field.name} is not described"
+            assert re.search(rf"^ *{field.name} +{re.escape(str(field.default).lower())} +\S", shown.lower(), re.M)
+    assert "did you mean 'fedavg'" in bpfed("methods", "fedavgg").sentence
+
+
+def test_data_lists_fetches_and_inspects(bpfed: Command) -> None:
+    listed = bpfed.ok("data", "list").out
+    assert re.search(r"^ *digits +yes ", listed, re.M)
+    assert re.search(r"^ *cifar10-small +no ", listed, re.M)
+    assert bpfed.ok("data", "fetch", "digits").out == "'digits' is built in.\n"
+    shown = bpfed.ok("data", "inspect", "digits", "--clients", "2").out
+    assert re.search(r"client-00 +450 +451 +█+░+ +89 +91 +89 +91 +90 +· +· +· +· +·", shown)
+    assert "2 clients; 898 training and 899 test examples of 10 classes; each 64." in shown
+    assert "did you mean 'digits'" in bpfed("data", "inspect", "digit").sentence
+    assert "did you mean 'mnist'" in bpfed("data", "fetch", "mnis").sentence
+    assert "cannot share" in bpfed("data", "inspect", "digits", "--clients", "5000").sentence
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_no_number_is_ever_cut_short(bpfed: Command, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = bpfed.ok("data", "inspect", "digits", "--clients", "2").out
+    assert re.search(r"client-00 +450 +451 ", shown)
+    assert (" 89 " in shown) == (columns > 60)
+    many = bpfed.ok("data", "inspect", "digits", "--clients", "100", "--partition", "iid").out
+    assert "100 clients, 40 of 100 shown;" in many
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[], ["run"], ["methods"], ["data"], ["data", "list"], ["data", "fetch"], ["data", "inspect"], ["report"]],
+)
+def test_every_command_has_help_with_an_example(bpfed: Command, command: list[str]) -> None:
+    assert "Example: bpfed" in bpfed.ok(*command, "--help").out
+
+
+def test_the_version(bpfed: Command) -> None:
+    assert re.fullmatch(r"bpfed \d+\.\d+\.\d+\n", bpfed.ok("--version").out)
+
+
+def test_help_needs_none_of_what_is_slow_to_import() -> None:
+    code = "import sys, bpfed.cli; print(*{'torch', 'pydantic', 'numpy', 'sklearn'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "\n"
+
+
+def test_the_installed_command_ends_with_the_right_code(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bpfed", "run", "--method", "fedavgg", "--out", str(tmp_path / "a")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "bpfed: Unknown method 'fedavgg'; did you mean 'fedavg'?\n"
+    assert list(tmp_path.iterdir()) == []

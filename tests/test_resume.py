@@ -1,0 +1,261 @@
+"""A run that is broken off, in any way and at any moment, goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import SMALL, Command, files, metrics, process
+
+from bpfed.cli import main
+from bpfed.engine.simulator import Simulator
+from bpfed.files import lock
+
+ROUNDS = 4
+#: Kills at random times in the test that has them; the more the better, and the longer.
+KILLS = int(os.environ.get("BPFED_KILLS", "3"))
+SHORT = (*SMALL, "--rounds", str(ROUNDS), "--participants", "2")
+
+
+@pytest.fixture
+def bpfed(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The command, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    return Command(capsys)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    child = process([*SHORT, "--out", str(folder / "run")], folder / "log")
+    child.start()
+    child.join()
+    assert child.exitcode == 0, (folder / "log").read_text()
+    return folder / "run"
+
+
+def no_litter(folder: Path) -> bool:
+    """Whether only whole files are left, and no more checkpoints than are kept."""
+    names = [p.name for p in folder.rglob("*")]
+    return not any(n.endswith(".part") for n in names) and sum(n.endswith(".safetensors") for n in names) == 2
+
+
+@pytest.mark.parametrize("store", ["memory", "file"])
+def test_killed_in_the_middle_of_writing_again_and_again(whole: Path, tmp_path: Path, store: str) -> None:
+    chance, out = random.Random(f"moments {store}"), tmp_path / "run"
+    arguments = [*SHORT, "--store", store, "--out", str(out)]
+    for sitting in range(4):
+        # A sitting has some dozen operations on files for each round: before, between and after them, and half of a line.
+        child = process([*arguments, *(["--resume"] if sitting else [])], tmp_path / "log", chance.randrange(1, 40))
+        child.start()
+        child.join()
+        assert child.exitcode in (0, -9), (tmp_path / "log").read_text()
+    child = process([*arguments, "--resume"], tmp_path / "log")
+    child.start()
+    child.join()
+    assert child.exitcode == 0, (tmp_path / "log").read_text()
+    assert metrics(out) == metrics(whole)
+    assert (out / "evaluation.json").read_bytes() == (whole / "evaluation.json").read_bytes()
+    assert no_litter(out)
+
+
+def test_killed_at_random_times(whole: Path, tmp_path: Path) -> None:
+    # When a kill comes depends on the machine, and what must hold then does not.
+    chance, out, kills = random.Random(), tmp_path / "run", 0
+    arguments = [*SHORT, "--out", str(out), "--resume"]
+    for _ in range(4 * KILLS):
+        started = time.monotonic()
+        child = process(arguments, tmp_path / "log")
+        child.start()
+        wanted = chance.randrange(-1, ROUNDS)  # lines of metrics to wait for, -1: the process alone
+        while child.is_alive() and _lines(out) < wanted and time.monotonic() < started + 60:
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0.0, 0.3))
+        child.kill()
+        child.join()
+        assert child.exitcode in (0, -9), (tmp_path / "log").read_text()
+        kills += child.exitcode == -9
+        if kills == KILLS:
+            break
+    child = process(arguments, tmp_path / "log")
+    child.start()
+    child.join()
+    assert child.exitcode == 0, (tmp_path / "log").read_text()
+    assert metrics(out) == metrics(whole)
+    assert no_litter(out)
+
+
+def _lines(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def broken_off(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As a kill in the last of four rounds would leave it: the checkpoints of rounds 2 and 3, and no summary."""
+    folder = tmp_path_factory.mktemp("broken") / "run"
+    real, calls = Simulator.round, []
+
+    def interrupted(self: Simulator) -> object:
+        calls.append(self)
+        if len(calls) == ROUNDS:
+            raise KeyboardInterrupt
+        return real(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Simulator, "round", interrupted)
+        with pytest.raises(SystemExit):
+            main([*SHORT, "--out", str(folder)])
+    return folder
+
+
+@pytest.fixture
+def unfinished(broken_off: Path, bpfed: Command) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(broken_off, "run"))
+
+
+def test_a_resume_needs_no_flags_but_the_folder(bpfed: Command, unfinished: Path, whole: Path) -> None:
+    assert bpfed.ok("run", "--resume", "--out", unfinished, "-q").err == "Going on after round 3 of 4.\n"
+    assert metrics(unfinished) == metrics(whole)
+
+
+def test_a_finished_run_says_so_and_shows_its_table_again(bpfed: Command, whole: Path) -> None:
+    before = files(Path(shutil.copytree(whole, "run")))
+    again = bpfed.ok("run", "--resume", "--out", "run")
+    assert again.out == bpfed.ok("report", "run").out
+    assert again.err == "The run in 'run' is finished already: all 4 rounds are done.\n"
+    assert files(Path("run")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rounds", "5"], "run.rounds is 4 there and 5 here. Resume"),
+        (["--set", "method.temperature=0.5"], "method.temperature is 1.0 there and 0.5 here. Resume"),
+        (["--method", "fedavg"], "method.name is 'bpfed' there and 'fedavg' here. Resume"),
+        (["--participants", "none"], "run.participants is 2 there and not set here. Resume"),
+        (
+            ["--clients", "4", "--bins", "5"],
+            "data.clients is 3 there and 4 here; run.bins is 10 there and 5 here. Resume",
+        ),
+    ],
+)
+def test_another_configuration_is_named_and_refused(
+    bpfed: Command, unfinished: Path, arguments: list[str], said: str
+) -> None:
+    before = files(unfinished)
+    outcome = bpfed("run", "--resume", "--out", unfinished, "-q", *arguments)
+    assert outcome.code == 2
+    assert f"The run in 'run' has another configuration: {said}" in outcome.err
+    assert files(unfinished) == before
+
+
+def test_a_refused_resume_leaves_the_file_of_states_alone(bpfed: Command) -> None:
+    bpfed.ok(*SHORT, "--store", "file", "--out", "run")
+    before = files(Path("run"))
+    assert "state/personal.f32" in before
+    assert bpfed("run", "--resume", "--out", "run", "-q", "--set", "method.personal=all").code == 2
+    assert bpfed("run", "--resume", "--out", "run", "-q", "--clients", "5").code == 2
+    assert files(Path("run")) == before
+
+
+def flip(path: Path) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_falls_back_and_says_so(bpfed: Command, unfinished: Path, whole: Path) -> None:
+    flip(unfinished / "checkpoint/round-000003.safetensors")
+    said = bpfed.ok("run", "--resume", "--out", unfinished, "-q").err.splitlines()
+    assert said == [
+        "Checkpoint round-000003 is damaged; going on from the one before, round 2.",
+        "Going on after round 2 of 4.",
+    ]
+    assert metrics(unfinished) == metrics(whole)
+    assert no_litter(unfinished)
+
+
+def test_if_all_checkpoints_are_damaged_nothing_is_touched(bpfed: Command, unfinished: Path) -> None:
+    for path in (unfinished / "checkpoint").glob("*.safetensors"):
+        flip(path)
+    before = files(unfinished)
+    said = bpfed("run", "--resume", "--out", unfinished, "-q").sentence
+    assert "are damaged (round-000003, round-000002); start again with a new --out or --overwrite." in said
+    assert files(unfinished) == before
+
+
+def test_a_lost_file_of_states_is_damage(bpfed: Command) -> None:
+    bpfed.ok(*SHORT, "--store", "file", "--out", "run")
+    Path("run/state/personal.f32").unlink()
+    assert "All checkpoints in 'run/checkpoint' are damaged" in bpfed("run", "--resume", "--out", "run", "-q").sentence
+
+
+def test_half_a_line_is_no_line_and_a_lost_line_is_said(bpfed: Command, unfinished: Path, whole: Path) -> None:
+    path = unfinished / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[1:]))
+    before = files(unfinished)
+    assert "has lost its line of round 1" in bpfed("run", "--resume", "--out", unfinished, "-q").sentence
+    assert files(unfinished) == before
+    path.write_text("".join(lines) + '{"round": 4, "accuracy": {"poo')
+    bpfed.ok("run", "--resume", "--out", unfinished, "-q")
+    assert metrics(unfinished) == metrics(whole)
+
+
+def test_a_damaged_configuration_is_said(bpfed: Command, unfinished: Path) -> None:
+    (unfinished / "config.toml").write_text("[data")
+    assert "is not valid TOML" in bpfed("run", "--resume", "--out", unfinished, "-q").sentence
+
+
+def test_two_processes_do_not_write_to_one_folder(bpfed: Command, unfinished: Path, whole: Path) -> None:
+    handle, before = lock(unfinished), files(unfinished)
+    said = bpfed("run", "--resume", "--out", unfinished, "-q").sentence
+    assert said.startswith("Another process is writing to 'run' at this moment")
+    assert files(unfinished) == before
+    os.close(handle)
+    bpfed.ok("run", "--resume", "--out", unfinished, "-q")
+    assert metrics(unfinished) == metrics(whole)
+
+
+@pytest.mark.parametrize(("store", "after"), [("memory", 0), ("memory", 7), ("memory", 17), ("file", 18)])
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(
+    bpfed: Command, whole: Path, monkeypatch: pytest.MonkeyPatch, store: str, after: int
+) -> None:
+    calls = []
+
+    def full(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            calls.append(real)
+            if len(calls) > after:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("fsync", "write", "pwrite"):
+            patch.setattr(os, name, full(getattr(os, name)))
+        said = bpfed(*SHORT, "--store", store, "--out", "run").sentence
+    assert said.startswith("The disk is full: 'run/")
+    assert said.endswith("cannot be written; free some space and go on with --resume.")
+    if after == 0:
+        assert not Path("run").exists()
+    else:
+        assert not any(name.endswith(".part") for name in files(Path("run")))
+        lines = Path("run/metrics.jsonl").read_text() if after > 1 else ""
+        assert all(line.endswith("}\n") for line in lines.splitlines(keepends=True))
+        assert not Path("run/summary.json").exists()
+    again = bpfed.ok(*SHORT, "--store", store, "--out", "run", "--resume")
+    if after == 0:
+        assert again.err == "There is no run in 'run' yet, so it starts from the first round.\n"
+    assert metrics(Path("run")) == metrics(whole)

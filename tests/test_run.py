@@ -1,0 +1,192 @@
+"""The Python way: fit, ask, and what a user of it may get wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from command import files, metrics
+from scenarios import classification, regression
+from torch import nn
+
+import bpfed
+from bpfed.callbacks import Callback
+from bpfed.data.federated import Examples, FederatedData
+from bpfed.methods import BPFed, FedAvg
+from bpfed.report import RunRecord
+
+QUICK = {"rounds": 2, "epochs": 1, "eval_draws": 2}
+
+
+@pytest.fixture(scope="module")
+def run() -> bpfed.Run:
+    return bpfed.fit(BPFed(), classification(), rounds=3, epochs=2, seed=1)
+
+
+def test_what_can_be_asked_of_a_run(run: bpfed.Run) -> None:
+    assert [r["round"] for r in run.history] == [1, 2, 3]
+    text = run.summary()
+    assert text.startswith("BPFed on small: 5 clients, round 3, seed 1")
+    assert re.search(r"^  accuracy +0\.\d{4} +\(worst client 0\.\d{4}, best round 0\.\d{4}\)$", text, re.M)
+    assert run.client("site c").name == "site c"
+    assert [c.name for c in run.clients()] == list(run.data.clients)
+    with pytest.raises(bpfed.UserError, match="Unknown client 'site z'"):
+        run.client("site z")
+
+
+def test_a_client_predicts_with_its_uncertainty(run: bpfed.Run) -> None:
+    x = run.data.test.client(0)[0]
+    told = run.clients()[0].predict(x, draws=50)
+    assert told.probs.shape == (len(x), 3)
+    assert torch.allclose(told.probs.sum(-1), torch.ones(len(x)))
+    assert torch.allclose(told.entropy, told.epistemic + told.aleatoric, atol=1e-6)
+    assert torch.equal(told.probs, run.clients()[0].predict(x, draws=50).probs)
+    with pytest.raises(bpfed.UserError, match=r"Inputs have shape \[2\] each, but 'small' was trained on \[4\]"):
+        run.clients()[0].predict(x[:, :2])
+    with pytest.raises(bpfed.UserError, match="NaN or infinite"):
+        run.clients()[0].predict(torch.full((1, 4), float("nan")))
+
+
+def test_a_report_without_a_folder(run: bpfed.Run, tmp_path: Path) -> None:
+    assert "BPFed" in run.summary()
+    assert run.report(tmp_path / "r.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_the_folder_holds_what_the_run_says(tmp_path: Path) -> None:
+    run = bpfed.fit(FedAvg(), regression(), out=tmp_path / "a", **QUICK)
+    read = RunRecord.read(tmp_path / "a")
+    assert read == run.record()
+    assert read.summary["rmse"]["last"] == run.history[-1]["rmse"]["pooled"]
+    config = tomllib.loads((tmp_path / "a/config.toml").read_text())
+    assert config["data"]["name"] == "lines"
+    assert config["run"]["rounds"] == 2
+    assert config["model"]["personal"] == list(run.federation.model.factors.personal_names)
+
+
+def test_a_resume_in_python_is_the_same_run(tmp_path: Path) -> None:
+    class Breaks(Callback):
+        def round(self, run: bpfed.Run, info: object, record: object) -> None:
+            if run.federation.round == 2:
+                raise ZeroDivisionError
+
+    def fit(out: str, **more: object) -> bpfed.Run:
+        return bpfed.fit(FedAvg(), classification(), out=tmp_path / out, rounds=3, epochs=1, **more)  # type: ignore[arg-type]
+
+    whole = fit("whole")
+    with pytest.raises(ZeroDivisionError):
+        fit("broken", callbacks=[Breaks()])
+    said: list[str] = []
+    again = fit("broken", resume=True, say=said.append)
+    assert said == ["Going on after round 2 of 3."]
+    assert metrics(tmp_path / "broken") == metrics(tmp_path / "whole")
+    assert again.seconds > again.history[1]["seconds"]
+    x = whole.data.test.x
+    assert torch.equal(again.clients()[0].predict(x).probs, whole.clients()[0].predict(x).probs)
+
+
+def test_callbacks_hear_of_everything_in_order() -> None:
+    heard: list[str] = []
+
+    class Listens(Callback):
+        def start(self, run: bpfed.Run) -> None:
+            heard.append("start")
+
+        def round(self, run: bpfed.Run, info: object, record: dict | None) -> None:
+            heard.append(f"round {run.federation.round}{'' if record is None else ' evaluated'}")
+
+        def end(self, run: bpfed.Run) -> None:
+            heard.append("end")
+
+        def stop(self, run: bpfed.Run) -> None:
+            heard.append("stop")
+
+    bpfed.fit(FedAvg(), classification(), rounds=3, epochs=1, eval_every=3, callbacks=[Listens()])
+    assert heard == ["start", "round 1 evaluated", "round 2", "round 3 evaluated", "end", "stop"]
+
+
+def test_nothing_is_printed_unless_asked(capfd: pytest.CaptureFixture[str]) -> None:
+    bpfed.fit(FedAvg(), classification(), **QUICK)
+    assert capfd.readouterr() == ("", "")
+    bpfed.fit(FedAvg(), classification(), progress=True, **QUICK)
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 2)
+
+
+def test_a_changed_module_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    bpfed.fit(FedAvg(), classification(), model=module, rounds=1, epochs=1)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == "Batch normalisation replaced by group normalisation in: 1.\n"
+
+
+def spoilt(value: float) -> FederatedData:
+    data = classification()
+    data.train.x[data.train.offsets[2] + 1, 0] = value
+    return data
+
+
+def without_examples() -> FederatedData:
+    whole = classification()
+    parts = [whole.train.client(i) for i in range(len(whole))]
+    parts[3] = (parts[3][0][:0], parts[3][1][:0])
+    return FederatedData("small", whole.clients, Examples.of(parts), whole.test, "classification", 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"data": "digitz"}, "Unknown dataset 'digitz'; did you mean 'digits'?"),
+        ({"rouns": 3}, "Unknown setting 'rouns'; did you mean 'rounds'?"),
+        ({"data": spoilt(float("nan"))}, "Client 'site c' of 'small' has NaN or infinite values in its training data"),
+        ({"data": spoilt(float("inf"))}, "Client 'site c' of 'small' has NaN or infinite values in its training data"),
+        ({"data": without_examples()}, "Client 'site d' of 'small' has no training example"),
+        ({"model": nn.Linear(4, 7)}, "output has shape [2, 7] for a batch of 2, but the data has 3 classes"),
+        ({"model": nn.Linear(9, 3)}, "The module cannot take inputs of shape [4] (a batch of 2)"),
+        ({"model": nn.ReLU()}, "The module has no parameters"),
+        ({"data": regression(), "model": nn.Linear(3, 2)}, "regression needs one number per example"),
+        ({"method": BPFed(rule="meen")}, "did you mean 'mean'?"),
+        ({"participants": 6}, "participants is 6, but there are 5 clients; choose 1 to 5."),
+        ({"seed": -1}, "seed is -1, but must be 0 or more."),
+        ({"eval_clients": 0}, "eval_clients is 0, but must be at least 1, or left out."),
+        ({"resume": True, "overwrite": True}, "choose one of --resume and --overwrite"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_leaves_nothing(tmp_path: Path, arguments: dict, said: str) -> None:
+    with pytest.raises(bpfed.UserError) as error:
+        bpfed.fit(**{"data": classification(), "out": tmp_path / "a", **QUICK, **arguments})
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_best_round_of_a_run_that_was_not_always_finite() -> None:
+    run = bpfed.fit(FedAvg(), classification(), rounds=3, epochs=1)
+    run.history[1]["nll"]["pooled"] = None
+    kept = [run.history[i]["nll"]["pooled"] for i in (0, 2)]
+    assert run.summary_record()["nll"]["best"] == min(kept)
+    for record in run.history:
+        record["nll"] = {"pooled": None, "mean": None, "worst": None}
+    assert run.summary_record()["nll"] == {"last": None, "best": None, "worst_client": None}
+    assert "n/a" in run.summary()
+    assert json.dumps(run.summary_record(), allow_nan=False)
+
+
+def test_overwriting_waits_until_the_new_run_is_known_to_be_possible(tmp_path: Path) -> None:
+    bpfed.fit(FedAvg(), classification(), out=tmp_path / "a", **QUICK)
+    before = files(tmp_path)
+    with pytest.raises(bpfed.UserError):
+        bpfed.fit(FedAvg(), classification(), model=nn.Linear(4, 7), out=tmp_path / "a", overwrite=True, **QUICK)
+    assert files(tmp_path) == before
+
+
+def test_the_names_of_the_package() -> None:
+    for name in bpfed.__all__:
+        assert getattr(bpfed, name) is not None
+    assert dir(bpfed) == sorted(bpfed.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'fitt'"):
+        bpfed.fitt  # noqa: B018
