@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from bpfed import callbacks, config, data, methods
     from bpfed.engine.settings import Settings
     from bpfed.errors import UserError
-    from bpfed.run import Client, Run, fit
+    from bpfed.run import Client, Run, fit, fit_seeds
 
 __version__ = "0.1.0"
 
@@ -23,6 +23,7 @@ __all__ = [
     "config",
     "data",
     "fit",
+    "fit_seeds",
     "methods",
 ]
 
@@ -33,6 +34,7 @@ _HOME = {
     "Settings": "bpfed.engine.settings",
     "UserError": "bpfed.errors",
     "fit": "bpfed.run",
+    "fit_seeds": "bpfed.run",
 }
 
 

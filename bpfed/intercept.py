@@ -45,7 +45,7 @@ class KeyedDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DROPOUTS:
             return self._dropout(_DROPOUTS[func], *args, **kwargs)
-        if func in _UNKEYED and argument(args, kwargs, 2, "training"):
+        if func in _UNKEYED and kwargs.get("training", False):
             raise UserError(f"The module uses {func.__name__}, whose masks cannot be keyed; use nn.Dropout.")
         return func(*args, **kwargs)
 

@@ -22,7 +22,7 @@ from bpfed.data import FederatedData, load
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
-from bpfed.engine.simulator import Simulator
+from bpfed.engine.simulator import RoundInfo, Simulator
 from bpfed.errors import UserError, unknown
 from bpfed.files import to_toml
 from bpfed.likelihoods import Likelihood
@@ -111,33 +111,18 @@ class Run:
 
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
         """Run the rounds that are left."""
-        self._clock = time.perf_counter()
-        try:
-            simulator = Simulator([self.federation])
-            self.compiled = simulator.train.compiled
-            for callback in callbacks:
-                callback.start(self)
-            while self.federation.round < self.settings.rounds:
-                info = simulator.round()[0]
-                record = None
-                if self.settings.evaluated(self.federation.round):
-                    record = self._evaluate(info.participants, info.values)
-                self._tick()
-                if record is not None:
-                    record["seconds"] = round(self.seconds, 3)
-                for callback in callbacks:
-                    callback.round(self, info, record)
-            for callback in callbacks:
-                callback.end(self)
-        finally:
-            for callback in callbacks:
-                callback.stop(self)
-        return self
+        return train_together([self], [callbacks])[0]
 
-    def _tick(self) -> None:
-        now = time.perf_counter()
-        self.seconds += now - self._clock
-        self._clock = now
+    def _after(self, info: RoundInfo, elapsed: float, callbacks: Sequence[Callback]) -> None:
+        start = time.perf_counter()
+        record = None
+        if self.settings.evaluated(self.federation.round):
+            record = self._evaluate(info.participants, info.values)
+        self.seconds += elapsed + time.perf_counter() - start
+        if record is not None:
+            record["seconds"] = round(self.seconds, 3)
+        for callback in callbacks:
+            callback.round(self, info, record)
 
     def _evaluate(self, participants: int, values: dict[str, float]) -> dict[str, Any]:
         self.evaluation = evaluate_clients(self.federation)
@@ -279,6 +264,59 @@ def fit(
     shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []
     run = prepare(method or BPFed(), data, settings, model, likelihood, folder, say or _to_stderr)
     return run.train([*([folder] if folder else []), *shown, *callbacks])
+
+
+def fit_seeds(
+    method: Method | None = None,
+    data: FederatedData | str = "digits",
+    seeds: Sequence[int] = (0, 1, 2),
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    settings: Settings | None = None,
+    say: Callable[[str], None] | None = None,
+    **changes: Any,
+) -> list[Run]:
+    """Train the same federation with several seeds side by side, all their clients stacked along one axis.
+
+    A named dataset is dealt out anew for each seed; a given one is the same for all. Each run is what `fit` would give for
+    its seed, and its folder is ``out/seed-0`` and so on. For the other arguments see `fit`.
+    """
+    runs, keepers = [], []
+    for seed in seeds:
+        own = replace(settings or Settings(), **{**changes, "seed": seed})
+        folder = Folder(Path(out) / f"seed-{seed}", resume, overwrite) if out is not None else None
+        dealt = load(data, seed=seed) if isinstance(data, str) else data
+        runs.append(prepare(method or BPFed(), dealt, own, folder=folder, say=say or _to_stderr))
+        keepers.append([folder] if folder else [])
+    return train_together(runs, keepers)
+
+
+def train_together(runs: Sequence[Run], callbacks: Sequence[Sequence[Callback]]) -> list[Run]:
+    """Run the rounds that are left of several runs side by side; ``callbacks`` are each run's own."""
+    pairs = list(zip(runs, callbacks, strict=True))
+    try:
+        simulator = Simulator([run.federation for run in runs])
+        for run, own in pairs:
+            run.compiled = simulator.train.compiled
+            for callback in own:
+                callback.start(run)
+        while not all(run.federation.finished for run in runs):
+            start = time.perf_counter()
+            infos = simulator.round()
+            elapsed = (time.perf_counter() - start) / sum(info is not None for info in infos)
+            for (run, own), info in zip(pairs, infos, strict=True):
+                if info is not None:
+                    run._after(info, elapsed, own)
+        for run, own in pairs:
+            for callback in own:
+                callback.end(run)
+    finally:
+        for run, own in pairs:
+            for callback in own:
+                callback.stop(run)
+    return list(runs)
 
 
 def prepare(

@@ -123,9 +123,9 @@ def test_the_discounted_prior_mixes_precisions(mean, sigma, a, s0):
 
 
 def test_discounts_at_their_ends_are_the_prior_itself_and_the_fixed_scale():
-    g = Gaussian(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.013, 0.7]]))
-    assert torch.equal(discounted(g, 1.0, 0.1).sigma, g.sigma)
-    close(discounted(g, 0.0, 0.1).sigma, torch.full((1, 2), 0.1), rtol=1e-6)
+    g = Gaussian(torch.ones(1000), torch.logspace(-4, 1, 1000))
+    assert torch.equal(discounted(g, 1.0, 0.1).sigma, g.sigma)  # to the last bit: q = π at the start of a round
+    close(discounted(g, 0.0, 0.1).sigma, torch.full((1000,), 0.1), rtol=1e-6)
 
 
 def test_every_row_has_its_own_discount():

@@ -48,9 +48,10 @@ def save(folder: Path, federation: Federation, extra: dict[str, Any]) -> None:
     write_whole(folder / f"{name}.safetensors", data)
     record = {"round": federation.round, "sha256": hashlib.sha256(data).hexdigest(), **extra}
     write_whole(folder / f"{name}.json", to_json(record))
-    for old in sorted(folder.glob("round-*.json"))[:-KEPT]:
-        old.unlink(missing_ok=True)
-        old.with_suffix(".safetensors").unlink(missing_ok=True)
+    kept = sorted(path.stem for path in folder.glob("round-*.json"))[-KEPT:]
+    for old in sorted(folder.glob("round-*")):  # of each the JSON first, and what a kill left of one without it
+        if old.stem not in kept:
+            old.unlink(missing_ok=True)
 
 
 def restore(folder: Path, federation: Federation) -> Restored | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +47,6 @@ class Federation:
     store: Store
     ids: np.ndarray
     round: int = 0
-    history: list[dict[str, object]] = field(default_factory=list)
 
     @classmethod
     def start(
@@ -76,6 +75,11 @@ class Federation:
 
     def __len__(self) -> int:
         return len(self.data)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rounds are done."""
+        return self.round >= self.settings.rounds
 
     def participants(self, round_: int) -> Tensor:
         """Indices of the clients that train and return in this round, in the order of their words, ``[S]``.

@@ -74,18 +74,18 @@ class Simulator:
             min(first.settings.batch, longest),
         )
 
-    def round(self) -> list[RoundInfo]:
-        """One round of every federation."""
-        number = [f.round + 1 for f in self.federations]
-        clients = [f.participants(n) for f, n in zip(self.federations, number, strict=True)]
-        finished = self._train([self._rows(k, n, c) for k, (n, c) in enumerate(zip(number, clients, strict=True))])
-        infos = []
+    def round(self) -> list[RoundInfo | None]:
+        """One round of every federation; None for one that is finished already."""
+        active = [(k, f) for k, f in enumerate(self.federations) if not f.finished]
+        clients = [f.participants(f.round + 1) for _, f in active]
+        finished = self._train([self._rows(k, f.round + 1, who) for (k, f), who in zip(active, clients, strict=True)])
+        infos: list[RoundInfo | None] = [None] * len(self.federations)
         start = 0
-        for federation, who in zip(self.federations, clients, strict=True):
+        for (k, federation), who in zip(active, clients, strict=True):
             mine = slice(start, start + len(who))
             start += len(who)
             federation.receive(who, _slice(finished.upload, mine), _slice(finished.personal, mine))
-            infos.append(self._info(federation, who, finished, mine))
+            infos[k] = self._info(federation, who, finished, mine)
         return infos
 
     def _rows(self, k: int, number: int, clients: Tensor) -> Rows:

@@ -117,7 +117,7 @@ class Stepper:
 
 def _own(work: Work) -> Work:
     """The same work with leaves of its own, but for the training data, which is large and never written."""
-    return tree_map(torch.clone, work._replace(x=(), y=()))._replace(x=work.x, y=work.y)
+    return tree_map(lambda t: t if t is work.x or t is work.y else t.clone(), work)
 
 
 class Repeated:

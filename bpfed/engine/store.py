@@ -1,22 +1,21 @@
-"""Where the personal states of all clients live between rounds: in memory, or in a memory-mapped file.
+"""Where the personal states of all clients live between rounds: in memory, or in a file.
 
 Either way a round touches the rows of its participants only. A client that was never put has the common first state.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from bpfed.errors import UserError
 from bpfed.files import said
 from bpfed.methods.base import State
 
@@ -95,12 +94,13 @@ class MemoryStore:
 
 
 class FileStore:
-    """Rows in a memory-mapped file, three slots for each client.
+    """Rows in a file, three slots for each client.
 
     A put writes to a slot that neither of the last two snapshots points at, and a snapshot is only the slot numbers. So
     a checkpoint costs two bytes per client, and whatever moment a process is killed at, the last two snapshots are intact.
 
-    The file is made or opened when it is first needed, so a run that is refused has touched nothing.
+    The file is read and written row by row and not mapped into memory: a full disk is then an error with a name, where a
+    map would end the process. It is made or opened when first needed, so a run that is refused has touched nothing.
     """
 
     SLOTS = 3
@@ -108,47 +108,39 @@ class FileStore:
     def __init__(self, template: State, clients: int, path: Path) -> None:
         self.layout = Layout(template)
         self.path = path
-        self.shape = (clients, self.SLOTS, max(self.layout.width, 1))
+        self.size = clients * self.SLOTS * self.layout.width * 4
         self.first = self.layout.first.cpu()
         self.slot = torch.full((clients,), -1, dtype=torch.int8)  # -1: never put
         self.kept = (self.slot.clone(), self.slot.clone())  # of the last two snapshots
 
-    @property
-    def size(self) -> int:
-        """Of the file, in bytes."""
-        return math.prod(self.shape) * 4
-
     @cached_property
     def file(self) -> FileIO:
-        """The file, to write to."""
+        """The open file; sparse, blocks are taken as clients take part."""
         with said(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
-            file.truncate(self.size)  # sparse: blocks are taken as clients take part
+            file.truncate(self.size)
             return file
 
-    @cached_property
-    def rows(self) -> np.ndarray:
-        """The file, to read, ``[N, SLOTS, width]``."""
-        return np.memmap(self.file, dtype=np.float32, mode="r", shape=self.shape)
-
     def get(self, clients: Tensor) -> State:
-        slots = self.slot[clients].long()
-        rows = torch.from_numpy(self.rows[clients.numpy(), slots.clamp(min=0).numpy(), : self.layout.width])
-        return self.layout.unpack(torch.where((slots >= 0)[:, None], rows, self.first))
+        rows = self.first.repeat(len(clients), 1)
+        for row, client, slot in zip(rows.numpy(), clients.tolist(), self.slot[clients].tolist(), strict=True):
+            if slot >= 0 and os.preadv(self.file.fileno(), [row], self._at(client, slot)) != row.nbytes:
+                raise UserError(
+                    f"'{self.path}' has been cut short, so the run cannot go on; start again with --overwrite."
+                )
+        return self.layout.unpack(rows)
 
     def put(self, clients: Tensor, state: State) -> None:
         last, older = (kept[clients] for kept in self.kept)
         free = torch.stack([(last != s) & (older != s) for s in range(self.SLOTS)], -1).int().argmax(-1)
-        if self.layout.width:
-            # Not through the map: there a full disk is a signal that ends the process, here it is an error with a name.
+        rows = self.layout.pack(state).cpu().contiguous().numpy() if self.layout.width else ()
+        for row, client, slot in zip(rows, clients.tolist(), free.tolist(), strict=False):
+            data, at = row.tobytes(), self._at(client, slot)
             with said(self.path):
-                for client, slot, row in zip(
-                    clients.tolist(), free.tolist(), self.layout.pack(state).cpu(), strict=True
-                ):
-                    _write_at(
-                        self.file.fileno(), row.numpy().tobytes(), (client * self.SLOTS + slot) * self.shape[2] * 4
-                    )
+                while data:
+                    done = os.pwrite(self.file.fileno(), data, at)
+                    data, at = data[done:], at + done
         self.slot[clients] = free.to(torch.int8)
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -163,11 +155,8 @@ class FileStore:
         self.slot = tensors["slot"].clone()
         self.kept = (tensors["slot"].clone(), tensors["older"].clone())
 
-
-def _write_at(handle: int, data: bytes, offset: int) -> None:
-    while data:
-        done = os.pwrite(handle, data, offset)
-        data, offset = data[done:], offset + done
+    def _at(self, client: int, slot: int) -> int:
+        return (client * self.SLOTS + slot) * self.layout.width * 4
 
 
 def make_store(kind: str, template: State, clients: int, device: torch.device, folder: Path | None) -> Store:

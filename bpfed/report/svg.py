@@ -66,7 +66,7 @@ def fit(
     """
     finite = [v for v in values if math.isfinite(v)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
-    if log and low > 0 and high > 20 * low:
+    if log and low > 1e-300 and high > 20 * low:  # below that a scale would reach zero
         air = (high / low) ** 0.06
         return Scale(low / air, high * air, start, stop, log=True)
     air = max(0.07 * (high - low), (least - (high - low)) / 2)

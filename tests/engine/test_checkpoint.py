@@ -62,6 +62,16 @@ def test_what_comes_back_is_what_was_saved(tmp_path: Path, method: Method, store
     ]
 
 
+def test_what_a_kill_left_behind_goes_with_the_next(tmp_path: Path) -> None:
+    state = federation(BPFed())
+    for round_ in range(4):
+        advance(state, round_)
+        checkpoint.save(tmp_path / "c", state, {})
+        if round_ == 1:  # as if killed between the removal of the two files of a checkpoint
+            (tmp_path / "c/round-000001.json").unlink()
+    assert sorted(p.stem for p in (tmp_path / "c").glob("*.safetensors")) == ["round-000003", "round-000004"]
+
+
 def test_nothing_there_is_nothing_found(tmp_path: Path) -> None:
     state = federation(BPFed())
     assert checkpoint.restore(tmp_path / "c", state) is None
