@@ -18,10 +18,16 @@ from torch.utils._pytree import tree_leaves
 
 from bpfed import noise
 from bpfed.errors import UserError
+from bpfed.kernels.conv import conv2d, fast, in_pairs, output_size
 
 #: Dropouts, and whether they drop whole channels.
 _DROPOUTS: dict[Callable[..., Any], bool] = {F.dropout: False, F.dropout1d: True, F.dropout2d: True, F.dropout3d: True}
 _UNKEYED = (F.alpha_dropout, F.feature_alpha_dropout)
+
+
+def argument(args: Any, kwargs: Any, position: int, name: str) -> Any:
+    """The argument of a call that may have been given by position or by name."""
+    return args[position] if len(args) > position else kwargs.get(name)
 
 
 def example_keys(key: Tensor, examples: int) -> Tensor:
@@ -113,37 +119,24 @@ class LocalNoise(TorchFunctionMode):
     ) -> Tensor:
         examples = input.shape[0]
         drawn = weight + self.sigma[id(weight)] * self._normal(0, torch.Size([examples, *weight.shape]))
-        output = conv2d_as_matmul(input, drawn, stride, padding, dilation)
+        drawn_bias = drawn.new_zeros(examples, len(weight))
         if bias is not None:
-            drawn_bias = bias + self.sigma[id(bias)] * self._normal(1, torch.Size([examples, *bias.shape]))
-            output = output + drawn_bias[:, :, None, None]
-        return output
+            drawn_bias = bias + self.sigma[id(bias)] * self._normal(1, drawn_bias.shape)
+        form = in_pairs(weight.shape[2:], stride, padding, dilation)
+        assert form is not None  # `LocalCalls` leaves those to PyTorch
+        if fast(input):
+            return conv2d(input[:, None], drawn, drawn_bias, *form).squeeze(1)
+        return conv2d_as_matmul(input, drawn, *form) + drawn_bias[:, :, None, None]
 
 
-def conv2d_as_matmul(input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """``conv2d`` as patches times a matrix; ``weight`` is ``[O, C, kh, kw]``, or ``[B, O, C, kh, kw]`` with one per example."""
+def conv2d_as_matmul(
+    input: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    """A convolution with a weight ``[B, O, C, kh, kw]`` for each example, as its patches times a matrix."""
     kernel = weight.shape[-2:]
-    stride, dilation = _pair(stride), _pair(dilation)
-    padding = _same(kernel, dilation) if padding == "same" else (0, 0) if padding == "valid" else _pair(padding)
-    patches = F.unfold(input, kernel, dilation=dilation, padding=padding, stride=stride)  # [B, C kh kw, L]
-    output = weight.flatten(-3) @ patches  # [B, O, L]
-    size = [
-        (input.shape[2 + i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(2)
-    ]
-    return output.unflatten(-1, size)
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else tuple(value) * (2 // len(value))
-
-
-def _same(kernel: Any, dilation: tuple[int, int]) -> tuple[int, int]:
-    return (dilation[0] * (kernel[0] - 1) // 2, dilation[1] * (kernel[1] - 1) // 2)
-
-
-def argument(args: Any, kwargs: Any, position: int, name: str) -> Any:
-    """The argument of a call that may have been given by position or by name."""
-    return args[position] if len(args) > position else kwargs.get(name)
+    patches = F.unfold(input, kernel, tuple(dilation), tuple(padding), tuple(stride))  # [B, C kh kw, L]
+    size = output_size(input.shape[2:], kernel, stride, padding, dilation)
+    return (weight.flatten(-3) @ patches).unflatten(-1, size)
 
 
 class LocalCalls(TorchFunctionMode):

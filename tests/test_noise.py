@@ -151,6 +151,12 @@ def test_noise_under_vmap_is_the_noise():
     )
 
 
+def test_folding_a_key_alone_is_folding_it_under_vmap():
+    key = scenarios.keys(5)
+    alone = torch.stack([noise.fold(k, 9) for k in key])
+    assert torch.equal(torch.func.vmap(lambda k: noise.fold(k, 9))(key), alone)
+
+
 def test_keys_follow_the_name_and_not_the_position():
     first = noise.keys(0, 1, Purpose.WEIGHTS, noise.client_ids(["ada", "bob", "eve"]))
     second = noise.keys(0, 1, Purpose.WEIGHTS, noise.client_ids(["eve", "ada"]))

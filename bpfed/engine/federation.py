@@ -62,7 +62,7 @@ class Federation:
         data.check()
         method.check()
         settings.check(len(data))
-        device = pick_device(settings.device)
+        device = pick_device(settings.device, settings.tf32)
         if likelihood is None:
             likelihood = Categorical(data.classes) if data.task == "classification" else Normal()
         if module is None:
@@ -122,8 +122,12 @@ class Federation:
         self.round += 1
 
 
-def pick_device(name: str) -> torch.device:
-    """``auto`` is CUDA where there is one."""
+def pick_device(name: str, tf32: bool = True) -> torch.device:
+    """``auto`` is CUDA where there is one; there ``tf32`` says how matrix products and convolutions are computed."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device is 'cuda', but no CUDA device is available here; use 'cpu' or 'auto'.")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+    device = torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32
+    return device

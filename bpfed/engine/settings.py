@@ -26,6 +26,7 @@ class Settings:
         eval_clients: Evaluate this many clients, drawn once; None: all, but 1 000 at the most.
         bins: Bins of ECE and MCE.
         device: ``auto``, ``cpu`` or ``cuda``.
+        tf32: On CUDA, matrix products and convolutions in TF32 (10-bit mantissa) rather than full float32.
         compile: ``auto``: compile the local step where the run is long enough to repay it; ``on``; ``off``.
         chunk: Clients trained side by side; None: as many as ``memory`` allows and are fast.
         memory: Budget for the state of clients in training, in MiB.
@@ -45,6 +46,7 @@ class Settings:
     eval_clients: int | None = None
     bins: int = 10
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    tf32: bool = True
     compile: Literal["auto", "on", "off"] = "auto"
     chunk: int | None = None
     memory: int = 2048

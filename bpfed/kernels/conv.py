@@ -32,7 +32,7 @@ def convolve(
     dilation: Sequence[int],
 ) -> Tensor:
     """``[S, B, C, H, W]``, ``[S, O, C, kh, kw]`` and ``[S, O]`` to ``[S, B, O, H', W']``."""
-    if _fast(x):
+    if fast(x):
         from bpfed.kernels import conv_triton
 
         return conv_triton.convolve(x, weight, bias, stride, padding, dilation)
@@ -50,7 +50,7 @@ def input_gradient(
     dilation: Sequence[int],
 ) -> Tensor:
     """Gradient in the images of `convolve`, ``[S, B, C, *size]``, from that in its result, ``[S, B, O, H', W']``."""
-    if _fast(gradient):
+    if fast(gradient):
         from bpfed.kernels import conv_triton
 
         return conv_triton.input_gradient(gradient, weight, size, stride, padding, dilation)
@@ -70,7 +70,7 @@ def weight_gradient(
     dilation: Sequence[int],
 ) -> Tensor:
     """Gradient in the weights of `convolve`, ``[S, O, C kh kw + 1]``; the last column is that in the bias."""
-    if _fast(x):
+    if fast(x):
         from bpfed.kernels import conv_triton
 
         return conv_triton.weight_gradient(x, gradient, kernel, stride, padding, dilation)
@@ -80,7 +80,7 @@ def weight_gradient(
     return torch.cat([w.reshape(s, o, -1), gradient.sum((1, 3, 4))[..., None]], -1)
 
 
-def _fast(x: Tensor) -> bool:
+def fast(x: Tensor) -> bool:
     return _TRITON and x.is_cuda and x.dtype == torch.float32
 
 
@@ -234,17 +234,20 @@ class Convolutions(TorchFunctionMode):
         dilation: Any = 1,
         groups: int = 1,
     ) -> Tensor | None:
-        if groups != 1 or input.ndim != 4 or weight.ndim != 4 or weight.dtype != torch.float32 or not _fast(input):
+        if groups != 1 or input.ndim != 4 or weight.ndim != 4 or weight.dtype != torch.float32 or not fast(input):
             return None
-        stride, dilation = pair(stride), pair(dilation)
-        if padding == "same":
-            around = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-            if any(a % 2 for a in around):
-                return None
-            padding = [a // 2 for a in around]
-        padding = [0, 0] if padding == "valid" else pair(padding)
+        form = in_pairs(weight.shape[2:], stride, padding, dilation)
         bias = None if bias is None else bias[None]
-        return conv2d(input[None], weight[None], bias, stride, padding, dilation).squeeze(0)
+        return None if form is None else conv2d(input[None], weight[None], bias, *form).squeeze(0)
+
+
+def in_pairs(kernel: Sequence[int], stride: Any, padding: Any, dilation: Any) -> list[list[int]] | None:
+    """Stride, padding and dilation as pairs; None for a padding that differs from side to side."""
+    strides, dilations = pair(stride), pair(dilation)
+    if padding == "same":
+        around = [d * (k - 1) for d, k in zip(dilations, kernel, strict=True)]
+        return None if any(a % 2 for a in around) else [strides, [a // 2 for a in around], dilations]
+    return [strides, [0, 0] if padding == "valid" else pair(padding), dilations]
 
 
 def pair(value: int | Sequence[int]) -> list[int]:
