@@ -87,12 +87,19 @@ def fold(key: Tensor, word: int | Tensor) -> Tensor:
 
     ``word`` is an int or an int32 tensor that broadcasts against ``key[..., 0]``.
     """
-    first = _mix(key[..., 0] + _mix(_word(word, key) + _STEP))
-    return torch.stack([first, _mix(key[..., 1] ^ first)], dim=-1)
+    # Slices rather than elements: under vmap an element is a scalar, and the compiler takes a constant that meets a
+    # scalar through float32, which costs its last bits (torch 2.13).
+    step = _mix(word[..., None] + _STEP) if isinstance(word, Tensor) else _mixed(word + _STEP)
+    first = _mix(key[..., :1] + step)
+    return torch.cat([first, _mix(key[..., 1:] ^ first)], dim=-1)
 
 
-def _word(word: int | Tensor, like: Tensor) -> Tensor:
-    return word if isinstance(word, Tensor) else torch.full_like(like[..., 0], word)
+def _mixed(x: int) -> int:
+    """`_mix` of a number known beforehand."""
+    x &= 0xFFFFFFFF
+    for shift, factor in ((16, _M1), (15, _M2)):
+        x = (x ^ (x >> shift)) * factor & 0xFFFFFFFF
+    return _signed(x ^ (x >> 16))
 
 
 def bits(key: Tensor, count: int) -> Tensor:

@@ -268,6 +268,7 @@ def test_noise_is_local_in_all_layers_of_the_papers_networks():
         (nn.Conv2d(2, 4, 2, padding="same"), False),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 def test_plain_convolutions_are_local_and_with_little_noise_give_what_the_module_gives(layer, local):
     module = nn.Sequential(layer, nn.Flatten(), nn.LazyLinear(3))
     module(torch.zeros(1, 2, 6, 6))

@@ -107,20 +107,21 @@ class Simulator:
 
     def _train(self, parts: list[Rows]) -> Finished:
         """All rows in chunks of similar size, back in their own order."""
-        everyone = parts[0] if len(parts) == 1 else _concatenate(parts)
-        total = len(everyone)
+        total = sum(len(part) for part in parts)
         if total == 0:
             return Finished((), (), {})
+        everyone = parts[0] if len(parts) == 1 else _concatenate(parts)
+        drawn = sum(f.settings.per_round(len(f)) for f in self.federations)  # whoever of them fails to return
         chunk = self.settings.chunk or chunk_size(
-            total, self.train.model.factors.total, self.device, self.settings.memory
+            drawn, self.train.model.factors.total, self.device, self.settings.memory
         )
-        chunk = min(chunk, total)
+        chunk = min(chunk, drawn)
         order = everyone.size.argsort(descending=True, stable=True)
         done = []
         for start in range(0, total, chunk):
             index = order[start : start + chunk]
             # Every chunk has the same shape (one traced step for all): the last is filled up with a row done already.
-            filled = torch.cat([index, index[-1:].expand(min(chunk, total) - len(index))])
+            filled = torch.cat([index, index[-1:].expand(chunk - len(index))])
             done.append(_slice(self.train(everyone.take(filled)), slice(len(index))))
         back = order.argsort()
         return tree_map(lambda *leaves: torch.cat(leaves)[back], *done)

@@ -117,7 +117,7 @@ def test_drop_outs_change_the_average_and_nothing_else():
 
 
 def test_a_round_with_nobody_left_changes_nothing():
-    federation = scenarios.start(METHOD, participants=1, drop_rate=0.9)
+    federation = scenarios.start(METHOD, participants=1, drop_rate=0.9, rounds=50)
     empty = next(r for r in range(1, 50) if not len(federation.participants(r)))
     federation.round = empty - 1
     before = [t.clone() for t in states(federation)]
@@ -176,6 +176,19 @@ def test_federations_side_by_side_are_federations_apart():
         assert scores(mine) == pytest.approx(scores(theirs), abs=1e-6)
 
 
+def test_a_federation_that_is_finished_stays_as_it_is_beside_one_that_goes_on():
+    short, long = (scenarios.start(FedAvg(), rounds=rounds, seed=rounds) for rounds in (1, 2))
+    simulator = Simulator([short, long])
+    simulator.round()
+    done = short.shared.weights.clone()
+    first, second = simulator.round()
+    assert first is None
+    assert second.participants == 5
+    assert torch.equal(short.shared.weights, done)
+    same(long, scenarios.run(FedAvg(), rounds=2, seed=2))
+    assert simulator.round() == [None, None]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -212,7 +225,7 @@ def test_runs_with_different_known_noise_are_not_stacked():
 @pytest.mark.parametrize("method", [BPFed(lr=1e-2), FedAvg(lr=1e-2)], ids=lambda m: m.name)
 def test_a_federation_learns_to_classify(method):
     data = scenarios.classification((30, 20, 25), test=40)
-    federation = scenarios.start(method, data, epochs=5, batch=10)
+    federation = scenarios.start(method, data, epochs=5, batch=10, rounds=6)
     simulator = Simulator([federation])
     before, _ = evaluate_clients(federation)
     losses = [simulator.round()[0].values["nll"] for _ in range(6)]
