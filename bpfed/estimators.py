@@ -3,6 +3,8 @@
 All are unbiased; they differ in where the noise is drawn, hence in variance and cost:
 
 - ``weights``: one draw of the whole weight vector for the batch. Any module.
+- ``antithetic``: the same draw with its noise once added and once subtracted, each for every other example of the batch.
+  Any module, the cost of ``weights``; what is linear in the noise cancels.
 - ``local``: local reparameterisation in linear layers, a weight draw per example in convolutions, ``weights`` for the
   rest. About twice the arithmetic, a fraction of the variance.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from bpfed import noise
@@ -68,13 +71,31 @@ def weights(model: Model, q: Gaussian, batch: Batch) -> DataTerm:
     return DataTerm(total * batch.scale / batch.size, gradient, gradient * eps)
 
 
+def antithetic(model: Model, q: Gaussian, batch: Batch) -> DataTerm:
+    """w = μ + σ ⊙ ε for the even examples, μ − σ ⊙ ε for the odd ones; unbiased, since −ε is as likely as ε."""
+    eps = noise.normal(batch.key, q.mean.shape[-1])
+    padding = batch.mask.shape[1] % 2
+    x, y, mask = (_halves(t, padding) for t in (batch.x, batch.y, batch.mask))
+    drawn = torch.stack([q.draw(eps), q.draw(-eps)], 1).flatten(0, 1)  # [2 S, P]
+    total, gradient = model.gradient(drawn, x, y, mask, batch.key.repeat_interleave(2, 0))
+    plus, minus = (gradient.unflatten(0, (-1, 2)) * batch.scale[:, None, None]).unbind(1)
+    return DataTerm(total.view(-1, 2).sum(1) * batch.scale / batch.size, plus + minus, (plus - minus) * eps)
+
+
+def _halves(values: Tensor, padding: int) -> Tensor:
+    """Every other example: ``[S, B, ...]`` to ``[2 S, B / 2, ...]``; an odd batch gets a row of zeros."""
+    if padding:
+        values = torch.cat([values, torch.zeros_like(values[:, :1])], 1)
+    return values.unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 1)
+
+
 def local(model: Model, q: Gaussian, batch: Batch) -> DataTerm:
     """Noise drawn per example, at the outputs of linear layers and the weights of convolutions."""
     total, mean, sigma = model.local_gradient(q, batch.x, batch.y, batch.mask, batch.key)
     return DataTerm(total * batch.scale / batch.size, mean * batch.scale[:, None], sigma * batch.scale[:, None])
 
 
-ESTIMATORS: dict[str, Estimator] = {"weights": weights, "local": local}
+ESTIMATORS: dict[str, Estimator] = {"weights": weights, "antithetic": antithetic, "local": local}
 
 
 def data_term(name: str, draws: int, model: Model, q: Gaussian, batch: Batch) -> DataTerm:

@@ -17,7 +17,7 @@ from bpfed.methods.base import Finished, Method, State
 from bpfed.model import Model
 
 #: Below this many weights in all stacked clients a step runs on one thread.
-SMALL = 200_000
+SMALL = 100_000
 
 
 @dataclass(frozen=True)

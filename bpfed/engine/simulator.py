@@ -16,9 +16,9 @@ from bpfed.methods.base import Finished, State, rows
 from bpfed.noise import Purpose
 
 #: A compiler takes some 20 s of CPU; it is repaid where plain steps would take longer than that. In weights x client-steps.
-COMPILE_FROM = 6e8
+COMPILE_FROM = 2.5e8
 #: State of clients trained side by side on a CPU should stay in its cache.
-CPU_CHUNK_BYTES = 16 << 20
+CPU_CHUNK_BYTES = 24 << 20
 
 
 #: What federations must have in common to be stacked.
