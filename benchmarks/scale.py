@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -40,7 +39,7 @@ def _child(clients: int) -> None:
 
     torch.set_num_threads(1)
     data = synthetic(clients, 20)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    before = _resident()
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(rounds=ROUNDS, participants=50, store="file", compile="off", device="cpu")
         federation = Federation.start(BPFed(), data, settings, folder=Path(folder))
@@ -52,7 +51,7 @@ def _child(clients: int) -> None:
             checkpoint.save(Path(folder) / "checkpoint", federation, {})
             seconds.append(time.perf_counter() - start)
         blocks = sum(p.stat().st_blocks * 512 for p in Path(folder).rglob("*") if p.is_file())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = _resident("VmHWM")
     print(
         json.dumps(
             {
@@ -64,6 +63,12 @@ def _child(clients: int) -> None:
             }
         )
     )
+
+
+def _resident(field: str = "VmRSS") -> float:
+    """Resident memory of this process now (or at its peak) in MiB; Linux only."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) / 1024
 
 
 if __name__ == "__main__":
