@@ -25,7 +25,9 @@ def run() -> dict[str, object] | str:
             ("MLP 784-100-10", mlp(784, 10), (784,)),
             ("LeNet, CIFAR-10", LeNet(), (3, 32, 32)),
         ):
-            cells[f"{name}, {clients} clients"] = _measure(Stacked(BPFed(), network, shape, clients, device="cuda"))
+            cells[f"{name}, {clients} clients"] = _measure(
+                Stacked(BPFed(draws=1), network, shape, clients, device="cuda")
+            )
             print(f"  {name}, {clients} clients: {cells[f'{name}, {clients} clients']['µs per step']} µs", flush=True)
     return {"device": torch.cuda.get_device_name(), **cells}
 

@@ -181,6 +181,7 @@ class Run:
         federation, data = self.federation, self.data
         record: dict[str, Any] = {
             "method": federation.method.name,
+            "title": federation.method.title,
             "data": data.name,
             "partition": data.partition,
             "protocol": data.protocol,

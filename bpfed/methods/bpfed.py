@@ -122,7 +122,7 @@ class BPFed(Method):
     prior_sigma: float = 0.1
     prior_step: bool = True
     estimator: str = "weights"
-    draws: int = 1
+    draws: int = 2
     rule: str = "mean"
     keep_adam: bool = True
     predict: Literal["own", "aggregated"] = "aggregated"

@@ -56,7 +56,8 @@ class RunRecord:
     @property
     def title(self) -> str:
         """The run in one line of plain words."""
-        facts = [f"{self.summary.get('method', 'A run')} on {self.summary.get('data', 'unnamed data')}"]
+        name = self.summary.get("title") or self.summary.get("method", "A run")
+        facts = [f"{name} on {self.summary.get('data', 'unnamed data')}"]
         for key, one in (("clients", "client"), ("rounds", "round")):
             if key in self.summary:
                 n = self.summary[key]
