@@ -53,6 +53,13 @@ class Model:
             example: A small batch of inputs, ``[B, ...]``, to try the module on.
             personal: See `Factors.of`.
         """
+        if not isinstance(module, nn.Module):
+            raise UserError(f"The model is {module!r}, but must be a torch.nn.Module (an object, not a class).")
+        frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
+        if frozen:
+            raise UserError(
+                f"Parameter '{frozen[0]}' of the module is frozen; register it as a buffer to keep it constant."
+            )
         module, replaced = without_running_statistics(copy.deepcopy(module).cpu())
         notes = (f"Batch normalisation replaced by group normalisation in: {', '.join(replaced)}.",) if replaced else ()
         weights = {n: p.detach().float() for n, p in module.named_parameters()}

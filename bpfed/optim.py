@@ -50,8 +50,3 @@ def adam(variable: Tensor, gradient: Tensor, memory: Adam, step: Tensor, rate: T
     # m̂ / (√v̂ + ε) with both corrections gathered in one factor per client.
     moved = variable - scale * first / (torch.sqrt(second) + EPS * correction2[:, None])
     return moved, Adam(first, second)
-
-
-def descent(variable: Tensor, gradient: Tensor, rate: Tensor) -> Tensor:
-    """One step of plain gradient descent; ``rate`` is ``[S]``."""
-    return variable - rate[:, None] * gradient

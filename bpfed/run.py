@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 import time
 import tomllib
@@ -59,6 +60,8 @@ class Client:
             Probabilities (or mean) with total, epistemic and aleatoric uncertainty, ``[B]`` each.
         """
         federation = self.run.federation
+        if draws is not None and draws < 1:
+            raise UserError(f"draws is {draws}, but must be at least 1.")
         x = torch.as_tensor(x, dtype=torch.float32)
         if tuple(x.shape[1:]) != federation.data.input_shape:
             raise UserError(
@@ -115,6 +118,11 @@ class Run:
 
     def _after(self, info: RoundInfo, elapsed: float, callbacks: Sequence[Callback]) -> None:
         start = time.perf_counter()
+        if info.participants and not all(math.isfinite(v) for v in info.values.values()):
+            raise UserError(
+                f"Training diverged in round {self.federation.round} (its loss is not finite); lower the step size, "
+                "method.lr, or look for extreme values in the data."
+            )
         record = None
         if self.settings.evaluated(self.federation.round):
             record = self._evaluate(info.participants, info.values)
@@ -135,7 +143,7 @@ class Run:
     def client(self, name: str) -> Client:
         """The client of that name."""
         if name not in self.data.clients:
-            raise unknown("client", name, self.data.clients)
+            raise unknown("client", str(name), self.data.clients)
         return Client(self, self.data.clients.index(name))
 
     def clients(self) -> list[Client]:
@@ -208,10 +216,8 @@ class Run:
         lines = [f"{head}, seed {record['seed']}, {record['seconds']:.1f} s"]
         for name, value in record.items():
             if isinstance(value, dict):
-                shown = {k: "n/a" if v is None else f"{v:.4f}" for k, v in value.items()}
-                lines.append(
-                    f"  {name:<9} {shown['last']}   (worst client {shown['worst_client']}, best round {shown['best']})"
-                )
+                last, worst = ("n/a" if value[k] is None else f"{value[k]:.4f}" for k in ("last", "worst_client"))
+                lines.append(f"  {name:<9} {last}   (worst client {worst})")
         return "\n".join(lines)
 
     def record(self) -> RunRecord:
@@ -254,10 +260,7 @@ def fit(
         say: Told in words what the user should know, such as a damaged checkpoint; None: these go to stderr.
         settings: See `Settings`; single ones can be given by name, e.g. ``rounds=50, seed=0``.
     """
-    known = {f.name for f in fields(Settings)}
-    for name in changes:
-        if name not in known:
-            raise unknown("setting", name, known)
+    _known(changes)
     settings = replace(settings or Settings(), **changes)
     folder = Folder(Path(out), resume, overwrite) if out is not None else None
     if isinstance(data, str):
@@ -272,6 +275,8 @@ def fit_seeds(
     data: FederatedData | str = "digits",
     seeds: Sequence[int] = (0, 1, 2),
     *,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -284,12 +289,15 @@ def fit_seeds(
     A named dataset is dealt out anew for each seed; a given one is the same for all. Each run is what `fit` would give for
     its seed, and its folder is ``out/seed-0`` and so on. For the other arguments see `fit`.
     """
+    _known(changes)
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise UserError(f"seeds is {list(seeds)}, but must hold at least one and none twice.")
     runs, keepers = [], []
     for seed in seeds:
         own = replace(settings or Settings(), **{**changes, "seed": seed})
         folder = Folder(Path(out) / f"seed-{seed}", resume, overwrite) if out is not None else None
         dealt = load(data, seed=seed) if isinstance(data, str) else data
-        runs.append(prepare(method or BPFed(), dealt, own, folder=folder, say=say or _to_stderr))
+        runs.append(prepare(method or BPFed(), dealt, own, model, likelihood, folder, say or _to_stderr))
         keepers.append([folder] if folder else [])
     return train_together(runs, keepers)
 
@@ -345,6 +353,13 @@ def fingerprint(data: FederatedData) -> str:
         for tensor in (examples.x, examples.y, examples.offsets):
             digest.update(tensor.contiguous().numpy().data)
     return digest.hexdigest()
+
+
+def _known(changes: dict[str, Any]) -> None:
+    known = {f.name for f in fields(Settings)}
+    for name in changes:
+        if name not in known:
+            raise unknown("setting", name, known)
 
 
 def _to_stderr(sentence: str) -> None:

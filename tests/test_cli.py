@@ -31,7 +31,7 @@ def bpfed(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytes
 
 def test_a_run_prints_a_table_and_keeps_everything_in_its_folder(bpfed: Command) -> None:
     outcome = bpfed.ok(*SMALL, "--rounds", "2", "--out", "first")
-    assert "bpfed on digits, 3 clients, 2 rounds, seed 0" in outcome.out
+    assert "BPFed on digits, 3 clients, 2 rounds, seed 0" in outcome.out
     for metric in ("Accuracy", "NLL", "Brier", "ECE (10 bins, floor", "MCE"):
         assert metric in outcome.out
     assert outcome.out.endswith("Report: first/report.html\n")

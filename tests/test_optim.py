@@ -5,7 +5,7 @@ import math
 import scenarios
 import torch
 
-from bpfed.optim import Adam, adam, descent
+from bpfed.optim import Adam, adam
 
 
 def gradients(steps, rows, width=7, seed=0):
@@ -72,9 +72,3 @@ def test_a_variable_at_minus_infinity_stays_there_under_zero_gradients():
     rho = torch.full((1, 3), -math.inf)
     moved, _ = adam(rho, torch.zeros(1, 3), Adam.like(rho), torch.ones(1), torch.ones(1))
     assert torch.equal(moved, rho)
-
-
-def test_descent_goes_down_the_gradient_at_each_rows_rate():
-    variable, gradient = torch.ones(2, 3), torch.tensor([[1.0, 2.0, -1.0]]).expand(2, 3)
-    expected = torch.tensor([[0.9, 0.8, 1.1], [0.0, -1.0, 2.0]])
-    torch.testing.assert_close(descent(variable, gradient, torch.tensor([0.1, 1.0])), expected)

@@ -59,9 +59,13 @@ class Federation:
         folder: Path | None = None,
     ) -> Federation:
         """Before the first round. ``folder`` is where a file of personal states may be kept."""
+        if not isinstance(method, Method):
+            raise UserError(f"The method is {method!r}, but must be one such as bpfed.methods.BPFed().")
         data.check()
         method.check()
         settings.check(len(data))
+        if not len(data.test.y):
+            raise UserError(f"No client of '{data.name}' has a test example; set a test_fraction above 0.")
         device = pick_device(settings.device, settings.tf32)
         if likelihood is None:
             likelihood = Categorical(data.classes) if data.task == "classification" else Normal()

@@ -17,7 +17,7 @@ class Plan(NamedTuple):
         rows: Positions in the training examples, ``[T, S, B]`` int64; of padding, some row of the client's.
         mask: 1 for an example, 0 for padding, ``[T, S, B]`` float32.
         key: Of the noise of each step, ``[T, S, 2]`` int32.
-        steps: Number of steps each client takes, ``[S]`` int32; T is the largest.
+        steps: Number of steps each client takes, ``[S]`` int32; T is at least the largest.
         size: Number of the client's examples, ``[S]`` float32.
     """
 
@@ -49,7 +49,7 @@ def plan(
         batch: Mini-batch size.
         epochs_before: Epochs of earlier phases of this round (their orders are other ones).
         epochs: Epochs of this phase.
-        longest: Largest number of examples of any of these clients.
+        longest: At least the largest number of examples of any of these clients.
         width: Padded batch size B, ``min(batch, longest)`` or more.
     """
     order = noise.permutations(shuffle, size, epochs_before + epochs, longest)[:, epochs_before:]  # [S, E, longest]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from bpfed.errors import UserError
 
@@ -20,7 +20,7 @@ class Settings:
         seed: Of everything random.
         drop_rate: Chance that a drawn client fails to return in a round.
         weighting: ``equal`` (the paper's) or ``size``: weight of an upload in the server's rule.
-        schedule: ``constant``, or ``cosine``: the step size decays to zero over the rounds.
+        schedule: ``constant``, or ``cosine``: the step size falls over the rounds along half a cosine.
         eval_every: Evaluate every so many rounds; 0: about twenty times in the run. The last round always is.
         eval_draws: Weight draws averaged in a prediction.
         eval_clients: Evaluate this many clients, drawn once; None: all, but 1 000 at the most.
@@ -54,6 +54,14 @@ class Settings:
 
     def check(self, clients: int) -> None:
         """Raise a `UserError` if these settings cannot be run with that many clients."""
+        for name, kind in get_type_hints(Settings).items():
+            value = getattr(self, name)
+            choices = get_args(kind) if get_origin(kind) is Literal else ()
+            if choices and value not in choices:
+                raise UserError(f"{name} is {value!r}, but must be one of: {', '.join(choices)}.")
+            whole = kind is int or (int in get_args(kind) and value is not None)
+            if whole and (not isinstance(value, int) or isinstance(value, bool)):
+                raise UserError(f"{name} is {value!r}, but must be a whole number.")
         for name in ("rounds", "epochs", "batch", "eval_draws", "bins", "memory"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be at least 1.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound, Rows
@@ -153,11 +153,6 @@ def _slice(state: State, index: slice) -> State:
 def _concatenate(parts: list[Rows]) -> Rows:
     names = parts[0].__dataclass_fields__
     return Rows(**{n: tree_map(lambda *t: torch.cat(t), *(getattr(p, n) for p in parts)) for n in names})
-
-
-def leaves(state: State) -> list[Tensor]:
-    """All tensors of a state."""
-    return tree_flatten(state)[0]
 
 
 def chunk_size(clients: int, weights: int, device: torch.device, memory: int) -> int:

@@ -161,6 +161,8 @@ class FileStore:
 
 def make_store(kind: str, template: State, clients: int, device: torch.device, folder: Path | None) -> Store:
     """A store of that kind; ``auto`` is a file where the rows would fill over 64 MiB and there is a folder for it."""
+    if kind == "file" and folder is None:
+        raise UserError("store is 'file', but there is no run folder to keep the file in; give one with out (--out).")
     size = 4 * Layout(template).width * clients
     if folder is not None and (kind == "file" or (kind == "auto" and size > 64 << 20)):
         return FileStore(template, clients, folder / "personal.f32")

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from bpfed import noise
+from bpfed.errors import UserError
 from bpfed.estimators import Batch
 from bpfed.factors import Personal
 from bpfed.gaussian import Gaussian
@@ -116,8 +117,10 @@ class Method(ABC):
     personal: Personal = "head"
     lr: float = 1e-3
 
-    def check(self) -> None:  # noqa: B027 (most methods have nothing to check)
-        """Raise a `UserError` if the settings contradict each other."""
+    def check(self) -> None:
+        """Raise a `UserError` if a setting is out of range or settings contradict each other."""
+        if not self.lr >= 0.0:
+            raise UserError(f"lr is {self.lr}, but a step size must be 0 or more.")
 
     def phases(self, epochs: int) -> tuple[Phase, ...]:
         """The parts of a local round of ``epochs`` passes over the data."""

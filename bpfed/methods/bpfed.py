@@ -8,7 +8,7 @@ Chen, Liu, Cao, Zhang: Bayesian Personalized Federated Learning with Shared and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from bpfed.gaussian import (
 from bpfed.methods.base import Finished, GaussianPredictive, Initial, Method
 from bpfed.model import Model
 from bpfed.optim import Adam, adam
+
+Predict = Literal["own", "aggregated"]
 
 
 class Memory(NamedTuple):
@@ -91,7 +93,10 @@ class Personal(NamedTuple):
 
 @dataclass(frozen=True)
 class BPFed(Method):
-    """BPFed. The defaults are the paper's method.
+    """BPFed. The defaults are the paper's method; what it leaves open was chosen on validation data (docs/gotchas.md).
+
+    η_i is the distribution of a client's personal factors, ζ that of the shared factors, q a client's posterior and π its
+    prior during a round.
 
     Attributes:
         sigma: σ of every weight at the start. 0 is the Dirac case (a point): it needs ``temperature=0`` and
@@ -101,9 +106,10 @@ class BPFed(Method):
         prior_sigma: s0 of that formula.
         prior_step: Whether π moves towards q in every step (Eq. 10) and gives η_i and the upload. If not, π is held for
             the round and η_i and the upload are taken from q.
-        estimator: Of the data term, ``weights`` or ``local`` (see `bpfed.estimators`).
+        estimator: Of the data term: ``weights`` (a draw of all weights for the batch), ``antithetic`` (the draw mirrored for
+            every other example) or ``local`` (noise per example in linear and convolution layers).
         draws: M, weight draws in a step.
-        rule: Server rule (see `bpfed.aggregate`).
+        rule: Server rule: ``mean``, ``moments``, ``precision`` or ``product``.
         keep_adam: Whether a client keeps Adam's memory from round to round; if not, every round starts without.
         predict: ``own``: predict with the client's q of its last round; ``aggregated``: with (η_i, ζ).
     """
@@ -125,7 +131,7 @@ class BPFed(Method):
     draws: int = 2
     rule: str = "mean"
     keep_adam: bool = True
-    predict: Literal["own", "aggregated"] = "aggregated"
+    predict: Predict = "aggregated"
 
     @classmethod
     def dirac(cls, **settings: object) -> BPFed:
@@ -133,9 +139,21 @@ class BPFed(Method):
         return cls(sigma=0.0, temperature=0.0, prior_step=False, **settings)  # type: ignore[arg-type]
 
     def check(self) -> None:
+        super().check()
         if self.estimator not in ESTIMATORS:
             raise unknown("estimator", self.estimator, ESTIMATORS)
+        if self.predict not in get_args(Predict):
+            raise unknown("way to predict", self.predict, get_args(Predict))
         rule(self.rule)
+        for name, fits, range_ in (
+            ("draws", self.draws >= 1, "at least 1"),
+            ("sigma", self.sigma >= 0.0, "0 or more"),
+            ("temperature", self.temperature >= 0.0, "0 or more"),
+            ("discount", 0.0 <= self.discount <= 1.0, "from 0 to 1"),
+            ("prior_sigma", self.prior_sigma > 0.0, "above 0"),
+        ):
+            if not fits:
+                raise UserError(f"{name} is {getattr(self, name)}, but must be {range_}.")
         if self.sigma == 0.0 and (self.temperature != 0.0 or self.prior_step):
             raise UserError(
                 "sigma = 0 (the Dirac case) has no finite KL term; set temperature = 0 and prior_step = false with it."

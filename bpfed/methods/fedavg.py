@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from bpfed.aggregate import weighted_mean
+from bpfed.errors import UserError
 from bpfed.estimators import Batch
 from bpfed.factors import Personal
 from bpfed.methods.base import Finished, Initial, Method, PointPredictive
@@ -49,6 +50,11 @@ class FedAvg(Method):
     random_words: ClassVar[str] = "nothing"
 
     personal: Personal = "none"
+
+    def check(self) -> None:
+        super().check()
+        if self.personal != "none":
+            raise UserError(f"personal is '{self.personal}', but FedAvg shares all weights; leave it at 'none'.")
 
     def init(self, model: Model) -> Initial:
         return Initial(Weights(model.initial), Nothing())

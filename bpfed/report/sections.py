@@ -161,6 +161,8 @@ def _verdict(found: dict[str, Any], intervals: bool) -> str:
         )
         return f"The {text.percent(level, 0)} intervals hold {text.percent(inside)} of the targets: they are {words}."
     total = sum(n for n, _, _ in entries)
+    if not total:
+        return "There are no finite predictions to judge."
     claimed = sum(n * c for n, c, _ in entries) / total
     right = sum(n * a for n, _, a in entries) / total
     low, high = wilson(right, total)

@@ -245,7 +245,7 @@ def test_a_regression_runs_from_end_to_end_and_every_client_learns_its_own_noise
     data = scenarios.regression((60, 60), test=1)
     data = dataclasses.replace(data, train=type(data.train).of(parts), test=type(data.train).of(parts))
     module = scenarios.seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
-    federation = scenarios.start(BPFed(lr=1e-2, sigma=0.02), data, module, epochs=10, batch=20, rounds=12)
+    federation = scenarios.start(BPFed(lr=1e-2, sigma=0.02, draws=1), data, module, epochs=10, batch=20, rounds=12)
     simulator = Simulator([federation])
     before, _ = evaluate_clients(federation)
     for _ in range(12):
