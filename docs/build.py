@@ -40,7 +40,9 @@ def main() -> None:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
             if not (page.parent / target).exists():
                 problems.append(f"{page.relative_to(ROOT)} links to '{target}', which is not there")
-        body = re.sub(r'href="(?:\.\./|docs/)?(\w[\w-]*)\.md', lambda m: f'href="{_page(m[1])}.html', markdown.render(text))
+        body = re.sub(
+            r'href="(?:\.\./|docs/)?(\w[\w-]*)\.md', lambda m: f'href="{_page(m[1])}.html', markdown.render(text)
+        )
         (SITE / f"{name}.html").write_text(_html(name, menu, body))
     (SITE / "api.html").write_text(_html("api", menu, _api(problems)))
     if problems:
@@ -64,7 +66,12 @@ def _api(problems: list[str]) -> str:
     for info in pkgutil.walk_packages(bpfed.__path__, "bpfed."):
         if info.name.endswith("__main__"):
             continue
-        module = importlib.import_module(info.name)
+        try:
+            module = importlib.import_module(info.name)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":  # GPU kernels; not installed with a CPU build of torch
+                raise
+            continue
         if not module.__doc__:
             problems.append(f"{info.name} has no docstring")
         parts.append(f"<h2>{info.name}</h2><p>{html.escape(inspect.getdoc(module) or '')}</p>")

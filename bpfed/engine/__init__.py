@@ -1,0 +1,1 @@
+"""Who runs, in what batches, on what device: plans, steps, local rounds, federations, stores and checkpoints."""

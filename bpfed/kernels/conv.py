@@ -81,6 +81,7 @@ def weight_gradient(
 
 
 def fast(x: Tensor) -> bool:
+    """Whether the GPU kernels take this tensor; anything else goes through PyTorch."""
     return _TRITON and x.is_cuda and x.dtype == torch.float32
 
 
