@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +72,8 @@ class Federation:
         if module is None:
             module = default(data.input_shape, data.classes or 1, settings.seed)
         model = Model.of(module, likelihood, data.train.x[:2], method.personal).to(device)
+        if data.task == "regression":
+            model = replace(model, notes=(*model.notes, *_unusual_scale(data)))
         initial = method.init(model)
         store = make_store(settings.store, initial.personal, len(data), device, folder)
         ids = noise.client_ids(data.clients)
@@ -135,3 +137,14 @@ def pick_device(name: str, tf32: bool = True) -> torch.device:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
     return device
+
+
+def _unusual_scale(data: FederatedData) -> tuple[str, ...]:
+    """A word of warning where targets are far from the size that a network's outputs start at."""
+    mean, spread = float(data.train.y.mean()), float(data.train.y.std(correction=0))
+    if abs(mean) <= 5.0 and 0.1 <= spread <= 10.0:
+        return ()
+    return (
+        f"The targets of '{data.name}' have mean {mean:.4g} and standard deviation {spread:.4g}; training will be slow or "
+        "fail unless you bring them near 0 and 1.",
+    )
