@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bpfed import callbacks, config, data, methods
+    from bpfed.client import Client
     from bpfed.engine.settings import Settings
     from bpfed.errors import UserError
-    from bpfed.run import Client, Run, fit, fit_seeds
+    from bpfed.run import Run, fit, fit_seeds
 
 __version__ = "0.1.0"
 
@@ -29,7 +30,7 @@ __all__ = [
 
 # Imported when first asked for: torch takes two seconds, and `bpfed --help` needs none of it.
 _HOME = {
-    "Client": "bpfed.run",
+    "Client": "bpfed.client",
     "Run": "bpfed.run",
     "Settings": "bpfed.engine.settings",
     "UserError": "bpfed.errors",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from bpfed.engine.plan import plan
 from bpfed.engine.stepper import Stepper, Work
-from bpfed.methods.base import Finished, Method, State
+from bpfed.methods.base import Finished, Method, Phase, State
 from bpfed.model import Model
 
 #: Below this many weights in all stacked clients a step runs on one thread.
@@ -71,14 +71,19 @@ class LocalRound:
     width: int
     steppers: dict[Any, Stepper] = field(default_factory=dict)
 
-    def __call__(self, rows: Rows) -> Finished:
-        """Train these clients for a round, from what the server sent and what they kept."""
+    def __call__(self, rows: Rows, phases: Sequence[Phase] | None = None) -> Finished:
+        """Train these clients for a round, from what the server sent and what they kept.
+
+        Args:
+            rows: The clients.
+            phases: What to run in place of the method's own local round, such as its `Method.tuning`.
+        """
         # Threads cost more than they bring where an operation is short, and very much more on a busy machine.
         small = len(rows) * self.model.factors.total < SMALL
         with threads(1 if small else torch.get_num_threads()):
-            return self._train(rows)
+            return self._train(rows, self.method.phases(self.epochs) if phases is None else phases)
 
-    def _train(self, rows: Rows) -> Finished:
+    def _train(self, rows: Rows, phases: Sequence[Phase]) -> Finished:
         batches = -(-rows.size // self.batch)
         most = int(batches.max())
         ragged = int(batches.min()) != most
@@ -89,7 +94,7 @@ class LocalRound:
         loss = torch.zeros(len(rows), device=self.x.device)
         taken = torch.zeros(len(rows), device=self.x.device)
         before = 0
-        for phase in self.method.phases(self.epochs):
+        for phase in phases:
             todo = plan(
                 rows.shuffle, rows.key, rows.start, rows.size, self.batch, before, phase.epochs, longest, self.width
             )
@@ -101,7 +106,7 @@ class LocalRound:
         finished = self.method.finish(self.model, local, rows.hyper)
         # What travels is a copy: a view of the whole weight vector, once saved or sent, would take the personal part along.
         upload = tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), finished.upload)
-        return Finished(upload, finished.personal, {"nll": loss / taken, **finished.info})
+        return Finished(upload, finished.personal, {"nll": loss / taken.clamp(min=1.0), **finished.info})
 
     def _stepper(self, phase: str, ragged: bool) -> Stepper:
         at = (phase, ragged)

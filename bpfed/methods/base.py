@@ -9,6 +9,10 @@ A method never sees loops, devices, chunks or sockets. The engine calls
     aggregate   each round:      uploads -> shared
     predictive  when asked:      shared + personal -> the distribution to predict with
 
+The same `begin`, `step` and `finish` run twice more, on a client's own training data and with nothing uploaded: over the
+phases of `tuning` where a method prepares a client for prediction (fine-tuning, say), and over the phases of
+`adaptation` where a client that took no part in training joins a finished run.
+
 All states are NamedTuples of tensors whose first axis is the client (``S`` of them), except what the server holds, which
 has none. Only an upload can travel: what `finish` returns as ``personal`` stays where it was made.
 """
@@ -28,6 +32,9 @@ from bpfed.estimators import Batch
 from bpfed.factors import Personal
 from bpfed.gaussian import Gaussian
 from bpfed.model import Model
+
+#: Name of the phase in which a newcomer learns its personal state and the shared factors are frozen.
+ADAPT = "adapt"
 
 State = Any  # a NamedTuple (of NamedTuples) of tensors; each method has its own
 
@@ -113,6 +120,8 @@ class Method(ABC):
     random_words: ClassVar[str]
     #: Settings that are numbers and may differ between stacked rows (runs with other seeds or settings).
     numbers: ClassVar[tuple[str, ...]] = ("lr",)
+    #: Whether the server learns a distribution over personal factors, from what clients upload about theirs.
+    population: ClassVar[bool] = False
 
     personal: Personal = "head"
     lr: float = 1e-3
@@ -125,6 +134,26 @@ class Method(ABC):
     def phases(self, epochs: int) -> tuple[Phase, ...]:
         """The parts of a local round of ``epochs`` passes over the data."""
         return (Phase("all", epochs),)
+
+    def tuning(self, epochs: int) -> tuple[Phase, ...]:
+        """Passes over a client's own training data before it predicts; nothing for most methods.
+
+        They start from `begin` with the server's state as it is, and `finish` ends them. Only its ``personal`` is used: it
+        is what `predictive` then gets.
+        """
+        return ()
+
+    def adaptation(self, epochs: int) -> tuple[Phase, ...]:
+        """How a newcomer learns its personal state: `step` of the phase `ADAPT` leaves the shared factors as they are."""
+        return self.tuning(epochs) or (Phase(ADAPT, epochs),)
+
+    def adapting(self) -> Method:
+        """The method for all that concerns a newcomer, from `newcomer` to `predictive`; it may differ in its settings."""
+        return self
+
+    def newcomer(self, model: Model, shared: State) -> State:
+        """The personal state of a client that has seen no example, from the server's state (neither has a client axis)."""
+        return self.init(model).personal
 
     def settings(self) -> dict[str, Any]:
         """All settings by name."""
@@ -168,3 +197,8 @@ class Method(ABC):
 def rows(state: State, count: int) -> State:
     """A state without client axis, repeated for ``count`` clients (views)."""
     return torch.utils._pytree.tree_map(lambda t: t.expand(count, *t.shape), state)
+
+
+def frozen(model: Model, before: Tensor, after: Tensor) -> Tensor:
+    """The weights ``after`` a step, ``[S, P]``, with the shared ones as they were ``before``."""
+    return torch.cat([before[:, : model.factors.shared], after[:, model.factors.shared :]], -1)

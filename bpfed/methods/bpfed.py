@@ -7,7 +7,7 @@ Chen, Liu, Cao, Zhang: Bayesian Personalized Federated Learning with Shared and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -25,7 +25,7 @@ from bpfed.gaussian import (
     softplus,
     softplus_inverse,
 )
-from bpfed.methods.base import Finished, GaussianPredictive, Initial, Method
+from bpfed.methods.base import ADAPT, Finished, GaussianPredictive, Initial, Method, frozen
 from bpfed.model import Model
 from bpfed.optim import Adam, adam
 
@@ -111,6 +111,8 @@ class BPFed(Method):
         draws: M, weight draws in a step.
         rule: Server rule: ``mean``, ``moments``, ``precision`` or ``product``.
         keep_adam: Whether a client keeps Adam's memory from round to round; if not, every round starts without.
+        newcomer_sigma: σ of the head of a client that joins later and has seen no example; its mean is 0, so that no class
+            is preferred.
         predict: ``own``: predict with the client's q of its last round; ``aggregated``: with (η_i, ζ).
     """
 
@@ -131,6 +133,7 @@ class BPFed(Method):
     draws: int = 2
     rule: str = "mean"
     keep_adam: bool = True
+    newcomer_sigma: float = 0.3
     predict: Predict = "aggregated"
 
     @classmethod
@@ -151,6 +154,7 @@ class BPFed(Method):
             ("temperature", self.temperature >= 0.0, "0 or more"),
             ("discount", 0.0 <= self.discount <= 1.0, "from 0 to 1"),
             ("prior_sigma", self.prior_sigma > 0.0, "above 0"),
+            ("newcomer_sigma", self.newcomer_sigma > 0.0, "above 0"),
         ):
             if not fits:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be {range_}.")
@@ -169,6 +173,17 @@ class BPFed(Method):
         memory = Variational.at(start).memory if self.keep_adam else None
         memories = () if memory is None else (memory, memory) if self.prior_step else (memory,)
         return Initial(shared, Personal(personal, own, memories, model.initial.new_zeros(1)))
+
+    def adapting(self) -> BPFed:
+        """A newcomer's prior is held: its few examples count once, however often they are passed over."""
+        return replace(self, prior_step=False, keep_adam=False, predict="aggregated", discount=1.0)
+
+    def newcomer(self, model: Model, shared: Gaussian) -> Personal:
+        start = self.init(model).personal
+        if self.personal != "head" or self.sigma == 0.0:
+            return start
+        eta = Gaussian(torch.zeros_like(start.eta.mean), torch.full_like(start.eta.sigma, self.newcomer_sigma))
+        return start._replace(eta=eta)
 
     def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
         start = _join(personal.eta, shared)  # q = π = (η_i, ζ)
@@ -192,6 +207,9 @@ class BPFed(Method):
             mean = mean + hyper["temperature"][:, None] * kl_mean
             sigma = sigma + hyper["temperature"][:, None] * kl_sigma
         new_q = local.q.moved(mean, sigma, steps, hyper["lr"])
+        if phase == ADAPT:
+            mean, rho = frozen(model, local.q.mean, new_q.mean), frozen(model, local.q.rho, new_q.rho)
+            new_q = new_q._replace(mean=mean, rho=rho)
 
         # Eq. 10: KL(q ‖ π) with q held.
         new_prior = local.prior

@@ -125,11 +125,15 @@ def test_training_changes_the_upload(client):
 
 def test_an_upload_is_made_of_shared_tensors_only(client):
     finished, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
-    assert all(t.shape == (CLIENTS, client.model.factors.shared) for t in leaves(finished.upload))
+    factors = client.model.factors
+    widths = {factors.shared} | ({factors.total - factors.shared} if client.method.population else set())
+    assert all(t.shape[0] == CLIENTS and t.shape[1:] in {(width,) for width in widths} for t in leaves(finished.upload))
 
 
 def test_an_upload_before_any_step_says_nothing_of_the_personal_state(client):
-    # With nothing trained, whatever the upload holds comes from the server alone.
+    # With nothing trained, whatever the upload holds comes from the server alone; unless heads are meant to be summed up.
+    if client.method.population:
+        pytest.skip(f"{client.method.title} uploads a summary of personal factors by design")
     first, _ = client.round(client.shared, client.personal, client.hyper, [])
     second, _ = client.round(client.shared, shaken(client.personal), client.hyper, [])
     same(first.upload, second.upload, atol=0)
@@ -196,6 +200,38 @@ def test_a_predictive_draws_whole_weight_vectors_that_repeat(client):
         assert weights.shape == (CLIENTS, client.model.factors.total)
         assert weights.isfinite().all()
         assert torch.equal(weights, predictive.draw(key, index))
+
+
+def adapted(client, batches):
+    method = client.method.adapting()
+    personal = rows(method.newcomer(client.model, client.initial.shared), CLIENTS)
+    local = method.begin(client.model, client.shared, personal, client.hyper)
+    for phase in method.adaptation(2):
+        for batch in batches:
+            local, loss = method.step(client.model, local, batch, client.hyper, phase.name)
+            assert loss.isfinite().all()
+    return method.finish(client.model, local, client.hyper).personal
+
+
+def test_a_newcomer_has_the_state_of_a_client_and_learns_it(client):
+    before, after = adapted(client, []), adapted(client, client.batches)
+    assert structure(after) == structure(before)
+    assert all(t.isfinite().all() for t in leaves(after))
+    keeps = any(t.numel() for t in leaves(before))
+    assert not keeps or any((a != b).any() for a, b in zip(leaves(before), leaves(after), strict=True))
+
+
+def test_a_newcomer_leaves_the_shared_factors_as_they_are(client):
+    # A method that keeps a whole network of the client's own (a fine-tuned one, say) has nothing to freeze.
+    if client.method.personal in ("none", "all"):
+        pytest.skip(f"{client.method.title} does not split the network")
+    key, cut = scenarios.keys(CLIENTS), client.model.factors.shared
+    first, second = (
+        client.method.adapting().predictive(client.model, client.shared, adapted(client, batches)).draw(key, 0)
+        for batches in ([], client.batches)
+    )
+    assert torch.equal(first[:, :cut], second[:, :cut])
+    assert (first[:, cut:] != second[:, cut:]).any()
 
 
 def test_settings_that_are_numbers_do_not_change_the_structure_and_others_do(client):
