@@ -82,6 +82,11 @@ class Config:
             seed=seed,
             data_dir=data_dir,
             test_fraction=self.data.test_fraction,
+            target=self.data.target,
+            client_column=self.data.client_column,
+            task=self.data.task,
+            standardise=self.data.standardise,
+            ignore=self.data.ignore,
         )
 
     def confirm(self, made: Mapping[str, Any]) -> None:

@@ -22,11 +22,16 @@ class DataSettings:
     """Which data, and how it is dealt out to clients.
 
     Attributes:
-        name: Name of the dataset (see `bpfed data list`).
+        name: Name of the dataset (see `bpfed data list`), or ``folder:PATH`` for tables of your own.
         clients: Number of clients; left out: the dataset's own.
         partition: How examples are dealt out: ``groups``, ``random:3``, ``dirichlet:0.3``, ``shards:2`` or ``iid``.
-        test_fraction: Part of each client's examples held out for testing; left out: a half.
+        test_fraction: Part of each client's examples held out for testing; left out: a half, of tables 0.3.
         seed: Which examples go where; left out: the run's seed.
+        target: Of tables, the column to predict; left out: the one called target, label or y.
+        client_column: Of one table for all clients, the column that says whose a row is.
+        task: Of tables, what the target is; left out: words and up to 20 whole numbers are classes.
+        standardise: Of tables, how numbers are scaled: by sums over all clients, by each client's own, or not at all.
+        ignore: Of tables, columns that are no inputs, separated by commas.
     """
 
     name: str = "digits"
@@ -34,6 +39,11 @@ class DataSettings:
     partition: str | None = None
     test_fraction: float | None = None
     seed: int | None = None
+    target: str | None = None
+    client_column: str | None = None
+    task: Literal["classification", "regression"] | None = None
+    standardise: Literal["federated", "local", "none"] = "federated"
+    ignore: str | None = None
 
 
 #: The tables whose fields are always the same; those of ``[method]`` are the chosen method's.

@@ -97,7 +97,7 @@ def test_the_last_word_counts() -> None:
         ),
         ("[run]\ntemperature = 1", "line 2: unknown key 'temperature' in [run]; did you mean 'method.temperature'?"),
         ("rounds = 5", "line 1: unknown key 'rounds'; did you mean 'run.rounds'?"),
-        ("[run]\n[data]\nx.y = 1", "line 3: unknown key 'x' in [data]; known are: clients, name"),
+        ("[run]\n[data]\nx.y = 1", "line 3: unknown key 'x' in [data]; known are: client_column, clients"),
         ("[data]\nname='digits'\n\n[rnu]\nrounds = 1", "'c.toml', line 4: unknown table [rnu]; did you mean 'run'?"),
         ("run = 5", "line 1: 'run' must be a table; write [run] on a line of its own."),
         (

@@ -13,6 +13,7 @@ from bpfed.cli import show
 
 if TYPE_CHECKING:
     from bpfed.data import FederatedData
+    from bpfed.data.overview import Missing
 
 app = typer.Typer(help="List, fetch and inspect datasets.", epilog="Example: bpfed data list", no_args_is_help=True)
 
@@ -23,6 +24,8 @@ DataDir = Annotated[
 ]
 #: Clients that have a row, width of a bar, and letters of a class's name that can head a column.
 ROWS, BAR, SHORT = 40, 12, 3
+#: Clients that have a column each in the table of what is missing.
+SIDE_BY_SIDE = 6
 
 
 @app.command("list", epilog="Example: bpfed data list --data-dir ~/datasets")
@@ -47,9 +50,9 @@ def fetch(name: Name, data_dir: DataDir = None) -> None:
     Console().print(told, highlight=False, markup=False, soft_wrap=True)
 
 
-@app.command(epilog="Example: bpfed data inspect digits --partition dirichlet:0.3 --clients 20")
+@app.command(epilog="Example: bpfed data inspect folder:hospitals --target disease --plot hospitals.png")
 def inspect(
-    name: Name,
+    name: Annotated[str, typer.Argument(help="Name of the dataset, see 'bpfed data list', or folder:PATH.")],
     partition: Annotated[
         str | None,
         typer.Option(help="groups, random:3, dirichlet:0.3, shards:2 or iid. \\[default: groups]", show_default=False),
@@ -59,22 +62,86 @@ def inspect(
     ] = None,
     seed: Annotated[int, typer.Option(help="Which examples go where.")] = 0,
     test_fraction: Annotated[
-        float | None, typer.Option(help="Part held out for testing. \\[default: 0.5]", show_default=False)
+        float | None,
+        typer.Option(help="Part held out for testing. \\[default: 0.5, of tables 0.3]", show_default=False),
     ] = None,
     data_dir: DataDir = None,
+    target: Annotated[str | None, typer.Option(help="Of tables, the column to predict.", show_default=False)] = None,
+    client_column: Annotated[
+        str | None,
+        typer.Option(help="Of one table for all clients, the column that says whose a row is.", show_default=False),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="Of tables, classification or regression. \\[default: as it shows]", show_default=False),
+    ] = None,
+    ignore: Annotated[
+        str | None, typer.Option(help="Of tables, columns that are no inputs, comma-separated.", show_default=False)
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it, too, as .png, .svg or .pdf.", show_default=False)] = None,
 ) -> None:
-    """Show how many examples each client would have, and of which classes."""
-    from bpfed.data import load
+    """Show how many examples each client would have, of which classes, and what is missing; nothing is trained."""
+    with Console(stderr=True).status(f"reading {name}"):
+        from bpfed.data.load import is_table, load, tables
+        from bpfed.data.overview import missing
+        from bpfed.data.picture import check_ending, draw
 
-    data = load(name, partition=partition, clients=clients, seed=seed, test_fraction=test_fraction, data_dir=data_dir)
+        if plot is not None:
+            check_ending(plot)
+        read = tables(name, client_column=client_column, data_dir=data_dir) if is_table(name) else {}
+        data = load(
+            name,
+            partition=partition,
+            clients=clients,
+            seed=seed,
+            test_fraction=test_fraction,
+            data_dir=data_dir,
+            target=target,
+            client_column=client_column,
+            task=task,  # type: ignore[arg-type]  # checked there
+            ignore=ignore,
+            read=read or None,
+        )
+        gaps = missing(read)
+        if plot is not None:
+            draw(data, gaps, plot)
     console = Console()
-    tables = [_clients(data, bars, classes) for bars, classes in ((True, True), (False, True), (True, False))]
-    show.put(next((t for t in tables if show.narrowest(t) <= console.width), tables[-1]))
+    if data.task == "classification":
+        options = [_clients(data, bars, classes) for bars, classes in ((True, True), (False, True), (True, False))]
+    else:
+        options = [_clients(data, bars, False) for bars in (True, False)]
+    show.put(next((t for t in options if show.narrowest(t) <= console.width), options[-1]))
     if not all(len(word) <= SHORT for word in data.labels):
-        console.print("Classes: " + ", ".join(f"{i} {word}" for i, word in enumerate(data.labels)), highlight=False)
-    total = f"{len(data.train.y)} training and {len(data.test.y)} test examples of {data.classes} classes"
+        _say("Classes: " + ", ".join(f"{i} {word}" for i, word in enumerate(data.labels)))
+    of = f" of {data.classes} classes" if data.task == "classification" else ""
+    total = f"{len(data.train.y)} training and {len(data.test.y)} test examples{of}"
     cut = f", {ROWS} of {len(data)} shown" if len(data) > ROWS else ""
-    console.print(f"{len(data)} clients{cut}; {total}; each {' x '.join(map(str, data.input_shape))}.", highlight=False)
+    _say(f"{len(data)} clients{cut}; {total}; each {' x '.join(map(str, data.input_shape))}.")
+    if gaps.columns:
+        show.put(_missing(gaps))
+    elif read:
+        _say("Nothing is missing.")
+    if plot is not None:
+        _say(f"Picture: {plot}")
+
+
+@app.command(epilog="Example: bpfed data export heart-disease hospitals")
+def export(
+    name: Annotated[str, typer.Argument(help="A dataset of tables, such as heart-disease.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder for a CSV file of each client.")],
+    data_dir: DataDir = None,
+) -> None:
+    """Write the tables of a dataset as CSV files, one per client, to be used as folder:PATH."""
+    with Console(stderr=True).status(f"reading {name}"):
+        from bpfed.data.csvfile import write_folder
+        from bpfed.data.load import tables
+
+        written = write_folder(tables(name, data_dir=data_dir), folder)
+    _say(f"{len(written)} files in {folder}, such as {written[0].name}.")
+
+
+def _say(sentence: str) -> None:
+    Console().print(sentence, highlight=False, markup=False, soft_wrap=True)
 
 
 def _clients(data: FederatedData, bars: bool, classes: bool) -> show.Table:
@@ -82,17 +149,56 @@ def _clients(data: FederatedData, bars: bool, classes: bool) -> show.Table:
     from bpfed.data import inspect as look
 
     words = data.labels if all(len(word) <= SHORT for word in data.labels) else [str(c) for c in range(data.classes)]
-    columns = ["client", "train", "test", *([""] if bars else []), *(words if classes else ["classes"])]
+    numbers = data.task == "regression"
+    columns = ["client", "train", "test", *([""] if bars else [])]
+    columns += ["mean", "spread"] if numbers else words if classes else ["classes"]
     rows = look(data)
     what = "training examples of each class" if classes else "number of classes it trains on"
+    what = f"mean and standard deviation of {_target(data)} in training" if numbers else what
     shown = show.table(*columns, title=f"{data.name}, partition {data.partition}: {what}", right=len(columns))
-    shown.columns[0].justify = "left"
+    for column in shown.columns[: 4 if bars else 1]:
+        column.justify = "left" if column.header in ("client", "") else "right"
     shown.padding = (0, 1, 0, 0)
     largest = max(row.train + row.test for row in rows)
-    for row in rows[:ROWS]:
+    for index, row in enumerate(rows[:ROWS]):
         bar = Text("█" * max(1, round(BAR * row.train / largest)), "cyan")
         bar.append("░" * round(BAR * row.test / largest), "cyan dim")
         bar.pad_right(BAR + 1 - len(bar))
         mix = [str(n) if n else "·" for n in row.train_labels] if classes else [str(sum(map(bool, row.train_labels)))]
+        mix = _spread(data, index) if numbers else mix
         shown.add_row(row.client, str(row.train), str(row.test), *([bar] if bars else []), *mix)
     return shown
+
+
+def _target(data: FederatedData) -> str:
+    return f"'{data.preparation.target}'" if data.preparation is not None else "the target"
+
+
+def _spread(data: FederatedData, client: int) -> list[str]:
+    targets = data.train.client(client)[1]
+    if data.preparation is not None:
+        targets = data.preparation.in_units(targets)
+    return [f"{targets.mean():.4g}", f"{targets.std(correction=0):.3g}"]
+
+
+def _missing(gaps: Missing) -> show.Table:
+    """The share missing: of each client where they are few, else the mean and the client with most."""
+    shares = gaps.shares.mean(0)
+    order = sorted(range(len(gaps.columns)), key=lambda k: -shares[k])[:ROWS]
+    if len(gaps.clients) <= SIDE_BY_SIDE:
+        shown = show.table("column", *gaps.clients, title="Missing, % of rows", right=len(gaps.clients))
+        for k in order:
+            shown.add_row(gaps.columns[k], *(_percent(share) for share in gaps.shares[:, k]))
+        return shown
+    shown = show.table("column", "clients with gaps", "mean", "most", "at", title="Missing, % of rows", right=4)
+    for k in order:
+        worst = int(gaps.shares[:, k].argmax())
+        some = int((gaps.shares[:, k] > 0).sum())
+        shown.add_row(
+            gaps.columns[k], str(some), _percent(shares[k]), _percent(gaps.shares[worst, k]), gaps.clients[worst]
+        )
+    return shown
+
+
+def _percent(share: float) -> str:
+    return "·" if share == 0 else "<1" if share < 0.01 else f"{100 * share:.0f}"

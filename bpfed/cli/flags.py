@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -32,12 +32,16 @@ def schema_fields() -> Iterator[tuple[str, Field]]:
             yield f"{table}.{field.name}", field
 
 
-def with_schema(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one flag for each field of the schema; it gets those that were given as ``**flags``, as typed."""
+def with_schema(function: Callable[..., None], without: Sequence[str] = ()) -> Callable[..., None]:
+    """Give a command one flag for each field of the schema; it gets those that were given as ``**flags``, as typed.
+
+    The keys of ``without`` get none.
+    """
     signature = inspect.signature(function, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     own = [p.replace(kind=p.KEYWORD_ONLY) for p in own]
-    function.__signature__ = inspect.Signature([*own, *(_parameter(*f) for f in schema_fields())])  # type: ignore[attr-defined]
+    flags = [_parameter(*f) for f in schema_fields() if f[0] not in without]
+    function.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
     function.__annotations__ = {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
     return function
 

@@ -76,7 +76,7 @@ def run(
             progress.say(note)
         if not quiet:
             callbacks.append(progress)
-            _loading(progress, chosen, data_dir)
+            loading(progress, chosen, data_dir)
         trained = prepare(chosen.method, chosen.load_data(data_dir), chosen.run, folder=folder, say=progress.say)
         chosen.confirm(trained.config())
         trained.train(callbacks)
@@ -98,8 +98,16 @@ def run(
 
 def free(config: Config) -> Path:
     """A folder for this run that does not exist yet: ``runs/DATA-METHOD-SEED``, then with ``-2`` and so on."""
-    name = f"{config.data.name}-{config.method.name}-{config.run.seed}".replace("/", "-")
+    name = f"{data_word(config)}-{config.method.name}-{config.run.seed}"
     return next(p for n in count(1) if not (p := RUNS / (name if n == 1 else f"{name}-{n}")).exists())
+
+
+def data_word(config: Config) -> str:
+    """The data in a word that may be part of a folder's name."""
+    data = config.data.name
+    if data.startswith("folder:"):
+        data = Path(data.removeprefix("folder:")).expanduser().resolve().stem or "folder"
+    return data.replace("/", "-")
 
 
 def _own(out: Path | None, resume: bool) -> Path | None:
@@ -135,7 +143,8 @@ def _trackers(names: list[str], out: Path) -> list[Callback]:
     return found
 
 
-def _loading(progress: Progress, chosen: Config, data_dir: Path | None) -> None:
+def loading(progress: Progress, chosen: Config, data_dir: Path | None) -> None:
+    """Show that the data is being loaded."""
     from bpfed.data.load import names, source_of
     from bpfed.data.sources import locate
 

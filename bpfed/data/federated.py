@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from bpfed import noise
 from bpfed.errors import UserError
+
+if TYPE_CHECKING:
+    from bpfed.data.preparation import Preparation
 
 Task = Literal["classification", "regression"]
 
@@ -70,6 +74,8 @@ class FederatedData:
         protocol: ``"paper"`` for the paper's six cells, else ``"own"``.
         test_fraction: The part of each client's examples that was held out; None where numbers were given instead.
         seed: Which examples went where; None where nothing was drawn.
+        preparation: How tables became these inputs and targets, to do the same to new rows; None where they were arrays.
+        calibration: Examples that nobody trains on and predictions are calibrated with (see `hold_out`); may be None.
     """
 
     name: str
@@ -83,6 +89,8 @@ class FederatedData:
     protocol: str = "own"
     test_fraction: float | None = None
     seed: int | None = None
+    preparation: Preparation | None = None
+    calibration: Examples | None = None
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -92,12 +100,50 @@ class FederatedData:
         """Shape of one input, without the batch axis."""
         return tuple(self.train.x.shape[1:])
 
+    def hold_out(self, fraction: float, seed: int) -> FederatedData:
+        """The same data with a part of each client's training examples moved to ``calibration``.
+
+        Of n examples round(n · fraction) are moved, at least one where n is 2 or more, and never all; of those of one
+        class, that part rounded up or down. Every example of a client has the same chance. Which ones they are depends on
+        ``seed``, the client's name and the order of its examples, and on no other client.
+        """
+        if self.calibration is not None:
+            raise UserError(f"'{self.name}' has calibration examples already; leave the setting 'calibration' at 0.")
+        sizes = self.train.sizes
+        owner = torch.repeat_interleave(torch.arange(len(self)), sizes)
+        held = (sizes * fraction).round().long().clamp(min=1)
+        held = torch.minimum(held, sizes - 1).clamp(min=0)
+        key = noise.keys(seed, 0, noise.Purpose.HOLD_OUT, noise.client_ids(self.clients))
+        place = torch.arange(len(owner)) - self.train.offsets[owner]
+        # Each client's examples class by class, in random order inside of a class; then at equal distances from a random
+        # start, with which every place has the same chance.
+        order = noise.fold(noise.fold(key, 0)[owner], place.int())[:, 0].argsort(stable=True)
+        if self.task == "classification":
+            order = order[self.train.y[order].argsort(stable=True)]
+        order = order[owner[order].argsort(stable=True)]
+        start = noise.uniform(noise.fold(key, 1), 1)[:, 0].double()[owner]
+        before, after = ((p * held[owner]).double() / sizes[owner] + start for p in (place, place + 1))
+        taken = after.floor() > before.floor()
+        moved = torch.zeros(len(owner), dtype=torch.bool)
+        moved[order[taken]] = True
+
+        def part(chosen: Tensor) -> Examples:
+            counts = torch.zeros(len(self), dtype=torch.int64).index_add_(0, owner, chosen.long())
+            return Examples(
+                self.train.x[chosen], self.train.y[chosen], torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+            )
+
+        return replace(self, train=part(~moved), calibration=part(moved))
+
     def check(self) -> FederatedData:
         """Return self, or say in one sentence which client's data cannot be trained on, and why."""
         if len(set(self.clients)) != len(self.clients):
             twice = next(c for c in self.clients if self.clients.count(c) > 1)
             raise UserError(f"Two clients of '{self.name}' are both called '{twice}'; give every client its own name.")
-        for part, examples in (("training", self.train), ("test", self.test)):
+        parts = {"training": self.train, "test": self.test, "calibration": self.calibration}
+        for part, examples in parts.items():
+            if examples is None:
+                continue
             if len(examples.offsets) != len(self) + 1:
                 raise UserError(f"'{self.name}' names {len(self)} clients but holds {part} data of another number.")
             if not len(examples.x) == len(examples.y) == int(examples.offsets[-1]):

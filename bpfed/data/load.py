@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from bpfed.data import sources
+from bpfed.data import own, sources
 from bpfed.data.cells import CELLS, Cell, deal_cell
-from bpfed.data.federated import Examples, FederatedData
+from bpfed.data.federated import Examples, FederatedData, Task
 from bpfed.data.folder import DataDir
 from bpfed.data.layout import client_names, lay_out, streams
+from bpfed.data.natural import NATURAL
+from bpfed.data.own import PREFIX
 from bpfed.data.partition import Partition, parse_partition
+from bpfed.data.preparation import Standardise
 from bpfed.data.sources import SOURCES, Source
 from bpfed.data.split import split
+from bpfed.data.table import Table
 from bpfed.errors import UserError, unknown
 
 PARTITION = "groups"
@@ -23,8 +28,8 @@ TEST_FRACTION = 0.5
 
 
 def names() -> tuple[str, ...]:
-    """Names that `load` knows: sources first, then the paper's six cells."""
-    return (*SOURCES, *CELLS)
+    """Names that `load` knows: sources first, then the paper's six cells. Beside them it knows ``folder:PATH``."""
+    return (*SOURCES, *NATURAL, *CELLS)
 
 
 def load(
@@ -36,29 +41,81 @@ def load(
     data_dir: DataDir = None,
     test_fraction: float | None = None,
     download: bool = True,
+    target: str | None = None,
+    client_column: str | None = None,
+    task: Task | None = None,
+    standardise: Standardise = "federated",
+    ignore: str | None = None,
+    read: Mapping[str, Table] | None = None,
 ) -> FederatedData:
     """Load a dataset as a federation of clients.
 
     Args:
-        name: One of `names`.
+        name: One of `names`, or ``folder:PATH`` for tables of your own: a folder with a CSV, TSV, Parquet or NPZ file for
+            each client, or one such file (see ``docs/data.md``).
         clients: Number of clients; left out, the dataset's own (10, or 20 for CIFAR-10).
         partition: How examples are dealt out, e.g. ``"groups"`` (as left out), ``"random:3"``, ``"dirichlet:0.3"``,
             ``"shards:2"``, ``"iid"``.
         seed: Which examples go where. The same seed gives the same federation.
         data_dir: Folder of the dataset's files; left out, the one ``BPFED_DATA`` names, then the cache folder.
-        test_fraction: Part of each client's examples held out for testing, of each class alike (left out, a half).
+        test_fraction: Part of each client's examples held out for testing, of each class alike (left out, a half, of
+            tables 0.3).
         download: Whether missing files may be downloaded.
+        target: Of tables, the column to predict; left out, the one called ``target``, ``label`` or ``y``.
+        client_column: Of one table for all, the column that says whose a row is.
+        task: Of tables, ``"classification"`` or ``"regression"``; left out, words and up to 20 whole numbers are classes.
+        standardise: Of tables, how numbers are scaled: ``"federated"`` by sums over all clients, ``"local"``
+            by each client's own, or ``"none"``.
+        ignore: Of tables, columns that are no inputs, separated by commas.
+        read: Of tables, what `tables` gave, where that has been called already.
 
     Raises:
         UserError: The name is unknown, the request cannot be met, or the files are missing or damaged.
     """
+    if is_table(name):
+        _natural_only(name, partition)
+        data = own.federate(
+            name,
+            tables(name, client_column=client_column, data_dir=data_dir, download=download) if read is None else read,
+            _target(name, target),
+            task=task,
+            standardise=standardise,
+            client_column=client_column,
+            ignore=[column.strip() for column in ignore.split(",")] if ignore else [],
+            test_fraction=test_fraction,
+            seed=seed,
+        )
+        if clients not in (None, len(data)):
+            raise UserError(f"'{name}' has {len(data)} clients of its own, not {clients}; leave their number out.")
+        return data
     _known(name)
+    scaling = None if standardise == "federated" else standardise
+    _no_table(name, target=target, client_column=client_column, task=task, standardise=scaling, ignore=ignore)
     dealt = parse_partition(partition if partition is not None else PARTITION)
     if name in CELLS:
         _cell_only(name, CELLS[name], clients, test_fraction)
         return _load_cell(name, CELLS[name], dealt, seed, data_dir, download)
     fraction = TEST_FRACTION if test_fraction is None else test_fraction
     return _load_source(name, clients, dealt, seed, data_dir, fraction, download)
+
+
+def is_table(name: str) -> bool:
+    """Whether the dataset of this name is tables, with natural clients."""
+    return name.startswith(PREFIX) or name in NATURAL
+
+
+def tables(
+    name: str, *, client_column: str | None = None, data_dir: DataDir = None, download: bool = True
+) -> dict[str, Table]:
+    """The tables of ``folder:PATH`` or of a dataset that is tables, by client; for the arguments see `load`."""
+    if name.startswith(PREFIX):
+        return own.read_clients(name.removeprefix(PREFIX), client_column)
+    if name not in NATURAL:
+        _known(name)
+        raise UserError(f"'{name}' is no table; tables are {', '.join(NATURAL)} and {PREFIX}PATH.")
+    if client_column is not None:
+        raise UserError(f"'{name}' has clients of its own; leave --client-column out.")
+    return NATURAL[name].files.read(sources.obtain(name, data_dir, download))
 
 
 def fetch(name: str, data_dir: DataDir = None) -> Path | None:
@@ -70,7 +127,7 @@ def fetch(name: str, data_dir: DataDir = None) -> Path | None:
     _known(name)
     source = source_of(name)
     place = sources.obtain(source, data_dir)
-    return place if SOURCES[source].files.wanted else None
+    return place if sources.entry(source).files.wanted else None
 
 
 def source_of(name: str) -> str:
@@ -80,7 +137,30 @@ def source_of(name: str) -> str:
 
 def _known(name: str) -> None:
     if name not in names():
+        if Path(name).exists():
+            raise UserError(f"Unknown dataset '{name}'; to use the files there, write '{PREFIX}{name}'.")
         raise unknown("dataset", name, names())
+
+
+def _natural_only(name: str, partition: str | None) -> None:
+    if partition is not None and parse_partition(partition).name != "natural":
+        raise UserError(f"'{name}' has clients of its own, so it cannot be dealt out by '{partition}'; leave that out.")
+
+
+def _target(name: str, target: str | None) -> str | None:
+    if name not in NATURAL:
+        return target
+    if target not in (None, NATURAL[name].target):
+        raise UserError(
+            f"'{name}' predicts '{NATURAL[name].target}'; leave --target out, or export it and use {PREFIX}PATH."
+        )
+    return NATURAL[name].target
+
+
+def _no_table(name: str, **options: str | None) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise UserError(f"'{name}' is no table, so '{option}' has no meaning; leave it out.")
 
 
 def _cell_only(name: str, cell: Cell, clients: int | None, test_fraction: float | None) -> None:

@@ -14,6 +14,7 @@ from bpfed.data.cifar import CIFAR10
 from bpfed.data.download import DownloadError
 from bpfed.data.folder import DataDir, destination, roots
 from bpfed.data.idx import FMNIST, MNIST
+from bpfed.data.natural import NATURAL, Natural
 from bpfed.errors import UserError, unknown
 
 
@@ -110,11 +111,11 @@ SOURCES: dict[str, Entry] = {
 }
 
 
-def entry(name: str) -> Entry:
+def entry(name: str) -> Entry | Natural:
     """What is known of this source, or a `UserError` with the nearest name."""
-    if name not in SOURCES:
-        raise unknown("dataset", name, SOURCES)
-    return SOURCES[name]
+    if name not in SOURCES and name not in NATURAL:
+        raise unknown("dataset", name, (*SOURCES, *NATURAL))
+    return SOURCES[name] if name in SOURCES else NATURAL[name]
 
 
 def locate(name: str, data_dir: DataDir = None) -> Path | None:
@@ -144,6 +145,6 @@ def obtain(name: str, data_dir: DataDir = None, download: bool = True) -> Path:
 
 def read(name: str, data_dir: DataDir = None, download: bool = True) -> Source:
     """Read a source whole, downloading its files first if they are missing and that is allowed."""
-    known = entry(name)
+    known = SOURCES[name]
     raw, y = known.files.read(obtain(name, data_dir, download))
     return Source(name, raw, y, known.half, known.labels)

@@ -1,0 +1,213 @@
+"""CSV: rows of text with a header, separated by comma, semicolon, tab or bar."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from bpfed.data.table import MISSING, UNKNOWN, Column, Table, Words
+from bpfed.errors import UserError
+from bpfed.files import write_whole
+
+DELIMITERS = ",;\t|"
+#: Rows that are text at a time. The rest of the table is numbers and codes, which need a tenth of the memory; and many
+#: short-lived lists at once would keep Python's garbage collector busy.
+CHUNK = 2_000
+#: Longest line that is looked at to tell the delimiter.
+HEADER = 1 << 20
+_DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
+_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
+
+
+def read_csv(path: Path) -> Table:
+    """Read a CSV file: UTF-8, the first line names the columns.
+
+    A column is numbers if all its cells are (or are missing), else words. Where the delimiter is not the comma, ``1,5`` is
+    one and a half. Columns without a name are left out.
+    """
+    as_text: set[str] = set()
+    while True:
+        found = _columns(path, as_text)
+        mixed = {name for name, chunks in found.items() if len({isinstance(c, Words) for c in chunks if _some(c)}) > 1}
+        if not mixed:
+            break
+        as_text |= mixed  # numbers at first and words later: only a second look has their text
+    rows = sum(len(c) for c in next(iter(found.values()), []))
+    columns = {name: _joined(chunks, name, path) for name, chunks in found.items()}
+    return Table(str(path), rows, columns)
+
+
+def write_folder(tables: Mapping[str, Table], folder: Path) -> list[Path]:
+    """Write a CSV file for each client into a new or empty folder; read back they are the same tables.
+
+    Raises:
+        UserError: There is something in the folder, or a table is of images.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"'{folder}' is not empty; give a new folder.")
+    texts = {}
+    for client, table in tables.items():
+        if table.images is not None:
+            raise UserError(f"'{table.name}' holds images, which no CSV file can; use NPZ.")
+        text = io.StringIO(newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(table.columns)
+        writer.writerows(zip(*(table.words(name) for name in table.columns), strict=True))
+        texts[folder / f"{client}.csv"] = text.getvalue()
+    for path, content in texts.items():
+        write_whole(path, content)
+    return list(texts)
+
+
+def _columns(path: Path, as_text: set[str]) -> dict[str, list[Column]]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            header, delimiter = _header(file, path)
+            reader = csv.reader(file, delimiter=delimiter, strict=True)
+            found: dict[str, list[Column]] = {name: [] for name in header if name}
+            for rows in _chunks(reader, len(header), path):
+                for name, cells in zip(header, zip(*rows, strict=True), strict=True):
+                    if name:
+                        found[name].append(_parsed(cells, delimiter, name in as_text))
+            return found
+    except UnicodeDecodeError as error:
+        _not_text(path, error)
+    except csv.Error as error:
+        raise UserError(f"'{path}' is damaged near line {reader.line_num + 1} ({error}); mend its quotes.") from error
+
+
+def _header(file: io.TextIOWrapper, path: Path) -> tuple[list[str], str]:
+    line = file.readline(HEADER)
+    while line and not line.strip():
+        line = file.readline(HEADER)
+    if not line:
+        raise UserError(f"'{path}' is empty; leave it out or give it a header and rows.")
+    if _CONTROL.search(line):
+        raise UserError(f"'{path}' is no text file; save it as CSV.")
+    cut = {}
+    for delimiter in DELIMITERS:
+        # A name in quotes may run over several lines; the reader asks for as many as it needs.
+        try:
+            cut[delimiter] = next(
+                csv.reader(chain([line], file) if line.count('"') % 2 else [line], delimiter=delimiter)
+            )
+        except (csv.Error, StopIteration) as error:
+            raise UserError(f"The first line of '{path}' is damaged ({error}); mend its quotes.") from error
+        if line.count('"') % 2:
+            break
+    delimiter = max(cut, key=lambda d: len(cut[d]))
+    header = [name.strip() for name in cut[delimiter]]
+    if len(header) == 1 and re.search(r"\S[ :^~]+\S", header[0]):
+        raise UserError(
+            f"'{path}' has one column only, '{header[0][:60]}'; separate its columns by comma, semicolon, tab or bar."
+        )
+    twice = [name for name in header if name and header.count(name) > 1]
+    # Plain counts (0, 1, 2, ...) are what some programs call columns; other numbers are a row of data.
+    if any(_number(name) and (not name.isdecimal() or name in twice) for name in header):
+        raise UserError(
+            f"The first line of '{path}' has numbers where the columns' names should be; add a line of names."
+        )
+    if twice:
+        raise UserError(f"'{path}' has two columns '{twice[0]}'; rename or remove one.")
+    return header, delimiter
+
+
+def _chunks(reader: Iterator[list[str]], width: int, path: Path) -> Iterator[list[list[str]]]:
+    """Rows in chunks, all of the header's width; blank lines are no rows."""
+    while rows := list(islice(reader, CHUNK)):
+        if any(len(row) != width for row in rows):
+            rows = [row for row in rows if row]
+            wrong = next((row for row in rows if len(row) != width), None)
+            if wrong is not None:
+                raise UserError(
+                    f"'{path}' has {width} columns, but {len(wrong)} in the row '{','.join(wrong)[:60]}' before line "
+                    f"{reader.line_num + 1}; mend it."  # type: ignore[attr-defined]
+                )
+        if rows:
+            yield rows
+
+
+def _parsed(cells: Sequence[str], delimiter: str, as_text: bool) -> Column:
+    if not as_text and (numbers := _numbers(cells, delimiter)) is not None:
+        return numbers
+    return Words.of(cells)
+
+
+def _numbers(cells: Sequence[str], delimiter: str) -> np.ndarray | None:
+    """The cells as numbers, NaN where missing; None if they are not all numbers."""
+    try:
+        values = np.fromiter(map(float, cells), np.float64, len(cells))
+    except ValueError:
+        distinct = set(cells)
+        read: dict[str, float] = {}
+        for cell in distinct:
+            text = cell.strip()
+            if text.casefold() in MISSING:
+                read[cell] = np.nan
+                continue
+            if delimiter != "," and _DECIMAL_COMMA.fullmatch(text):
+                text = text.replace(",", ".")
+            if not _number(text):
+                return None
+            read[cell] = float(text)
+        return np.fromiter(map(read.__getitem__, cells), np.float64, len(cells))
+    # Python reads 1_000 as a thousand, which nobody writes into a table.
+    return None if "_" in "".join(cells) else values
+
+
+def _number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return "_" not in text
+
+
+def _some(column: Column) -> bool:
+    return bool(column.levels if isinstance(column, Words) else not np.isnan(column).all())
+
+
+def _joined(chunks: list[Column], name: str, path: Path) -> Column:
+    numbers = [c for c in chunks if not isinstance(c, Words)]
+    if len(numbers) == len(chunks):
+        return np.concatenate([np.zeros(0), *numbers])
+    # What is numbers beside words is all missing.
+    words = [c if isinstance(c, Words) else Words(np.full(len(c), UNKNOWN), ()) for c in chunks]
+    levels = sorted({level for c in words for level in c.levels})
+    place = {level: i for i, level in enumerate(levels)}
+    shift = [np.array([*(place[level] for level in c.levels), UNKNOWN])[c.codes] for c in words]
+    made = Words(np.concatenate(shift), tuple(levels))
+    if any(_CONTROL.search(level) for level in levels):
+        raise UserError(f"Column '{name}' of '{path}' holds bytes that are no text; save it as CSV.")
+    _mostly_numbers(made, name, path)
+    return made
+
+
+def _mostly_numbers(column: Words, name: str, path: Path) -> None:
+    """A few words among numbers are slips of the pen, and would silently turn the numbers into categories."""
+    number = np.array([*(_number(level) for level in column.levels), False])
+    known = np.count_nonzero(column.codes >= 0)
+    if not number[column.codes].sum() * 2 > known:
+        return
+    row = int(np.flatnonzero((column.codes >= 0) & ~number[column.codes])[0])
+    raise UserError(
+        f"Column '{name}' of '{path}' is numbers but for '{column.levels[column.codes[row]][:40]}' in row {row + 1}; mend "
+        "it, or leave the cell empty if it is not known."
+    )
+
+
+def _not_text(path: Path, error: UnicodeDecodeError) -> NoReturn:
+    with path.open("rb") as file:
+        start = file.read(HEADER)
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise UserError(f"'{path}' is UTF-16; save it as UTF-8.") from error
+    if _CONTROL.search(start.decode("latin-1")):
+        raise UserError(f"'{path}' is no text file; save it as CSV.") from error
+    raise UserError(f"'{path}' is not UTF-8 (byte {error.object[error.start]:#04x}); save it as UTF-8.") from error

@@ -1,0 +1,201 @@
+"""Datasets whose rows come from somebody: the four hospitals of Heart Disease, and the 36 users of WISDM."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from bpfed.data.download import DownloadError, Remote, download
+from bpfed.data.own import by_column
+from bpfed.data.table import MISSING, Table, Words
+from bpfed.errors import UserError
+
+
+class TableFiles(Protocol):
+    """How the files of such a dataset are found, read and fetched."""
+
+    @property
+    def home(self) -> str: ...
+    @property
+    def wanted(self) -> str: ...
+    def find(self, root: Path) -> Path | None: ...
+    def read(self, place: Path) -> dict[str, Table]: ...
+    def fetch(self, root: Path) -> None: ...
+
+
+_UCI = "https://archive.ics.uci.edu/ml/machine-learning-databases/heart-disease"
+HOSPITALS = {
+    "cleveland": (18461, "a74b7efa387bc9d108d7d0115d831fe9b414b29ae7124f331b622b4efa0427c8"),
+    "hungarian": (10263, "d1ad108f785768cd3d7e82dc522e6f5a61eea93cccfb3a46ee8076f73fc3d796"),
+    "switzerland": (4109, "834a405ccf5b66ab4056bb77794adc8df0b7125186454c0a1d002d33c6c3b314"),
+    "va": (6737, "e7c93d8d0d2acdadfa4c5e8de768e2191e7f618b952e29623f1f0d5949ff6b8f"),
+}
+# fmt: off
+#: The 13 attributes under the names of ``heart-disease.names``; where a number is a code, what it stands for.
+ATTRIBUTES: dict[str, dict[float, str]] = {
+    "age": {},
+    "sex": {0: "female", 1: "male"},
+    "cp": {1: "typical angina", 2: "atypical angina", 3: "non-anginal pain", 4: "asymptomatic"},
+    "trestbps": {},
+    "chol": {},
+    "fbs": {0: "false", 1: "true"},
+    "restecg": {0: "normal", 1: "ST-T abnormality", 2: "hypertrophy"},
+    "thalach": {},
+    "exang": {0: "no", 1: "yes"},
+    "oldpeak": {},
+    "slope": {1: "up", 2: "flat", 3: "down"},
+    "ca": {},
+    "thal": {3: "normal", 6: "fixed defect", 7: "reversible defect"},
+}
+# fmt: on
+#: Nobody has a blood pressure or cholesterol of 0: it was not measured (in all of Switzerland, and often at the VA).
+NEVER_ZERO = ("trestbps", "chol")
+
+
+@dataclass(frozen=True)
+class HeartFiles:
+    """UCI Heart Disease: a file per hospital, 13 attributes and the diagnosis of each patient."""
+
+    home: str = "heart-disease"
+    base: str = _UCI
+
+    @property
+    def wanted(self) -> str:
+        """The files that have to be there, in words."""
+        return ", ".join(_file(hospital) for hospital in HOSPITALS)
+
+    def find(self, root: Path) -> Path | None:
+        """The folder below ``root`` that holds all four files, if one does."""
+        folders = (root / f for f in (self.home, "heart_disease", ""))
+        return next((f for f in folders if all((f / _file(h)).is_file() for h in HOSPITALS)), None)
+
+    def read(self, place: Path) -> dict[str, Table]:
+        """A table for each hospital; ``disease`` is whether any was found, ``num`` > 0."""
+        return {hospital: _hospital(place / _file(hospital)) for hospital in HOSPITALS}
+
+    def fetch(self, root: Path) -> None:
+        """Download what is missing into its home below ``root``."""
+        for hospital, (size, sha256) in HOSPITALS.items():
+            path = root / self.home / _file(hospital)
+            if not path.is_file():
+                download(Remote(f"{self.base}/{_file(hospital)}", size, sha256), path)
+
+
+ARFF = "WISDM_ar_v1.1_transformed.arff"
+
+
+@dataclass(frozen=True)
+class WisdmFiles:
+    """WISDM activity prediction 1.1: what people do, by 43 figures from the accelerometer of the phone in their pocket."""
+
+    home: str = "wisdm"
+
+    @property
+    def wanted(self) -> str:
+        """The file that has to be there, in words."""
+        return f"{ARFF} (in WISDM_ar_latest.tar.gz from https://www.cis.fordham.edu/wisdm/dataset.php)"
+
+    def find(self, root: Path) -> Path | None:
+        """The file below ``root``, if it is there."""
+        folders = (root / f for f in (self.home, "WISDM", "WISDM_ar_v1.1", ""))
+        return next((f / ARFF for f in folders if (f / ARFF).is_file()), None)
+
+    def read(self, place: Path) -> dict[str, Table]:
+        """A table for each user; the number of the row is left out."""
+        table = read_arff(place)
+        for name in ("user", "class", "UNIQUE_ID"):
+            table.column(name)
+        users = Words.of([f"user-{int(user):02d}" for user in table.words("user")])
+        columns = {**table.without(["UNIQUE_ID", "class"]).columns, "user": users, "activity": table.column("class")}
+        return by_column(Table(table.name, table.rows, columns), "user")
+
+    def fetch(self, root: Path) -> None:
+        """Not done: the archive's hash is not known here, and nothing is fetched that cannot be checked."""
+        raise DownloadError("is not downloaded by bpfed")
+
+
+def read_arff(path: Path) -> Table:
+    """Read an ARFF file: lines ``@attribute NAME TYPE``, then ``@data`` and rows as in CSV. Types are not looked at."""
+    names: list[str] = []
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            for line in file:
+                if line.strip().casefold() == "@data":
+                    break
+                if attribute := re.match(r"@attribute\s+(?:\"([^\"]+)\"|(\S+))", line.strip(), re.IGNORECASE):
+                    names.append(attribute[1] or attribute[2])
+            rows = [row for row in csv.reader(file) if row and not row[0].startswith("%")]
+        cells = list(zip(*rows, strict=True))
+        if not rows or len(cells) != len(names):
+            raise ValueError(f"{len(names)} attributes but {len(cells)} columns")
+    except OSError as error:
+        raise UserError(
+            f"'{path}' cannot be read ({error.strerror}); mend its permissions or fetch it again."
+        ) from error
+    except (ValueError, csv.Error) as error:
+        raise UserError(f"'{path}' is damaged ({error}); delete it and fetch it again.") from error
+    return Table(str(path), len(rows), {name: _column(c) for name, c in zip(names, cells, strict=True)})
+
+
+def _column(cells: tuple[str, ...]) -> np.ndarray | Words:
+    try:
+        return np.array([np.nan if cell.strip().casefold() in MISSING else float(cell) for cell in cells])
+    except ValueError:
+        return Words.of(cells)
+
+
+def _file(hospital: str) -> str:
+    return f"processed.{hospital}.data"
+
+
+def _hospital(path: Path) -> Table:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = [row for row in csv.reader(file) if row]
+        found = [_column(cells) for cells in zip(*rows, strict=True)]
+        if len(found) != len(ATTRIBUTES) + 1:
+            raise ValueError(f"{len(found)} columns in place of {len(ATTRIBUTES) + 1}")
+        columns: dict[str, np.ndarray | Words] = {}
+        for (name, codes), values in zip(ATTRIBUTES.items(), found[:-1], strict=True):
+            if isinstance(values, Words):
+                raise ValueError(f"words in column '{name}'")
+            if codes:
+                columns[name] = Words.of(["" if v != v else codes[v] for v in values.tolist()])
+            else:
+                columns[name] = np.where(values == 0, np.nan, values) if name in NEVER_ZERO else values
+        if isinstance(found[-1], Words) or np.isnan(found[-1]).any():
+            raise ValueError("a patient without a diagnosis")
+        columns["disease"] = Words.of(["yes" if v > 0 else "no" for v in found[-1].tolist()])
+    except OSError as error:
+        raise UserError(
+            f"'{path}' cannot be read ({error.strerror}); mend its permissions or fetch it again."
+        ) from error
+    except (ValueError, KeyError, csv.Error) as error:
+        raise UserError(f"'{path}' is damaged ({error}); delete it and fetch it again.") from error
+    return Table(path.stem.removeprefix("processed."), len(rows), columns)
+
+
+@dataclass(frozen=True)
+class Natural:
+    """What is known of such a dataset without opening it."""
+
+    examples: int
+    clients: int
+    target: str
+    sentence: str
+    files: TableFiles
+
+
+NATURAL: dict[str, Natural] = {
+    "heart-disease": Natural(
+        920, 4, "disease", "Heart disease found or not, patients of four hospitals, 13 attributes.", HeartFiles()
+    ),
+    "wisdm": Natural(
+        5418, 36, "activity", "What 36 people do, 43 figures from the phone in their pocket.", WisdmFiles()
+    ),
+}

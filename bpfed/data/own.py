@@ -1,0 +1,250 @@
+"""Your own data: tables of clients, from a folder of files or one file, as a federation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bpfed.data.federated import Examples, FederatedData, Task
+from bpfed.data.preparation import MOST_WHOLE, SPLIT, Preparation, Standardise, client_summary, combine
+from bpfed.data.split import split
+from bpfed.data.table import ENDINGS, Table, Words, read_table
+from bpfed.errors import UserError
+from bpfed.noise import client_ids
+
+#: How a path is told from a dataset's name.
+PREFIX = "folder:"
+#: Names that a column to predict goes by.
+TARGETS = ("target", "label", "y")
+TEST_FRACTION = 0.3
+_PARTS = {"train": False, "training": False, "test": True, "testing": True}
+
+
+def read_clients(path: str | Path, client_column: str | None = None) -> dict[str, Table]:
+    """The tables of all clients, by name: a folder with a file for each, or one file and the column that says whose a row is.
+
+    Raises:
+        UserError: There is no such place, or a file of it cannot be used.
+    """
+    path = Path(path).expanduser()
+    try:
+        path.stat()
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be opened ({error.strerror}); give a folder or a file of tables.") from error
+    if path.is_dir():
+        if client_column is not None:
+            raise UserError(
+                f"'{path}' is a folder with a file for each client, so no column says whose a row is; leave "
+                "--client-column out, or give one file."
+            )
+        return {name: read_table(file) for name, file in _files(path).items()}
+    table = read_table(path)
+    if client_column is None:
+        raise UserError(
+            f"'{path}' is one file; say by --client-column which column tells the clients apart, of {_list(table)}."
+        )
+    return by_column(table, client_column)
+
+
+def by_column(table: Table, client_column: str) -> dict[str, Table]:
+    """Cut a table into one for each client, named by a column, which they do not have any more."""
+    column = table.column(client_column)
+    words = column if isinstance(column, Words) else Words.of(table.words(client_column))
+    nobody = table.missing(client_column)
+    if nobody.any():
+        raise UserError(
+            f"Row {int(np.flatnonzero(nobody)[0]) + 1} of '{table.name}' has no '{client_column}'; say whose it is or "
+            "remove it."
+        )
+    rest = table.without([client_column])
+    order = np.argsort(words.codes, kind="stable")
+    ends = np.bincount(words.codes, minlength=len(words.levels)).cumsum()
+    parts = np.split(order, ends[:-1])
+    return {_checked(name, table.name): rest.take(rows, name) for name, rows in zip(words.levels, parts, strict=True)}
+
+
+def federate(
+    name: str,
+    tables: Mapping[str, Table],
+    target: str | None = None,
+    *,
+    task: Task | None = None,
+    standardise: Standardise = "federated",
+    client_column: str | None = None,
+    ignore: Sequence[str] = (),
+    test_fraction: float | None = None,
+    seed: int = 0,
+) -> FederatedData:
+    """Make a federation of the clients' tables; for the arguments see `load`.
+
+    Each client's part is made by itself (`held_out`, `client_summary`, `Preparation.inputs`), as a deployed site would.
+    """
+    if seed < 0:
+        raise UserError(f"A seed must be 0 or more, not {seed}.")
+    target = find_target(tables, target)
+    marked = [client for client, table in tables.items() if SPLIT in table.columns and target != SPLIT]
+    if marked and len(marked) < len(tables):
+        without = next(client for client in tables if client not in marked)
+        raise UserError(
+            f"Client '{marked[0]}' has a column '{SPLIT}' and '{without}' has none; give it to all or to none."
+        )
+    if marked and test_fraction is not None:
+        raise UserError(
+            f"The column '{SPLIT}' of '{name}' says which rows are for testing; leave the test fraction out."
+        )
+    fraction = TEST_FRACTION if test_fraction is None else test_fraction
+    clients = sorted(tables)
+    _ignored(tables, ignore)
+    parts = []
+    for client in clients:
+        table = tables[client]
+        if table.missing(target).any():
+            rows = np.flatnonzero(table.missing(target))
+            raise UserError(
+                f"{len(rows)} of the {table.rows} rows of '{table.name}' have no '{target}', first row {rows[0] + 1}; fill "
+                "it in or remove them."
+            )
+        test = held_out(table, target, client, task=task, test_fraction=fraction, seed=seed)
+        parts.append((client, table.take(np.flatnonzero(~test)), table.take(np.flatnonzero(test))))
+    empty = [client for client, train, _ in parts if not len(train)]
+    if empty:
+        raise UserError(f"Client '{empty[0]}' of '{name}' has no training row; leave it out or give it one.")
+    summaries = [client_summary(train, target, client=client, task=task, ignore=ignore) for client, train, _ in parts]
+    preparation = combine(
+        summaries, target, task=task, standardise=standardise, client_column=client_column, ignore=ignore
+    )
+    return FederatedData(
+        name=name,
+        clients=tuple(clients),
+        train=_examples(preparation, [(client, train) for client, train, _ in parts], seed),
+        test=_examples(preparation, [(client, test) for client, _, test in parts], seed),
+        task=preparation.task,
+        classes=len(preparation.labels),
+        labels=preparation.labels,
+        partition="natural",
+        test_fraction=None if marked else fraction,
+        seed=seed,
+        preparation=preparation,
+    ).check()
+
+
+def find_target(tables: Mapping[str, Table], target: str | None = None) -> str:
+    """The column to predict: the one asked for, or one that is called ``target``, ``label`` or ``y``."""
+    if target is None:
+        known = [name for name in TARGETS if all(name in table.columns for table in tables.values())]
+        if not known:
+            raise UserError(
+                f"Say by --target which column is to be predicted, of {_list(next(iter(tables.values())))}."
+            )
+        return known[0]
+    for table in tables.values():
+        table.column(target)
+        if len(table.columns.keys() - {target, SPLIT}) == 0 and table.images is None:
+            raise UserError(f"'{table.name}' has no column but '{target}', so there is nothing to predict it from.")
+    return target
+
+
+def held_out(
+    table: Table,
+    target: str,
+    client: str,
+    *,
+    task: Task | None = None,
+    test_fraction: float = TEST_FRACTION,
+    seed: int = 0,
+) -> np.ndarray:
+    """Which rows of a client are for testing, ``[n]`` bool: as its column ``split`` says, else drawn.
+
+    Drawn is a fraction, of each class alike; each class that the client has keeps a row for training. It depends on the
+    seed and the client's name and rows, not on other clients.
+    """
+    if SPLIT in table.columns and target != SPLIT:
+        words = [word.casefold() for word in table.words(SPLIT)]
+        strange = next((word for word in words if word not in _PARTS), None)
+        if strange is not None:
+            raise UserError(
+                f"Column '{SPLIT}' of '{table.name}' says which rows are for testing and must be 'train' or 'test', not "
+                f"'{strange}'; rename it if it is an input."
+            )
+        return np.array([_PARTS[word] for word in words], dtype=bool)
+    column = table.column(target)
+    strata = np.zeros(table.rows, dtype=np.int64)
+    if isinstance(column, Words):
+        strata = column.codes
+    elif task != "regression":
+        values, codes = np.unique(column, return_inverse=True)
+        if task == "classification" or (len(values) <= MOST_WHOLE and (values == np.trunc(values)).all()):
+            strata = codes
+    rng = _generator(seed, client, 0)
+    test = split(strata, np.zeros(table.rows, dtype=np.int64), test_fraction, rng)
+    for stratum in np.unique(strata[test]):
+        members = strata == stratum
+        if test[members].all():
+            test[np.flatnonzero(members)[0]] = False
+    return test
+
+
+def _examples(preparation: Preparation, tables: Sequence[tuple[str, Table]], seed: int) -> Examples:
+    xs, ys, sizes = [], [], [0]
+    for client, table in tables:
+        # In random order: whoever trains on rows as they come must not meet one class after the other.
+        order = torch.from_numpy(_generator(seed, client, 1).permutation(table.rows))
+        xs.append(preparation.inputs(table, client)[order])
+        ys.append(preparation.targets(table)[order])
+        sizes.append(table.rows)
+    return Examples(torch.cat(xs), torch.cat(ys), torch.tensor(sizes).cumsum(0))
+
+
+def _generator(seed: int, client: str, purpose: int) -> np.random.Generator:
+    return np.random.default_rng([seed, int(client_ids((client,))[0]), purpose])
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The file of each client, by its name. Hidden files and notes in Markdown are passed over, anything else is refused."""
+    found: dict[str, Path] = {}
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise UserError(f"'{folder}' cannot be read ({error.strerror}); mend its permissions.") from error
+    for path in paths:
+        if path.name.startswith(".") or path.suffix.lower() == ".md":
+            continue
+        if path.suffix.lower() not in ENDINGS:
+            what = "a folder" if path.is_dir() else f"no file of {', '.join(ENDINGS)}"
+            raise UserError(f"'{path}' is {what}, and each file in there must be a client's; move it elsewhere.")
+        name = _checked(path.stem, str(folder))
+        if name in found:
+            raise UserError(
+                f"'{path}' and '{found[name].name}' would both be client '{name}'; rename one or move it elsewhere."
+            )
+        found[name] = path
+    if not found:
+        raise UserError(f"'{folder}' has no files of {', '.join(ENDINGS)}; put one there for each client.")
+    return found
+
+
+def _checked(name: str, where: str) -> str:
+    """A client's name, if it can be shown and written down."""
+    try:
+        os.fsencode(name).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"A client of '{where}' has a name that is not UTF-8, {name!r}; rename it.") from error
+    if not name.isprintable() or not name.strip():
+        raise UserError(f"A client of '{where}' has a name that cannot be printed, {name!r}; rename it.")
+    return name
+
+
+def _ignored(tables: Mapping[str, Table], ignore: Sequence[str]) -> None:
+    known = {name for table in tables.values() for name in table.columns}
+    for name in ignore:
+        if name not in known:
+            next(iter(tables.values())).column(name)
+
+
+def _list(table: Table, most: int = 12) -> str:
+    names = [f"'{name}'" for name in table.columns]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} others" if len(names) > most else "")

@@ -1,0 +1,56 @@
+"""Parquet, read by pyarrow, which is an extra of this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bpfed.data.table import Column, Table, Words
+from bpfed.errors import UserError
+
+#: What pandas calls an index that has no name.
+INDEX = "__index_level_"
+
+
+def read_parquet(path: Path) -> Table:
+    """Read a Parquet file of numbers, words and truth values; nothing nested, no dates."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UserError(
+            f"'{path}' needs pyarrow, which is not here; install it with pip install 'bpfed[parquet]', or save it as CSV."
+        ) from error
+    try:
+        with pq.ParquetFile(path) as file:
+            read = file.read()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        # pyarrow's own errors can have several lines, and OSErrors without a number.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise UserError(
+            f"'{path}' is no good Parquet file ({str(error).splitlines()[0].rstrip('.')}); save it again."
+        ) from error
+    names = [name for name in read.column_names if not name.startswith(INDEX)]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UserError(f"'{path}' has two columns '{twice[0]}'; rename or remove one.")
+    return Table(str(path), read.num_rows, {name: _column(read[name], name, path) for name in names})
+
+
+def _column(column: Any, name: str, path: Path) -> Column:
+    import pyarrow as pa
+
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if pa.types.is_null(kind):
+        return np.full(len(column), np.nan)
+    if pa.types.is_boolean(kind):
+        return Words.of(["" if v is None else str(v) for v in column.to_pylist()])
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return Words.of(["" if v is None else v for v in column.to_pylist()])
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        values = column.cast(kind).cast(pa.float64(), safe=False)
+        return np.asarray(values.to_numpy(), dtype=np.float64)
+    raise UserError(f"Column '{name}' of '{path}' is of type {kind}; turn it into numbers or words.")

@@ -1,0 +1,178 @@
+"""A table: named columns of numbers or words, or images with their targets, read from one file."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from bpfed.errors import UserError, hint
+
+#: Cells that mean "not known", whatever their case.
+MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "nan", "null", "<na>"})
+TRUTH = frozenset({"true", "false"})
+#: Endings of the files that are read, and what reads them.
+ENDINGS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".npz": "npz"}
+#: Larger numbers are codes or mistakes: their squares would drown all others.
+LARGEST = 1e30
+UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class Words:
+    """A column of words.
+
+    Attributes:
+        codes: Which level each row has, ``[n]`` int64, `UNKNOWN` where it is missing.
+        levels: The words that occur, in order.
+    """
+
+    codes: np.ndarray
+    levels: tuple[str, ...]
+
+    @classmethod
+    def of(cls, cells: Sequence[str]) -> Words:
+        """Of one word per row; those of `MISSING` are missing, and truth values are written small."""
+        spelt = {cell: cell.strip() for cell in set(cells)}
+        spelt = {cell: word.casefold() if word.casefold() in TRUTH else word for cell, word in spelt.items()}
+        levels = sorted({word for word in spelt.values() if word.casefold() not in MISSING})
+        place = {word: i for i, word in enumerate(levels)}
+        code = {cell: place.get(word, UNKNOWN) for cell, word in spelt.items()}
+        return cls(np.fromiter(map(code.__getitem__, cells), np.int64, len(cells)), tuple(levels))
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def take(self, rows: np.ndarray) -> Words:
+        """These rows, with the levels that are left among them."""
+        kept, codes = np.unique(self.codes[rows], return_inverse=True)
+        levels = tuple(self.levels[k] for k in kept if k != UNKNOWN)
+        return Words(codes - int(UNKNOWN in kept), levels)
+
+    def words(self) -> list[str]:
+        """The word of each row, empty where it is missing."""
+        return [self.levels[k] if k != UNKNOWN else "" for k in self.codes.tolist()]
+
+
+#: Numbers, ``[n]`` float64 with NaN where missing, or words.
+Column = np.ndarray | Words
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of one client, or of several.
+
+    Attributes:
+        name: Where it is from, for errors.
+        rows: Number of rows n.
+        columns: Its columns, by name.
+        images: Images, ``[n, c, h, w]`` numbers, where the inputs are images; then the columns only say what they show.
+    """
+
+    name: str
+    rows: int
+    columns: dict[str, Column] = field(default_factory=dict)
+    images: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def take(self, rows: np.ndarray, name: str | None = None) -> Table:
+        """The table of these rows only, ``[m]`` indices or ``[n]`` bool."""
+        columns = {key: c.take(rows) if isinstance(c, Words) else c[rows] for key, c in self.columns.items()}
+        number = int(np.count_nonzero(rows)) if rows.dtype == bool else len(rows)
+        images = None if self.images is None else self.images[rows]
+        return Table(name or self.name, number, columns, images)
+
+    def without(self, names: Iterable[str]) -> Table:
+        """The table without these columns; those that it has not are no mistake."""
+        left = set(names)
+        return replace(self, columns={key: c for key, c in self.columns.items() if key not in left})
+
+    def column(self, name: str) -> Column:
+        """The column of that name."""
+        if name not in self.columns:
+            raise UserError(f"'{self.name}' has no column '{name}'; {hint(name, self.columns)}")
+        return self.columns[name]
+
+    def words(self, name: str) -> list[str]:
+        """A column as words, one per row, empty where missing; whole numbers are written as such."""
+        column = self.column(name)
+        return column.words() if isinstance(column, Words) else [written(v) for v in column.tolist()]
+
+    def missing(self, name: str) -> np.ndarray:
+        """Where a column has no value, ``[n]`` bool; everywhere, if the table lacks it."""
+        column = self.columns.get(name)
+        if column is None:
+            return np.ones(self.rows, dtype=bool)
+        return column.codes == UNKNOWN if isinstance(column, Words) else np.isnan(column)
+
+
+def written(value: float) -> str:
+    """A number as a word: ``3`` for 3.0, the shortest that reads back as the same otherwise, empty for NaN."""
+    if value != value:
+        return ""
+    return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
+
+
+def read_table(path: str | Path) -> Table:
+    """Read a file of rows: CSV or TSV with a header, Parquet, or NPZ.
+
+    An NPZ file holds ``x`` ``[n, F]`` numbers or ``[n, h, w]`` or ``[n, h, w, c]`` images, and ``y`` ``[n]``; or one array
+    ``[n]`` for each column. Pickled objects are refused.
+
+    Raises:
+        UserError: It cannot be read, or is not what its ending says.
+    """
+    path = Path(path)
+    kind = ENDINGS.get(path.suffix.lower())
+    if kind is None:
+        raise UserError(f"'{path}' is no file of {', '.join(ENDINGS)}; convert it to one of these.")
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise UserError(f"'{path}' is no plain file but a {_kind(mode)}; put a file there or leave it out.")
+        if kind == "csv":
+            from bpfed.data.csvfile import read_csv as read
+        elif kind == "parquet":
+            from bpfed.data.parquet import read_parquet as read
+        else:
+            from bpfed.data.npz import read_npz as read
+        table = read(path)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read ({error.strerror or error}); mend it or leave it out.") from error
+    except MemoryError as error:
+        raise UserError(f"'{path}' does not fit into memory; cut it into smaller files.") from error
+    if not table.rows:
+        raise UserError(f"'{path}' has no rows; leave it out or give it some.")
+    _in_range(table)
+    return table
+
+
+def _kind(mode: int) -> str:
+    return "folder" if stat.S_ISDIR(mode) else "pipe or device"
+
+
+def _in_range(table: Table) -> None:
+    for name, column in table.columns.items():
+        if isinstance(column, Words):
+            continue
+        with np.errstate(invalid="ignore"):
+            bad = np.abs(column) > LARGEST
+        if bad.any():
+            row = int(np.flatnonzero(bad)[0])
+            what = "an infinite number" if np.isinf(column[row]) else f"the number {column[row]:g}"
+            raise UserError(
+                f"Column '{name}' of '{table.name}' has {what} in row {row + 1}; mend it, or leave the cell empty if it "
+                "is not known."
+            )
+    if table.images is not None and table.images.dtype.kind == "f":
+        bad = ~(np.abs(table.images.reshape(table.rows, -1)).max(1) <= LARGEST)
+        if bad.any():
+            row = int(np.flatnonzero(bad)[0])
+            raise UserError(
+                f"Image {row + 1} of '{table.name}' has missing or infinite values; mend it or leave it out."
+            )

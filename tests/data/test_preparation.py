@@ -1,0 +1,267 @@
+"""Preparation: federated sums are the pooled statistics, nothing depends on order, and new rows are treated as the old."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpfed.data import Preparation, Table, load, read_table
+from bpfed.data.own import federate, held_out
+from bpfed.data.preparation import Summary, client_summary, combine
+from bpfed.data.table import Words
+from bpfed.errors import UserError
+
+NUMBER = st.one_of(st.none(), st.floats(-1e6, 1e6, width=32))
+WORD = st.sampled_from(["", "red", "green", "blue"])
+
+
+@st.composite
+def clients(draw: st.DrawFn) -> dict[str, Table]:
+    """Two to four clients with gaps in numbers and words, columns in any order, some without a column."""
+    found = {}
+    for k in range(draw(st.integers(2, 4))):
+        n = draw(st.integers(3, 12))
+        columns: dict[str, np.ndarray | Words] = {
+            "a": np.array([np.nan if v is None else v for v in draw(st.lists(NUMBER, min_size=n, max_size=n))]),
+            "b": np.array(draw(st.lists(st.floats(0, 1), min_size=n, max_size=n))) + 1e9,
+            "w": Words.of(draw(st.lists(WORD, min_size=n, max_size=n))),
+            "y": Words.of(["no", "yes"] * (n // 2) + ["no"] * (n % 2)),
+        }
+        if draw(st.booleans()):
+            del columns[draw(st.sampled_from(["a", "b", "w"]))]
+        order = draw(st.permutations(list(columns)))
+        found[f"c{k}"] = Table(f"c{k}", n, {name: columns[name] for name in order})
+    return found
+
+
+def prepared(tables: dict[str, Table], **options: str) -> Preparation | None:
+    try:
+        return combine([client_summary(t, "y", client=c) for c, t in tables.items()], "y", **options)  # type: ignore[arg-type]
+    except UserError:
+        return None  # all columns constant
+
+
+def pooled(tables: dict[str, Table], name: str) -> np.ndarray:
+    parts = [t.columns[name] if name in t.columns else np.full(t.rows, np.nan) for t in tables.values()]
+    return np.concatenate(parts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(clients())
+def test_federated_sums_are_the_pooled_statistics(tables: dict[str, Table]) -> None:
+    made = prepared(tables)
+    for feature in made.features if made else ():
+        if feature.kind == "number" and feature.scale:
+            values = pooled(tables, feature.name)
+            assert feature.mean == pytest.approx(np.nanmean(values), rel=1e-12, abs=1e-9)
+            assert feature.scale == pytest.approx(np.nanstd(values), rel=1e-6)
+            assert feature.indicator == bool(np.isnan(values).any())
+    if made:
+        rows = torch.cat([made.inputs(t) for t in tables.values()])
+        for k, name in enumerate(made.input_names):
+            if name in ("a", "b"):
+                known = ~np.isnan(pooled(tables, name))
+                assert float(rows[known, k].double().mean()) == pytest.approx(0, abs=1e-4)
+                assert float(rows[known, k].double().std(correction=0)) == pytest.approx(1, abs=1e-4)
+                assert (rows[~known, k] == 0).all()
+            elif name.endswith("missing"):
+                column = name.removesuffix(" missing")
+                assert torch.equal(
+                    rows[:, k] > 0, torch.from_numpy(np.concatenate([t.missing(column) for t in tables.values()]))
+                )
+
+
+@settings(max_examples=30, deadline=None)
+@given(clients(), st.randoms(use_true_random=False))
+def test_order_of_columns_and_of_clients_does_not_matter(tables: dict[str, Table], random: object) -> None:
+    made = prepared(tables)
+    shuffled = {}
+    for client in random.sample(sorted(tables), len(tables)):  # type: ignore[attr-defined]
+        table = tables[client]
+        names = random.sample(sorted(table.columns), len(table.columns))  # type: ignore[attr-defined]
+        shuffled[client] = Table(client, table.rows, {name: table.columns[name] for name in names})
+    again = prepared(shuffled)
+    assert (made is None) == (again is None)
+    if made and again:
+        assert made.input_names == again.input_names
+        for client, table in tables.items():
+            assert torch.allclose(made.inputs(table), again.inputs(shuffled[client]), atol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(clients(), st.sampled_from(["federated", "local", "none"]))
+def test_records_through_json_give_the_same(tables: dict[str, Table], standardise: str) -> None:
+    summaries = [client_summary(t, "y", client=c) for c, t in tables.items()]
+    assert [Summary.from_record(json.loads(json.dumps(s.record()))) for s in summaries] == summaries
+    made = prepared(tables, standardise=standardise)
+    if made:
+        assert Preparation.from_record(json.loads(json.dumps(made.record()))) == made
+
+
+def test_a_summary_holds_no_rows() -> None:
+    rng = np.random.default_rng(0)
+    sizes = []
+    for n in (100, 10_000):
+        table = Table(
+            "c", n, {"a": rng.standard_normal(n), "w": Words.of(["x", "z"] * (n // 2)), "y": rng.standard_normal(n)}
+        )
+        sizes.append(len(json.dumps(client_summary(table, "y").record())))
+    assert abs(sizes[0] - sizes[1]) < 20
+
+
+def test_test_rows_are_in_no_summary() -> None:
+    y = Words.of(["no", "yes"] * 20)
+    values = np.arange(40.0)
+    tables = {"c": Table("c", 40, {"a": values, "y": y})}
+    test = held_out(tables["c"], "y", "c", seed=3)
+    wild = np.where(test, 1e6, values)
+    first, second = (federate("t", {"c": Table("c", 40, {"a": v, "y": y})}, "y", seed=3) for v in (values, wild))
+    assert first.preparation == second.preparation
+    assert torch.equal(first.train.x, second.train.x)
+    assert not torch.equal(first.test.x, second.test.x)
+
+
+def test_a_clients_split_does_not_depend_on_the_others() -> None:
+    rng = np.random.default_rng(0)
+    tables = {
+        c: Table(c, 30, {"a": rng.standard_normal(30), "y": Words.of(["no", "yes", "no"] * 10)})
+        for c in ("a", "b", "c")
+    }
+    alone = federate("t", {"b": tables["b"]}, "y", seed=5, standardise="none")
+    together = federate("t", tables, "y", seed=5, standardise="none")
+    assert torch.equal(alone.test.client(0)[0], together.test.client(1)[0])
+    assert not torch.equal(alone.test.x, federate("t", {"b": tables["b"]}, "y", seed=6, standardise="none").test.x)
+
+
+def test_local_standardisation_is_each_clients_own_and_newcomers_join() -> None:
+    tables = {
+        c: Table(c, 20, {"a": m + np.arange(20.0), "y": Words.of(["no", "yes"] * 10)})
+        for c, m in (("a", 0), ("b", 500))
+    }
+    data = federate("t", tables, "y", standardise="local", test_fraction=0.5)
+    for client in range(2):
+        assert float(data.train.client(client)[0].mean()) == pytest.approx(0, abs=1e-5)
+    made = data.preparation
+    assert made is not None
+    new = Table("n", 2, {"a": np.array([7.0, 9.0])})
+    with pytest.raises(UserError, match="say whose rows these are"):
+        made.inputs(new)
+    with pytest.raises(UserError, match="Unknown client 'n'"):
+        made.inputs(new, "n")
+    assert made.joined("n", new).inputs(new, "n").flatten().tolist() == pytest.approx([-1, 1])
+    # One value has no spread: everybody's is taken.
+    one = Table("n", 1, {"a": np.array([7.0])})
+    assert made.joined("o", one).inputs(Table("n", 1, {"a": np.array([8.0])}), "o").item() == pytest.approx(
+        1 / made.features[0].scale
+    )
+
+
+@pytest.fixture
+def made() -> Preparation:
+    table = Table(
+        "c",
+        6,
+        {
+            "a": np.array([1.0, 2, 3, 4, 5, np.nan]),
+            "w": Words.of(["red", "blue", "red", "", "blue", "red"]),
+            "y": Words.of(["no", "yes"] * 3),
+        },
+    )
+    return combine([client_summary(table, "y")], "y")
+
+
+def test_new_rows(made: Preparation) -> None:
+    assert made.input_names == ("a", "a missing", "w = blue", "w = red", "w missing")
+    new = Table(
+        "new", 3, {"other": np.zeros(3), "w": Words.of(["green", "", "red"]), "a": np.array([3.0, np.nan, 3 + 2**0.5])}
+    )
+    assert made.inputs(new).tolist() == [[0, 0, 0, 0, 0], [0, 1, 0, 0, 1], [1, 0, 0, 1, 0]]
+    without = Table("new", 1, {"w": Words.of(["red"])})
+    assert made.inputs(without).tolist() == [[0, 1, 0, 1, 0]]
+    assert made.targets(Table("new", 2, {"y": Words.of(["yes", "no"])})).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"z": np.zeros(1)}, r"none of the columns that training used \('a', 'w'\)"),
+        ({"a": Words.of(["old"])}, "'a' of 'new' must be numbers, but has 'old'"),
+    ],
+)
+def test_new_rows_that_cannot_be(made: Preparation, columns: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        made.inputs(Table("new", 1, columns))
+
+
+def test_targets_that_cannot_be(made: Preparation) -> None:
+    for column, words in (
+        (Words.of(["maybe"]), "has the 'y' 'maybe', which no training row has; it must be one of 'no', 'yes'"),
+        (Words.of([""]), "1 of the 1 rows of 'new' have no 'y'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            made.targets(Table("new", 1, {"y": column}))
+
+
+@pytest.mark.parametrize("change", [{"version": 2}, {"features": 3}, {"shape": 5}, {"more": 1}])
+def test_a_record_that_cannot_be(made: Preparation, change: dict) -> None:
+    with pytest.raises(UserError, match=r"version|damaged"):
+        Preparation.from_record({**made.record(), **change})
+
+
+@pytest.mark.parametrize(
+    ("values", "task", "labels"),
+    [
+        ([0, 1, 2, 1], None, ("0", "1", "2")),
+        ([10, 9, 100, 9], None, ("9", "10", "100")),
+        ([0.5, 1, 2, 1], None, ()),
+        ([0, 1, 2, 1], "regression", ()),
+        (list(range(30)), None, ()),
+        (list(range(30)), "classification", tuple(map(str, range(30)))),
+    ],
+)
+def test_what_is_a_class(values: list[float], task: str | None, labels: tuple[str, ...]) -> None:
+    table = Table("c", len(values), {"a": np.arange(float(len(values))), "y": np.array(values, dtype=float)})
+    assert combine([client_summary(table, "y", task=task)], "y", task=task).labels == labels  # type: ignore[arg-type]
+
+
+def test_regression_in_units(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name, mean in (("a", 100.0), ("b", 300.0)):
+        np.savez(tmp_path / f"{name}.npz", x=rng.standard_normal((40, 2)), y=mean + 10 * rng.standard_normal(40))
+    data = load(f"folder:{tmp_path}")
+    made = data.preparation
+    assert made is not None
+    assert (data.task, data.classes, made.task) == ("regression", 0, "regression")
+    assert float(data.train.y.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(data.train.y.std(correction=0)) == pytest.approx(1, abs=1e-4)
+    table = read_table(tmp_path / "b.npz")
+    assert np.allclose(made.in_units(made.targets(table)), table.columns["y"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "expected"), [((4, 5), (1, 4, 5)), ((4, 5, 3), (3, 4, 5)), ((3, 8, 8), (3, 8, 8))])
+def test_images(tmp_path: Path, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    for name in "ab":
+        np.savez(
+            tmp_path / f"{name}.npz",
+            x=rng.integers(0, 256, (20, *shape), dtype=np.uint8),
+            y=np.array(["cat", "dog"] * 10),
+        )
+    data = load(f"folder:{tmp_path}")
+    assert (data.input_shape, data.labels) == (expected, ("cat", "dog"))
+    per_channel = data.train.x.transpose(0, 1).flatten(1)
+    assert per_channel.mean(1).tolist() == pytest.approx([0] * expected[0], abs=1e-4)
+    assert per_channel.std(1).tolist() == pytest.approx([1] * expected[0], abs=1e-3)
+    plain = load(f"folder:{tmp_path}", standardise="none").train.x
+    assert (float(plain.min()), float(plain.max())) == (-1, 1)
+    assert data.preparation is not None
+    assert data.preparation.inputs(read_table(tmp_path / "a.npz"), "a").shape == (20, *expected)
+    np.savez(tmp_path / "c.npz", x=np.zeros((4, 6, 6)), y=np.array(["cat", "dog"] * 2))
+    with pytest.raises(UserError, match="Clients differ in what their inputs are"):
+        load(f"folder:{tmp_path}")
