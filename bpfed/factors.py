@@ -38,8 +38,8 @@ class Factors:
 
         Args:
             parameters: Name to tensor, in the module's own order.
-            personal: ``"head"`` (the last layer that has parameters), ``"none"``, ``"all"``, or one or several parameter
-                names, layer names or patterns (``"fc2"``, ``"*.bias"``).
+            personal: ``"head"`` (the last layer that has parameters), ``"not-head"`` (all but that), ``"none"``, ``"all"``,
+                or one or several parameter names, layer names or patterns (``"fc2"``, ``"*.bias"``).
         """
         chosen = _personal_names(tuple(parameters), personal)
         names = (*(n for n in parameters if n not in chosen), *(n for n in parameters if n in chosen))
@@ -92,8 +92,11 @@ def _personal_names(names: tuple[str, ...], personal: Personal) -> set[str]:
         return set()
     if personal == "all":
         return set(names)
+    head = {n for n in names if _layer(n) == _layer(names[-1])}
     if personal == "head":
-        return {n for n in names if _layer(n) == _layer(names[-1])}
+        return head
+    if personal == "not-head":
+        return set(names) - head
     patterns = [personal] if isinstance(personal, str) else list(personal)
     chosen: set[str] = set()
     for pattern in patterns:

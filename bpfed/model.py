@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import functional_call, grad, grad_and_value, vjp, vmap
 
 from bpfed import noise
 from bpfed.errors import UserError
@@ -85,6 +85,10 @@ class Model:
                 modes.enter_context(KeyedDropout(key))
             return functional_call(self.module, own, (x,))
 
+    def _loss(self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
+        with Convolutions():
+            return self._nll(self.factors.unflatten(weights), x, y, mask, key)
+
     def _nll(self, parameters: dict[str, Tensor], x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
         return (self.likelihood.nll(self._forward(parameters, x, key), y, parameters) * mask).sum()
 
@@ -102,12 +106,22 @@ class Model:
             ``[S]`` and ``[S, P]``.
         """
 
-        def loss(weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
-            with Convolutions():
-                return self._nll(self.factors.unflatten(weights), x, y, mask, key)
-
-        gradient, value = vmap(grad_and_value(loss))(weights, x, y, mask, key)
+        gradient, value = vmap(grad_and_value(self._loss))(weights, x, y, mask, key)
         return value, gradient
+
+    def hessian_product(
+        self, weights: Tensor, vector: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor
+    ) -> Tensor:
+        """The Hessian of what `gradient` sums, times a vector: ``[S, P]`` and ``[S, P]`` to ``[S, P]``.
+
+        The Hessian is never formed: the product is the derivative of the gradient, pulled back along the vector.
+        """
+
+        def product(weights: Tensor, vector: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
+            pulled = vjp(lambda w: grad(self._loss)(w, x, y, mask, key), weights)[1]
+            return pulled(vector)[0]
+
+        return vmap(product)(weights, vector, x, y, mask, key)
 
     def local_gradient(
         self, q: Gaussian, x: Tensor, y: Tensor, mask: Tensor, key: Tensor

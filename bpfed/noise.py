@@ -31,6 +31,10 @@ class Purpose(IntEnum):
     EVALUATION = 5  # weight draws of the posterior predictive
     INIT = 6  # initial weights
     SAMPLE = 7  # which clients are evaluated
+    TUNING = 8  # a client's passes over its own data before it predicts: order and noise
+    ADAPTATION = 9  # a newcomer's passes over its examples: order and noise
+    HOLD_OUT = 10  # which training examples are kept for calibration
+    PRIVACY = 11  # noise on the sum of updates
 
 
 def client_ids(names: Sequence[str]) -> np.ndarray:

@@ -5,9 +5,39 @@ from __future__ import annotations
 from bpfed.errors import unknown
 from bpfed.methods.base import Method
 from bpfed.methods.bpfed import BPFed
+from bpfed.methods.ditto import Ditto
 from bpfed.methods.fedavg import FedAvg
+from bpfed.methods.fedavg_ft import FedAvgFT
+from bpfed.methods.fedbabu import FedBABU
+from bpfed.methods.fedper import FedPer
+from bpfed.methods.fedrep import FedRep
+from bpfed.methods.fedsoul import FedSOUL
+from bpfed.methods.lgfedavg import LGFedAvg
+from bpfed.methods.local import LocalOnly
+from bpfed.methods.perfedavg import PerFedAvg
+from bpfed.methods.pfedbayes import PFedBayes
+from bpfed.methods.pfedme import PFedMe
+from bpfed.methods.pfedvem import PFedVEM
 
-METHODS: dict[str, type[Method]] = {m.name: m for m in (BPFed, FedAvg)}
+METHODS: dict[str, type[Method]] = {
+    m.name: m
+    for m in (
+        BPFed,
+        FedAvg,
+        FedAvgFT,
+        LocalOnly,
+        PerFedAvg,
+        PFedMe,
+        PFedBayes,
+        FedPer,
+        LGFedAvg,
+        FedRep,
+        FedSOUL,
+        PFedVEM,
+        Ditto,
+        FedBABU,
+    )
+}
 
 
 def method(name: str) -> type[Method]:
@@ -17,4 +47,22 @@ def method(name: str) -> type[Method]:
     return METHODS[name]
 
 
-__all__ = ["METHODS", "BPFed", "FedAvg", "Method", "method"]
+__all__ = [
+    "METHODS",
+    "BPFed",
+    "Ditto",
+    "FedAvg",
+    "FedAvgFT",
+    "FedBABU",
+    "FedPer",
+    "FedRep",
+    "FedSOUL",
+    "LGFedAvg",
+    "LocalOnly",
+    "Method",
+    "PFedBayes",
+    "PFedMe",
+    "PFedVEM",
+    "PerFedAvg",
+    "method",
+]

@@ -59,7 +59,7 @@ class Finished(NamedTuple):
     Attributes:
         upload: Goes to the server. Shared tensors only.
         personal: Stays with the client.
-        info: Reported, never used: name to ``[S]``.
+        info: Reported, never used: name to ``[S]``, in nats of all the client's examples; the report is per example.
     """
 
     upload: State
@@ -122,6 +122,8 @@ class Method(ABC):
     numbers: ClassVar[tuple[str, ...]] = ("lr",)
     #: Whether the server learns a distribution over personal factors, from what clients upload about theirs.
     population: ClassVar[bool] = False
+    #: Fields of states that hold standard deviations: what arrives from elsewhere must be above 0 there.
+    scales: ClassVar[tuple[str, ...]] = ("sigma",)
 
     personal: Personal = "head"
     lr: float = 1e-3

@@ -12,65 +12,27 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
 
 from bpfed.aggregate import rule
 from bpfed.errors import UserError, unknown
 from bpfed.estimators import ESTIMATORS, Batch, data_term
-from bpfed.gaussian import (
-    Gaussian,
-    discounted,
-    kl,
-    kl_gradients_p,
-    kl_gradients_q,
-    softplus,
-    softplus_inverse,
-)
-from bpfed.methods.base import ADAPT, Finished, GaussianPredictive, Initial, Method, frozen
+from bpfed.gaussian import Gaussian, discounted, kl, kl_gradients_p, kl_gradients_q
+from bpfed.ivon import Momentum, Newton, ivon
+from bpfed.methods.base import ADAPT, Finished, GaussianPredictive, Initial, Method, Phase, frozen
+from bpfed.methods.variational import Memory, Variational
 from bpfed.model import Model
-from bpfed.optim import Adam, adam
 
 Predict = Literal["own", "aggregated"]
-
-
-class Memory(NamedTuple):
-    """Adam's memory of a Gaussian's mean and ρ."""
-
-    mean: Adam
-    rho: Adam
-
-
-class Variational(NamedTuple):
-    """A Gaussian as it is optimised: mean and ρ with σ = softplus(ρ), and Adam's memory of both. ``[S, P]`` each."""
-
-    mean: Tensor
-    rho: Tensor
-    adam_mean: Adam
-    adam_rho: Adam
-
-    @classmethod
-    def at(cls, g: Gaussian, memory: Memory | None = None) -> Variational:
-        mean, rho = memory or Memory(Adam.like(g.mean), Adam.like(g.mean))
-        return cls(g.mean, softplus_inverse(g.sigma), mean, rho)
-
-    @property
-    def memory(self) -> Memory:
-        return Memory(self.adam_mean, self.adam_rho)
-
-    @property
-    def gaussian(self) -> Gaussian:
-        return Gaussian(self.mean, softplus(self.rho))
-
-    def moved(self, mean: Tensor, sigma: Tensor, step: Tensor, rate: Tensor) -> Variational:
-        """One step of Adam along gradients with respect to mean and σ; dσ/dρ = sigmoid(ρ)."""
-        new_mean, adam_mean = adam(self.mean, mean, self.adam_mean, step, rate)
-        new_rho, adam_rho = adam(self.rho, sigma * torch.sigmoid(self.rho), self.adam_rho, step, rate)
-        return Variational(new_mean, new_rho, adam_mean, adam_rho)
+Optimiser = Literal["adam", "ivon"]
+Order = Literal["joint", "alternating"]
 
 
 class Local(NamedTuple):
-    """A client during a round: posterior q, prior π, number of steps taken ``[S]``."""
+    """A client during a round: posterior q, prior π, number of steps taken ``[S]`` (of either part ``[S, 2]``, in turns)."""
 
-    q: Variational
+    q: Variational | Newton
     prior: Variational | Gaussian
     steps: Tensor
 
@@ -81,13 +43,14 @@ class Personal(NamedTuple):
     Attributes:
         eta: η_i, the distribution of its personal factors, ``[S, P_personal]``.
         own: q of its last round, to predict with, ``[S, P]``; nothing if it predicts with (η_i, ζ).
-        memory: Adam's memory of q and of π, where it is kept from round to round.
-        steps: Local steps taken so far (in this round, where Adam's memory is not kept), ``[S, 1]``.
+        memory: The optimisers' memory of q and of π, where it is kept from round to round.
+        steps: Local steps taken so far (in this round, where that memory is not kept), ``[S, 1]``; of the shared and of the
+            personal factors where they move in turn, ``[S, 2]``.
     """
 
     eta: Gaussian
     own: tuple[Gaussian, ...]
-    memory: tuple[Memory, ...]
+    memory: tuple[Memory | Momentum, ...]
     steps: Tensor
 
 
@@ -110,9 +73,18 @@ class BPFed(Method):
             every other example) or ``local`` (noise per example in linear and convolution layers).
         draws: M, weight draws in a step.
         rule: Server rule: ``mean``, ``moments``, ``precision`` or ``product``.
-        keep_adam: Whether a client keeps Adam's memory from round to round; if not, every round starts without.
+        shared_point: Whether the shared factors are points (σ = 0, no KL term) and only the personal ones random; it needs
+            ``prior_step=False`` and ``rule="mean"``.
+        optimiser: Of Eq. 9: ``adam``, or ``ivon``, natural-gradient steps (`bpfed.ivon`). Eq. 10 is always Adam's.
+        newton: With ``ivon``, its step size in units of ``lr``; lr times newton = 1 is a whole Newton step.
+        curvature: With ``ivon``, β2: how much of the old curvature a step keeps.
+        order: ``joint``: shared and personal factors move together; ``alternating``: the personal ones first, then the
+            shared ones.
+        body_epochs: With ``alternating``, passes over the data for the shared factors.
+        keep_adam: Whether a client keeps the optimiser's memory from round to round; if not, every round starts without.
         newcomer_sigma: σ of the head of a client that joins later and has seen no example; its mean is 0, so that no class
             is preferred.
+        newcomer_lr: Step size of such a client's Adam; it learns its head alone, with a prior that is held.
         predict: ``own``: predict with the client's q of its last round; ``aggregated``: with (η_i, ζ).
     """
 
@@ -122,7 +94,15 @@ class BPFed(Method):
     shared_words: ClassVar[str] = "distribution of all but the last layer"
     personal_words: ClassVar[str] = "distribution of the last layer"
     random_words: ClassVar[str] = "every weight"
-    numbers: ClassVar[tuple[str, ...]] = ("lr", "temperature", "discount", "prior_sigma", "sigma")
+    numbers: ClassVar[tuple[str, ...]] = (
+        "lr",
+        "temperature",
+        "discount",
+        "prior_sigma",
+        "sigma",
+        "newton",
+        "curvature",
+    )
 
     sigma: float = 0.07
     temperature: float = 1.0
@@ -132,8 +112,15 @@ class BPFed(Method):
     estimator: str = "weights"
     draws: int = 2
     rule: str = "mean"
+    shared_point: bool = False
+    optimiser: Optimiser = "adam"
+    newton: float = 300.0
+    curvature: float = 0.99
+    order: Order = "joint"
+    body_epochs: int = 5
     keep_adam: bool = True
-    newcomer_sigma: float = 0.3
+    newcomer_sigma: float = 1.0
+    newcomer_lr: float = 0.01
     predict: Predict = "aggregated"
 
     @classmethod
@@ -147,14 +134,22 @@ class BPFed(Method):
             raise unknown("estimator", self.estimator, ESTIMATORS)
         if self.predict not in get_args(Predict):
             raise unknown("way to predict", self.predict, get_args(Predict))
+        if self.optimiser not in get_args(Optimiser):
+            raise unknown("optimiser", self.optimiser, get_args(Optimiser))
+        if self.order not in get_args(Order):
+            raise unknown("order", self.order, get_args(Order))
         rule(self.rule)
         for name, fits, range_ in (
             ("draws", self.draws >= 1, "at least 1"),
+            ("body_epochs", self.body_epochs >= 1, "at least 1"),
             ("sigma", self.sigma >= 0.0, "0 or more"),
             ("temperature", self.temperature >= 0.0, "0 or more"),
             ("discount", 0.0 <= self.discount <= 1.0, "from 0 to 1"),
             ("prior_sigma", self.prior_sigma > 0.0, "above 0"),
             ("newcomer_sigma", self.newcomer_sigma > 0.0, "above 0"),
+            ("newcomer_lr", self.newcomer_lr >= 0.0, "0 or more"),
+            ("newton", self.newton > 0.0, "above 0"),
+            ("curvature", 0.0 <= self.curvature < 1.0, "at least 0 and below 1"),
         ):
             if not fits:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be {range_}.")
@@ -162,21 +157,42 @@ class BPFed(Method):
             raise UserError(
                 "sigma = 0 (the Dirac case) has no finite KL term; set temperature = 0 and prior_step = false with it."
             )
+        if self.shared_point and (self.prior_step or self.rule != "mean"):
+            raise UserError(
+                "shared_point is true, but points have no KL term to move a prior by and no precision to weight by; "
+                "set prior_step = false and rule = 'mean'."
+            )
+        if self.optimiser == "ivon" and (self.temperature == 0.0 or self.sigma == 0.0 or self.shared_point):
+            raise UserError(
+                "optimiser is 'ivon', which needs a variance for every weight; set sigma and temperature above 0 and "
+                "shared_point = false, or take 'adam'."
+            )
 
     def structure(self) -> tuple[Any, ...]:
         return (*super().structure(), self.sigma > 0.0)
 
+    def phases(self, epochs: int) -> tuple[Phase, ...]:
+        if self.order == "joint":
+            return super().phases(epochs)
+        return (Phase("personal", epochs), Phase("shared", self.body_epochs))
+
     def init(self, model: Model) -> Initial:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
+        if self.shared_point:
+            start.sigma[: model.factors.shared] = 0.0
         shared, personal = _split(model, start)
         own = (start,) if self.predict == "own" else ()
-        memory = Variational.at(start).memory if self.keep_adam else None
-        memories = () if memory is None else (memory, memory) if self.prior_step else (memory,)
-        return Initial(shared, Personal(personal, own, memories, model.initial.new_zeros(1)))
+        memories: tuple[Memory | Momentum, ...] = ()
+        if self.keep_adam:
+            memories = (self._optimised(start).memory, *((Variational.at(start).memory,) if self.prior_step else ()))
+        return Initial(shared, Personal(personal, own, memories, model.initial.new_zeros(self._counts)))
 
     def adapting(self) -> BPFed:
         """A newcomer's prior is held: its few examples count once, however often they are passed over."""
-        return replace(self, prior_step=False, keep_adam=False, predict="aggregated", discount=1.0)
+        lr = self.newcomer_lr if self.sigma > 0.0 and self.optimiser == "adam" else self.lr
+        return replace(
+            self, lr=lr, prior_step=False, keep_adam=False, predict="aggregated", discount=1.0, order="joint"
+        )
 
     def newcomer(self, model: Model, shared: Gaussian) -> Personal:
         start = self.init(model).personal
@@ -187,44 +203,70 @@ class BPFed(Method):
 
     def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
         start = _join(personal.eta, shared)  # q = π = (η_i, ζ)
-        prior = discounted(start, hyper["discount"][:, None], hyper["prior_sigma"][:, None])
+        discount, scale = hyper["discount"][:, None], hyper["prior_sigma"][:, None]
+        before = shared if self.shared_point else discounted(shared, discount, scale)
+        prior = _join(discounted(personal.eta, discount, scale), before)
         memory = personal.memory or (None, None)
-        held = Variational.at(prior, memory[1]) if self.prior_step else prior
-        steps = personal.steps[:, 0]
-        return Local(Variational.at(start, memory[0]), held, steps if self.keep_adam else torch.zeros_like(steps))
+        held = Variational.at(prior, memory[1]) if self.prior_step else prior  # type: ignore[arg-type]
+        steps = personal.steps.squeeze(-1)
+        return Local(self._optimised(start, memory[0]), held, steps if self.keep_adam else torch.zeros_like(steps))
+
+    def _optimised(self, q: Gaussian, memory: Memory | Momentum | None = None) -> Variational | Newton:
+        return (Newton if self.optimiser == "ivon" else Variational).at(q, memory)  # type: ignore[arg-type]
 
     def step(
         self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
-        steps = local.steps + 1
+        taken, steps = _counted(local.steps, phase)
         q, prior = local.q.gaussian, _gaussian(local.prior)
 
         # Eq. 9: the data term, scaled by n/b, and T · KL(q ‖ π) with π held.
         data = data_term(self.estimator, self.draws, model, q, batch)
-        mean, sigma = data.mean, data.sigma
-        if self.sigma > 0.0:
-            kl_mean, kl_sigma = kl_gradients_q(q, prior)
-            mean = mean + hyper["temperature"][:, None] * kl_mean
-            sigma = sigma + hyper["temperature"][:, None] * kl_sigma
-        new_q = local.q.moved(mean, sigma, steps, hyper["lr"])
+        new_q: Variational | Newton
+        if isinstance(local.q, Newton):
+            rate = hyper["lr"] * hyper["newton"]
+            new_q = ivon(local.q, data.mean, data.sigma, prior, hyper["temperature"], steps, rate, hyper["curvature"])
+        else:
+            kl_mean, kl_sigma = self._kl_gradients(model, q, prior, hyper)
+            new_q = local.q.moved(data.mean + kl_mean, data.sigma + kl_sigma, steps, hyper["lr"])
         if phase == ADAPT:
-            mean, rho = frozen(model, local.q.mean, new_q.mean), frozen(model, local.q.rho, new_q.rho)
-            new_q = new_q._replace(mean=mean, rho=rho)
+            spread = "sigma" if isinstance(new_q, Newton) else "rho"
+            held: dict[str, Any] = {n: frozen(model, getattr(local.q, n), getattr(new_q, n)) for n in ("mean", spread)}
+            new_q = new_q._replace(**held)
 
         # Eq. 10: KL(q ‖ π) with q held.
         new_prior = local.prior
         if isinstance(local.prior, Variational):
             new_prior = local.prior.moved(*kl_gradients_p(new_q.gaussian, prior), steps, hyper["lr"])
-        return Local(new_q, new_prior, steps), data.nll
+        new = Local(new_q, new_prior, taken)
+        return (new if self.order == "joint" else _in_turn(model, local, new, phase)), data.nll
+
+    @property
+    def _counts(self) -> int:
+        return 1 if self.order == "joint" else 2
+
+    def _kl_gradients(
+        self, model: Model, q: Gaussian, prior: Gaussian, hyper: dict[str, Tensor]
+    ) -> tuple[Tensor | float, Tensor | float]:
+        """Of T · KL(q ‖ π) in q's mean and σ; points have none."""
+        if self.sigma == 0.0:
+            return 0.0, 0.0
+        temperature, points = hyper["temperature"][:, None], self._points(model)
+        mean, sigma = (temperature * g for g in kl_gradients_q(_from(points, q), _from(points, prior)))
+        return (pad(mean, (points, 0)), pad(sigma, (points, 0))) if points else (mean, sigma)
+
+    def _points(self, model: Model) -> int:
+        return model.factors.shared if self.shared_point else 0
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
         q, prior = local.q.gaussian, _gaussian(local.prior)
         shared, personal = _split(model, prior if self.prior_step else q)
         own = (q,) if self.predict == "own" else ()
-        info = {"kl": kl(q, prior)} if self.sigma > 0.0 else {}
-        variational = [v for v in (local.q, local.prior) if isinstance(v, Variational)]
-        memories = tuple(v.memory for v in variational) if self.keep_adam else ()
-        return Finished(shared, Personal(personal, own, memories, local.steps[:, None]), info)
+        points = self._points(model)
+        info = {"kl": kl(_from(points, q), _from(points, prior))} if self.sigma > 0.0 else {}
+        optimised = [v for v in (local.q, local.prior) if isinstance(v, Variational | Newton)]
+        memories = tuple(v.memory for v in optimised) if self.keep_adam else ()
+        return Finished(shared, Personal(personal, own, memories, local.steps.view(-1, self._counts)), info)
 
     def aggregate(self, shared: Gaussian, uploads: Gaussian, weights: Tensor) -> Gaussian:
         return rule(self.rule)(uploads, weights)
@@ -232,13 +274,37 @@ class BPFed(Method):
     def predictive(self, model: Model, shared: Gaussian, personal: Personal) -> GaussianPredictive:
         weights = _join(personal.eta, shared)
         if self.predict == "own" and personal.own:
-            trained = personal.steps > 0
+            trained = personal.steps[:, :1] > 0
             weights = Gaussian(*(torch.where(trained, o, w) for o, w in zip(personal.own[0], weights, strict=True)))
         return GaussianPredictive(weights)
 
 
+def _counted(steps: Tensor, phase: str) -> tuple[Tensor, Tensor]:
+    """The counts after a step, and the one of the weights that move, ``[S]``; in turns each part has its own."""
+    if steps.ndim == 1:
+        return steps + 1, steps + 1
+    shared, personal = steps.unbind(-1)
+    if phase == "shared":
+        return torch.stack([shared + 1, personal], -1), shared + 1
+    return torch.stack([shared, personal + 1], -1), personal + 1
+
+
+def _in_turn(model: Model, before: Local, after: Local, phase: str) -> Local:
+    """After a step in which one part moves: the other part of q and π, and the optimiser's memory of it, is as before."""
+
+    def part(old: Tensor, new: Tensor) -> Tensor:
+        return frozen(model, new, old) if phase == "shared" else frozen(model, old, new)
+
+    q, prior = tree_map(part, (before.q, before.prior), (after.q, after.prior))
+    return Local(q, prior, after.steps)
+
+
 def _gaussian(prior: Variational | Gaussian) -> Gaussian:
     return prior.gaussian if isinstance(prior, Variational) else prior
+
+
+def _from(start: int, g: Gaussian) -> Gaussian:
+    return Gaussian(g.mean[:, start:], g.sigma[:, start:])
 
 
 def _join(personal: Gaussian, shared: Gaussian) -> Gaussian:

@@ -1,45 +1,25 @@
 """FedAvg: one point-estimate network for all, the mean of what the clients trained.
 
 McMahan et al.: Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017. Local steps are Adam's, as
-for every method here, so that methods differ in what they share and not in their optimiser.
+for every method here, so that methods differ in what they share and not in their optimiser; it starts anew in every round.
+
+It is ``BPFed.dirac(personal="none", keep_adam=False)``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from torch import Tensor
-
-from bpfed.aggregate import weighted_mean
-from bpfed.errors import UserError
-from bpfed.estimators import Batch
 from bpfed.factors import Personal
-from bpfed.methods.base import Finished, Initial, Method, PointPredictive
-from bpfed.model import Model
-from bpfed.optim import Adam, adam
+from bpfed.methods.base import Phase
+from bpfed.methods.point import Point, Weights
 
-
-class Local(NamedTuple):
-    """A client during a round: weights ``[S, P]``, Adam's memory, number of steps taken ``[S]``."""
-
-    weights: Tensor
-    memory: Adam
-    steps: Tensor
-
-
-class Weights(NamedTuple):
-    """The network's weights: ``[P]`` at the server, ``[S, P]`` as uploads."""
-
-    weights: Tensor
-
-
-class Nothing(NamedTuple):
-    """A client keeps nothing between rounds."""
+__all__ = ["FedAvg", "Weights"]
 
 
 @dataclass(frozen=True)
-class FedAvg(Method):
+class FedAvg(Point):
     """Federated averaging."""
 
     name: ClassVar[str] = "fedavg"
@@ -47,36 +27,10 @@ class FedAvg(Method):
     paper: ClassVar[str] = "McMahan et al. 2017, arXiv 1602.05629"
     shared_words: ClassVar[str] = "all weights"
     personal_words: ClassVar[str] = "nothing"
-    random_words: ClassVar[str] = "nothing"
 
     personal: Personal = "none"
+    keep_adam: bool = False
 
-    def check(self) -> None:
-        super().check()
-        if self.personal != "none":
-            raise UserError(f"personal is '{self.personal}', but FedAvg shares all weights; leave it at 'none'.")
-
-    def init(self, model: Model) -> Initial:
-        return Initial(Weights(model.initial), Nothing())
-
-    def begin(self, model: Model, shared: Weights, personal: Nothing, hyper: dict[str, Tensor]) -> Local:
-        weights = shared.weights.clone()
-        return Local(weights, Adam.like(weights), weights.new_zeros(len(weights)))
-
-    def step(
-        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
-    ) -> tuple[Local, Tensor]:
-        steps = local.steps + 1
-        total, gradient = model.gradient(local.weights, batch.x, batch.y, batch.mask, batch.key)
-        count = batch.mask.sum(-1).clamp(min=1.0)
-        weights, memory = adam(local.weights, gradient / count[:, None], local.memory, steps, hyper["lr"])
-        return Local(weights, memory, steps), total / count
-
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
-        return Finished(Weights(local.weights), Nothing(), {})
-
-    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor) -> Weights:
-        return Weights(weighted_mean(uploads.weights, weights))
-
-    def predictive(self, model: Model, shared: Weights, personal: Nothing) -> PointPredictive:
-        return PointPredictive(shared.weights)
+    def adaptation(self, epochs: int) -> tuple[Phase, ...]:
+        """A newcomer uses the shared weights as they are."""
+        return self.tuning(epochs)

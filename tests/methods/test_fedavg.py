@@ -3,6 +3,7 @@
 import scenarios
 import torch
 from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten
 
 from bpfed.engine.simulator import Simulator
 from bpfed.methods import FedAvg
@@ -36,7 +37,7 @@ def test_local_steps_are_those_of_adam_on_the_mean_loss():
 def test_nothing_is_personal_and_nothing_is_kept():
     federation = scenarios.start(FedAvg())
     assert federation.model.factors.personal == 0
-    assert federation.personal(torch.tensor([0, 1])) == ()
+    assert not any(t.numel() for t in tree_flatten(federation.personal(torch.tensor([0, 1])))[0])
 
 
 def test_the_server_takes_the_weighted_mean():
@@ -68,3 +69,8 @@ def test_every_client_predicts_with_the_servers_weights_and_without_epistemic_un
     )
     assert predictive.draws(20) == 1
     assert torch.equal(predictive.draw(scenarios.keys(3), 0), federation.shared.weights.expand(3, -1))
+
+
+def test_a_newcomer_uses_the_servers_weights_and_trains_nothing():
+    assert FedAvg().adaptation(5) == ()
+    assert FedAvg().tuning(5) == ()

@@ -1,0 +1,132 @@
+"""Ditto: a network of each client's own, pulled towards the one that all clients train.
+
+Li, Hu, Beirami and Smith: Ditto: Fair and Robust Federated Learning Through Personalization, 2021. In its Algorithm 1 a
+client that is sent w_t does two things that do not depend on each other:
+
+    w ← w − η ∇f(w)                      from w_t, uploaded: the shared problem, here FedAvg
+    v ← v − η (∇f(v) + λ (v − w_t))      from its own v, kept: the personal problem
+
+The method makes both steps on each mini-batch. Steps are Adam's, as for every method here, so that methods differ in what
+they share and not in their optimiser; a stationary point of the personal problem is the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bpfed.aggregate import weighted_mean
+from bpfed.errors import UserError
+from bpfed.estimators import Batch
+from bpfed.factors import Personal
+from bpfed.methods.base import ADAPT, Finished, Initial, Method, PointPredictive
+from bpfed.methods.fedavg import Weights
+from bpfed.model import Model
+from bpfed.optim import Adam, adam
+
+
+class Local(NamedTuple):
+    """A client during a round.
+
+    Attributes:
+        weights: w, its copy of the shared network, ``[S, P]``.
+        memory: Adam's, of w.
+        own: v, its own network, ``[S, P]``.
+        own_memory: Adam's, of v.
+        centre: w_t, what the server sent, ``[S, P]``.
+        steps: Number of steps taken, ``[S]``.
+    """
+
+    weights: Tensor
+    memory: Adam
+    own: Tensor
+    own_memory: Adam
+    centre: Tensor
+    steps: Tensor
+
+
+class Own(NamedTuple):
+    """A network of the client's own, once it has one.
+
+    Attributes:
+        weights: ``[S, P]``.
+        known: 1 once there are such weights, 0 before, ``[S, 1]``.
+    """
+
+    weights: Tensor
+    known: Tensor
+
+    @classmethod
+    def none(cls, like: Tensor) -> Own:
+        """No such network yet, for weights like these ``[P]``."""
+        return cls(torch.zeros_like(like), like.new_zeros(1))
+
+    def over(self, shared: Tensor) -> Tensor:
+        """The client's own weights, or the shared ones if it has none, ``[S, P]``."""
+        return torch.where(self.known > 0, self.weights, shared)
+
+
+@dataclass(frozen=True)
+class Ditto(Method):
+    """Ditto: FedAvg, and beside it a network of each client's own that is pulled towards it.
+
+    A client's own network starts as the shared one that it is first sent. Until then it predicts with the shared one.
+    The default of λ was chosen on training examples that were held out.
+
+    Attributes:
+        pull: λ, how strongly a client's own weights are pulled to the shared ones: 0 is training alone.
+    """
+
+    name: ClassVar[str] = "ditto"
+    title: ClassVar[str] = "Ditto"
+    paper: ClassVar[str] = "Li et al. 2021, arXiv 2012.04221"
+    shared_words: ClassVar[str] = "all weights, as the centre of the personal ones"
+    personal_words: ClassVar[str] = "a second copy of all weights"
+    random_words: ClassVar[str] = "nothing"
+    numbers: ClassVar[tuple[str, ...]] = ("lr", "pull")
+
+    personal: Personal = "none"
+    pull: float = 0.1
+
+    def check(self) -> None:
+        super().check()
+        if self.personal != "none":
+            raise UserError(f"personal is '{self.personal}', but Ditto shares all weights; leave it at 'none'.")
+        if not self.pull >= 0.0:
+            raise UserError(f"pull is {self.pull}, but must be 0 or more.")
+
+    def init(self, model: Model) -> Initial:
+        return Initial(Weights(model.initial), Own.none(model.initial))
+
+    def begin(self, model: Model, shared: Weights, personal: Own, hyper: dict[str, Tensor]) -> Local:
+        weights = shared.weights
+        memory = Adam.like(weights)
+        return Local(weights, memory, personal.over(weights), memory, weights, weights.new_zeros(len(weights)))
+
+    def step(
+        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+    ) -> tuple[Local, Tensor]:
+        steps = local.steps + 1
+        count = batch.mask.sum(-1).clamp(min=1.0)
+        total, gradient = model.gradient(local.own, batch.x, batch.y, batch.mask, batch.key)
+        gradient = gradient / count[:, None] + hyper["pull"][:, None] * (local.own - local.centre)
+        own, own_memory = adam(local.own, gradient, local.own_memory, steps, hyper["lr"])
+        new = local._replace(own=own, own_memory=own_memory, steps=steps)
+        if phase == ADAPT:
+            return new, total / count
+
+        total, gradient = model.gradient(local.weights, batch.x, batch.y, batch.mask, batch.key)
+        weights, memory = adam(local.weights, gradient / count[:, None], local.memory, steps, hyper["lr"])
+        return new._replace(weights=weights, memory=memory), total / count
+
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+        return Finished(Weights(local.weights), Own(local.own, torch.ones_like(local.steps)[:, None]), {})
+
+    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor) -> Weights:
+        return Weights(weighted_mean(uploads.weights, weights))
+
+    def predictive(self, model: Model, shared: Weights, personal: Own) -> PointPredictive:
+        return PointPredictive(personal.over(shared.weights))

@@ -1,0 +1,243 @@
+"""FedSOUL: one body for all, as a point; every client's head is sampled by Langevin steps against a prior common to all.
+
+Kotelevskii et al.: FedPop: A Bayesian Approach for Personalised Federated Learning, 2022 (FedSOUL is its algorithm). The
+model is z_i ~ N(m, s² I) for the personal factors of client i, and p(D_i | φ, z_i) for its data. The shared φ and the
+prior's m and s are estimated by maximum marginal likelihood, and z_i is sampled from p(z_i | D_i, φ, m, s):
+
+    z ← z − γ ∇U(z) + √(2γ) ξ,  ξ ~ N(0, I),  U(z) = −(n/b) Σ_j log p(d_j | φ, z) + ‖z − m‖²/(2 s²)
+
+The chain goes on from where it was the last time. Every ``thin``-th state is kept, the newest ``samples`` of them, so that
+what was before the chain had settled is forgotten; prediction averages over those.
+
+Where this differs from the paper. (1) There a client sends gradients for φ, m and s, averaged over its samples, and the
+server takes one step a round. Here φ moves with the chain, by a step of Adam at the current z in every mini-batch, and the
+server averages, as for every method here. (2) m and s have a closed-form maximiser given the samples' moments (the M step of
+EM): m = mean of E z_i, s² = mean over clients and weights of Var z_i + (E z_i − m)². The server moves towards it by
+``prior_rate``. (3) γ = ``gamma`` / (n + 1/s²), so that one setting suits clients of all sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bpfed import noise
+from bpfed.aggregate import moments, weighted_mean
+from bpfed.errors import UserError
+from bpfed.estimators import Batch
+from bpfed.gaussian import Gaussian
+from bpfed.methods.base import ADAPT, Finished, Initial, Method
+from bpfed.model import Model
+from bpfed.optim import Adam, adam
+
+#: Word that sets the noise of Langevin steps apart from that of dropout.
+LANGEVIN = 0x50
+
+
+class Shared(NamedTuple):
+    """What the server holds, and what is uploaded.
+
+    Attributes:
+        body: φ, ``[P_shared]``.
+        heads: The common prior N(m, s²) of the personal factors, ``[P_personal]`` (one s for all of them); as upload,
+            mean and standard deviation of a client's chain.
+    """
+
+    body: Tensor
+    heads: Gaussian
+
+
+class Chain(NamedTuple):
+    """The Langevin chain of a client.
+
+    Attributes:
+        state: z, ``[S, P_personal]``.
+        samples: States kept, ``[S, K, P_personal]``.
+        number: How many have been kept so far, ``[S, 1]``; the newest K of them are there.
+    """
+
+    state: Tensor
+    samples: Tensor
+    number: Tensor
+
+
+class Personal(NamedTuple):
+    """What a client keeps: its chain, Adam's memory of the body where it is kept, local steps so far ``[S, 1]``."""
+
+    chain: Chain
+    memory: tuple[Adam, ...]
+    steps: Tensor
+
+
+class Local(NamedTuple):
+    """A client during a round.
+
+    Attributes:
+        body: φ, ``[S, P_shared]``.
+        memory: Adam's, of φ.
+        chain: Of z.
+        total: Sum over this round's steps of z − m, ``[S, P_personal]``.
+        squares: Of its square.
+        taken: Steps of this round, ``[S]``.
+        steps: Steps that Adam's memory is of, ``[S]``.
+        prior: The common prior, held.
+    """
+
+    body: Tensor
+    memory: Adam
+    chain: Chain
+    total: Tensor
+    squares: Tensor
+    taken: Tensor
+    steps: Tensor
+    prior: Gaussian
+
+
+class SampledPredictive(NamedTuple):
+    """Sampled heads on one body; where there is no sample yet, draws of the prior.
+
+    Attributes:
+        body: ``[S, P_shared]``.
+        chain: Of the heads.
+        prior: Of the heads, ``[S, P_personal]``.
+    """
+
+    body: Tensor
+    chain: Chain
+    prior: Gaussian
+
+    def draws(self, wanted: int) -> int:
+        return min(wanted, self.chain.samples.shape[1])
+
+    def draw(self, key: Tensor, index: int) -> Tensor:
+        rows, kept, width = self.chain.samples.shape
+        number = self.chain.number
+        # The newest first; where fewer are kept than asked for, they are gone through again.
+        back = torch.remainder(torch.full_like(number, float(index)), number.clamp(min=1.0, max=float(kept)))
+        slot = torch.remainder(number - 1.0 - back, float(kept)).long()
+        sample = self.chain.samples.gather(1, slot[:, :, None].expand(rows, 1, width)).squeeze(1)
+        unseen = self.prior.draw(noise.normal(noise.fold(key, index), width))
+        return torch.cat([self.body, torch.where(number > 0, sample, unseen)], -1)
+
+
+@dataclass(frozen=True)
+class FedSOUL(Method):
+    """FedSOUL (FedPop): a point body, heads sampled by Langevin steps with a common prior that is learnt.
+
+    Attributes:
+        gamma: Step size of the Langevin steps for a client of one example; it is divided by n + 1/s².
+        samples: Heads that a client keeps and averages over.
+        thin: Langevin steps from one kept head to the next.
+        prior_sigma: s of the common prior at the start; its mean starts at 0.
+        prior_rate: How far the server moves the prior towards its maximum-likelihood estimate in a round; 1 is all the way.
+        keep_adam: Whether a client keeps Adam's memory of the body from round to round.
+    """
+
+    name: ClassVar[str] = "fedsoul"
+    title: ClassVar[str] = "FedSOUL"
+    paper: ClassVar[str] = "Kotelevskii et al. 2022, arXiv 2206.03611"
+    shared_words: ClassVar[str] = "all but the last layer; the prior of last layers"
+    personal_words: ClassVar[str] = "samples of the last layer"
+    random_words: ClassVar[str] = "the last layer"
+    numbers: ClassVar[tuple[str, ...]] = ("lr", "gamma", "prior_sigma", "prior_rate")
+    population: ClassVar[bool] = True
+
+    gamma: float = 1.0
+    samples: int = 10
+    thin: int = 5
+    prior_sigma: float = 0.3
+    prior_rate: float = 1.0
+    keep_adam: bool = True
+
+    def check(self) -> None:
+        super().check()
+        if self.personal == "none":
+            raise UserError("personal is 'none', but FedSOUL samples personal factors; choose some, such as 'head'.")
+        for name, fits, range_ in (
+            ("gamma", self.gamma > 0.0, "above 0"),
+            ("samples", self.samples >= 1, "at least 1"),
+            ("thin", self.thin >= 1, "at least 1"),
+            ("prior_sigma", self.prior_sigma > 0.0, "above 0"),
+            ("prior_rate", 0.0 <= self.prior_rate <= 1.0, "from 0 to 1"),
+        ):
+            if not fits:
+                raise UserError(f"{name} is {getattr(self, name)}, but must be {range_}.")
+
+    def init(self, model: Model) -> Initial:
+        body, head = model.factors.split(model.initial)
+        prior = Gaussian(torch.zeros_like(head), torch.full_like(head, self.prior_sigma))
+        chain = Chain(prior.mean, head.new_zeros(self.samples, len(head)), head.new_zeros(1))
+        memory = (Adam.like(body),) if self.keep_adam else ()
+        return Initial(Shared(body, prior), Personal(chain, memory, head.new_zeros(1)))
+
+    def adapting(self) -> FedSOUL:
+        """A newcomer's body is held, so there is nothing that Adam could remember."""
+        return replace(self, keep_adam=False)
+
+    def begin(self, model: Model, shared: Shared, personal: Personal, hyper: dict[str, Tensor]) -> Local:
+        chain = personal.chain
+        state = torch.where(chain.number > 0, chain.state, shared.heads.mean)
+        steps = personal.steps[:, 0]
+        none = torch.zeros_like(steps)
+        return Local(
+            body=shared.body,
+            memory=personal.memory[0] if self.keep_adam else Adam.like(shared.body),
+            chain=chain._replace(state=state),
+            total=torch.zeros_like(state),
+            squares=torch.zeros_like(state),
+            taken=none,
+            steps=steps if self.keep_adam else none,
+            prior=shared.heads,
+        )
+
+    def step(
+        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+    ) -> tuple[Local, Tensor]:
+        steps, taken = local.steps + 1, local.taken + 1
+        weights = torch.cat([local.body, local.chain.state], -1)
+        total, gradient = model.gradient(weights, batch.x, batch.y, batch.mask, batch.key)
+        on_body, on_head = model.factors.split(gradient * batch.scale[:, None])
+
+        precision = local.prior.sigma.square().reciprocal()
+        gamma = hyper["gamma"][:, None] / (batch.size[:, None] + precision)
+        drift = on_head + precision * (local.chain.state - local.prior.mean)
+        xi = noise.normal(noise.fold(batch.key, LANGEVIN), drift.shape[-1])
+        state = local.chain.state - gamma * drift + torch.sqrt(2.0 * gamma) * xi
+        chain = self._kept(local.chain, state, taken)
+
+        body, memory = local.body, local.memory
+        if phase != ADAPT:
+            body, memory = adam(body, on_body / batch.size[:, None], memory, steps, hyper["lr"])
+        away = state - local.prior.mean
+        new = Local(body, memory, chain, local.total + away, local.squares + away.square(), taken, steps, local.prior)
+        return new, total * batch.scale / batch.size
+
+    def _kept(self, chain: Chain, state: Tensor, taken: Tensor) -> Chain:
+        """The chain at its new state, which is kept if it is its turn: in the place of the oldest."""
+        turn = torch.remainder(taken - 1.0, float(self.thin)) == 0.0  # [S]
+        slots = torch.arange(self.samples, device=state.device)
+        here = turn[:, None] & (slots == torch.remainder(chain.number, float(self.samples)))  # [S, K]
+        samples = torch.where(here[:, :, None], state[:, None], chain.samples)
+        return Chain(state, samples, chain.number + turn[:, None].float())
+
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+        taken = local.taken[:, None].clamp(min=1.0)
+        away = local.total / taken
+        spread = (local.squares / taken - away.square()).clamp(min=0.0).sqrt()
+        heads = Gaussian(local.prior.mean + away, spread)
+        memory = (local.memory,) if self.keep_adam else ()
+        return Finished(Shared(local.body, heads), Personal(local.chain, memory, local.steps[:, None]), {})
+
+    def aggregate(self, shared: Shared, uploads: Shared, weights: Tensor) -> Shared:
+        likeliest = moments(uploads.heads, weights)
+        variance = likeliest.sigma.square().mean(-1, keepdim=True)
+        old = shared.heads
+        mean = torch.lerp(old.mean, likeliest.mean, self.prior_rate)
+        sigma = torch.lerp(old.sigma.square(), variance.expand_as(old.sigma), self.prior_rate).sqrt()
+        return Shared(weighted_mean(uploads.body, weights), Gaussian(mean, sigma))
+
+    def predictive(self, model: Model, shared: Shared, personal: Personal) -> SampledPredictive:
+        return SampledPredictive(shared.body, personal.chain, shared.heads)

@@ -1,0 +1,25 @@
+"""Local training: every client trains a network of its own, and nothing travels.
+
+The reference that a federation must beat. It is ``BPFed.dirac(personal="all")``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from bpfed.factors import Personal
+from bpfed.methods.point import Point
+
+
+@dataclass(frozen=True)
+class LocalOnly(Point):
+    """Every client by itself; all start from the same weights."""
+
+    name: ClassVar[str] = "local"
+    title: ClassVar[str] = "Local training"
+    paper: ClassVar[str] = "no federation"
+    shared_words: ClassVar[str] = "nothing"
+    personal_words: ClassVar[str] = "all weights"
+
+    personal: Personal = "all"

@@ -1,0 +1,200 @@
+"""pFedVEM: one body for all, as a point; heads with a Gaussian posterior each, and a common head weighted by confidence.
+
+Zhu, Ma, Blaschko: Confidence-aware Personalized Federated Learning via Variational Expectation Maximization, CVPR 2023. The
+model of the heads is w_i ~ N(w, ρ_i² I), with a width ρ_i of each client's own, and p(D_i | body, w_i) for the data. With
+posteriors q_i = N(μ_i, diag σ_i²) and d personal weights:
+
+    E step, client i:  q_i lowers −(n/b) Σ E_q log p + KL(q_i ‖ N(w, ρ_i² I))
+    M step, client i:  ρ_i² = (Σ σ_i² + ‖μ_i − w‖²)/d, uncertainty plus deviation
+    server:            w = Σ_i μ_i/ρ_i² / Σ_i 1/ρ_i²
+
+1/ρ_i² is the client's confidence: it weights the client at the server, and ties its head to w. A round is the E step with the
+body held, the M step, and then steps of the body under draws of the head; the server takes the plain mean of the bodies.
+Steps are Adam's.
+
+Beyond the paper the server keeps the mean of ρ_i², for clients that have not trained yet: their head is N(w, ρ² I).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bpfed.aggregate import precision, weighted_mean
+from bpfed.errors import UserError
+from bpfed.estimators import Batch, data_term
+from bpfed.gaussian import Gaussian, kl, kl_gradients_q
+from bpfed.methods.base import Finished, GaussianPredictive, Initial, Method, Phase
+from bpfed.methods.variational import Memory, Variational
+from bpfed.model import Model
+from bpfed.optim import Adam, adam
+
+#: Name of the phase in which the body is learnt; in any other the head is.
+BODY = "body"
+
+
+class Shared(NamedTuple):
+    """What the server holds, and what is uploaded.
+
+    Attributes:
+        body: ``[P_shared]``.
+        head: w and ρ, the latter repeated for every weight, ``[P_personal]``; as upload, μ_i and ρ_i.
+    """
+
+    body: Tensor
+    head: Gaussian
+
+
+class Kept(NamedTuple):
+    """Adam's memory of a client: of its head, of the body, and the steps taken of each, ``[S, 1]``."""
+
+    head: Memory
+    body: Adam
+    head_steps: Tensor
+    body_steps: Tensor
+
+
+class Personal(NamedTuple):
+    """What a client keeps.
+
+    Attributes:
+        q: Posterior of its head, ``[S, P_personal]``.
+        rho: ρ_i, ``[S, 1]``; 0 before its first step.
+        memory: Adam's, where it is kept from round to round.
+    """
+
+    q: Gaussian
+    rho: Tensor
+    memory: tuple[Kept, ...]
+
+
+class Local(NamedTuple):
+    """A client during a round: its head's posterior, the body, the head's prior N(w, ρ_i² I), steps ``[S]`` of each."""
+
+    q: Variational
+    body: Tensor
+    memory: Adam
+    prior: Gaussian
+    head_steps: Tensor
+    body_steps: Tensor
+
+
+@dataclass(frozen=True)
+class PFedVEM(Method):
+    """pFedVEM: a point body, Gaussian heads around a common one that the confident clients determine most.
+
+    Attributes:
+        rho: ρ of every client at the start.
+        sigma: σ of q at a client's first step; its mean is then w.
+        head_rate: Step size of the head in units of ``lr``. The M step presumes that the E step has come to its end: after
+            few small steps heads are still near w, ρ is estimated too small, and ties them there.
+        draws: Draws of the head in a step.
+        body_share: Share of a round's epochs that the body is learnt in; before those the head is.
+        keep_adam: Whether a client keeps Adam's memory from round to round.
+    """
+
+    name: ClassVar[str] = "pfedvem"
+    title: ClassVar[str] = "pFedVEM"
+    paper: ClassVar[str] = "Zhu, Ma, Blaschko 2023, arXiv 2305.12557"
+    shared_words: ClassVar[str] = "all but the last layer; the centre of last layers"
+    personal_words: ClassVar[str] = "distribution of the last layer; its distance from the centre"
+    random_words: ClassVar[str] = "the last layer"
+    numbers: ClassVar[tuple[str, ...]] = ("lr", "rho", "sigma", "head_rate")
+    population: ClassVar[bool] = True
+
+    rho: float = 1.0
+    sigma: float = 0.1
+    head_rate: float = 10.0
+    draws: int = 2
+    body_share: float = 0.5
+    keep_adam: bool = True
+
+    def check(self) -> None:
+        super().check()
+        if self.personal == "none":
+            raise UserError("personal is 'none', but pFedVEM has a head for each client; choose some, such as 'head'.")
+        for name, fits, range_ in (
+            ("rho", self.rho > 0.0, "above 0"),
+            ("sigma", self.sigma > 0.0, "above 0"),
+            ("head_rate", self.head_rate > 0.0, "above 0"),
+            ("draws", self.draws >= 1, "at least 1"),
+            ("body_share", 0.0 < self.body_share < 1.0, "between 0 and 1"),
+        ):
+            if not fits:
+                raise UserError(f"{name} is {getattr(self, name)}, but must be {range_}.")
+
+    def phases(self, epochs: int) -> tuple[Phase, ...]:
+        body = max(1, round(self.body_share * epochs))
+        return Phase("head", max(1, epochs - body)), Phase(BODY, body)
+
+    def init(self, model: Model) -> Initial:
+        body, head = model.factors.split(model.initial)
+        prior = Gaussian(head, torch.full_like(head, self.rho))
+        none = head.new_zeros(1)
+        kept = (Kept(Variational.at(prior).memory, Adam.like(body), none, none),) if self.keep_adam else ()
+        return Initial(Shared(body, prior), Personal(prior, none, kept))
+
+    def adapting(self) -> PFedVEM:
+        """A newcomer's Adam begins anew."""
+        return replace(self, keep_adam=False)
+
+    def begin(self, model: Model, shared: Shared, personal: Personal, hyper: dict[str, Tensor]) -> Local:
+        none = torch.zeros_like(personal.rho)
+        kept = Kept(Variational.at(personal.q).memory, Adam.like(shared.body), none, none)
+        kept = personal.memory[0] if personal.memory else kept
+        trained = personal.rho > 0
+        start = Gaussian(shared.head.mean, hyper["sigma"][:, None])
+        width = torch.where(trained, personal.rho, shared.head.sigma)
+        return Local(
+            q=Variational.at(_either(trained, personal.q, start), kept.head),
+            body=shared.body,
+            memory=kept.body,
+            prior=Gaussian(shared.head.mean, width),
+            head_steps=kept.head_steps[:, 0],
+            body_steps=kept.body_steps[:, 0],
+        )
+
+    def step(
+        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+    ) -> tuple[Local, Tensor]:
+        q = local.q.gaussian
+        data = data_term("weights", self.draws, model, _whole(local.body, q), batch)
+        (on_body, mean), (_, sigma) = model.factors.split(data.mean), model.factors.split(data.sigma)
+        if phase == BODY:
+            steps = local.body_steps + 1
+            body, memory = adam(local.body, on_body / batch.size[:, None], local.memory, steps, hyper["lr"])
+            return local._replace(body=body, memory=memory, body_steps=steps), data.nll
+        steps = local.head_steps + 1
+        kl_mean, kl_sigma = kl_gradients_q(q, local.prior)
+        new = local.q.moved(mean + kl_mean, sigma + kl_sigma, steps, hyper["lr"] * hyper["head_rate"])
+        return local._replace(q=new, head_steps=steps), data.nll
+
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+        q = local.q.gaussian
+        squared = (q.sigma.square() + (q.mean - local.prior.mean).square()).mean(-1, keepdim=True)  # M step
+        rho = squared.sqrt()
+        kept = Kept(local.q.memory, local.memory, local.head_steps[:, None], local.body_steps[:, None])
+        upload = Shared(local.body, Gaussian(q.mean, rho.expand_as(q.mean)))
+        return Finished(upload, Personal(q, rho, (kept,) if self.keep_adam else ()), {"kl": kl(q, local.prior)})
+
+    def aggregate(self, shared: Shared, uploads: Shared, weights: Tensor) -> Shared:
+        centre = precision(uploads.head, weights).mean
+        width = weighted_mean(uploads.head.sigma.square(), weights).sqrt()
+        return Shared(weighted_mean(uploads.body, weights), Gaussian(centre, width))
+
+    def predictive(self, model: Model, shared: Shared, personal: Personal) -> GaussianPredictive:
+        # Before a client's first step its head is the prior's, N(w, ρ² I).
+        return GaussianPredictive(_whole(shared.body, _either(personal.rho > 0, personal.q, shared.head)))
+
+
+def _either(which: Tensor, first: Gaussian, second: Gaussian) -> Gaussian:
+    """The first where ``which``, else the second."""
+    return Gaussian(*(torch.where(which, a, b) for a, b in zip(first, second, strict=True)))
+
+
+def _whole(body: Tensor, head: Gaussian) -> Gaussian:
+    """All weights: the body as points, ``[S, P]``."""
+    return Gaussian(torch.cat([body, head.mean], -1), torch.cat([torch.zeros_like(body), head.sigma], -1))

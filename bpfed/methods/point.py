@@ -1,0 +1,227 @@
+"""Point-estimate weights, split into shared and personal: what FedAvg, FedPer, FedRep and their kin have in common.
+
+A local step is one of Adam's on the mean −log p of the batch. The methods differ in which weights are personal (`personal`)
+and in which of the two parts moves in which phase of a round (`phases`). Each is a Dirac case of BPFed, σ = 0 and no KL
+term together (``BPFed.dirac``): BPFed then follows n times the mean, and Adam, which divides by the gradient's own size,
+sees no difference but for its ε of 1e-8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bpfed.aggregate import weighted_mean
+from bpfed.errors import UserError
+from bpfed.estimators import Batch
+from bpfed.methods.base import ADAPT, Finished, Initial, Method, Phase, PointPredictive, Predictive
+from bpfed.methods.laplace import CURVATURE, Curvature, laplace
+from bpfed.model import Model
+from bpfed.optim import Adam, adam
+
+#: Phase in which all weights are fine-tuned and the result is the client's own network.
+TUNE = "tune"
+#: Whether the shared and whether the personal weights move, by phase.
+MOVES = {
+    "all": (True, True),
+    "shared": (True, False),
+    "personal": (False, True),
+    ADAPT: (False, True),
+    TUNE: (True, True),
+}
+#: What is said of a method that does not split the network, by its ``personal``; and which one that is.
+WHOLE = {"none": ("shares all weights", "fedavg"), "all": ("keeps all weights with the client", "local")}
+
+
+class Part(NamedTuple):
+    """Shared or personal weights in training, ``[S, P_part]``, with Adam's memory and the steps they have taken ``[S]``."""
+
+    weights: Tensor
+    memory: Adam
+    steps: Tensor
+
+    def moved(self, gradient: Tensor, rate: Tensor) -> Part:
+        """After one step of Adam."""
+        steps = self.steps + 1
+        weights, memory = adam(self.weights, gradient, self.memory, steps, rate)
+        return Part(weights, memory, steps)
+
+
+class Local(NamedTuple):
+    """A client during a round.
+
+    Attributes:
+        shared: Its copy of the shared weights.
+        personal: Its personal weights.
+        tuned: Whether all weights have been fine-tuned, 0 or 1, ``[S]``.
+        curvature: Of the last layer, where the Laplace approximation is asked for.
+    """
+
+    shared: Part
+    personal: Part
+    tuned: Tensor
+    curvature: tuple[Curvature, ...]
+
+    @property
+    def weights(self) -> Tensor:
+        """All weights, ``[S, P]``."""
+        return _join(self.shared.weights, self.personal.weights)
+
+
+class Weights(NamedTuple):
+    """The shared weights: ``[P_shared]`` at the server, ``[S, P_shared]`` as uploads."""
+
+    weights: Tensor
+
+
+class Memory(NamedTuple):
+    """Adam's memory of both parts, and the steps that each has taken so far, ``[S, 2]``."""
+
+    shared: Adam
+    personal: Adam
+    steps: Tensor
+
+
+class Own(NamedTuple):
+    """A whole network of the client's own, ``[S, P]``, and whether there is one yet, 0 or 1, ``[S, 1]``."""
+
+    weights: Tensor
+    tuned: Tensor
+
+
+class Kept(NamedTuple):
+    """What a client keeps.
+
+    Attributes:
+        weights: Its personal weights, ``[S, P_personal]``.
+        memory: Adam's, where it is kept from round to round.
+        own: The fine-tuned network, where all weights are fine-tuned.
+        curvature: Of the last layer, where the Laplace approximation is asked for.
+    """
+
+    weights: Tensor
+    memory: tuple[Memory, ...]
+    own: tuple[Own, ...]
+    curvature: tuple[Curvature, ...]
+
+
+@dataclass(frozen=True)
+class Point(Method):
+    """Base of the methods with point-estimate weights.
+
+    Attributes:
+        keep_adam: Whether a client keeps Adam's memory from round to round; if not, every round starts without.
+        laplace: Whether the last layer gets a Gaussian posterior after training, by the Laplace approximation.
+        laplace_precision: With ``laplace``, the prior's precision; 0: chosen for each client by the marginal likelihood.
+    """
+
+    random_words: ClassVar[str] = "nothing (the last layer with laplace)"
+
+    keep_adam: bool = True
+    laplace: bool = False
+    laplace_precision: float = 300.0
+
+    def check(self) -> None:
+        super().check()
+        if not self.laplace_precision >= 0.0:
+            raise UserError(f"laplace_precision is {self.laplace_precision}, but must be 0 or more.")
+        default = type(self).personal
+        if default in tuple(WHOLE) and self.personal != default:
+            raise UserError(
+                f"personal is '{self.personal}', but {self.title} {WHOLE[str(default)][0]}; leave it at '{default}'."
+            )
+        if default not in tuple(WHOLE) and self.personal in tuple(WHOLE):
+            what, name = WHOLE[str(self.personal)]
+            raise UserError(
+                f"personal is '{self.personal}', but {self.title} needs both shared and personal weights; the method that "
+                f"{what} is '{name}'."
+            )
+
+    def finetuning(self, epochs: int) -> tuple[Phase, ...]:
+        """The part of `tuning` in which weights move."""
+        return ()
+
+    def tuning(self, epochs: int) -> tuple[Phase, ...]:
+        return self.finetuning(epochs) + self._measuring
+
+    def adaptation(self, epochs: int) -> tuple[Phase, ...]:
+        return (self.finetuning(epochs) or (Phase(ADAPT, epochs),)) + self._measuring
+
+    @property
+    def _measuring(self) -> tuple[Phase, ...]:
+        return (Phase(CURVATURE, 1),) if self.laplace else ()
+
+    @property
+    def keeps_network(self) -> bool:
+        """Whether all weights are fine-tuned, so that a client has a whole network of its own."""
+        return any(phase.name == TUNE for phase in self.finetuning(1))
+
+    def init(self, model: Model) -> Initial:
+        shared, personal = model.factors.split(model.initial)
+        memory = Memory(Adam.like(shared), Adam.like(personal), shared.new_zeros(2))
+        own = Own(torch.zeros_like(model.initial), shared.new_zeros(1))
+        kept = Kept(
+            personal,
+            (memory,) if self.keep_adam else (),
+            (own,) if self.keeps_network else (),
+            (Curvature.zero(model),) if self.laplace else (),
+        )
+        return Initial(Weights(shared), kept)
+
+    def begin(self, model: Model, shared: Weights, personal: Kept, hyper: dict[str, Tensor]) -> Local:
+        mine, ours = personal.weights, shared.weights
+        none = Memory(Adam.like(ours), Adam.like(mine), ours.new_zeros(len(ours), 2))
+        memory = personal.memory[0] if personal.memory else none
+        return Local(
+            Part(ours, memory.shared, memory.steps[:, 0]),
+            Part(mine, memory.personal, memory.steps[:, 1]),
+            ours.new_zeros(len(ours)),
+            tuple(curvature.emptied() for curvature in personal.curvature),
+        )
+
+    def step(
+        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+    ) -> tuple[Local, Tensor]:
+        if phase == CURVATURE:
+            curvature, loss = local.curvature[0].plus(model, local.weights, batch)
+            return local._replace(curvature=(curvature,)), loss
+        total, gradient = model.gradient(local.weights, batch.x, batch.y, batch.mask, batch.key)
+        count = batch.mask.sum(-1).clamp(min=1.0)
+        gradients = model.factors.split(gradient / count[:, None])
+        shared, personal = (
+            part.moved(g, hyper["lr"]) if moves else part
+            for part, g, moves in zip(local[:2], gradients, MOVES[phase], strict=True)
+        )
+        tuned = torch.ones_like(local.tuned) if phase == TUNE else local.tuned
+        return Local(shared, personal, tuned, local.curvature), total / count
+
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+        memory = Memory(
+            local.shared.memory, local.personal.memory, torch.stack([local.shared.steps, local.personal.steps], -1)
+        )
+        kept = Kept(
+            local.personal.weights,
+            (memory,) if self.keep_adam else (),
+            (Own(local.weights, local.tuned[:, None]),) if self.keeps_network else (),
+            local.curvature,
+        )
+        return Finished(Weights(local.shared.weights), kept, {})
+
+    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor) -> Weights:
+        return Weights(weighted_mean(uploads.weights, weights))
+
+    def predictive(self, model: Model, shared: Weights, personal: Kept) -> Predictive:
+        weights = _join(shared.weights, personal.weights)
+        for own in personal.own:
+            weights = torch.where(own.tuned > 0, own.weights, weights)
+        for curvature in personal.curvature:
+            return laplace(model, weights, curvature, self.laplace_precision)
+        return PointPredictive(weights)
+
+
+def _join(shared: Tensor, personal: Tensor) -> Tensor:
+    whole = [t for t in (shared, personal) if t.shape[-1]]
+    return torch.cat(whole, -1) if len(whole) == 2 else whole[0]
