@@ -30,6 +30,7 @@ ALL = ("body.0.weight", "body.0.bias", "body.2.weight", "body.2.bias", "fc1.weig
     ("personal", "chosen"),
     [
         ("head", {"fc10.weight"}),
+        ("not-head", set(ALL) - {"fc10.weight"}),
         ("none", set()),
         ("all", set(ALL)),
         ("fc1", {"fc1.weight", "fc1.bias"}),  # and not fc10
@@ -79,7 +80,7 @@ def test_a_module_without_parameters_is_refused():
         Factors.of({}, "head")
 
 
-@pytest.mark.parametrize("personal", ["head", "none", "all", "*.bias"])
+@pytest.mark.parametrize("personal", ["head", "not-head", "none", "all", "*.bias"])
 def test_flatten_and_unflatten_undo_each_other(personal):
     named = parameters()
     factors = Factors.of(named, personal)

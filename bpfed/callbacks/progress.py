@@ -87,6 +87,12 @@ class Progress(Callback):
         self._open()
 
     def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
+        self._advance(run, record)
+        if record is not None and not self.console.is_terminal and self._last - self._began >= self.delay:
+            line = f"round {self.done}/{self.rounds}  {self.figures}  {clock(run.seconds)}"
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+    def _advance(self, run: Run, record: dict[str, Any] | None) -> None:
         now = time.perf_counter()
         if self.words:
             self.words = ""  # the first round of a sitting traces or compiles: its time says nothing of the others
@@ -95,9 +101,6 @@ class Progress(Callback):
         self._last, self.done = now, run.federation.round
         if record is not None:
             self.figures = figures(record)
-            if not self.console.is_terminal and now - self._began >= self.delay:
-                line = f"round {self.done}/{self.rounds}  {self.figures}  {clock(run.seconds)}"
-                self.console.print(line, highlight=False, soft_wrap=True)
 
     def end(self, run: Run) -> None:
         self.words = "writing the report"
@@ -153,13 +156,108 @@ class Progress(Callback):
             Text(f"round {self.done}/{self.rounds}", style="green"),
             Text(self.figures),
         )
-        return Constrain(Group(head, bar), self.console.width - MARGIN)
+        return Constrain(Group(head, *self._above(), bar), self.console.width - MARGIN)
+
+    def _above(self) -> list[RenderableType]:
+        """What stands above the bar of rounds."""
+        return []
+
+
+class CellProgress(Progress):
+    """Shows how far many runs are: cells done and the time left for all, and the rounds of the current one.
+
+    Elsewhere than on a terminal it is a line for each finished cell, and one now and then during a long one.
+
+    Args:
+        console: Where to show it; None: stderr.
+        delay: Show nothing before so many seconds.
+    """
+
+    #: Seconds without a line after which a round gets one, where there is no terminal.
+    SILENCE = 10.0
+
+    def __init__(self, console: Console | None = None, delay: float = 0.0) -> None:
+        super().__init__(console, delay)
+        self._waiting: list[tuple[str, int]] = []
+        self._current: list[tuple[str, int]] = []
+        self._took: dict[str, list[float]] = {}
+        self._cells = 0
+        self._cell_began = self._said = time.perf_counter()
+
+    def expect(self, cells: list[tuple[str, int]]) -> None:
+        """All cells, a name and a seed each, in the order they are run."""
+        self._waiting, self._cells = list(cells), len(cells)
+
+    def found(self, name: str, seed: int, seconds: float | None) -> None:
+        """A cell was finished in an earlier sitting."""
+        self._waiting.remove((name, seed))
+        if seconds is not None:
+            self._took.setdefault(name, []).append(seconds)
+
+    def begin(self, name: str, title: str, seeds: list[int]) -> None:
+        """Cells of one name are run side by side."""
+        self._current = [(name, seed) for seed in seeds]
+        self._waiting = [cell for cell in self._waiting if cell not in self._current]
+        self._entrant, self.figures = f"{title}, seed {', '.join(map(str, seeds))}", ""
+        self._recent.clear()
+        self._cell_began = time.perf_counter()
+
+    def finished(self) -> None:
+        """The current cells are done."""
+        took = time.perf_counter() - self._cell_began
+        self._took.setdefault(self._current[0][0], []).append(took / len(self._current))
+        self._current, self.rounds, self.title = [], 0, ""
+        left = "" if self.left is None else f", about {clock(self.left)} left"
+        self._line(f"cell {self._over}/{self._cells}  {self._entrant}  {self.figures}  {clock(took)}{left}")
+
+    def start(self, run: Run) -> None:
+        super().start(run)
+        number = self._over + 1
+        self.title = f"cell {number}/{self._cells}: {self._entrant}, {run.data.name}, {run.federation.device.type}"
+
+    def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
+        self._advance(run, record)
+        if record is not None and time.perf_counter() - self._said >= self.SILENCE:
+            self._line(f"{self.title}  round {self.done}/{self.rounds}  {self.figures}")
+
+    def stop(self, run: Run) -> None:
+        """The display stays up for the next cell."""
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the last cell is done: a cell takes as long as others of its name did, or as all did."""
+        every = [took for known in self._took.values() for took in known]
+        current = super().left if self._current else 0.0
+        if current is None or (self._waiting and not every):
+            return None
+        typical = {name: sum(known) / len(known) for name, known in self._took.items()}
+        return current + sum(typical.get(name, sum(every) / len(every)) for name, _ in self._waiting)
+
+    @property
+    def _over(self) -> int:
+        return self._cells - len(self._waiting) - len(self._current)
+
+    def _above(self) -> list[RenderableType]:
+        bar = Table.grid(expand=True, padding=(0, 1))
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(
+            ProgressBar(total=self._cells, completed=self._over), Text(f"{self._over}/{self._cells} cells", "green")
+        )
+        return [bar]
+
+    def _line(self, line: str) -> None:
+        now = time.perf_counter()
+        if not self.console.is_terminal and now - self._began >= self.delay:
+            self._said = now
+            self.console.print(line, highlight=False, soft_wrap=True)
 
 
 def figures(record: dict[str, Any]) -> str:
     """The pooled metrics of an evaluated round in one line."""
     shown = [(MEASURES[name], value(record, name, "pooled")) for name in SHOWN if name in record]
-    return "  ".join(f"{measure.in_words} {measure.typed(x)}" for measure, x in shown)
+    privacy = [f"epsilon {record['epsilon']:.2f}"] if "epsilon" in record else []
+    return "  ".join([*(f"{measure.in_words} {measure.typed(x)}" for measure, x in shown), *privacy])
 
 
 def clock(seconds: float) -> str:

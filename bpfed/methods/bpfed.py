@@ -26,6 +26,8 @@ from bpfed.model import Model
 
 Predict = Literal["own", "aggregated"]
 Optimiser = Literal["adam", "ivon"]
+#: σ of the logarithm of a newcomer's noise scale before it has seen an example.
+NOISE_SIGMA = 0.3
 Order = Literal["joint", "alternating"]
 
 
@@ -198,8 +200,12 @@ class BPFed(Method):
         start = self.init(model).personal
         if self.personal != "head" or self.sigma == 0.0:
             return start
-        eta = Gaussian(torch.zeros_like(start.eta.mean), torch.full_like(start.eta.sigma, self.newcomer_sigma))
-        return start._replace(eta=eta)
+        mean, sigma = torch.zeros_like(start.eta.mean), torch.full_like(start.eta.sigma, self.newcomer_sigma)
+        # A noise scale is no head weight: as wide as one, its exponential would span a factor of fifty.
+        noise = model.factors.split(_of_likelihood(model))[1]
+        return start._replace(
+            eta=Gaussian(torch.where(noise, start.eta.mean, mean), torch.where(noise, NOISE_SIGMA, sigma))
+        )
 
     def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
         start = _join(personal.eta, shared)  # q = π = (η_i, ζ)
@@ -309,6 +315,13 @@ def _from(start: int, g: Gaussian) -> Gaussian:
 
 def _join(personal: Gaussian, shared: Gaussian) -> Gaussian:
     return Gaussian(torch.cat([shared.mean, personal.mean], -1), torch.cat([shared.sigma, personal.sigma], -1))
+
+
+def _of_likelihood(model: Model) -> Tensor:
+    """Which weights are the likelihood's own, ``[P]`` bool."""
+    own, factors = model.likelihood.parameters(), model.factors
+    parts = [torch.full((size,), n in own) for n, size in zip(factors.names, factors.sizes, strict=True)]
+    return torch.cat(parts).to(model.initial.device)
 
 
 def _split(model: Model, g: Gaussian) -> tuple[Gaussian, Gaussian]:

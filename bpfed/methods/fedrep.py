@@ -1,8 +1,8 @@
 """FedRep: a common representation with a personal head for each client, trained in turn, the head first.
 
 Collins et al.: Exploiting Shared Representations for Personalized Federated Learning, 2021. Algorithm 1: with the body held,
-a client takes many steps on its head; then, with the head held, few on the body, and uploads that. The paper's schedule is
-10 passes for the head and then one for the body (five with more data); here the head has the round's ``epochs``.
+a client takes many steps on its head; then, with the head held, few on the body, and uploads that. The authors' runs on
+CIFAR-10 have 10 passes for the head and then 5 for the body, as the defaults here; the head has the round's ``epochs``.
 
 It is ``BPFed.dirac(personal="head", order="alternating", body_epochs=...)``.
 """

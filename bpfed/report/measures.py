@@ -47,7 +47,19 @@ _ALL = (
         "ece", "ECE", text.percent, "Expected calibration error: mean gap between claimed and observed; low is good."
     ),
     Measure("mce", "MCE", text.percent, "Maximum calibration error: the largest gap of any bin; low is good."),
+    Measure(
+        "aurc", "AURC", text.decimal, "Error rate if only the surest are answered, mean over how many; low is good."
+    ),
+    Measure("abstained", "Abstains", text.percent, "Share of test examples that the model is less than 90 % sure of."),
+    Measure(
+        "answered_accuracy", "Accuracy if sure", text.percent, "Accuracy on the test examples it is 90 % sure of.", True
+    ),
+    Measure("coverage", "Coverage", text.percent, "Share of 90 % prediction sets that hold the truth.", True),
+    Measure("set_size", "Set size", text.decimal, "Mean number of labels in a 90 % prediction set; low is good."),
 )
+
+#: Those that have no tile of their own and no best round.
+DETAILS = frozenset({"mce", "aurc", "abstained", "answered_accuracy", "coverage", "set_size"})
 
 #: By name, in the order of the page; the first that a run has is its main one.
 MEASURES: dict[str, Measure] = {measure.name: measure for measure in _ALL}

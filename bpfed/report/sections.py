@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from bpfed.report import plots, table, text
-from bpfed.report.measures import MEASURES, Measure
+from bpfed.report.measures import DETAILS, MEASURES, Measure
 from bpfed.report.plots import Curve, wilson
 from bpfed.report.record import RunRecord, value
 
@@ -28,7 +28,7 @@ def headline(run: RunRecord) -> str:
     tested = [row for row in run.rows if row.get("test")]
     total = sum(row["test"] for row in tested)
     basis = f", over {text.plural(total, 'test example')} of {text.plural(len(tested), 'client')}" if tested else ""
-    tiles = [_tile(run, measure, total) for measure in run.measures if measure.name != "mce"]
+    tiles = [_tile(run, measure, total) for measure in run.measures if measure.name not in DETAILS]
     return (
         f'{top}<div class="tiles">{"".join(tiles)}{_worst_tile(run)}</div>'
         f'<p class="note">The large figures are those of the last round ({run.history[-1]["round"]}){basis}, all '
@@ -141,7 +141,7 @@ def calibration(run: RunRecord) -> str:
     gap = "Gap is observed minus mean claimed: below zero is over-confident, above zero under-confident."
     numbers += f"<figcaption>{gap}</figcaption></figure>"
     return (
-        f"<section><h2>Calibration</h2><p>{_verdict(found, intervals)}</p>"
+        f"<section><h2>Calibration</h2><p>{_verdict(found, intervals)}{_in_use(run)}</p>"
         f'<div class="panels">{diagram}{numbers}</div></section>'
     )
 
@@ -173,6 +173,24 @@ def _verdict(found: dict[str, Any], intervals: bool) -> str:
     if claimed < low:
         return f"{start}: they are under-confident."
     return f"{start}: no difference beyond chance on average, though single bins may still be off."
+
+
+def _in_use(run: RunRecord) -> str:
+    """What the predictions are worth to who acts on them, in a sentence or two."""
+    abstained, right = run.last("abstained"), run.last("answered_accuracy")
+    words = ""
+    if math.isfinite(abstained):
+        words += (
+            f" Asked to answer only where they are 90 % sure, they abstain on {text.percent(abstained)} of the examples"
+        )
+        words += f" and are right in {text.percent(right)} of the rest." if math.isfinite(right) else "."
+    held, size = run.last("coverage"), run.last("set_size")
+    if math.isfinite(size):
+        words += f" The 90 % prediction sets hold the right label in {text.percent(held)}"
+        words += f" and have {text.decimal(size, 2)} labels on average."
+    elif math.isfinite(held):
+        words += f" The 90 % prediction intervals hold {text.percent(held)} of the targets."
+    return words
 
 
 def clients(run: RunRecord) -> str:

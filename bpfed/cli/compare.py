@@ -1,0 +1,251 @@
+"""``bpfed compare``: methods x seeds on the same data, a table and one report."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from bpfed.cli import show
+from bpfed.cli.flags import argument, flag, schema_fields, with_schema
+from bpfed.cli.run import RUNS, data_word, loading
+from bpfed.errors import UserError, hint
+
+if TYPE_CHECKING:
+    from bpfed.comparison import Comparison, Entrant
+    from bpfed.config import Config, Override
+    from bpfed.data import FederatedData
+
+EXAMPLE = "Example: bpfed compare --data digits --methods bpfed,fedper,fedper+laplace,local --seeds 3 --out runs/digits"
+#: Rounds of every run, where nothing else is said.
+ROUNDS = 30
+
+
+@partial(with_schema, without=("run.seed", "run.rounds"))
+def compare(
+    methods: Annotated[
+        str,
+        typer.Option(
+            metavar="all|A,B,C", help="Who is compared, see 'bpfed methods'; variants as in fedper+laplace, bpfed+ivon."
+        ),
+    ] = "all",
+    seeds: Annotated[
+        str,
+        typer.Option(
+            metavar="N|A,B,C", help="How many (3: seeds 0, 1, 2), or which (0,4,7); each deals the data anew."
+        ),
+    ] = "3",
+    rounds: Annotated[int, typer.Option(metavar="INT", help="Communication rounds of every run.")] = ROUNDS,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Whom differences are taken from. \\[default: bpfed, or the first that is named]",
+            show_default=False,
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any setting, for all (run.epochs=5, data.seed=0, method.lr=0.01) or for one (bpfed.sigma=0.05); repeatable.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the comparison. \\[default: runs/compare-DATA]", show_default=False)
+    ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the dataset's files. \\[default: BPFED_DATA, then the cache]", show_default=False),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    **flags: str | None,
+) -> None:
+    """Run methods on the same data with the same seeds, and set them side by side in a table and a report.
+
+    Every run has a folder of its own, OUT/METHOD/seed-K. What is finished there is not run again, what was interrupted
+    goes on: give the same command once more, or one with more methods or seeds.
+    """
+    from bpfed.callbacks.progress import CellProgress
+
+    progress = CellProgress()
+    try:
+        if not quiet:
+            progress.doing("starting")
+        # The display is up before torch is imported, which takes seconds.
+        from bpfed.comparison.cells import REPORT, run_cells
+
+        who, first = _entrants(methods, rounds, settings or [], flags)
+        out = out or RUNS / f"compare-{data_word(first)}"
+
+        def deal(seed: int) -> FederatedData:
+            if not quiet:
+                loading(progress, first, data_dir)
+            return replace(first, run=replace(first.run, seed=seed)).load_data(data_dir)
+
+        found = run_cells(
+            who,
+            deal,
+            _seeds(seeds),
+            reference=reference,
+            out=out,
+            display=None if quiet else progress,
+            say=progress.say,
+        )
+    except KeyboardInterrupt:
+        progress.close()
+        again = _again(methods, seeds, rounds, reference, settings or [], out, data_dir, quiet, flags)
+        progress.say(f"bpfed: Stopped; at most the current round is lost. Go on with: {again}")
+        raise typer.Exit(130) from None
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        raise UserError(
+            "The GPU's memory is full; start again with fewer clients side by side, by --chunk or --memory, or with "
+            "--device cpu."
+        ) from error
+    finally:
+        progress.close()
+    _show(found)
+    Console().print(f"Report: {out / REPORT}", style="bold", highlight=False, markup=False, soft_wrap=True)
+
+
+def _entrants(
+    methods: str, rounds: int, settings: list[str], flags: dict[str, str | None]
+) -> tuple[list[Entrant], Config]:
+    """Who takes part, and the configuration of the first of them."""
+    from bpfed.comparison.entrants import Entrant, changes, listed, title
+    from bpfed.config import Override, read
+
+    names = listed(methods)
+    common = [Override("run.rounds", str(rounds), "--rounds")]
+    common += [Override(key, text, flag(key)) for key, _ in schema_fields() if (text := flags.get(argument(key)))]
+    own: dict[str, list[Override]] = {}  # by the word before the dot, where that is none of a configuration's tables
+    for override in map(_override, settings):
+        table, _, key = override.key.partition(".")
+        if table in ("data", "run", "method"):
+            common.append(override)
+        elif any(table in (name, name.partition("+")[0]) for name in names):
+            own.setdefault(table, []).append(override._replace(key=f"method.{key}"))
+        else:
+            raise UserError(
+                f"--set: '{table}' is no part of this comparison; {hint(table, ('data', 'run', 'method', *names))}"
+            )
+
+    found, configs = [], []
+    for name in names:
+        base = name.partition("+")[0]
+        # What is said for a method is said for its variants too, and what is said for a variant comes last.
+        mine = [o for whose in dict.fromkeys((base, name)) for o in own.get(whose, [])]
+        variant = [Override(key, str(value)) for key, value in changes(name).items()]
+        _check(base, [*common, *mine])
+        config = read(None, [Override("method.name", base), *common, *variant, *mine])
+        found.append(Entrant(name, title(name), config.method, config.run))
+        configs.append(config)
+    return found, configs[0]
+
+
+def _override(setting: str) -> Override:
+    from bpfed.config import Override
+
+    key, equals, text = setting.partition("=")
+    if not equals:
+        raise UserError(f"--set: '{setting}' has no value; write it as in --set method.lr=0.01.")
+    if key.strip() in ("run.seed", "run.rounds"):
+        flag = f"--{key.strip().partition('.')[2]}"
+        raise UserError(f"--set: {key.strip()} is given by {'--seeds' if flag == '--seed' else flag} here.")
+    return Override(key.strip(), text.strip())
+
+
+def _check(base: str, overrides: list[Override]) -> None:
+    """Raise unless the method has all settings that are meant for it."""
+    from bpfed.methods import method
+    from bpfed.schema import fields_of
+
+    known = fields_of(method(base))
+    for table, _, key in (o.key.partition(".") for o in overrides):
+        if table == "method" and key not in known:
+            raise UserError(
+                f"--set: {base} has no setting '{key}'; where only some methods have it, name the method, as in "
+                f"--set bpfed.sigma=0.05."
+            )
+
+
+def _seeds(text: str) -> int | list[int]:
+    try:
+        found = [int(word) for word in text.removesuffix(",").split(",")]
+    except ValueError:
+        raise UserError(f"--seeds: '{text}' is no number and no list of them; write it as in 3 or 0,4,7.") from None
+    return found if "," in text else found[0]
+
+
+def _again(
+    methods: str,
+    seeds: str,
+    rounds: int,
+    reference: str | None,
+    settings: list[str],
+    out: Path | None,
+    data_dir: Path | None,
+    quiet: bool,
+    flags: dict[str, str | None],
+) -> str:
+    """The same command once more."""
+    words = ["bpfed", "compare"]
+    for key, _ in schema_fields():
+        if (text := flags.get(argument(key))) is not None:
+            words += [flag(key), text]
+    words += ["--methods", methods, "--seeds", seeds, "--rounds", str(rounds)]
+    for name, value in (("--reference", reference), ("--out", out), ("--data-dir", data_dir)):
+        words += [name, str(value)] if value is not None else []
+    words += [word for setting in settings for word in ("--set", setting)]
+    return shlex.join([*words, *(["--quiet"] if quiet else [])])
+
+
+def _show(comparison: Comparison) -> None:
+    """Both tables on stdout."""
+    from bpfed.comparison.tables import better, caption, compared, gap, pairing, spread
+    from bpfed.report import text
+
+    console, measures = Console(), comparison.measures
+    heads = [f"ECE ({comparison.bins} bins)" if m.name == "ece" else m.label for m in measures]
+    shown = show.table("", *heads, "seconds", title=comparison.title, right=len(heads) + 1)
+    for name in comparison.ranking:
+        cells = []
+        for m in measures:
+            best = comparison.best(m.name) == name
+            told = _typed(spread(m, comparison.mean(name, m.name), comparison.sd(name, m.name)))
+            cells.append(Text(f"*{told}" if best else told, "bold green" if best else ""))
+        shown.add_row(comparison.titles[name], *cells, text.decimal(comparison.seconds(name), 1))
+    shown.columns[0].no_wrap = True
+    show.put(shown)
+    console.print(_typed(caption(comparison, "with a star")), style="dim", highlight=False)
+    if len(comparison.names) < 2:
+        return
+    reference, chosen = comparison.titles[comparison.reference], compared(comparison)
+    found = {m.name: comparison.differences(m.name) for m in chosen}
+    heads = [m.label for m in chosen]
+    shown = show.table(
+        "", *heads, "lower NLL for", title=f"\nDifferences from {reference}, mean over clients", right=len(heads) + 1
+    )
+    for name in found["nll"]:
+        cells = []
+        for m in chosen:
+            one = found[m.name][name]
+            cells.append(Text(_typed(gap(m, one)), "" if one.clear else "dim"))
+        shown.add_row(comparison.titles[name], *cells, f"{better(found['nll'][name])} clients")
+    shown.columns[0].no_wrap = True
+    show.put(shown)
+    console.print(_typed(pairing(comparison)), style="dim", highlight=False)
+
+
+def _typed(shown: str) -> str:
+    """As a keyboard has it."""
+    return shown.replace("\u202f", " ").replace("−", "-")

@@ -1,0 +1,8 @@
+"""Methods side by side: the same data for all, several seeds, differences with intervals, one report."""
+
+from bpfed.comparison.cells import compare
+from bpfed.comparison.entrants import VARIANTS, Entrant
+from bpfed.comparison.paired import Difference
+from bpfed.comparison.record import Comparison
+
+__all__ = ["VARIANTS", "Comparison", "Difference", "Entrant", "compare"]

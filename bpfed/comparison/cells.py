@@ -1,0 +1,303 @@
+"""The cells of a comparison, methods x seeds, each a run in a folder of its own: ``DIR/METHOD/seed-K``.
+
+All methods of a seed get the same split, so that their differences are paired. A cell that is finished is not run again,
+and one that was interrupted goes on; but only if it is the very run that is asked for now.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bpfed import __version__
+from bpfed.callbacks.base import Callback
+from bpfed.callbacks.folder import Folder, differences
+from bpfed.callbacks.progress import CellProgress
+from bpfed.comparison import tables
+from bpfed.comparison.entrants import Entrant, entrants
+from bpfed.comparison.record import Comparison, chosen_reference
+from bpfed.data import FederatedData, load
+from bpfed.engine.federation import pick_device
+from bpfed.engine.settings import Settings
+from bpfed.errors import UserError, unknown
+from bpfed.files import clear_parts, is_part, lock, said, to_json, to_toml, write_whole
+from bpfed.likelihoods import Likelihood
+from bpfed.methods import Method
+from bpfed.report.record import CONFIG, SUMMARY, RunRecord
+from bpfed.run import Run, prepare, train_together
+
+#: Rounds of every run, where nothing else is said.
+ROUNDS = 30
+#: The files of a comparison's folder beside its cells; the first marks it as one.
+REQUEST, RESULT, MARKDOWN, CSV, REPORT = (
+    "comparison.toml",
+    "comparison.json",
+    "comparison.md",
+    "comparison.csv",
+    "report.html",
+)
+
+
+@dataclass
+class Cell:
+    """One run of a comparison that is not finished.
+
+    Attributes:
+        entrant: Whose.
+        run: Before its first round of this sitting.
+        folder: Where it is kept; None: nowhere.
+    """
+
+    entrant: Entrant
+    run: Run
+    folder: Folder | None
+
+
+def compare(
+    methods: str | Sequence[str] | Mapping[str, Method] = "all",
+    data: FederatedData | str | Callable[[int], FederatedData] = "digits",
+    seeds: int | Sequence[int] = 3,
+    *,
+    reference: str | None = None,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    out: str | Path | None = None,
+    progress: bool | None = None,
+    say: Callable[[str], None] | None = None,
+    settings: Settings | None = None,
+    **changes: Any,
+) -> Comparison:
+    """Run methods on the same data with the same seeds and set them side by side.
+
+    Args:
+        methods: Names such as ``["bpfed", "fedper+laplace"]`` or ``"all"``, or methods under names of your own.
+        data: Name of a dataset, dealt out anew for each seed; or a function from the seed to the data; or the data
+            itself, the same for all seeds.
+        seeds: Which, or how many: 3 is 0, 1 and 2.
+        reference: Whom the others' differences are taken from; None: ``bpfed``, or the first where it takes no part.
+        out: Folder to keep everything in; what is finished there is not run again. None: nothing is written.
+        settings: See `Settings`; single ones can be given by name. Rounds are 30 where nothing is said.
+
+    For the other arguments see `fit`.
+    """
+    known = {f.name for f in fields(Settings)} - {"seed"}
+    for name in changes:
+        if name not in known:
+            raise unknown("setting", name, known)
+    chosen = replace(settings or Settings(rounds=ROUNDS), **changes)
+    shown = progress or (progress is None and sys.stderr.isatty())
+    display = CellProgress(delay=0.0 if progress else 2.0) if shown else None
+    try:
+        return run_cells(
+            entrants(methods, chosen),
+            _deal(data),
+            seeds,
+            reference=reference,
+            model=model,
+            likelihood=likelihood,
+            out=Path(out) if out is not None else None,
+            display=display,
+            say=say or (display.say if display is not None else _to_stderr),
+        )
+    finally:
+        if display is not None:
+            display.close()
+
+
+def run_cells(
+    who: Sequence[Entrant],
+    deal: Callable[[int], FederatedData],
+    seeds: int | Sequence[int],
+    *,
+    reference: str | None = None,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    out: Path | None = None,
+    display: CellProgress | None = None,
+    say: Callable[[str], None] = lambda sentence: None,
+    stack: bool | None = None,
+) -> Comparison:
+    """Run the cells that are not finished, and read those that are.
+
+    Args:
+        who: Who is compared.
+        deal: From a seed to the data of all its cells.
+        display: Told how far things are.
+        stack: Whether the seeds of a method are trained side by side; None: on a GPU, where that costs little more than
+            one of them. On a CPU it saves nothing and holds the data of all seeds at once.
+
+    For the other arguments see `compare`.
+    """
+    chosen = _chosen(seeds)
+    names = [entrant.name for entrant in who]
+    for entrant in who:
+        try:
+            entrant.method.check()
+        except UserError as error:
+            raise UserError(f"{entrant.name}: {error}") from None
+    base = chosen_reference(names, reference)
+    if stack is None:
+        stack = pick_device(who[0].settings.device, who[0].settings.tf32).type == "cuda"
+    if display is not None:
+        display.expect([(entrant.name, seed) for seed in chosen for entrant in who])
+    records: dict[str, dict[int, RunRecord]] = {name: {} for name in names}
+    once = _once(say)
+    with _kept(out):
+        for together in [chosen] if stack else [[seed] for seed in chosen]:
+            if display is not None:
+                display.doing(f"loading the data of seed {', '.join(map(str, together))}")
+            dealt = {seed: deal(seed) for seed in together}
+            waiting: list[list[Cell]] = []
+            for entrant in who:  # all are looked at before one is trained
+                cells = []
+                for seed, data in dealt.items():
+                    cell = _cell(entrant, seed, data, model, likelihood, out, once)
+                    if isinstance(cell, RunRecord):
+                        records[entrant.name][seed] = cell
+                        if display is not None:
+                            display.found(entrant.name, seed, cell.summary.get("seconds"))
+                    else:
+                        cells.append(cell)
+                waiting.append(cells)
+            if out is not None and together[0] == chosen[0]:
+                write_whole(out / REQUEST, to_toml(_request(who, chosen, base, dealt[together[0]])))
+            while waiting:
+                for cell in _train(waiting.pop(0), display):
+                    records[cell.entrant.name][cell.run.settings.seed] = cell.run.record()
+        ordered = {name: {seed: records[name][seed] for seed in chosen} for name in names}
+        found = Comparison(ordered, {entrant.name: entrant.title for entrant in who}, base)
+        if out is not None:
+            if display is not None:
+                display.doing("writing the report")
+            save(found, out)
+    return found
+
+
+def save(comparison: Comparison, folder: Path) -> None:
+    """Write the figures, the tables and the report, each whole."""
+    write_whole(folder / CSV, tables.table_csv(comparison))
+    write_whole(folder / MARKDOWN, tables.markdown(comparison))
+    comparison.report(folder / REPORT)
+    write_whole(folder / RESULT, to_json(tables.record(comparison)))
+
+
+def _cell(
+    entrant: Entrant,
+    seed: int,
+    data: FederatedData,
+    model: nn.Module | None,
+    likelihood: Likelihood | None,
+    out: Path | None,
+    say: Callable[[str], None],
+) -> Cell | RunRecord:
+    """A cell that is ready to run, or the record of one that is finished."""
+    settings = replace(entrant.settings, seed=seed)
+    if out is None:
+        return Cell(entrant, prepare(entrant.method, data, settings, model, likelihood, None, say), None)
+    path = out / entrant.name / f"seed-{seed}"
+    folder = Folder(path, resume=(path / CONFIG).exists())
+    run = prepare(entrant.method, data, settings, model, likelihood, folder, say)
+    if not (path / SUMMARY).is_file():
+        return Cell(entrant, run, folder)
+    record = RunRecord.read(path)
+    here = tomllib.loads(to_toml(run.config()))
+    here["run"]["device"] = record.config["run"]["device"]  # where it ran is no matter once it has
+    if differs := differences(record.config, here):
+        raise UserError(
+            f"'{path}' was run with other settings: {'; '.join(differs)}; choose another --out, or delete that folder to "
+            "run it anew."
+        )
+    return record
+
+
+def _train(cells: list[Cell], display: CellProgress | None) -> list[Cell]:
+    """Train cells of one entrant side by side."""
+    if not cells:
+        return cells
+    entrant, seeds = cells[0].entrant, [cell.run.settings.seed for cell in cells]
+    callbacks: list[list[Callback]] = [[cell.folder] if cell.folder is not None else [] for cell in cells]
+    if display is not None:
+        display.begin(entrant.name, entrant.title, seeds)
+        callbacks[0].append(display)
+    try:
+        train_together([cell.run for cell in cells], callbacks)
+    except UserError as error:
+        raise UserError(f"{entrant.name}, seed {', '.join(map(str, seeds))}: {error}") from error
+    if display is not None:
+        display.finished()
+    return cells
+
+
+@contextmanager
+def _kept(out: Path | None) -> Iterator[None]:
+    """Hold the folder for this process alone; one that was made for nothing is taken away again."""
+    if out is None:
+        yield
+        return
+    made = not out.exists()
+    with said(out):
+        out.mkdir(parents=True, exist_ok=True)
+        there = [p.name for p in out.iterdir() if not is_part(p)]
+    if there and REQUEST not in there:
+        raise UserError(
+            f"'{out}' holds other files and no comparison, so nothing is written there; choose another --out."
+        )
+    handle = lock(out)
+    try:
+        clear_parts(out)
+        yield
+    finally:
+        os.close(handle)
+        if made and not any(out.iterdir()):
+            out.rmdir()
+
+
+def _request(who: Sequence[Entrant], seeds: list[int], reference: str, data: FederatedData) -> dict[str, Any]:
+    """What was asked for, for people to read; what counts is in every cell's own folder."""
+    return {
+        "bpfed": __version__,
+        "data": data.name,
+        "methods": [entrant.name for entrant in who],
+        "seeds": seeds,
+        "reference": reference,
+        "rounds": who[0].settings.rounds,
+    }
+
+
+def _deal(data: FederatedData | str | Callable[[int], FederatedData]) -> Callable[[int], FederatedData]:
+    if isinstance(data, FederatedData):
+        return lambda seed: data
+    if isinstance(data, str):
+        return lambda seed: load(data, seed=seed)
+    return data
+
+
+def _chosen(seeds: int | Sequence[int]) -> list[int]:
+    chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    if not chosen or len(set(chosen)) != len(chosen) or min(chosen) < 0:
+        raise UserError(f"seeds is {seeds}, but must be at least one, none below 0 and none twice.")
+    return chosen
+
+
+def _once(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Tell a sentence the first time only: what is true of one cell is often true of all."""
+    told: set[str] = set()
+
+    def tell(sentence: str) -> None:
+        if sentence not in told:
+            told.add(sentence)
+            say(sentence)
+
+    return tell
+
+
+def _to_stderr(sentence: str) -> None:
+    print(sentence, file=sys.stderr)

@@ -1,0 +1,108 @@
+"""Who takes part in a comparison: a method by its name, or a variant of one such as ``fedper+laplace``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bpfed.engine.settings import Settings
+from bpfed.errors import UserError, unknown
+from bpfed.methods import METHODS, Method, method
+from bpfed.schema import TABLES, fields_of
+
+#: What may follow a method's name after a ``+``, and the settings that it stands for.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "laplace": {"method.laplace": True},
+    "temperature": {"run.scaling": "client", "run.calibration": 0.2},
+    "ivon": {"method.optimiser": "ivon"},
+}
+
+#: The name that stands for every method.
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One of those that are compared.
+
+    Attributes:
+        name: What it is called, also the name of its folder.
+        title: Its heading.
+        method: The method with its settings.
+        settings: How it is run; the seed is the cell's.
+    """
+
+    name: str
+    title: str
+    method: Method
+    settings: Settings
+
+
+def listed(names: str | Iterable[str]) -> list[str]:
+    """The names in a list or in a text such as ``all,fedper+laplace``, each once; ``all`` is every method."""
+    words = [w.strip() for w in (names.split(",") if isinstance(names, str) else names)]
+    found = [name for word in words if word for name in (METHODS if word == ALL else (word,))]
+    if not found:
+        raise UserError("No method is named; give some as in --methods bpfed,fedavg, or all of them by --methods all.")
+    for name in found:
+        changes(name)
+    return list(dict.fromkeys(found))
+
+
+def changes(name: str) -> dict[str, Any]:
+    """The settings that the variants in a name stand for, by their full names; none for a method's own name.
+
+    Raises:
+        UserError: There is no such method or variant, or the variant does not apply to the method.
+    """
+    base, *variants = name.split("+")
+    chosen = method(base)
+    found: dict[str, Any] = {}
+    for variant in variants:
+        if variant not in VARIANTS:
+            raise unknown("variant", variant, VARIANTS)
+        if not _applies(variant, chosen):
+            fitting = [n for n, m in METHODS.items() if _applies(variant, m)]
+            says = f"it applies to: {', '.join(fitting)}" if fitting else "no method here has it"
+            raise UserError(f"The variant '{variant}' does not apply to {base}; {says}.")
+        found |= VARIANTS[variant]
+    return found
+
+
+def title(name: str) -> str:
+    """The heading of a name: ``FedPer + laplace``."""
+    base, *variants = name.split("+")
+    return " + ".join([method(base).title, *variants])
+
+
+def entrants(methods: str | Sequence[str] | Mapping[str, Method], settings: Settings) -> list[Entrant]:
+    """Those named, or those given under names of one's own."""
+    if isinstance(methods, Mapping):
+        for name in methods:
+            if not name or name.startswith(".") or "/" in name:
+                raise UserError(
+                    f"'{name}' cannot name a method, since it would name its folder; leave out '/' and '.'."
+                )
+        return [Entrant(name, name, value, settings) for name, value in methods.items()]
+    found = []
+    for name in listed(methods):
+        values = _tables(changes(name))
+        made = method(name.split("+")[0])(**values.get("method", {}))
+        found.append(Entrant(name, title(name), made, replace(settings, **values.get("run", {}))))
+    return found
+
+
+def _applies(variant: str, chosen: type[Method]) -> bool:
+    """Whether all settings of a variant exist, in the method and in the run."""
+    known = {**TABLES, "method": chosen}
+    return all(key in fields_of(known[table]) for table, values in _tables(VARIANTS[variant]).items() for key in values)
+
+
+def _tables(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """``{"run.rounds": 3}`` as ``{"run": {"rounds": 3}}``."""
+    tables: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        table, _, key = name.partition(".")
+        tables.setdefault(table, {})[key] = value
+    return tables

@@ -1,0 +1,156 @@
+"""What a comparison found: the records of its runs, their means over seeds, and how methods differ from a reference."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from bpfed.comparison.paired import Difference, difference
+from bpfed.errors import UserError, unknown
+from bpfed.report.measures import MEASURES, Measure
+from bpfed.report.record import RunRecord, value
+
+#: The metrics that are compared, as far as the runs have them.
+COMPARED = ("accuracy", "rmse", "nll", "brier", "ece")
+#: The reference, where it takes part and no other is named.
+REFERENCE = "bpfed"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Methods on the same data, each with the same seeds.
+
+    Attributes:
+        records: A run for each name and seed.
+        titles: The heading of each name.
+        reference: The name that the others' differences are taken from.
+    """
+
+    records: dict[str, dict[int, RunRecord]]
+    titles: dict[str, str]
+    reference: str
+
+    @property
+    def names(self) -> list[str]:
+        """Who takes part, in the order they were named."""
+        return list(self.records)
+
+    @property
+    def ranking(self) -> list[str]:
+        """Who takes part, the lowest mean NLL first."""
+        nll = {name: self.mean(name, "nll") for name in self.names}
+        return sorted(self.names, key=lambda name: (math.isnan(nll[name]), nll[name]))
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds, in the order they were named."""
+        return list(next(iter(self.records.values())))
+
+    @property
+    def first(self) -> RunRecord:
+        """One of the runs, for what they have in common."""
+        return self.records[self.names[0]][self.seeds[0]]
+
+    @property
+    def title(self) -> str:
+        """The comparison in one line of plain words."""
+        facts = self.first.summary
+        counted = (
+            (len(self.names), "method"),
+            (len(self.seeds), "seed"),
+            (facts.get("clients", 0), "client"),
+            (facts.get("rounds", 0), "round"),
+        )
+        words = ", ".join(f"{n} {one}" if n == 1 else f"{n} {one}s" for n, one in counted)
+        return f"Comparison on {facts.get('data', 'unnamed data')}: {words}"
+
+    @property
+    def measures(self) -> list[Measure]:
+        """The metrics that are compared, the main one first."""
+        present = {m.name for m in self.first.measures}
+        return [MEASURES[name] for name in COMPARED if name in present]
+
+    @property
+    def bins(self) -> int:
+        """Bins of the ECE."""
+        return int(self.first.evaluation["bins"])
+
+    def over_seeds(self, name: str, metric: str, part: str = "pooled") -> list[float]:
+        """A metric at the last round for each seed; ``part`` is ``pooled``, ``mean`` (over clients) or ``worst``."""
+        return [run.last(metric, part) for run in self.records[name].values()]
+
+    def mean(self, name: str, metric: str, part: str = "pooled") -> float:
+        """Mean of that over seeds."""
+        return mean(self.over_seeds(name, metric, part))
+
+    def sd(self, name: str, metric: str, part: str = "pooled") -> float:
+        """Standard deviation of that over seeds; NaN with one seed."""
+        return deviation(self.over_seeds(name, metric, part))
+
+    def floor(self, name: str) -> float:
+        """The ECE that perfectly calibrated predictions as sure as these would show, mean over seeds."""
+        return mean([value(run.evaluation, "ece_floor") for run in self.records[name].values()])
+
+    def seconds(self, name: str) -> float:
+        """Time of a run, mean over seeds."""
+        return mean([value(run.summary, "seconds") for run in self.records[name].values()])
+
+    def best(self, metric: str) -> str:
+        """Whose mean over seeds is best."""
+        sign = -1 if MEASURES[metric].high_is_good else 1
+        values = {name: sign * self.mean(name, metric) for name in self.names}
+        return min(self.names, key=lambda name: math.inf if math.isnan(values[name]) else values[name])
+
+    def clients(self, name: str, metric: str) -> dict[int, dict[str, float]]:
+        """A metric at the last round by seed and client; clients without test examples are left out."""
+        return {
+            seed: {row["name"]: v for row in run.rows if math.isfinite(v := value(row, metric))}
+            for seed, run in self.records[name].items()
+        }
+
+    def difference(self, name: str, metric: str = "nll", reference: str | None = None) -> Difference:
+        """How a metric differs from the reference's, paired by client and by seed."""
+        for known in (name, reference or self.reference):
+            if known not in self.records:
+                raise unknown("method of this comparison", known, self.records)
+        return difference(self.clients(name, metric), self.clients(reference or self.reference, metric))
+
+    def differences(self, metric: str = "nll") -> dict[str, Difference]:
+        """How a metric differs from the reference's, for each of the others, best NLL first."""
+        return {name: self.difference(name, metric) for name in self.ranking if name != self.reference}
+
+    def summary(self) -> str:
+        """Means over seeds and differences, as Markdown."""
+        from bpfed.comparison.tables import markdown
+
+        return markdown(self)
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write the combined report, one self-contained HTML page."""
+        from bpfed.report.comparison import write
+
+        return write(self, path)
+
+
+def chosen_reference(names: list[str], wanted: str | None) -> str:
+    """The reference that is wanted; None: BPFed where it takes part, else whoever was named first."""
+    if wanted is not None and wanted not in names:
+        raise UserError(
+            f"The reference '{wanted}' takes no part; add it to the methods, or choose from: {', '.join(names)}."
+        )
+    return wanted or (REFERENCE if REFERENCE in names else names[0])
+
+
+def mean(values: list[float]) -> float:
+    """The mean; NaN of nothing."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def deviation(values: list[float]) -> float:
+    """The standard deviation of a sample; NaN of one value."""
+    if len(values) < 2:
+        return math.nan
+    centre = mean(values)
+    return math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - 1))

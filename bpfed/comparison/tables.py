@@ -1,0 +1,175 @@
+"""A comparison as text: Markdown for people, CSV and JSON for programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from typing import Any
+
+from bpfed import __version__
+from bpfed.comparison.paired import Difference
+from bpfed.comparison.record import Comparison, deviation, mean
+from bpfed.report import text
+from bpfed.report.measures import Measure
+from bpfed.report.record import value
+
+PARTS = {"pooled": "", "mean": "_client_mean", "worst": "_worst_client"}
+
+
+def spread(measure: Measure, centre: float, sd: float) -> str:
+    """``95.3 ± 0.4 %`` or ``0.123 ± 0.004``; without the deviation where there is none."""
+    shown = measure.show(centre)
+    if not math.isfinite(sd):
+        return shown
+    unit = "\u202f%" if measure.show is text.percent else ""
+    return f"{shown.removesuffix(unit)} ± {measure.show(sd)}"
+
+
+def gap(measure: Measure, found: Difference) -> str:
+    """``+0.031 (0.012 to 0.050)``; shares in points of a hundred."""
+    factor, digits = (100.0, 1) if measure.show is text.percent else (1.0, 3)
+    centre = signed(factor * found.mean, digits)
+    if not math.isfinite(found.low):
+        return centre
+    return f"{centre} ({signed(factor * found.low, digits)} to {signed(factor * found.high, digits)})"
+
+
+def signed(x: float, digits: int) -> str:
+    """A number with its sign, whichever it is."""
+    shown = text.decimal(x, digits)
+    return f"+{shown}" if x > 0 else shown
+
+
+def compared(comparison: Comparison) -> list[Measure]:
+    """The metrics whose differences are shown; not ECE, which for one client is mostly chance."""
+    return [m for m in comparison.measures if m.name != "ece"]
+
+
+def caption(comparison: Comparison, marked: str = "in bold") -> str:
+    """What the figures of the first table are; ``marked`` is how the best stands out."""
+    floors = [comparison.floor(name) for name in comparison.names]
+    seeds = comparison.seeds
+    over = f"Mean ± standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else f"Seed {seeds[0]}"
+    low, high = (f"{100 * f(floors):.1f}" for f in (min, max))
+    floor = f"{low} %" if low == high else f"{low} to {high} %"
+    return (
+        f"{over}, all test examples of the last round pooled, lowest NLL first, the best {marked}. "
+        f"ECE over {comparison.bins} bins; perfectly calibrated predictions would show {floor} by chance (the floor)."
+    )
+
+
+def pairing(comparison: Comparison) -> str:
+    """What the differences are, what is paired, and what their intervals leave out."""
+    reference, seeds = comparison.titles[comparison.reference], comparison.seeds
+    found = next(iter(comparison.differences().values()), None)
+    words = f"Each method's metric minus {reference}'s on the same client of the same seed, mean over clients. "
+    if any(m.name == "accuracy" for m in comparison.measures):
+        words += "Accuracy in points of a hundred. "
+    if found is None:
+        return words.strip()
+    if len(seeds) == 1:
+        if not math.isfinite(found.low):
+            return words + f"No interval: one seed with {found.pairs} clients is too little."
+        return words + (
+            f"95 % intervals: bootstrap over the {found.pairs} clients. One seed says nothing of other splits or other "
+            "training."
+        )
+    dealt = comparison.first.config.get("data", {}).get("seed") != comparison.records[comparison.names[0]][
+        seeds[1]
+    ].config.get("data", {}).get("seed")
+    words += f"95 % intervals: paired t over the {len(seeds)} seeds. "
+    if dealt:
+        return words + (
+            "Every seed deals out the same examples anew, so seeds share examples and are not independent: the intervals "
+            "are narrower than for data never seen."
+        )
+    return words + "All seeds train and test on the same split: the intervals say nothing of other splits."
+
+
+def markdown(comparison: Comparison) -> str:
+    """Both tables and their captions."""
+    measures, bins = comparison.measures, comparison.bins
+    heads = [f"ECE ({bins} bins)" if m.name == "ece" else m.label for m in measures]
+    best = {m.name: comparison.best(m.name) for m in measures}
+    rows = []
+    for name in comparison.ranking:
+        cells = []
+        for m in measures:
+            cell = spread(m, comparison.mean(name, m.name), comparison.sd(name, m.name))
+            cells.append(f"**{cell}**" if best[m.name] == name else cell)
+        nll = comparison.mean(name, "nll", "mean")
+        rows.append([comparison.titles[name], *cells, text.decimal(nll), text.duration(comparison.seconds(name))])
+    parts = [f"# {comparison.title}", _table(["method", *heads, "NLL, client mean", "time"], rows), caption(comparison)]
+    others = [name for name in comparison.ranking if name != comparison.reference]
+    if others:
+        shown = compared(comparison)
+        found = {m.name: comparison.differences(m.name) for m in shown}
+        rows = [
+            [comparison.titles[n], *(gap(m, found[m.name][n]) for m in shown), better(found["nll"][n])] for n in others
+        ]
+        reference = comparison.titles[comparison.reference]
+        heads = [f"{m.label} minus {reference}'s" for m in shown]
+        parts += [_table(["method", *heads, "clients with lower NLL"], rows), pairing(comparison)]
+    return "\n\n".join(parts).replace("\u202f", " ") + "\n"
+
+
+def better(found: Difference) -> str:
+    """``12 of 30``: pairs in which the method's NLL is the lower one."""
+    return f"{found.lower} of {found.pairs}"
+
+
+def table_csv(comparison: Comparison) -> str:
+    """One line for each run: every metric pooled, as the mean over clients, and of the worst client."""
+    names = [m.name for m in comparison.first.measures]
+    written = io.StringIO()
+    out = csv.writer(written, lineterminator="\n")
+    metrics = [f"{n}{tail}" for n in names for tail in PARTS.values()]
+    out.writerow(["method", "seed", "rounds", "seconds", *metrics, "ece_floor"])
+    for name, runs in comparison.records.items():
+        for seed, run in runs.items():
+            figures = [run.last(n, part) for n in names for part in PARTS]
+            floor = value(run.evaluation, "ece_floor")
+            cells = ["" if math.isnan(v) else repr(v) for v in (*figures, floor)]
+            out.writerow([name, seed, run.summary["rounds"], run.summary["seconds"], *cells])
+    return written.getvalue()
+
+
+def record(comparison: Comparison) -> dict[str, Any]:
+    """All figures, as in ``comparison.json``."""
+    facts = comparison.first.summary
+    return {
+        "bpfed": __version__,
+        "title": comparison.title,
+        **{key: facts.get(key) for key in ("data", "partition", "protocol", "rounds", "clients")},
+        "seeds": comparison.seeds,
+        "reference": comparison.reference,
+        "bins": comparison.bins,
+        "methods": {name: _method(comparison, name) for name in comparison.ranking},
+        "differences": {
+            m.name: {name: found._asdict() for name, found in comparison.differences(m.name).items()}
+            for m in compared(comparison)
+        },
+        "about_differences": pairing(comparison),
+    }
+
+
+def _method(comparison: Comparison, name: str) -> dict[str, Any]:
+    def figures(values: list[float]) -> dict[str, Any]:
+        return {"mean": mean(values), "sd": deviation(values), "seeds": values}
+
+    found: dict[str, Any] = {"title": comparison.titles[name]}
+    for measure in comparison.measures:
+        found[measure.name] = figures(comparison.over_seeds(name, measure.name)) | {
+            "client_mean": figures(comparison.over_seeds(name, measure.name, "mean")),
+            "worst_client": figures(comparison.over_seeds(name, measure.name, "worst")),
+        }
+    runs = comparison.records[name].values()
+    found["ece_floor"] = comparison.floor(name)
+    found["seconds"] = figures([value(run.summary, "seconds") for run in runs])
+    return found
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

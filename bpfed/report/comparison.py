@@ -1,0 +1,230 @@
+"""The combined report of a comparison: one HTML page that needs nothing beside itself."""
+
+from __future__ import annotations
+
+import math
+import os
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bpfed.files import to_toml, write_whole
+from bpfed.report import text, versus
+from bpfed.report.measures import MEASURES, Measure
+from bpfed.report.page import document
+from bpfed.report.versus import Line, Row
+
+if TYPE_CHECKING:
+    from bpfed.comparison.record import Comparison
+
+
+def render(comparison: Comparison) -> str:
+    """The whole page as text. The same comparison gives the same page, byte for byte."""
+    parts = [
+        _headline(comparison),
+        _convergence(comparison),
+        _differences(comparison),
+        _calibration(comparison),
+        _clients(comparison),
+        _settings(comparison),
+    ]
+    parts.append("<footer>Made by bpfed from the runs’ own records.</footer>")
+    return document(comparison.title, parts, versus.STYLE)
+
+
+def write(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
+    """Render to a file, whole or not at all."""
+    target = Path(path)
+    write_whole(target, render(comparison).encode("utf-8", "replace"))
+    return target
+
+
+def _headline(comparison: Comparison) -> str:
+    from bpfed.comparison.tables import caption
+
+    run = comparison.first.summary
+    facts = [f"{run[key]} {key}" for key in ("protocol", "partition") if run.get(key)]
+    facts += [f"seeds {', '.join(map(str, comparison.seeds))}", f"on {run.get('device', 'an unknown device')}"]
+    line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
+    return (
+        f'<header><h1>{escape(comparison.title)}</h1><p class="facts">{line}</p></header>'
+        f"{_table(comparison)}"
+        f'<p class="note">{escape(caption(comparison))} The reference, {escape(_title(comparison))}, is shaded. '
+        "Click a column’s head to sort.</p>"
+    )
+
+
+def _title(comparison: Comparison) -> str:
+    return comparison.titles[comparison.reference]
+
+
+def _table(comparison: Comparison) -> str:
+    measures = comparison.measures
+    heads = [("Method", "Who")]
+    for m in measures:
+        heads.append((f"ECE, {comparison.bins} bins" if m.name == "ece" else m.label, m.explain))
+    main = measures[0]
+    worst = f"Worst client’s {main.in_words}"
+    heads += [
+        ("ECE floor", "What perfect calibration would show on so many examples, on average"),
+        ("NLL, client mean", "Mean over clients, each counted once however many examples it has"),
+        (worst, "Of the worst client of each seed"),
+        ("Time", "Of one run in seconds, mean over seeds"),
+    ]
+    head = "".join(
+        f'<th scope="col"{_sorted(name)} title="{escape(about)}"><button type="button">{escape(name)}</button></th>'
+        for name, about in heads
+    )
+    best = {m.name: comparison.best(m.name) for m in measures}
+    body = ""
+    for name in comparison.ranking:
+        cells = [_cell(m, *_spread(comparison, name, m.name), best[m.name] == name) for m in measures]
+        cells.append(_cell(MEASURES["ece"], comparison.floor(name), math.nan))
+        cells.append(_cell(MEASURES["nll"], comparison.mean(name, "nll", "mean"), math.nan))
+        cells.append(_cell(main, comparison.mean(name, main.name, "worst"), math.nan))
+        seconds = comparison.seconds(name)
+        cells.append(f'<td data-v="{seconds:.6g}">{text.decimal(seconds, 1)} s</td>')
+        chief = " class=chief" if name == comparison.reference else ""
+        body += f'<tr{chief}><th scope="row">{escape(comparison.titles[name])}</th>{"".join(cells)}</tr>'
+    return (
+        '<div class="scroll whole" tabindex="0" role="region" aria-label="Methods"><table class="sortable">'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _sorted(head: str) -> str:
+    return ' aria-sort="ascending"' if head == "NLL" else ""
+
+
+def _spread(comparison: Comparison, name: str, metric: str, part: str = "pooled") -> tuple[float, float]:
+    return comparison.mean(name, metric, part), comparison.sd(name, metric, part)
+
+
+def _cell(measure: Measure, centre: float, sd: float, top: bool = False) -> str:
+    data = f' data-v="{centre:.6g}"' if math.isfinite(centre) else ""
+    shown = f' <span class="sd">± {measure.show(sd)}</span>' if math.isfinite(sd) else ""
+    return f"<td{data}{' class=top' if top else ''}>{measure.show(centre)}{shown}</td>"
+
+
+def _convergence(comparison: Comparison) -> str:
+    figures = []
+    for measure in dict.fromkeys((comparison.measures[0], MEASURES["nll"])):
+        lines = []
+        for name in comparison.names:
+            runs = list(comparison.records[name].values())
+            over = [run.over(measure.name) for run in runs]
+            values = [sum(column) / len(column) for column in zip(*over, strict=True)]
+            lines.append(Line(comparison.titles[name], runs[0].rounds, values, name == comparison.reference))
+        read = f"{measure.explain} Mean over seeds. {_title(comparison)} is drawn thick."
+        figures.append(_figure(_long(measure), versus.convergence(lines, measure), read))
+    return f"<section><h2>Convergence</h2>{''.join(figures)}</section>"
+
+
+def _long(measure: Measure) -> str:
+    return "Negative log-likelihood (nats per example)" if measure.name == "nll" else measure.label
+
+
+def _differences(comparison: Comparison) -> str:
+    from bpfed.comparison.tables import gap, pairing, signed
+
+    if len(comparison.names) < 2:
+        return ""
+    figures = []
+    for measure in dict.fromkeys((MEASURES["nll"], comparison.measures[0])):
+        factor, digits = (100.0, 1) if measure.show is text.percent else (1.0, 3)
+        rows = []
+        for name, found in comparison.differences(measure.name).items():
+            dots = [
+                (d, f"seed {seed}: {signed(factor * d, digits)}")
+                for seed, d in zip(comparison.seeds, found.seeds, strict=False)
+            ]
+            lower = f"lower for {found.lower} of {found.pairs} clients"
+            note = f"{gap(measure, found)}, {lower}"
+            title = comparison.titles[name]
+            rows.append(Row(title, found.mean, found.low, found.high, dots if len(dots) > 1 else (), note=note))
+
+        def show(x: float, factor: float = factor, digits: int = digits) -> str:
+            return signed(factor * x, digits)
+
+        drawn = versus.forest(rows, measure, _title(comparison), show)
+        read = "Filled: the interval leaves out zero. Small rings: the single seeds."
+        figures.append(_figure(f"{measure.label}, mean over clients", drawn, read))
+    return (
+        f"<section><h2>Differences from {escape(_title(comparison))}</h2><p>{escape(pairing(comparison))}</p>"
+        f'<div class="panels rows">{"".join(figures)}</div></section>'
+    )
+
+
+def _calibration(comparison: Comparison) -> str:
+    ece, intervals = MEASURES["ece"], comparison.measures[0].name != "accuracy"
+    rows, small = [], []
+    for name in comparison.ranking:
+        centre, sd = _spread(comparison, name, "ece")
+        floor, title = comparison.floor(name), comparison.titles[name]
+        note = f"{ece.show(centre)}, floor {ece.show(floor)}"
+        rows.append(
+            Row(title, centre, centre - sd, centre + sd, floor=floor, note=note, chief=name == comparison.reference)
+        )
+        found = versus.pooled([run.evaluation["reliability"] for run in comparison.records[name].values()])
+        drawn = versus.small_reliability(found, comparison.bins, intervals, title)
+        small.append(f"<div><h4>{escape(title)}</h4>{drawn}<p>{_leaning(found, intervals)}</p></div>")
+    over = ", mean over seeds ± standard deviation" if len(comparison.seeds) > 1 else ""
+    read = (
+        f"Expected calibration error over {comparison.bins} bins{over}. The upright stroke is the floor: what chance alone "
+        "gives perfectly calibrated predictions as sure as these. Bars that end near it cannot be told from perfect."
+    )
+    axes = (
+        "Across: nominal level of an interval; up: share of targets inside."
+        if intervals
+        else "Across: confidence; up: share that was right; a dot’s area is its share of examples."
+    )
+    return (
+        f'<section><h2>Calibration</h2><div class="panels rows">'
+        f"{_figure('ECE and its floor', versus.bars(rows, ece), read)}</div>"
+        f'<h3 style="margin-top:1.4rem">Claimed against observed</h3><div class="small">{"".join(small)}</div>'
+        f'<p class="note">All clients and seeds pooled. {axes} Below the dotted line is over-confident.</p></section>'
+    )
+
+
+def _leaning(found: dict[str, list[float]], intervals: bool) -> str:
+    """How far claims are from what happened on average, in words."""
+    entries = [e for e in zip(found["count"], found["confidence"], found["accuracy"], strict=True) if e[0]]
+    total = sum(n for n, _, _ in entries)
+    if not total or intervals:
+        return ""
+    apart = 100 * sum(n * (c - a) for n, c, a in entries) / total
+    return f"{text.decimal(abs(apart), 1)} points {'too sure' if apart > 0 else 'too unsure'}"
+
+
+def _clients(comparison: Comparison) -> str:
+    figures = []
+    for measure in dict.fromkeys((comparison.measures[0], MEASURES["nll"])):
+        rows = []
+        for name in comparison.ranking:
+            clients = comparison.clients(name, measure.name)
+            dots = [
+                (v, f"{client}, seed {seed}: {measure.show(v)}")
+                for seed, values in clients.items()
+                for client, v in values.items()
+            ]
+            title, centre = comparison.titles[name], comparison.mean(name, measure.name, "mean")
+            span = f"from {measure.show(min(v for v, _ in dots))} to {measure.show(max(v for v, _ in dots))}"
+            rows.append(Row(title, centre, dots=dots, note=span, chief=name == comparison.reference))
+        read = "One dot for each client of each seed; the stroke, and the number, is their mean."
+        figures.append(_figure(_long(measure), versus.strips(rows, measure), read))
+    return f'<section><h2>Clients</h2><div class="panels rows">{"".join(figures)}</div></section>'
+
+
+def _settings(comparison: Comparison) -> str:
+    parts = []
+    for name in comparison.names:
+        run = comparison.records[name][comparison.seeds[0]]
+        lines = escape(to_toml(run.config).strip())
+        title = f"{comparison.titles[name]}, seed {comparison.seeds[0]}"
+        parts.append(f"<details><summary>{escape(title)}</summary><pre>{lines}</pre></details>")
+    return f"<section><h2>Settings</h2>{''.join(parts)}</section>"
+
+
+def _figure(title: str, drawing: str, read: str) -> str:
+    """A drawing with its heading and how to read it."""
+    return f"<figure><h3>{escape(title)}</h3>{drawing}<figcaption>{escape(read)}</figcaption></figure>"

@@ -1,0 +1,121 @@
+"""The combined page: complete, self-contained, and legible with few methods and many."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from test_report import Page, plain, record
+
+from bpfed.comparison import Comparison
+from bpfed.metrics import evaluate
+from bpfed.report import versus
+from bpfed.report.comparison import render
+from bpfed.report.versus import _spread, pooled
+
+
+def comparison(
+    methods: int = 3, seeds: int = 2, task: str = "classification", names: list[str] | None = None
+) -> Comparison:
+    names = names or [f"m{i}" for i in range(methods)]
+    records = {}
+    for k, name in enumerate(names):
+        runs = {}
+        for seed in range(seeds):
+            run = record(8, 3 + k % 4, task)  # more rounds are better, in these made-up runs
+            runs[seed] = replace(run, summary=run.summary | {"seed": seed})
+        records[name] = runs
+    return Comparison(records, {name: name.upper() for name in names}, names[0])
+
+
+def test_every_method_and_figure_is_on_the_page() -> None:
+    found = comparison()
+    page = Page(render(found))
+    words = plain(page.text)
+    assert "Comparison on digits: 3 methods, 2 seeds, 8 clients, 3 rounds" in words
+    for name in found.names:
+        assert found.titles[name] in words
+        assert f"{100 * found.mean(name, 'accuracy'):.1f} %" in words
+        assert f"{found.mean(name, 'nll'):.3f}" in words
+        assert f"{100 * found.floor(name):.1f} %" in words
+    assert "10 bins" in words
+    assert "paired t over the 2 seeds" in words
+    for section in ("Convergence", "Differences from M0", "Calibration", "Clients", "Settings"):
+        assert f">{section}</h2>" in render(found)
+    # Two of curves, of differences and of clients, the bars, and a small diagram for each method.
+    figures = [attributes for tag, attributes in page.tags if tag == "svg" and attributes.get("role") == "img"]
+    assert len(figures) == 7 + 3
+
+
+def test_it_needs_nothing_beside_itself_and_is_always_the_same() -> None:
+    page = render(comparison())
+    assert page == render(comparison())
+    assert not re.search(r"https?://|url\(|@import|<link|<img|src=", page.replace("script-src", ""))
+    assert "nan" not in re.sub(r"[a-z]+nan|nan[a-z]+", "", page.lower())
+
+
+@pytest.mark.parametrize(("methods", "seeds"), [(1, 1), (1, 3), (2, 1), (20, 3)])
+def test_few_and_many(methods: int, seeds: int) -> None:
+    words = plain(Page(render(comparison(methods, seeds))).text)
+    assert ("Differences" in words) == (methods > 1)
+    assert ("±" in words) == (seeds > 1)
+    if methods == 2:
+        assert "bootstrap over the 7 clients" in words
+
+
+def test_regression() -> None:
+    words = plain(Page(render(comparison(task="regression"))).text)
+    assert "RMSE" in words
+    assert "Accuracy" not in words
+
+
+def test_names_cannot_break_the_page() -> None:
+    found = comparison(names=["<script>alert(1)</script>", 'a"b', "x&y"])
+    page = render(found)
+    assert page.count("<script>") == 1
+    assert "<SCRIPT>" not in page
+    Page(page)
+
+
+def test_lines_differ_without_colour() -> None:
+    """Neighbours in the list have other dashes, and no two of 20 are alike in both dash and colour."""
+    drawn = render(comparison(20, 1))
+    kinds = re.findall(r'<g class="method c(\d) d(\d)', drawn)[:20]
+    assert len(set(kinds)) == 20
+    assert all(one[1] != two[1] for one, two in pairwise(kinds))
+    assert versus.STYLE.count("stroke-dasharray") == versus.DASHES - 1
+
+
+@pytest.mark.parametrize(
+    "places", [[10.0, 10.0, 10.0], [0.0, 300.0], [395.0, 396.0, 397.0, 1.0], [50.0 + k for k in range(15)]]
+)
+def test_labels_stand_apart_in_their_order_and_near(places: list[float]) -> None:
+    moved = _spread(places, 17, 0, 400)
+    order = sorted(range(len(places)), key=places.__getitem__)
+    assert all(moved[b] - moved[a] >= 17 - 1e-9 for a, b in pairwise(order))
+    assert all(-1e-9 <= m <= 400 + 1e-9 for m in moved)
+    if max(places) < 380 and min(places) > 100:
+        assert math.isclose(sum(moved), sum(places))
+    assert _spread([0.0, 300.0], 17, 0, 400) == [0.0, 300.0]
+
+
+def test_reliability_of_several_runs_is_that_of_all_their_examples() -> None:
+    g = torch.Generator().manual_seed(0)
+    parts = []
+    for n in (40, 25):
+        probs = (3 * torch.randn(n, 3, generator=g)).softmax(1).double()
+        parts.append((probs, torch.randint(3, (n,), generator=g)))
+
+    def reliability(*chosen: tuple[torch.Tensor, torch.Tensor]) -> dict[str, list[float]]:
+        probs, y = (torch.cat(t) for t in zip(*chosen, strict=True))
+        return evaluate(probs, y, torch.tensor([0, len(y)])).reliability.record()
+
+    together, expected = pooled([reliability(p) for p in parts]), reliability(*parts)
+    assert together["count"] == expected["count"]
+    for key in ("confidence", "accuracy"):
+        for one, two in zip(together[key], expected[key], strict=True):
+            assert one == (None if two is None else pytest.approx(two))
