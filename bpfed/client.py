@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from bpfed.engine.evaluate import BLOCK, calibrate
 from bpfed.errors import UserError
 from bpfed.methods.base import rows
 from bpfed.noise import Purpose
-from bpfed.predict import Classified, Regressed, classify, regress
+from bpfed.predict import Classified, How, Regressed, check_how, classify, regress
 
 if TYPE_CHECKING:
     from bpfed.run import Run
@@ -22,25 +24,30 @@ class Client:
 
     def __init__(self, run: Run, index: int) -> None:
         self.run, self.index = run, index
+        self._calibrated: dict[tuple[int, How, int], tuple[float, Tensor]] = {}
 
     @property
     def name(self) -> str:
         """The client's name."""
         return self.run.data.clients[self.index]
 
-    def predict(self, x: Tensor, draws: int | None = None) -> Classified | Regressed:
+    def predict(self, x: Tensor, draws: int | None = None, how: How = "sample") -> Classified | Regressed:
         """Predict with this client's posterior.
 
         Args:
             x: Inputs, ``[B, ...]``, prepared as the training inputs were.
             draws: Weight draws to average; None: as many as in evaluation.
+            how: ``sample`` averages over draws of all weights; ``single-pass`` draws none and is faster by far (see
+                `bpfed.moments` for where it is exact).
 
         Returns:
-            Probabilities (or mean) with total, epistemic and aleatoric uncertainty, ``[B]`` each.
+            Probabilities (or mean) with total, epistemic and aleatoric uncertainty, ``[B]`` each, and prediction sets (or
+            intervals) where the run kept calibration examples.
         """
         federation = self.run.federation
         if draws is not None and draws < 1:
             raise UserError(f"draws is {draws}, but must be at least 1.")
+        check_how(how)
         x = torch.as_tensor(x, dtype=torch.float32)
         if tuple(x.shape[1:]) != federation.data.input_shape:
             raise UserError(
@@ -54,14 +61,36 @@ class Client:
         count = draws or federation.settings.eval_draws
         with torch.no_grad():
             predictive = federation.method.predictive(
-                federation.model, rows(federation.shared, 1), federation.personal(who)
+                federation.model, rows(federation.shared, 1), federation.ready(who)
             )
             ask = classify if federation.data.task == "classification" else regress
-            found = ask(federation.model, predictive, x[None].to(federation.device), key, count)
-        return _first(found)
+            blocks = x.split(max(1, BLOCK // max(1, x[:1].numel())))
+            parts = [
+                ask(federation.model, predictive, block[None].to(federation.device), key, count, how=how)
+                for block in blocks
+            ]
+        found = _joined(parts)
+        temperature, scores = self._calibration(how, count)
+        found = replace(found, scores=scores)
+        return found.at(temperature) if temperature != 1.0 and isinstance(found, Classified) else found
+
+    def _calibration(self, how: How, draws: int) -> tuple[float, Tensor | None]:
+        """Temperature and conformal scores for predictions made in this way; 1 and None where there are none."""
+        federation, kept = self.run.federation, self.run.calibration
+        if kept is not None and (kept.how, kept.draws) == (how, draws):
+            return kept.client(self.index)
+        if federation.data.calibration is None:
+            return (1.0 if kept is None else kept.client(self.index)[0]), None
+        at = (federation.round, how, draws)
+        if at not in self._calibrated:
+            self._calibrated[at] = calibrate(federation, torch.tensor([self.index]), how, draws).client(0)
+        return self._calibrated[at]
 
 
-def _first(found: Classified | Regressed) -> Classified | Regressed:
-    leaves = ((f.name, getattr(found, f.name)) for f in fields(found))
-    first: dict[str, Any] = {name: None if leaf is None else leaf[0].cpu() for name, leaf in leaves}
-    return type(found)(**first)
+def _joined(parts: Sequence[Classified | Regressed]) -> Classified | Regressed:
+    """The first client of each, end to end."""
+    leaves = {f.name: [getattr(part, f.name) for part in parts] for f in fields(parts[0])}
+    joined: dict[str, Any] = {
+        name: None if leaf[0] is None else torch.cat([t[0] for t in leaf]).cpu() for name, leaf in leaves.items()
+    }
+    return type(parts[0])(**joined)

@@ -7,9 +7,10 @@ tensor travels at the end. Sums are float64, so the order of the examples does n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,11 @@ from torch import Tensor
 
 Floats = NDArray[np.float64]
 
+#: Scores of which more is better; of the others less is.
+BEST_IS_HIGH = frozenset({"accuracy", "answered_accuracy", "coverage"})
+
+#: A prediction that is less sure than this counts as an abstention, and sets are tested at this level.
+SURE = 0.9
 #: A lower probability counts as this one, so that one wrong certainty costs 27.6 nats, not infinity. float32 holds it.
 SMALLEST = 1e-12
 
@@ -66,6 +72,29 @@ class Score:
         return {"pooled": _json(self.pooled), "mean": _json(self.mean), "worst": _json(self.worst)}
 
 
+class Sums(NamedTuple):
+    """Sums over the test examples of N clients, float64; nothing more is known of an example than these add up.
+
+    Attributes:
+        cells: ``[M, N, B]``. For classification, of each bin of the confidence: examples, confidences, hits, variances
+            c (1 - c). For regression, the examples whose central interval just holds the target, by nominal level.
+        losses: ``[2, N]``. NLL and Brier score, or squared error and NLL.
+    """
+
+    cells: Tensor
+    losses: Tensor
+
+    @classmethod
+    def join(cls, parts: Sequence[Sums]) -> Sums:
+        """The clients of several, in that order."""
+        return cls(torch.cat([p.cells for p in parts], 1), torch.cat([p.losses for p in parts], 1))
+
+    @staticmethod
+    def shape(classification: bool, bins: int) -> tuple[int, int]:
+        """M and B of ``cells``."""
+        return (4, bins) if classification else (1, len(_levels(bins)) + 1)
+
+
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     """The metrics of one moment in training.
@@ -77,6 +106,8 @@ class Evaluation:
         reliability: Over all clients.
         sizes: Test examples of each client, ``[N]``.
         bins: Number of bins behind ECE and MCE, without which neither can be compared.
+        sums: What all of it is made of. Clients that never meet can have theirs put together by `evaluate_sums`.
+        more: What further scores there are, by name; see `evaluate`.
     """
 
     scores: dict[str, Score]
@@ -84,18 +115,21 @@ class Evaluation:
     reliability: Reliability
     sizes: NDArray[np.int64]
     bins: int
+    sums: Sums
+    more: dict[str, Score] = field(default_factory=dict)
 
     def __getitem__(self, metric: str) -> Score:
-        return self.scores[metric]
+        return self.scores[metric] if metric in self.scores else self.more[metric]
 
     def record(self) -> dict[str, dict[str, float | None]]:
         """``{"accuracy": {"pooled": .., "mean": .., "worst": ..}, "nll": ..}``, ready for JSON."""
-        return {name: score.record() for name, score in self.scores.items()}
+        return {name: score.record() for name, score in {**self.scores, **self.more}.items()}
 
     def clients(self, names: Sequence[str], train_sizes: Sequence[int]) -> list[dict[str, Any]]:
         """One row per client: name, train and test sizes, each metric and ``ece_floor`` (``None`` where untested)."""
         columns = {name: score.clients.tolist() for name, score in self.scores.items()}
         columns["ece_floor"] = self.ece_floor.clients.tolist()
+        columns |= {name: score.clients.tolist() for name, score in self.more.items()}
         return [
             {"name": name, "train": int(train), "test": int(test)}
             | {metric: _json(values[i]) for metric, values in columns.items()}
@@ -113,7 +147,7 @@ class Evaluation:
         }
 
 
-def evaluate(probs: Tensor, y: Tensor, offsets: Tensor, bins: int = 10) -> Evaluation:
+def evaluate(probs: Tensor, y: Tensor, offsets: Tensor, bins: int = 10, sets: Tensor | None = None) -> Evaluation:
     """Score predicted class probabilities.
 
     - accuracy: share of examples whose most probable class is the right one;
@@ -122,11 +156,18 @@ def evaluate(probs: Tensor, y: Tensor, offsets: Tensor, bins: int = 10) -> Evalu
     - ece, mce: mean (by examples) and largest gap between confidence and accuracy over equal-width bins [a, b) of the
       top-label confidence, the last one closed; empty bins are skipped.
 
+    And as ``more``, for who acts on the predictions:
+
+    - aurc: see `aurc`;
+    - abstained: share of examples whose confidence is below 0.9; answered_accuracy: accuracy on the others, NaN without;
+    - coverage, set_size: share of prediction sets that hold the right class, and their mean size, if they are given.
+
     Args:
         probs: ``[E, K]``, rows sum to 1.
         y: Classes, ``[E]`` int64.
         offsets: ``[N + 1]``; client i owns rows ``offsets[i]`` to ``offsets[i + 1]``.
         bins: Number of bins.
+        sets: Prediction sets, ``[E, K]`` bool.
     """
     if probs.ndim != 2 or y.shape != probs.shape[:1]:
         raise ValueError(f"probs must be [E, K] and y [E], not {list(probs.shape)} and {list(y.shape)}.")
@@ -147,9 +188,67 @@ def evaluate(probs: Tensor, y: Tensor, offsets: Tensor, bins: int = 10) -> Evalu
     cells = _sums(
         [torch.ones_like(confidence), confidence, right.double(), confidence * (1 - confidence)], cell, n_clients * bins
     )
-    count, claimed, hit, variance = _with_pool(cells.view(4, n_clients, bins))
+    sure = confidence >= torch.tensor(SURE, dtype=probs.dtype)  # rounded as the confidences were
+    parts = [torch.ones_like(confidence), sure.double(), (sure & right).double()]
+    if sets is not None:
+        parts += [sets.gather(1, y[:, None]).squeeze(1).double(), sets.sum(1).double()]
+    total, answered, hit, *held = _with_pool(_sums(parts, owner, n_clients)[..., None])[..., 0]
+    risk = [_risk(confidence, ~right, owner, n_clients), _risk(confidence, ~right, torch.zeros_like(owner), 1)]
+    more = {"aurc": torch.cat(risk), "abstained": 1 - answered / total, "answered_accuracy": hit / answered}
+    more |= {name: part / total for name, part in zip(("coverage", "set_size"), held, strict=False)}
+    sums = Sums(cells.view(4, n_clients, bins), _sums([nll, brier], owner, n_clients))
+    return _classified(sums, bins, more)
+
+
+def evaluate_regression(
+    mean: Tensor,
+    scale: Tensor,
+    nll: Tensor,
+    y: Tensor,
+    offsets: Tensor,
+    bins: int = 10,
+    inside: Tensor | None = None,
+) -> Evaluation:
+    """Score predicted real values.
+
+    ``ece`` is the quantile calibration error: with the predictive taken as Gaussian, the mean over nominal levels of
+    |share of targets inside the central interval - level|. The levels are 1/bins, 2/bins, ... below 1, and 0.95.
+
+    Args:
+        mean: Predicted mean, ``[E]``.
+        scale: Predictive standard deviation, ``[E]``.
+        nll: Negative log density of the target, nats, ``[E]`` (the predictive may be a mixture, so it is given).
+        y: Targets, ``[E]``.
+        offsets: ``[N + 1]``; client i owns rows ``offsets[i]`` to ``offsets[i + 1]``.
+        bins: Sets the levels.
+        inside: Whether the target is in its prediction interval, ``[E]`` bool; their share is ``coverage`` of ``more``.
+    """
+    if not mean.shape == scale.shape == nll.shape == y.shape or y.ndim != 1:
+        raise ValueError("mean, scale, nll and y must all be [E].")
+    owner, n_clients = _owner(offsets, y)
+    residual = (y.double() - mean.double()).abs()
+    # The smallest central interval that holds the target; a point prediction that is exactly right is inside any.
+    needed = torch.erf(residual / scale.double() / math.sqrt(2)).where(residual != 0, 0)
+    levels = _levels(bins).to(y.device, non_blocking=True)
+    groups = len(levels) + 1  # the last one is what no level holds
+    cells = _sums([torch.ones_like(residual)], owner * groups + torch.bucketize(needed, levels), n_clients * groups)
+    losses = _sums([residual.square(), nll.double()], owner, n_clients)
+    more = {}
+    if inside is not None:
+        total, held = _with_pool(_sums([torch.ones_like(residual), inside.double()], owner, n_clients)[..., None])
+        more["coverage"] = (held / total)[:, 0]
+    return _regressed(Sums(cells.view(1, n_clients, groups), losses), bins, more)
+
+
+def evaluate_sums(sums: Sums, bins: int = 10) -> Evaluation:
+    """What `evaluate` or `evaluate_regression` would give for all these clients' examples together."""
+    return _classified(sums, bins) if len(sums.cells) == 4 else _regressed(sums, bins)
+
+
+def _classified(sums: Sums, bins: int, more: Mapping[str, Tensor] = MappingProxyType({})) -> Evaluation:
+    count, claimed, hit, variance = _with_pool(sums.cells)
     total = count.sum(-1)
-    loss = _with_pool(_sums([nll, brier], owner, n_clients)) / total
+    loss = _with_pool(sums.losses) / total
     gap = (hit - claimed).abs()
     worst_gap = (gap / count.clamp(min=1)).amax(-1).where(total > 0, math.nan)
 
@@ -168,44 +267,25 @@ def evaluate(probs: Tensor, y: Tensor, offsets: Tensor, bins: int = 10) -> Evalu
         "mce": worst_gap,
     }
     pooled = torch.stack([count[-1], claimed[-1] / count[-1], hit[-1] / count[-1]])
-    return _evaluation(values, floor, total, pooled, bins)
+    return _evaluation(values, floor, total, pooled, bins, sums, more)
 
 
-def evaluate_regression(
-    mean: Tensor, scale: Tensor, nll: Tensor, y: Tensor, offsets: Tensor, bins: int = 10
-) -> Evaluation:
-    """Score predicted real values.
-
-    ``ece`` is the quantile calibration error: with the predictive taken as Gaussian, the mean over nominal levels of
-    |share of targets inside the central interval - level|. The levels are 1/bins, 2/bins, ... below 1, and 0.95.
-
-    Args:
-        mean: Predicted mean, ``[E]``.
-        scale: Predictive standard deviation, ``[E]``.
-        nll: Negative log density of the target, nats, ``[E]`` (the predictive may be a mixture, so it is given).
-        y: Targets, ``[E]``.
-        offsets: ``[N + 1]``; client i owns rows ``offsets[i]`` to ``offsets[i + 1]``.
-        bins: Sets the levels.
-    """
-    if not mean.shape == scale.shape == nll.shape == y.shape or y.ndim != 1:
-        raise ValueError("mean, scale, nll and y must all be [E].")
-    owner, n_clients = _owner(offsets, y)
-    residual = (y.double() - mean.double()).abs()
-    # The smallest central interval that holds the target; a point prediction that is exactly right is inside any.
-    needed = torch.erf(residual / scale.double() / math.sqrt(2)).where(residual != 0, 0)
-    nominal = sorted({k / bins for k in range(1, bins)} | {0.95})
-    levels = torch.tensor(nominal, dtype=torch.float64).to(y.device, non_blocking=True)
-    groups = len(nominal) + 1  # the last one is what no level holds
-    cells = _sums([torch.ones_like(residual)], owner * groups + torch.bucketize(needed, levels), n_clients * groups)
-    count = _with_pool(cells.view(1, n_clients, groups))[0]
+def _regressed(sums: Sums, bins: int, more: Mapping[str, Tensor] = MappingProxyType({})) -> Evaluation:
+    count = _with_pool(sums.cells)[0]
+    levels = _levels(bins).to(count.device, non_blocking=True)
     total = count.sum(-1)
     observed = count.cumsum(-1)[:, :-1] / total[:, None]
-    square, loss = _with_pool(_sums([residual.square(), nll.double()], owner, n_clients)) / total
+    square, loss = _with_pool(sums.losses) / total
     floor = _binomial_deviation(total[:, None], levels).mean(-1) / total
 
     values = {"rmse": square.sqrt(), "nll": loss, "ece": (observed - levels).abs().mean(-1)}
     pooled = torch.stack([total[-1].expand_as(levels), levels, observed[-1]])
-    return _evaluation(values, floor, total, pooled, bins)
+    return _evaluation(values, floor, total, pooled, bins, sums, more)
+
+
+def _levels(bins: int) -> Tensor:
+    """Nominal levels of central intervals."""
+    return torch.tensor(sorted({k / bins for k in range(1, bins)} | {0.95}), dtype=torch.float64)
 
 
 def aurc(probs: Tensor, y: Tensor) -> Tensor:
@@ -221,14 +301,39 @@ def aurc(probs: Tensor, y: Tensor) -> Tensor:
         A scalar, 0 (no error) to 1.
     """
     confidence, guess = probs.max(1)
-    confidence, order = confidence.sort(descending=True)
-    wrong = (guess != y).double()[order]
+    return _risk(confidence, guess != y, torch.zeros_like(y), 1)[0]
+
+
+def _risk(confidence: Tensor, wrong: Tensor, owner: Tensor, n_clients: int) -> Tensor:
+    """`aurc` of each client, ``[N]`` float64, NaN for one without examples."""
+    order = confidence.argsort(descending=True)
+    order = order[owner[order].argsort(stable=True)]
+    confidence, owner, errors = confidence[order], owner[order], wrong.double()[order]
+    ones = torch.ones_like(errors)
     tie = torch.ones_like(order)
-    tie[1:] = confidence.diff() != 0
+    tie[1:] = (confidence.diff() != 0) | (owner.diff() != 0)
     tie = tie.cumsum(0) - 1
-    errors, size = _sums([wrong, torch.ones_like(wrong)], tie, len(order))
-    expected = (errors / size)[tie].cumsum(0)
-    return (expected / torch.arange(1, len(order) + 1, device=expected.device)).mean()
+    tied, size = _sums([errors, ones], tie, len(order))
+    expected = (tied / size)[tie].cumsum(0)
+    total, everyone = _sums([errors, ones], owner, n_clients)
+    before = torch.stack([total, everyone]).cumsum(1) - torch.stack([total, everyone])
+    errors, place = expected - before[0][owner], torch.arange(1, len(order) + 1, device=order.device) - before[1][owner]
+    return _sums([errors / place], owner, n_clients)[0] / everyone
+
+
+def ood_auroc(inside: Tensor, outside: Tensor) -> Tensor:
+    """How well a score (entropy, epistemic uncertainty) tells examples of another distribution from familiar ones.
+
+    Args:
+        inside: Scores of familiar examples, ``[A]``.
+        outside: Scores of the others, ``[B]``.
+
+    Returns:
+        The chance that one of the others has the higher score (a tie counts half), a scalar: 1 is perfect, 0.5 is no use.
+    """
+    familiar = inside.double().sort().values
+    below, upto = (torch.searchsorted(familiar, outside.double(), right=side) for side in (False, True))
+    return (below + upto).double().mean() / (2 * len(familiar))
 
 
 def _owner(offsets: Tensor, y: Tensor) -> tuple[Tensor, int]:
@@ -256,24 +361,37 @@ def _binomial_deviation(n: Tensor, p: Tensor) -> Tensor:
     return 2 * (v.log() + choose + torch.xlogy(v, p) + torch.xlogy(n - v + 1, 1 - p)).exp()
 
 
-def _evaluation(values: dict[str, Tensor], floor: Tensor, total: Tensor, pooled: Tensor, bins: int) -> Evaluation:
+def _evaluation(
+    values: dict[str, Tensor],
+    floor: Tensor,
+    total: Tensor,
+    pooled: Tensor,
+    bins: int,
+    sums: Sums,
+    more: Mapping[str, Tensor],
+) -> Evaluation:
     """Fetch what was computed (rows ``[N + 1]``, the last of them pooled; ``pooled`` ``[3, B]``) in one transfer."""
-    rows = torch.stack([*values.values(), floor, total])
+    rows = torch.stack([*values.values(), *more.values(), floor, total])
     flat = torch.cat([rows.flatten(), pooled.flatten()]).cpu().numpy()
     table = flat[: rows.numel()].reshape(rows.shape)
     count, confidence, accuracy = flat[rows.numel() :].reshape(pooled.shape)
     sizes = table[-1, :-1].astype(np.int64)
 
-    def score(row: Floats, best_is_high: bool = False) -> Score:
-        tested = row[:-1][sizes > 0]
+    def score(row: Floats, name: str = "") -> Score:
+        counts = sizes > 0
+        if name == "answered_accuracy":  # a client that answered nothing has none
+            counts &= ~np.isnan(row[:-1])
+        tested = row[:-1][counts]
         if not len(tested):
-            return Score(math.nan, math.nan, math.nan, row[:-1])
-        worst = tested.min() if best_is_high else tested.max()
+            return Score(float(row[-1]), math.nan, math.nan, row[:-1])
+        worst = tested.min() if name in BEST_IS_HIGH else tested.max()
         return Score(float(row[-1]), float(tested.mean()), float(worst), row[:-1])
 
-    scores = {name: score(row, name == "accuracy") for name, row in zip(values, table, strict=False)}
+    names = [*values, *more]
+    found = {name: score(row, name) for name, row in zip(names, table, strict=False)}
     reliability = Reliability([int(c) for c in count], [_json(c) for c in confidence], [_json(a) for a in accuracy])
-    return Evaluation(scores, score(table[-2]), reliability, sizes, bins)
+    scores, further = ({name: found[name] for name in part} for part in (values, more))
+    return Evaluation(scores, score(table[-2]), reliability, sizes, bins, sums, further)
 
 
 def _json(value: float) -> float | None:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
+from bpfed.calibration import tempered, threshold
+from bpfed.errors import UserError, unknown
 from bpfed.likelihoods import Normal
-from bpfed.methods.base import Predictive
+from bpfed.methods.base import GaussianPredictive, Predictive
 from bpfed.model import Model
+from bpfed.moments import gaussian_softmax, moments
+
+#: ``sample``: averages over draws of all weights; ``single-pass``: Gaussian outputs, without a draw (see `bpfed.moments`).
+How = Literal["sample", "single-pass"]
+#: Draws are stacked into one call as long as their weights and activations are no more numbers than this.
+STACKED = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -21,11 +32,15 @@ class Classified:
         probs: Class probabilities averaged over the weight draws, ``[..., B, K]``.
         entropy: Total uncertainty, the entropy of ``probs`` in nats, ``[..., B]``.
         aleatoric: What more data would not remove: the mean entropy of the single draws, ``[..., B]``.
+        raw: ``probs`` before a temperature was applied; None if none was.
+        scores: Conformal scores of the client's calibration examples in rising order, ``[n]``; None if it has none.
     """
 
     probs: Tensor
     entropy: Tensor
     aleatoric: Tensor
+    raw: Tensor | None = None
+    scores: Tensor | None = None
 
     @property
     def epistemic(self) -> Tensor:
@@ -42,6 +57,28 @@ class Classified:
         """Its probability, ``[..., B]``."""
         return self.probs.amax(-1)
 
+    def prediction_set(self, level: float = 0.9) -> Tensor:
+        """Split-conformal sets: each holds the right label with probability of at least ``level``.
+
+        That is so for the client's examples on average, whether or not the model is any good, as long as new examples come
+        from where its calibration examples came from. A set may be empty: a model that is right more often than ``level``
+        reaches it without an answer to the strangest examples. With too few calibration examples for the level (8 for 0.9)
+        a set is every label.
+
+        Returns:
+            ``[B, K]`` bool.
+        """
+        if self.scores is None:
+            raise _uncalibrated("prediction sets")
+        return 1.0 - (self.probs if self.raw is None else self.raw) <= threshold(self.scores, level)
+
+    def at(self, temperature: Tensor | float) -> Classified:
+        """The same at a temperature (see `bpfed.calibration`); what share of the uncertainty is aleatoric stays as it was."""
+        probs = tempered(self.probs, temperature)
+        entropy = torch.special.entr(probs).sum(-1)
+        share = (self.aleatoric / self.entropy.clamp(min=1e-30)).clamp(0.0, 1.0)
+        return Classified(probs, entropy, entropy * share, self.probs, self.scores)
+
 
 @dataclass(frozen=True)
 class Regressed:
@@ -52,20 +89,47 @@ class Regressed:
         epistemic: Variance of the mean over the weight draws, ``[..., B]``.
         aleatoric: Variance of the noise, averaged over the weight draws, ``[..., B]``.
         nll: −log of the predictive density at the targets, if they were given, ``[..., B]``.
+        scores: Conformal scores of the client's calibration examples in rising order, ``[n]``; None if it has none.
     """
 
     mean: Tensor
     epistemic: Tensor
     aleatoric: Tensor
     nll: Tensor | None = None
+    scores: Tensor | None = None
 
     @property
     def scale(self) -> Tensor:
         """Predictive standard deviation, ``[..., B]``."""
         return (self.epistemic + self.aleatoric).sqrt()
 
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Split-conformal intervals, ``[B]`` and ``[B]``: see `Classified.prediction_set`.
 
-def classify(model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int) -> Classified:
+        They are mean ± q · scale with one q for the client; with too few calibration examples they are infinite.
+        """
+        if self.scores is None:
+            raise _uncalibrated("intervals")
+        half = threshold(self.scores, level) * self.scale
+        return self.mean - half, self.mean + half
+
+
+def _uncalibrated(what: str) -> UserError:
+    return UserError(
+        f"There are no {what}, since no examples were kept from training to calibrate predictions made in this way; train "
+        "with calibration=0.2, and leave draws and how as they are."
+    )
+
+
+def check_how(how: str) -> None:
+    """Raise a `UserError` unless there is such a way to predict."""
+    if how not in get_args(How):
+        raise unknown("way to predict", how, get_args(How))
+
+
+def classify(
+    model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int, how: How = "sample"
+) -> Classified:
     """Average the softmax over weight draws, each draw one coherent function for all examples.
 
     Args:
@@ -74,39 +138,82 @@ def classify(model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws
         x: ``[S, B, ...]``.
         key: ``[S, 2]``.
         draws: Number of draws (a point estimate uses one).
+        how: ``single-pass``: the average is over Gaussian outputs instead, and no weight is drawn.
     """
+    if how == "single-pass":
+        probs, aleatoric = gaussian_softmax(moments(model, predictive, x))
+        return Classified(probs, torch.special.entr(probs).sum(-1), aleatoric)
     count = predictive.draws(draws)
-    probs: Tensor | float = 0.0
+    total: Tensor | float = 0.0
     entropy: Tensor | float = 0.0
-    for m in range(count):
-        logp = torch.log_softmax(model.stacked_outputs(predictive.draw(key, m), x), -1)
+    for _, outputs in _drawn(model, predictive, x, key, count):
+        logp = torch.log_softmax(outputs, -1)
         p = logp.exp()
-        probs = probs + p / count
-        entropy = entropy - (p * logp).sum(-1) / count
-    assert isinstance(probs, Tensor)
+        total = total + p.sum(0)
+        entropy = entropy - (p * logp).sum(-1).sum(0)
+    assert isinstance(total, Tensor)
     assert isinstance(entropy, Tensor)
-    return Classified(probs, torch.special.entr(probs).sum(-1), entropy)
+    probs = total / count
+    return Classified(probs, torch.special.entr(probs).sum(-1), entropy / count)
+
+
+def _drawn(model: Model, predictive: Predictive, x: Tensor, key: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Weights ``[D, S, P]`` and outputs ``[D, S, B, ...]`` of some draws at a time, all draws in turn."""
+    each = len(x) * model.factors.total + x.numel()
+    stack = max(1, STACKED // each)
+    for start in range(0, count, stack):
+        weights = torch.stack([predictive.draw(key, m) for m in range(start, min(start + stack, count))])
+        yield weights, vmap(model.stacked_outputs, (0, None))(weights, x)
 
 
 def regress(
-    model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int, y: Tensor | None = None
+    model: Model,
+    predictive: Predictive,
+    x: Tensor,
+    key: Tensor,
+    draws: int,
+    y: Tensor | None = None,
+    how: How = "sample",
 ) -> Regressed:
     """Mean and variance over weight draws; arguments as `classify`, ``y`` is ``[S, B]``."""
     likelihood = model.likelihood
     assert isinstance(likelihood, Normal)
+    if how == "single-pass":
+        return _regress_at_once(model, likelihood, predictive, x, key, y)
     count = predictive.draws(draws)
     means, noises, densities = [], [], []
-    for m in range(count):
-        weights = predictive.draw(key, m)
-        out = model.stacked_outputs(weights, x).reshape(x.shape[:2])
-        parameters = torch.func.vmap(model.factors.unflatten)(weights)
-        log_scale = torch.as_tensor(likelihood.log_scale(parameters), device=out.device).expand(len(out), 1)
+    for weights, outputs in _drawn(model, predictive, x, key, count):
+        out = outputs.reshape(len(weights), *x.shape[:2])
+        parameters = vmap(vmap(model.factors.unflatten))(weights)
+        log_scale = torch.as_tensor(likelihood.log_scale(parameters), device=out.device).expand(*out.shape[:2], 1)
         means.append(out)
         noises.append(torch.exp(2.0 * log_scale).expand_as(out))
         if y is not None:
             densities.append(
                 -0.5 * ((y - out).square() / noises[-1] + math.log(2.0 * math.pi)) - log_scale.expand_as(out)
             )
-    stacked = torch.stack(means)
-    nll = math.log(count) - torch.logsumexp(torch.stack(densities), 0) if y is not None else None
-    return Regressed(stacked.mean(0), stacked.var(0, correction=0), torch.stack(noises).mean(0), nll)
+    stacked = torch.cat(means)
+    nll = math.log(count) - torch.logsumexp(torch.cat(densities), 0) if y is not None else None
+    return Regressed(stacked.mean(0), stacked.var(0, correction=0), torch.cat(noises).mean(0), nll)
+
+
+def _regress_at_once(
+    model: Model, likelihood: Normal, predictive: Predictive, x: Tensor, key: Tensor, y: Tensor | None
+) -> Regressed:
+    """By moments; the predictive density is taken as Gaussian."""
+    found = moments(model, predictive, x)
+    mean = found.mean.reshape(x.shape[:2])
+    epistemic = torch.zeros_like(mean) if found.covariance is None else found.covariance.reshape(mean.shape)
+    if isinstance(predictive, GaussianPredictive):
+        means, sigmas = (vmap(model.factors.unflatten)(t) for t in predictive.weights)
+    else:
+        means = vmap(model.factors.unflatten)(predictive.draw(key, 0))
+        sigmas = {name: torch.zeros_like(t) for name, t in means.items()}
+    log_scale = torch.as_tensor(likelihood.log_scale(means), device=mean.device).expand(len(mean), 1)
+    spread = torch.as_tensor(likelihood.log_scale(sigmas) if likelihood.learnt else 0.0, device=mean.device)
+    aleatoric = torch.exp(2.0 * (log_scale + spread.square())).expand_as(mean)  # the mean of a log-normal
+    nll = None
+    if y is not None:
+        total = epistemic + aleatoric
+        nll = 0.5 * ((y - mean).square() / total + torch.log(2.0 * math.pi * total))
+    return Regressed(mean, epistemic, aleatoric, nll)

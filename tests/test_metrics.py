@@ -12,14 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
-from sklearn.metrics import accuracy_score, brier_score_loss, log_loss
+from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, roc_auc_score
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from bpfed import metrics
-from bpfed.metrics import Evaluation, aurc, evaluate, evaluate_regression
+from bpfed.metrics import Evaluation, aurc, evaluate, evaluate_regression, ood_auroc
 
 METRICS = ("accuracy", "nll", "brier", "ece", "mce")
+MORE = ("aurc", "abstained", "answered_accuracy")
 
 
 def offsets_of(*sizes: int) -> Tensor:
@@ -283,10 +284,10 @@ def test_records_are_json() -> None:
     assert detail["bins"] == 10
     assert detail["ece_floor"] == result.ece_floor.pooled
     first, empty, _ = detail["clients"]
-    assert list(first) == ["name", "train", "test", "accuracy", "nll", "brier", "ece", "mce", "ece_floor"]
+    assert list(first) == ["name", "train", "test", *METRICS, "ece_floor", *MORE]
     assert (first["name"], first["train"], first["test"]) == ("a", 10, 6)
     assert first["nll"] == result["nll"].clients[0]
-    assert empty == {"name": "b", "train": 20, "test": 0} | dict.fromkeys((*METRICS, "ece_floor"))
+    assert empty == {"name": "b", "train": 20, "test": 0} | dict.fromkeys((*METRICS, "ece_floor", *MORE))
 
 
 def test_a_name_for_every_client() -> None:
@@ -309,3 +310,61 @@ def test_gpu_agrees_and_waits_only_once() -> None:
     here = evaluate(probs, y, offsets)
     for metric in METRICS:
         np.testing.assert_allclose(there[metric].clients, here[metric].clients, atol=1e-6)
+
+
+# --- for who acts on predictions --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(federations, st.booleans())
+def test_risk_coverage_of_each_client_is_that_of_its_examples_alone(case, coarse) -> None:
+    seed, sizes, classes, sharpness = case
+    probs, y, offsets = made(seed, sizes, classes, sharpness)
+    if coarse:  # many ties
+        probs = (probs * 4).round() / 4
+    result = evaluate(probs, y, offsets)
+    for i, n in enumerate(sizes):
+        own = slice(int(offsets[i]), int(offsets[i + 1]))
+        assert result["aurc"].clients[i] == pytest.approx(
+            aurc(probs[own], y[own]).item() if n else math.nan, nan_ok=True
+        )
+    if sum(sizes):
+        assert result["aurc"].pooled == pytest.approx(aurc(probs, y).item())
+
+
+def test_abstention_by_hand() -> None:
+    probs = torch.tensor([[0.9, 0.1], [0.95, 0.05], [0.3, 0.7], [0.89, 0.11], [0.6, 0.4]])
+    result = evaluate(probs, torch.tensor([0, 1, 1, 0, 0]), offsets_of(3, 1, 1))
+    assert result["abstained"].clients == pytest.approx([1 / 3, 1.0, 1.0])
+    assert result["abstained"].pooled == pytest.approx(3 / 5)
+    assert result["answered_accuracy"].clients == pytest.approx([0.5, math.nan, math.nan], nan_ok=True)
+    assert result["answered_accuracy"].record() == {"pooled": 0.5, "mean": 0.5, "worst": 0.5}
+    assert evaluate(probs.double(), torch.tensor([0, 1, 1, 0, 0]), offsets_of(5))["abstained"].pooled < 1
+
+
+def test_sets_and_intervals_are_counted() -> None:
+    probs, y, offsets = made(0, [4, 6], 3)
+    sets = torch.zeros(10, 3, dtype=torch.bool)
+    sets[torch.arange(8), y[:8]] = True
+    sets[:4] = True
+    result = evaluate(probs, y, offsets, sets=sets)
+    assert result["coverage"].clients == pytest.approx([1.0, 4 / 6])
+    assert result["coverage"].worst == pytest.approx(4 / 6)
+    assert result["coverage"].pooled == pytest.approx(0.8)
+    assert result["set_size"].clients == pytest.approx([3.0, 4 / 6])
+    assert "coverage" not in evaluate(probs, y, offsets).record()
+    numbers = torch.randn(10)
+    inside = torch.arange(10) < 7
+    result = evaluate_regression(numbers, numbers.abs(), numbers, numbers, offsets, inside=inside)
+    assert result["coverage"].clients == pytest.approx([1.0, 0.5])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.integers(0, 6) | st.floats(0, 6), min_size=1, max_size=40),
+    st.lists(st.integers(0, 6) | st.floats(0, 6), min_size=1, max_size=40),
+)
+def test_auroc_is_scikit_learns(inside, outside) -> None:
+    expected = roc_auc_score([0] * len(inside) + [1] * len(outside), [*inside, *outside])
+    found = ood_auroc(torch.tensor(inside, dtype=torch.float64), torch.tensor(outside, dtype=torch.float64))
+    assert found.item() == pytest.approx(expected)

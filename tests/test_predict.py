@@ -7,7 +7,9 @@ import scenarios
 import torch
 from torch import nn
 
-from bpfed import noise
+import bpfed
+from bpfed import noise, predict
+from bpfed.errors import UserError
 from bpfed.gaussian import Gaussian
 from bpfed.likelihoods import Normal
 from bpfed.methods.base import GaussianPredictive, PointPredictive
@@ -86,6 +88,26 @@ def test_draws_have_the_posteriors_mean_and_sigma_and_differ_between_clients():
     assert torch.equal(first, predictive.draw(scenarios.keys(2), 0))
 
 
+@pytest.mark.parametrize("budget", [1, 2_000, 10**9])
+def test_stacked_draws_are_the_draws_one_by_one(budget, monkeypatch):
+    model = scenarios.model_of(scenarios.small_mlp())
+    predictive, x, key = posterior(model), torch.randn(3, 5, 4, generator=scenarios.generator(1)), scenarios.keys(3)
+    loop = torch.stack([model.stacked_outputs(predictive.draw(key, m), x) for m in range(7)])
+    monkeypatch.setattr(predict, "STACKED", budget)
+    found = classify(model, predictive, x, key, 7)
+    torch.testing.assert_close(found.probs, loop.softmax(-1).mean(0))
+    torch.testing.assert_close(found.aleatoric, torch.distributions.Categorical(logits=loop).entropy().mean(0))
+    regression = line(Normal(0.4))
+    q, x, y = posterior(regression), x[..., :2], x[..., 3]
+    loop = torch.stack([regression.stacked_outputs(q.draw(key, m), x)[..., 0] for m in range(7)])
+    several = regress(regression, q, x, key, 7, y)
+    torch.testing.assert_close(several.mean, loop.mean(0))
+    torch.testing.assert_close(several.epistemic, loop.var(0, correction=0))
+    scales = torch.stack([q.draw(key, m)[:, -1:].exp() for m in range(7)])
+    density = torch.distributions.Normal(loop, scales).log_prob(y)
+    torch.testing.assert_close(several.nll, math.log(7) - density.logsumexp(0))
+
+
 def test_one_draw_is_one_function_for_all_examples():
     # The same input twice in a batch has the same probabilities: the draw is of weights, not of outputs.
     model = scenarios.model_of(scenarios.small_mlp())
@@ -148,3 +170,22 @@ def test_predictions_depend_on_the_key():
     key = scenarios.keys(1)
     first, second = (regress(model, q, x, k, 3).mean for k in (key, noise.fold(key, 1)))
     assert first != second
+
+
+# --- a client's own ---------------------------------------------------------------------------------------------------
+
+
+def test_a_client_predicts_in_either_way_and_in_blocks(monkeypatch):
+    data = scenarios.classification()
+    run = bpfed.fit(data=data, rounds=2, epochs=2, eval_draws=200, compile="off", progress=False)
+    x, client = data.test.x[:9], run.clients()[2]
+    sample, single = client.predict(x), client.predict(x, how="single-pass")
+    assert sample.scores is None
+    assert (sample.probs - single.probs).abs().mean() < 0.01
+    torch.testing.assert_close(sample.epistemic, single.epistemic, rtol=0, atol=0.03)
+    monkeypatch.setattr("bpfed.client.BLOCK", 8)
+    torch.testing.assert_close(client.predict(x).probs, sample.probs)
+    torch.testing.assert_close(client.predict(x, how="single-pass").probs, single.probs, rtol=0, atol=1e-6)
+    assert client.predict(x[:0]).probs.shape == (0, 3)
+    with pytest.raises(UserError, match="single-pass"):
+        client.predict(x, how="singlepass")

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bpfed.report import RunRecord, text
-from bpfed.report.measures import MEASURES
+from bpfed.report.measures import DETAILS, MEASURES
 from bpfed.report.record import value
 
 #: An untrained model that says so is calibrated, so the best round of these says nothing.
-WITHOUT_BEST = ("ece", "mce")
+WITHOUT_BEST = DETAILS | {"ece"}
 
 
 def table(*columns: str, title: str | None = None, right: int = 0) -> Table:

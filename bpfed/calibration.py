@@ -1,0 +1,160 @@
+"""What examples held back from training say of a client's predictions: a temperature, and sets that hold the truth.
+
+Both are made per client, from the part of its training data that `FederatedData.hold_out` keeps from local training.
+
+- *Temperature*: probabilities become p^(1/T) / Z, with T fitted to the labels held back (`temperatures`).
+- *Split-conformal sets*: the k-th smallest score of n examples held back, k = ⌈(n + 1) · level⌉, bounds the score of a new
+  example with probability of at least ``level``, whatever the model and however few the examples: those held back and the
+  new one need only be exchangeable. Where k > n the bound is infinite and the set is every label (`threshold`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bpfed.errors import UserError
+from bpfed.metrics import SMALLEST
+
+#: Strength of the prior that holds a temperature near 1: it weighs as much as about this many examples.
+PRIOR = 5.0
+#: Steps of the root search; each at least halves a bracket, so that what is left of it is below any use.
+STEPS = 60
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What N clients' examples held back say, with the predictions it is about.
+
+    Attributes:
+        how: How those predictions were made, ``sample`` or ``single-pass``.
+        draws: With how many weight draws.
+        temperatures: T of each client, ``[N]`` float64; 1 where none was fitted.
+        scores: Conformal scores end to end, each client's in rising order, ``[E]`` float32: 1 − p of the right label, or
+            |target − mean| / predicted standard deviation.
+        offsets: Client i owns ``scores[offsets[i]:offsets[i + 1]]``, ``[N + 1]``.
+    """
+
+    how: str
+    draws: int
+    temperatures: Tensor
+    scores: Tensor
+    offsets: Tensor
+
+    def client(self, index: int) -> tuple[float, Tensor]:
+        """One client's temperature and its scores in rising order, ``[n]``."""
+        return float(self.temperatures[index]), self.scores[int(self.offsets[index]) : int(self.offsets[index + 1])]
+
+    def thresholds(self, level: float) -> Tensor:
+        """`threshold` of each client's scores, ``[N]``."""
+        sizes = self.offsets.diff()
+        rank = _rank(sizes.double(), level).long()
+        index = (self.offsets[:-1] + rank - 1).clamp(0, max(0, len(self.scores) - 1))
+        found = self.scores[index] if len(self.scores) else self.scores.new_zeros(len(sizes))
+        return found.masked_fill(rank > sizes, math.inf)
+
+    def record(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {
+            "how": self.how,
+            "draws": self.draws,
+            "temperatures": self.temperatures.tolist(),
+            "scores": self.scores.tolist(),
+            "offsets": self.offsets.tolist(),
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Calibration:
+        """What `record` gave."""
+        return cls(
+            str(record["how"]),
+            int(record["draws"]),
+            torch.tensor(record["temperatures"], dtype=torch.float64),
+            torch.tensor(record["scores"], dtype=torch.float32),
+            torch.tensor(record["offsets"], dtype=torch.int64),
+        )
+
+
+def threshold(scores: Tensor, level: float) -> float:
+    """The score that a new example's does not exceed with probability of at least ``level``.
+
+    Args:
+        scores: In rising order, ``[n]``.
+        level: Above 0 and below 1.
+
+    Returns:
+        The ⌈(n + 1) · level⌉-th smallest score; infinity where there are not so many.
+    """
+    rank = int(_rank(torch.tensor(float(len(scores)), dtype=torch.float64), level))
+    return float(scores[rank - 1]) if rank <= len(scores) else math.inf
+
+
+def _rank(size: Tensor, level: float) -> Tensor:
+    if not 0.0 < level < 1.0:
+        raise UserError(f"The level of a prediction set is {level}, but must be above 0 and below 1, such as 0.9.")
+    # Rounded first: (n + 1) · level that should be a whole number must not pass it by the last bit.
+    return torch.round((size + 1.0) * level, decimals=9).ceil()
+
+
+def sorted_scores(scores: Tensor, offsets: Tensor) -> Tensor:
+    """Each client's scores in rising order, ``[E]``."""
+    order = scores.argsort(stable=True)
+    owner = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=scores.device), offsets.diff())
+    return scores[order[owner[order].argsort(stable=True)]]
+
+
+def temperatures(probs: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """The temperature of each client, for all clients at once.
+
+    With β = 1/T this minimises
+
+        Σ −log(p_y^β / Σ_k p_k^β)  +  PRIOR · (β − 1 − log β),
+
+    the labels' negative log-likelihood and a Gamma prior whose mode is β = 1. Both are convex in β, so there is one
+    minimum. The prior goes to infinity at β = 0 and β = ∞: a handful of examples, all right or all wrong, moves T but
+    cannot send it to either end, and a client without examples has T = 1.
+
+    Args:
+        probs: ``[E, K]``, rows sum to 1.
+        y: Classes, ``[E]`` int64.
+        offsets: ``[N + 1]``; client i owns rows ``offsets[i]`` to ``offsets[i + 1]``.
+
+    Returns:
+        ``[N]`` float64.
+    """
+    logp = probs.double().clamp(min=SMALLEST).log()
+    clients = len(offsets) - 1
+    owner = torch.repeat_interleave(torch.arange(clients, device=probs.device), offsets.diff().to(probs.device))
+    right = logp.gather(1, y[:, None]).squeeze(1)
+
+    def slope(beta: Tensor) -> tuple[Tensor, Tensor]:
+        """First and second derivative of the loss."""
+        p = torch.softmax(beta[owner, None] * logp, 1)
+        mean = (p * logp).sum(1)
+        variance = (p * (logp - mean[:, None]).square()).sum(1)
+        first, second = (torch.zeros_like(beta).index_add_(0, owner, part) for part in (mean - right, variance))
+        return first + PRIOR * (1.0 - 1.0 / beta), second + PRIOR / beta.square()
+
+    # |log p| is at most 27.6 (`SMALLEST`), so the root is inside of these for any number of examples that fits in memory.
+    beta = torch.ones(clients, dtype=torch.float64, device=probs.device)
+    low, high = torch.full_like(beta, 1e-9), torch.full_like(beta, 1e9)
+    for _ in range(STEPS):
+        first, second = slope(beta)
+        low, high = torch.where(first < 0, beta, low), torch.where(first < 0, high, beta)
+        newton = beta - first / second
+        # Newton's step where it stays inside the bracket; else its middle on the scale of log β.
+        inside = (newton > low) & (newton < high)
+        beta = torch.where(first == 0, beta, torch.where(inside, newton, (low * high).sqrt()))
+    return beta.reciprocal()
+
+
+def tempered(probs: Tensor, temperature: Tensor | float) -> Tensor:
+    """p^(1/T) / Z, ``[..., K]``; a tensor of temperatures has the shape of ``probs`` without its last axis, or broadcasts."""
+    t = torch.as_tensor(temperature, dtype=torch.float64, device=probs.device)
+    logits = probs.double().clamp(min=SMALLEST).log() / t[..., None]
+    return torch.where((t == 1.0)[..., None], probs, torch.softmax(logits, -1).to(probs.dtype))
