@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bpfed import callbacks, config, data, methods
     from bpfed.client import Client
+    from bpfed.comparison import Comparison, compare
     from bpfed.engine.settings import Settings
     from bpfed.errors import UserError
     from bpfed.run import Run, fit, fit_seeds
@@ -16,11 +17,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Client",
+    "Comparison",
     "Run",
     "Settings",
     "UserError",
     "__version__",
     "callbacks",
+    "compare",
     "config",
     "data",
     "fit",
@@ -31,9 +34,11 @@ __all__ = [
 # Imported when first asked for: torch takes two seconds, and `bpfed --help` needs none of it.
 _HOME = {
     "Client": "bpfed.client",
+    "Comparison": "bpfed.comparison",
     "Run": "bpfed.run",
     "Settings": "bpfed.engine.settings",
     "UserError": "bpfed.errors",
+    "compare": "bpfed.comparison",
     "fit": "bpfed.run",
     "fit_seeds": "bpfed.run",
 }

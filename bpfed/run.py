@@ -10,11 +10,12 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 import bpfed
+from bpfed.calibration import Calibration
 from bpfed.callbacks.base import Callback
 from bpfed.callbacks.folder import Folder
 from bpfed.callbacks.progress import Progress
@@ -32,6 +33,10 @@ from bpfed.methods.base import Method
 from bpfed.metrics import Evaluation
 from bpfed.report import RunRecord, write
 
+if TYPE_CHECKING:
+    from bpfed.adapt import NewClient
+    from bpfed.loaded import LoadedRun
+
 #: Metrics of which more is better; of the others less is.
 HIGHER_IS_BETTER = {"accuracy"}
 
@@ -45,6 +50,7 @@ class Run:
         evaluation: Of the last evaluated round.
         seconds: Time spent, over all sittings.
         compiled: Whether the local step is compiled (known once training has begun).
+        calibration: What the run's folder says of its calibration, where the data are not at hand (see `calibrate`).
         say: Told in words what the user should know.
     """
 
@@ -55,6 +61,7 @@ class Run:
         self.evaluation: tuple[Evaluation, Tensor] | None = None
         self.seconds = 0.0
         self.compiled = False
+        self.calibration: Calibration | None = None
 
     @property
     def data(self) -> FederatedData:
@@ -91,6 +98,8 @@ class Run:
         record: dict[str, Any] = {"round": self.federation.round, **self.evaluation[0].record()}
         record |= {f"train_{name}": value for name, value in values.items()}
         record["participants"] = participants
+        if (epsilon := self.federation.epsilon()) is not None:
+            record["epsilon"] = epsilon
         self.history.append(record)
         return record
 
@@ -103,6 +112,54 @@ class Run:
     def clients(self) -> list[Client]:
         """All clients."""
         return [Client(self, i) for i in range(len(self.data))]
+
+    def adapt(
+        self,
+        x: Tensor | None = None,
+        y: Tensor | None = None,
+        *,
+        steps: int | None = None,
+        lr: float | None = None,
+        name: str = "newcomer",
+    ) -> NewClient:
+        """Let a client that took no part in training join: it learns its own factors, the shared ones stay as they are.
+
+        Args:
+            x: Its inputs, ``[n, ...]``, prepared as the training inputs were; one example is enough.
+            y: Its targets, ``[n]``. Without examples it predicts from what the run knows of clients in general.
+            steps: Local steps; None: five hundred.
+            lr: Step size; None: the method's.
+            name: What it is called; its randomness follows the name.
+        """
+        from bpfed.adapt import adapt
+
+        return adapt(self.federation, x, y, steps=steps, lr=lr, name=name)
+
+    def newcomer(self, path: str | Path) -> NewClient:
+        """A client that `adapt` made and `NewClient.save` kept."""
+        from bpfed.adapt import load_newcomer
+
+        return load_newcomer(self.federation, Path(path))
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        model: nn.Module | None = None,
+        likelihood: Likelihood | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> LoadedRun:
+        """A run from its folder, without its data: `client`, `clients`, `adapt`, `summary` and `report` work on it.
+
+        Args:
+            folder: Of a finished run; of one that was broken off, what its last checkpoint holds.
+            model: The module it was trained with, where that was given.
+            likelihood: Likewise, where it was none of `bpfed.likelihoods`.
+            say: Told in words what the user should know; None: these go to stderr.
+        """
+        from bpfed.loaded import load_run
+
+        return load_run(Path(folder), model, likelihood, say or _to_stderr)
 
     def config(self) -> dict[str, Any]:
         """All that is needed to repeat the run, as in ``config.toml``."""
@@ -117,6 +174,7 @@ class Run:
                 "clients": len(data),
                 "test_fraction": data.test_fraction,
                 "seed": data.seed,
+                **(data.preparation.settings() if data.preparation is not None else {}),
                 "fingerprint": fingerprint(data),
             },
             "method": {"name": method.name, **method.settings()},
@@ -154,6 +212,8 @@ class Run:
             "seconds": round(self.seconds, 3),
             "bins": self.settings.bins,
         }
+        if (epsilon := federation.epsilon()) is not None:
+            record |= {"epsilon": epsilon, "delta": self.settings.delta}
         for metric in (m for m in ("accuracy", "rmse", "nll", "brier", "ece", "mce") if m in self.history[-1]):
             pooled = [r[metric]["pooled"] for r in self.history if r[metric]["pooled"] is not None]
             best = (max if metric in HIGHER_IS_BETTER else min)(pooled, default=None)
@@ -172,6 +232,8 @@ class Run:
             if isinstance(value, dict):
                 last, worst = ("n/a" if value[k] is None else f"{value[k]:.4f}" for k in ("last", "worst_client"))
                 lines.append(f"  {name:<9} {last}   (worst client {worst})")
+        if "epsilon" in record:
+            lines.append(f"  epsilon   {record['epsilon']:.4f}   (of a client, delta {record['delta']:g})")
         return "\n".join(lines)
 
     def record(self) -> RunRecord:
@@ -303,7 +365,7 @@ def fingerprint(data: FederatedData) -> str:
     """A short hash of all examples and who owns them."""
     digest = hashlib.blake2b(digest_size=8)
     digest.update("\0".join(data.clients).encode())
-    for examples in (data.train, data.test):
+    for examples in (data.train, data.test, *([data.calibration] if data.calibration is not None else [])):
         for tensor in (examples.x, examples.y, examples.offsets):
             digest.update(tensor.contiguous().numpy().data)
     return digest.hexdigest()

@@ -216,3 +216,13 @@ def local_round(federation, width=None):
     return LocalRound(
         federation.method, federation.model, train.x, train.y, settings.batch, settings.epochs, False, width
     )
+
+
+def untrained(method, clients=3):
+    """A method, the server's first state, and what clients would upload that train on nothing."""
+    model = model_of(small_mlp(), personal=method.personal)
+    first = method.init(model)
+    hyper = {name: torch.full((clients,), value) for name, value in method.hyper().items()}
+    with torch.no_grad():
+        local = method.begin(model, rows(first.shared, clients), rows(first.personal, clients), hyper)
+        return method, first.shared, method.finish(model, local, hyper).upload

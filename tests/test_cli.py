@@ -41,8 +41,10 @@ def test_a_run_prints_a_table_and_keeps_everything_in_its_folder(bpfed: Command)
     assert names == {
         "checkpoint",
         "config.toml",
+        "data.json",
         "evaluation.json",
         "metrics.jsonl",
+        "model.safetensors",
         "report.html",
         "summary.json",
     }

@@ -43,8 +43,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def no_litter(folder: Path) -> bool:
     """Whether only whole files are left, and no more checkpoints than are kept."""
-    names = [p.name for p in folder.rglob("*")]
-    return not any(n.endswith(".part") for n in names) and sum(n.endswith(".safetensors") for n in names) == 2
+    checkpoints = list((folder / "checkpoint").glob("*.safetensors"))
+    return not any(p.name.endswith(".part") for p in folder.rglob("*")) and len(checkpoints) == 2
 
 
 @pytest.mark.parametrize("store", ["memory", "file"])

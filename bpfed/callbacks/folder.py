@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bpfed.callbacks.base import Callback
+from bpfed.card import card
 from bpfed.engine import checkpoint
+from bpfed.engine.evaluate import calibrate
 from bpfed.errors import UserError
 from bpfed.files import append_line, clear_parts, is_part, lock, said, to_json, to_json_line, to_toml, write_whole
 from bpfed.report.record import CONFIG, EVALUATION, METRICS, REPORT, SUMMARY
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from bpfed.run import Run
 
 CHECKPOINT, STATES = "checkpoint", "state"
+#: What a run must know to predict without its data: of the data, the network, and how predictions are calibrated.
+DATA, MODEL, CALIBRATION = "data.json", "model.safetensors", "calibration.json"
 
 
 class Folder(Callback):
@@ -76,6 +80,8 @@ class Folder(Callback):
 
     def end(self, run: Run) -> None:
         write_whole(self.path / EVALUATION, to_json(run.detail()))
+        if run.data.calibration is not None:
+            write_whole(self.path / CALIBRATION, to_json_line(calibrate(run.federation).record()) + "\n")
         run.report(self.report)
         write_whole(self.path / SUMMARY, to_json(run.summary_record()))  # last: it marks the run as finished
 
@@ -113,6 +119,13 @@ class Folder(Callback):
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         write_whole(self.path / CONFIG, to_toml(run.config()))
         write_whole(self.path / METRICS, "")
+        self._describe(run)
+
+    def _describe(self, run: Run) -> None:
+        if not (self.path / MODEL).exists():
+            checkpoint.save_model(self.path / MODEL, run.federation.model)
+        if not (self.path / DATA).exists():
+            write_whole(self.path / DATA, to_json(card(run.data)))
 
     def _go_on(self, run: Run) -> None:
         self._same(run.config())
@@ -125,6 +138,7 @@ class Folder(Callback):
         clear_parts(self.path)
         clear_parts(self.path / CHECKPOINT)
         write_whole(self.path / METRICS, "".join(to_json_line(r) + "\n" for r in run.history))
+        self._describe(run)
         done, rounds = run.federation.round, run.settings.rounds
         if done >= rounds:
             run.say(f"The run in '{self.path}' is finished already: all {rounds} rounds are done.")
@@ -134,13 +148,9 @@ class Folder(Callback):
             run.say(f"Going on after round {done} of {rounds}.")
 
     def _history(self, run: Run, done: int) -> list[dict[str, Any]]:
-        """The lines of metrics up to a round; a line cut short by a crash is none."""
-        path, records = self.path / METRICS, []
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                break
+        """The lines of metrics up to a round."""
+        path = self.path / METRICS
+        records = lines(path)
         records = [r for r in records if r["round"] <= done]
         missing = {k for k in range(1, done + 1) if run.settings.evaluated(k)} - {r["round"] for r in records}
         if missing:
@@ -162,6 +172,17 @@ class Folder(Callback):
                 f"The run in '{self.path}' has another configuration: {'; '.join(differs)}. "
                 "Resume it with its own settings, or choose another --out."
             )
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics; one cut short by a crash is none."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
 
 
 def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from bpfed import __version__
-from bpfed.cli import data, methods, report, run
+from bpfed.cli import adapt, compare, data, deploy, methods, predict, report, run
 from bpfed.errors import UserError
 
 app = typer.Typer(
@@ -23,8 +23,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run", epilog=run.EXAMPLE)(run.run)
+app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
+app.command("predict", epilog=predict.EXAMPLE)(predict.predict)
+app.command("adapt", epilog=adapt.EXAMPLE)(adapt.adapt)
 app.command("methods", epilog=methods.EXAMPLE)(methods.methods)
 app.add_typer(data.app, name="data")
+app.add_typer(deploy.app, name="deploy")
 app.command("report", epilog=report.EXAMPLE)(report.report)
 
 

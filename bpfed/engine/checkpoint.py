@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
+from bpfed.factors import Personal
 from bpfed.files import to_json, write_whole
+from bpfed.likelihoods import Categorical, Likelihood, Normal
+from bpfed.model import Model
+from bpfed.networks import default
 
 KEPT = 2
 
@@ -81,6 +87,62 @@ def restore(folder: Path, federation: Federation) -> Restored | None:
             f"All checkpoints in '{folder}' are damaged ({', '.join(damaged)}); start again with a new --out or --overwrite."
         )
     return None
+
+
+def save_model(path: Path, model: Model) -> None:
+    """Write the network's first weights by name, and in words what it is."""
+    weights = {n: t.detach().cpu().contiguous() for n, t in model.factors.unflatten(model.initial).items()}
+    words = {"network": str(model.module), "likelihood": repr(model.likelihood)}
+    write_whole(path, safetensors.torch.save(weights, words))
+
+
+def load_model(
+    path: Path, module: nn.Module | None, likelihood: Likelihood | None, shape: tuple[int, ...], personal: Personal
+) -> Model:
+    """The network that was saved there, with its first weights.
+
+    Args:
+        path: What `save_model` wrote.
+        module: The module it was; None: the default one.
+        likelihood: None: that of the file, if it is one of `bpfed.likelihoods`.
+        shape: Of one input.
+        personal: See `Factors.of`.
+    """
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            words = file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"'{path}' cannot be read ({error}); put it back, or run it again with --overwrite.") from error
+    if likelihood is None:
+        likelihood = _likelihood(path, words.get("likelihood", ""))
+    given = module is not None
+    if module is None:
+        module = default(shape, likelihood.classes if isinstance(likelihood, Categorical) else 1)
+    model = Model.of(module, likelihood, torch.zeros(2, *shape), personal)
+    there = {n: tuple(t.shape) for n, t in weights.items()}
+    here = {n: tuple(s) for n, s in zip(model.factors.names, model.factors.shapes, strict=True)}
+    if not given and (there != here or words.get("network") != str(model.module)):
+        raise UserError(f"The run of '{path}' has a network of its own; give the module it was trained with as model.")
+    for name in sorted({*there, *here}):
+        if there.get(name) != here.get(name):
+            shapes = (f"shape {list(s)}" if s is not None else "missing" for s in (here.get(name), there.get(name)))
+            raise UserError(
+                "Parameter '{}' of the module given is {} here and {} in the run of '{}'; give the module it was trained "
+                "with.".format(name, *shapes, path)
+            )
+    return replace(model, initial=model.factors.flatten(weights))
+
+
+def _likelihood(path: Path, words: str) -> Likelihood:
+    for kind, pattern in (
+        (Categorical, r"Categorical\(classes=(\d+)\)"),
+        (Normal, r"Normal\(scale=(.+), learnt=(.+)\)"),
+    ):
+        found = re.fullmatch(pattern, words)
+        if found is not None:
+            return kind(*(json.loads(value.lower()) for value in found.groups()))
+    raise UserError(f"The run of '{path}' has a likelihood of its own; give the one it was trained with as likelihood.")
 
 
 def _name(round_: int) -> str:

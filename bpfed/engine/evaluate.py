@@ -1,18 +1,24 @@
-"""Test every client with its own predictive."""
+"""Test every client with its own predictive, and calibrate it with the examples that were kept from its training."""
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from bpfed.calibration import Calibration, sorted_scores, temperatures, tempered
+from bpfed.data.federated import Examples
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import threads
 from bpfed.errors import UserError
-from bpfed.methods.base import rows
-from bpfed.metrics import Evaluation, evaluate, evaluate_regression
+from bpfed.methods.base import State, rows
+from bpfed.metrics import SURE, Evaluation, evaluate, evaluate_regression
 from bpfed.noise import Purpose, words
-from bpfed.predict import classify, regress
+from bpfed.predict import How, classify, regress
 
 #: Outputs and inputs of one draw that are held at a time, in numbers.
 BLOCK = 8_000_000
@@ -44,13 +50,90 @@ def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
         raise UserError(
             f"No client of '{federation.data.name}' has a test example; leave some out of the training data."
         )
-    sizes = test.sizes[clients]
+    tuned = federation.tuned(clients) if federation.untuned else None
+    found = _predict(federation, test, clients, tuned)
+    calibration = _calibrate(federation, clients, tuned) if federation.data.calibration is not None else None
+    bins, offsets = federation.settings.bins, found.offsets
+    owner = torch.repeat_interleave(torch.arange(len(clients)), offsets.diff()).to(federation.device)
+    bound = None
+    if calibration is not None:
+        bound = calibration.thresholds(SURE).to(federation.device)[owner]
+    if federation.data.task == "classification":
+        (probs,) = found.outputs
+        sets = 1.0 - probs <= bound[:, None] if bound is not None else None
+        if calibration is not None and federation.settings.scaling == "client":
+            probs = tempered(probs, calibration.temperatures.to(federation.device)[owner])
+        return evaluate(probs, found.y, offsets.to(federation.device), bins, sets), clients
+    mean, scale, nll = found.outputs
+    inside = (found.y - mean).abs() <= bound * scale if bound is not None else None
+    return evaluate_regression(mean, scale, nll, found.y, offsets.to(federation.device), bins, inside), clients
+
+
+def calibrate(
+    federation: Federation, clients: Tensor | None = None, how: How = "sample", draws: int | None = None
+) -> Calibration:
+    """What the examples kept from training say of these clients' predictions.
+
+    Args:
+        federation: With calibration examples (`Settings.calibration`).
+        clients: Indices, ``[C]``; None: all.
+        how: How they are to predict.
+        draws: With how many weight draws; None: as many as in evaluation.
+    """
+    if federation.data.calibration is None:
+        raise UserError(
+            f"'{federation.data.name}' has no examples that were kept from training; train with calibration=0.2."
+        )
+    clients = torch.arange(len(federation)) if clients is None else clients
+    small = len(federation.data.calibration.y) * federation.model.factors.total < SMALL
+    with threads(1 if small else torch.get_num_threads()):
+        return _calibrate(federation, clients, federation.tuned(clients) if federation.untuned else None, how, draws)
+
+
+def _calibrate(
+    federation: Federation, clients: Tensor, tuned: State, how: How = "sample", draws: int | None = None
+) -> Calibration:
+    assert federation.data.calibration is not None
+    draws = draws or federation.settings.eval_draws
+    found = _predict(federation, federation.data.calibration, clients, tuned, how, draws)
+    ones = torch.ones(len(clients), dtype=torch.float64)
+    if federation.data.task == "classification":
+        (probs,) = found.outputs
+        scores = 1.0 - probs.gather(1, found.y[:, None]).squeeze(1)
+        if federation.settings.scaling == "client":
+            ones = temperatures(probs, found.y, found.offsets.to(probs.device)).cpu()
+    else:
+        mean, scale, _ = found.outputs
+        scores = (found.y - mean).abs() / scale
+    return Calibration(how, draws, ones, sorted_scores(scores.cpu(), found.offsets), found.offsets)
+
+
+class _Predicted(NamedTuple):
+    """Predictions for the examples of C clients end to end: probabilities ``[E, K]``, or mean, scale and NLL ``[E]``."""
+
+    outputs: tuple[Tensor, ...]
+    y: Tensor
+    offsets: Tensor
+
+
+def _predict(
+    federation: Federation,
+    examples: Examples,
+    clients: Tensor,
+    tuned: State,
+    how: How = "sample",
+    draws: int | None = None,
+) -> _Predicted:
+    """Every client's predictions for its own examples; ``tuned`` are the clients' states if these are not the stored ones."""
+    sizes = examples.sizes[clients]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     model, device = federation.model, federation.device
     order = sizes.argsort(descending=True, stable=True)  # like sizes together, so that little is padded
-    numbers = max(1, test.x[:1].numel()) + 4 * model.factors.total // max(1, int(sizes.float().mean()))
+    order = order[sizes[order] > 0]
+    numbers = max(1, math.prod(examples.x.shape[1:])) + 4 * model.factors.total // max(1, int(sizes.float().mean()))
     outputs: list[list[Tensor]] = [[] for _ in range(3)]
     at: list[Tensor] = []
+    draws = draws or federation.settings.eval_draws
     start = 0
     while start < len(order):
         longest = int(sizes[order[start]])
@@ -59,28 +142,27 @@ def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
         who = clients[group]
         slot = torch.arange(longest)
         valid = slot < sizes[group][:, None]
-        source = test.offsets[who][:, None] + torch.where(valid, slot, 0)
-        x, y = test.x[source].to(device), test.y[source].to(device)
+        source = examples.offsets[who][:, None] + torch.where(valid, slot, 0)
+        x, y = examples.x[source].to(device), examples.y[source].to(device)
         key = federation.keys(0, Purpose.EVALUATION, who)
         with torch.no_grad():
-            predictive = federation.method.predictive(
-                model, rows(federation.shared, len(who)), federation.personal(who)
-            )
-            draws = federation.settings.eval_draws
+            personal = federation.personal(who) if tuned is None else tree_map(lambda t, own=group: t[own], tuned)
+            predictive = federation.method.predictive(model, rows(federation.shared, len(who)), personal)
             valid = valid.to(device)
             if federation.data.task == "classification":
-                outputs[0].append(classify(model, predictive, x, key, draws).probs[valid])
+                outputs[0].append(classify(model, predictive, x, key, draws, how).probs[valid])
             else:
-                found = regress(model, predictive, x, key, draws, y)
+                found = regress(model, predictive, x, key, draws, y, how)
                 assert found.nll is not None
                 for kept, part in zip(outputs, (found.mean, found.scale, found.nll), strict=True):
                     kept.append(part[valid])
         at.append((offsets[group][:, None] + slot)[valid.cpu()])
+    classification = federation.data.task == "classification"
+    own = [torch.arange(int(examples.offsets[c]), int(examples.offsets[c + 1])) for c in clients]
+    y = examples.y[torch.cat(own)].to(device)
+    if not at:
+        empty = torch.zeros(0, device=device)
+        return _Predicted((empty.reshape(0, federation.data.classes),) if classification else (empty,) * 3, y, offsets)
     back = torch.cat(at).argsort().to(device)
-    source = torch.cat([torch.arange(int(test.offsets[c]), int(test.offsets[c + 1])) for c in clients])
-    y = test.y[source].to(device)
-    bins = federation.settings.bins
-    if federation.data.task == "classification":
-        return evaluate(torch.cat(outputs[0])[back], y, offsets.to(device), bins), clients
-    mean, scale, nll = (torch.cat(o)[back] for o in outputs)
-    return evaluate_regression(mean, scale, nll, y, offsets.to(device), bins), clients
+    wanted = outputs[:1] if classification else outputs
+    return _Predicted(tuple(torch.cat(o)[back] for o in wanted), y, offsets)

@@ -12,14 +12,20 @@ from torch.utils._pytree import tree_map
 
 from bpfed import noise
 from bpfed.data.federated import FederatedData
+from bpfed.engine.local import LocalRound, Rows, chunk_size
+from bpfed.engine.server import combined
 from bpfed.engine.settings import Settings
 from bpfed.engine.store import Store, make_store
 from bpfed.errors import UserError
 from bpfed.likelihoods import Categorical, Likelihood, Normal
-from bpfed.methods.base import Method, State
+from bpfed.methods.base import Method, State, rows
 from bpfed.model import Model
 from bpfed.networks import default
 from bpfed.noise import Purpose
+from bpfed.privacy import Draw, gaussian_epsilon, poisson_epsilon
+
+#: Clients whose last states are made and stored at a time.
+SETTLED = 1000
 
 
 @dataclass
@@ -36,6 +42,9 @@ class Federation:
         store: The clients' states.
         ids: A word for each client's name, ``[N]`` uint64; all randomness of a client follows it.
         round: Rounds done.
+        training: Local training, with what it has traced; made when first needed.
+        base: Where this federation's training examples begin among those of ``training``, which others may share.
+        taken: A round, and how often each client was drawn up to it, ``[N]``; counted when first needed.
     """
 
     method: Method
@@ -47,6 +56,9 @@ class Federation:
     store: Store
     ids: np.ndarray
     round: int = 0
+    training: LocalRound | None = None
+    base: int = 0
+    taken: tuple[int, np.ndarray] | None = None
 
     @classmethod
     def start(
@@ -66,6 +78,14 @@ class Federation:
         settings.check(len(data))
         if not len(data.test.y):
             raise UserError(f"No client of '{data.name}' has a test example; set a test_fraction above 0.")
+        if settings.calibration > 0.0:
+            data = data.hold_out(settings.calibration, settings.seed)
+        if settings.scaling == "client" and data.task == "regression":
+            raise UserError(
+                "scaling fits a temperature to class probabilities, but the targets here are numbers; leave it out."
+            )
+        if settings.scaling == "client" and data.calibration is None:
+            raise UserError("scaling needs examples to fit a temperature to; set calibration = 0.2 with it.")
         device = pick_device(settings.device, settings.tf32)
         if likelihood is None:
             likelihood = Categorical(data.classes) if data.task == "classification" else Normal()
@@ -74,10 +94,16 @@ class Federation:
         model = Model.of(module, likelihood, data.train.x[:2], method.personal).to(device)
         if data.task == "regression":
             model = replace(model, notes=(*model.notes, *_unusual_scale(data)))
-        initial = method.init(model)
+        return cls.of(method, data, settings, model, folder)
+
+    @classmethod
+    def of(
+        cls, method: Method, data: FederatedData, settings: Settings, model: Model, folder: Path | None = None
+    ) -> Federation:
+        """All clients and the server in their first states, on the device of ``model``."""
+        initial, device = method.init(model), model.initial.device
         store = make_store(settings.store, initial.personal, len(data), device, folder)
-        ids = noise.client_ids(data.clients)
-        return cls(method, data, settings, model, device, initial.shared, store, ids)
+        return cls(method, data, settings, model, device, initial.shared, store, noise.client_ids(data.clients))
 
     def __len__(self) -> int:
         return len(self.data)
@@ -91,16 +117,43 @@ class Federation:
         """Indices of the clients that train and return in this round, in the order of their words, ``[S]``.
 
         Every client has a random rank in every round, and the lowest ranks take part: uniform without replacement, and a
-        client's rank depends on nobody else.
+        client's rank depends on nobody else. With Poisson sampling all ranks below a threshold do.
         """
-        ranks = noise.words(self.settings.seed, round_, Purpose.PARTICIPATION, self.ids)
-        count = self.settings.per_round(len(self))
-        drawn = np.argpartition(ranks, count - 1)[:count] if count < len(self) else np.arange(len(self))
+        drawn = self._drawn(round_)
         drawn = drawn[np.argsort(self.ids[drawn], kind="stable")]
         if self.settings.drop_rate > 0.0:
             luck = noise.words(self.settings.seed, round_, Purpose.ABSENCE, self.ids[drawn]) >> np.uint64(11)
             drawn = drawn[luck.astype(np.float64) * 2.0**-53 >= self.settings.drop_rate]
         return torch.from_numpy(drawn.astype(np.int64))
+
+    def _drawn(self, round_: int) -> np.ndarray:
+        """Indices of the clients drawn for a round, whoever of them fails to return."""
+        ranks = noise.words(self.settings.seed, round_, Purpose.PARTICIPATION, self.ids)
+        count = self.settings.per_round(len(self))
+        if count == len(self):
+            return np.arange(len(self))
+        if self.settings.sampling == "poisson":
+            return np.flatnonzero((ranks >> np.uint64(11)).astype(np.float64) * 2.0**-53 < count / len(self))
+        return np.argpartition(ranks, count - 1)[:count]
+
+    def epsilon(self, secret: bool = True) -> float | None:
+        """ε of the rounds so far, for ``settings.delta`` (see `bpfed.privacy`); None where no noise is added.
+
+        Args:
+            secret: Whether Poisson sampling may be counted on: whoever knows the seed knows who took part.
+        """
+        settings, count = self.settings, self.settings.per_round(len(self))
+        if settings.noise == 0.0:
+            return None
+        if settings.sampling == "poisson" and secret:
+            return poisson_epsilon(settings.noise, count / len(self), self.round, settings.delta)
+        done, taken = self.taken or (0, np.zeros(len(self), dtype=np.int64))
+        if done > self.round:
+            done, taken = 0, np.zeros_like(taken)
+        for round_ in range(done + 1, self.round + 1):
+            taken[self._drawn(round_)] += 1
+        self.taken = self.round, taken
+        return gaussian_epsilon(settings.noise, int(taken.max()), settings.delta)
 
     def keys(self, round_: int, purpose: Purpose, clients: Tensor) -> Tensor:
         """Keys of these clients, ``[S, 2]``, on the device."""
@@ -109,7 +162,8 @@ class Federation:
     def hyper(self, round_: int) -> dict[str, float]:
         """The method's numbers in this round (from 1); the schedule acts on the step size."""
         numbers = self.method.hyper()
-        if self.settings.schedule == "cosine":
+        schedule = self.method.schedule if self.settings.schedule == "auto" else self.settings.schedule
+        if schedule == "cosine":
             numbers["lr"] *= 0.5 * (1.0 + float(np.cos(np.pi * (round_ - 1) / self.settings.rounds)))
         return numbers
 
@@ -117,15 +171,87 @@ class Federation:
         """Personal states of these clients, on the device."""
         return tree_map(lambda t: t.to(self.device), self.store.get(clients))
 
+    @property
+    def untuned(self) -> bool:
+        """Whether the method's `Method.tuning` is still to be done before a client can predict."""
+        return not self.finished and bool(self.method.tuning(self.settings.epochs))
+
+    def ready(self, clients: Tensor) -> State:
+        """What `Method.predictive` gets of these clients: their personal states, tuned where the method asks for it."""
+        return self.tuned(clients) if self.untuned else self.personal(clients)
+
+    def tuned(self, clients: Tensor) -> State:
+        """Personal states of these clients after `Method.tuning` on their own training data; nothing is kept of it."""
+        if not len(self.data.train.y):
+            raise UserError(
+                f"{self.method.title} passes over a client's training data before it predicts, and this run was loaded "
+                "without them before its last round; finish it first, with --resume."
+            )
+        key = self.keys(self.round, Purpose.TUNING, clients)
+        rows_ = self._rows(clients, self.method.hyper(), noise.fold(key, 0), noise.fold(key, 1))
+        weights, settings = self.model.factors.total, self.settings
+        chunk = settings.chunk or chunk_size(len(clients), weights, self.device, settings.memory)
+        phases = self.method.tuning(settings.epochs)
+        return self._training().in_chunks(rows_, min(chunk, len(clients)), phases).personal
+
+    def settle(self) -> None:
+        """After the last round: every client keeps the state that it predicts with, so that this needs no data any more."""
+        if self.method.tuning(self.settings.epochs):
+            for clients in torch.arange(len(self)).split(SETTLED):
+                self.store.put(clients, self.tuned(clients))
+
+    def training_rows(self, clients: Tensor) -> Rows:
+        """These clients, about to train in the next round."""
+        number = self.round + 1
+        shuffle, key = (self.keys(number, purpose, clients) for purpose in (Purpose.SHUFFLE, Purpose.WEIGHTS))
+        return self._rows(clients, self.hyper(number), shuffle, key)
+
+    def _rows(self, clients: Tensor, numbers: dict[str, float], shuffle: Tensor, key: Tensor) -> Rows:
+        count = len(clients)
+        return Rows(
+            shared=rows(self.shared, count),
+            personal=self.personal(clients),
+            hyper={name: torch.full((count,), value, device=self.device) for name, value in numbers.items()},
+            start=(self.data.train.offsets[clients] + self.base).to(self.device),
+            size=self.data.train.sizes[clients].to(self.device),
+            shuffle=shuffle,
+            key=key,
+        )
+
+    def _training(self) -> LocalRound:
+        if self.training is None:
+            train, batch = self.data.train, self.settings.batch
+            x, y = train.x.to(self.device), train.y.to(self.device)
+            width = min(batch, int(train.sizes.max()))
+            self.training = LocalRound(self.method, self.model, x, y, batch, self.settings.epochs, False, width)
+        return self.training
+
     def receive(self, clients: Tensor, uploads: State, personal: State) -> None:
-        """End a round: the server aggregates the uploads, each client keeps its own. No uploads: nothing changes."""
+        """End a round: the server aggregates the uploads, each client keeps its own. No uploads: nothing but noise changes."""
+        weights = torch.ones(len(clients), device=self.device)
+        if self.settings.weighting == "size":
+            weights = self.data.train.sizes[clients].float().to(self.device)
+        self.shared = self.combined(uploads, weights)
         if len(clients):
-            weights = torch.ones(len(clients), device=self.device)
-            if self.settings.weighting == "size":
-                weights = self.data.train.sizes[clients].float().to(self.device)
-            self.shared = self.method.aggregate(self.shared, uploads, weights)
             self.store.put(clients, personal)
         self.round += 1
+
+    def combined(self, uploads: State, weights: Tensor, draw: Draw | None = None) -> State:
+        """The server's state after the round in progress, from S uploads and their weights ``[S]``.
+
+        ``draw`` is where noise for privacy comes from; None: it follows from the seed, as all does in a simulation. Whoever
+        means to keep something private gives `bpfed.privacy.secret_normal`.
+        """
+        key = noise.key(self.settings.seed, Purpose.PRIVACY, self.round + 1).to(self.device)
+        return combined(
+            self.method,
+            self.settings,
+            self.shared,
+            uploads,
+            weights,
+            len(self),
+            draw or (lambda count: noise.normal(key, count)),
+        )
 
 
 def pick_device(name: str, tf32: bool = True) -> torch.device:

@@ -18,6 +18,8 @@ from bpfed.model import Model
 
 #: Below this many weights in all stacked clients a step runs on one thread.
 SMALL = 100_000
+#: State of clients trained side by side on a CPU should stay in its cache.
+CPU_CHUNK_BYTES = 24 << 20
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class LocalRound:
     steppers: dict[Any, Stepper] = field(default_factory=dict)
 
     def __call__(self, rows: Rows, phases: Sequence[Phase] | None = None) -> Finished:
-        """Train these clients for a round, from what the server sent and what they kept.
+        """Train these clients for a round, from what the server sent and what they kept; what is told is per example.
 
         Args:
             rows: The clients.
@@ -82,6 +84,19 @@ class LocalRound:
         small = len(rows) * self.model.factors.total < SMALL
         with threads(1 if small else torch.get_num_threads()):
             return self._train(rows, self.method.phases(self.epochs) if phases is None else phases)
+
+    def in_chunks(self, rows: Rows, chunk: int, phases: Sequence[Phase] | None = None) -> Finished:
+        """As a call, ``chunk`` clients of similar size side by side at a time; their order is that of ``rows``."""
+        order = rows.size.argsort(descending=True, stable=True)
+        done = []
+        for start in range(0, len(rows), chunk):
+            index = order[start : start + chunk]
+            # Every chunk has the same shape (one traced step for all): the last is filled up with a row done already.
+            filled = torch.cat([index, index[-1:].expand(chunk - len(index))])
+            own = slice(len(index))
+            done.append(tree_map(lambda t, own=own: t[own], self(rows.take(filled), phases)))
+        back = order.argsort()
+        return tree_map(lambda *leaves: torch.cat(leaves)[back], *done)
 
     def _train(self, rows: Rows, phases: Sequence[Phase]) -> Finished:
         batches = -(-rows.size // self.batch)
@@ -106,7 +121,8 @@ class LocalRound:
         finished = self.method.finish(self.model, local, rows.hyper)
         # What travels is a copy: a view of the whole weight vector, once saved or sent, would take the personal part along.
         upload = tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), finished.upload)
-        return Finished(upload, finished.personal, {"nll": loss / taken.clamp(min=1.0), **finished.info})
+        told = {name: value / rows.size for name, value in finished.info.items()}
+        return Finished(upload, finished.personal, {"nll": loss / taken.clamp(min=1.0), **told})
 
     def _stepper(self, phase: str, ragged: bool) -> Stepper:
         at = (phase, ragged)
@@ -124,3 +140,13 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def chunk_size(clients: int, weights: int, device: torch.device, memory: int) -> int:
+    """How many of these clients to train side by side, given their number of weights and a budget in MiB."""
+    per_client = 14 * 4 * weights  # posterior, prior, both with two moments, gradient and draw
+    budget = memory << 20
+    if device.type == "cpu":
+        budget = min(budget, CPU_CHUNK_BYTES)
+    fits = min(clients, max(1, budget // per_client))
+    return min(range(1, fits + 1), key=lambda chunk: (-clients % chunk > chunk // 4, -chunk))  # few rows of filling

@@ -19,12 +19,27 @@ class Settings:
         batch: Mini-batch size; a client's last batch of an epoch may be smaller.
         seed: Of everything random.
         drop_rate: Chance that a drawn client fails to return in a round.
+        sampling: ``fixed``: as many clients as ``participants`` says; ``poisson``: every client by a coin of its own, so many
+            on average.
         weighting: ``equal`` (the paper's) or ``size``: weight of an upload in the server's rule.
-        schedule: ``constant``, or ``cosine``: the step size falls over the rounds along half a cosine.
+        schedule: Of the step size over the rounds: ``constant``; ``cosine``, falling along half a cosine; ``auto``, the method's.
         eval_every: Evaluate every so many rounds; 0: about twenty times in the run. The last round always is.
         eval_draws: Weight draws averaged in a prediction.
         eval_clients: Evaluate this many clients, drawn once; None: all, but 1 000 at the most.
         bins: Bins of ECE and MCE.
+        calibration: Part of each client's training examples that it does not train on but calibrates its predictions with:
+            its prediction sets, and its temperature if asked for. At least one of two or more, of each class alike.
+        scaling: ``client``: each client's probabilities become p^(1/T) / Z with a temperature T that is fitted to its
+            calibration examples; ``none``: they are left as they are.
+        clip: Norm that a client's update may have, its means and the pre-images ρ of its standard deviations as one vector;
+            longer ones are scaled down. 0: any.
+        noise: Standard deviation, in units of ``clip``, of the noise on the sum of a round's updates; above 0 the run is
+            differentially private for its clients.
+        delta: With noise, the δ that ε is reckoned for.
+        robust: ``median`` or, say, ``trimmed:0.2``: in every coordinate the server takes the median of the uploads, or the mean
+            without that share of them at either end; ``none``: the method's own rule alone.
+        compression: ``half``: uploads and the server's state travel with means in half precision and standard deviations as a
+            byte each; ``none``: in full.
         device: ``auto``, ``cpu`` or ``cuda``.
         tf32: On CUDA, matrix products and convolutions in TF32 (10-bit mantissa) rather than full float32.
         compile: ``auto``: compile the local step where the run is long enough to repay it; ``on``; ``off``.
@@ -39,12 +54,20 @@ class Settings:
     batch: int = 50
     seed: int = 0
     drop_rate: float = 0.0
+    sampling: Literal["fixed", "poisson"] = "fixed"
     weighting: Literal["equal", "size"] = "equal"
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["auto", "constant", "cosine"] = "auto"
     eval_every: int = 0
     eval_draws: int = 20
     eval_clients: int | None = None
     bins: int = 10
+    calibration: float = 0.0
+    scaling: Literal["none", "client"] = "none"
+    clip: float = 0.0
+    noise: float = 0.0
+    delta: float = 1e-5
+    robust: str = "none"
+    compression: Literal["none", "half"] = "none"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tf32: bool = True
     compile: Literal["auto", "on", "off"] = "auto"
@@ -77,9 +100,47 @@ class Settings:
             )
         if not 0.0 <= self.drop_rate < 1.0:
             raise UserError(f"drop_rate is {self.drop_rate}, but must be at least 0 and below 1.")
+        if not 0.0 <= self.calibration < 1.0:
+            raise UserError(f"calibration is {self.calibration}, but must be at least 0 and below 1.")
+        self._check_defence()
+
+    @property
+    def trim(self) -> float | None:
+        """The share of uploads that the robust rule leaves out at either end, a half for the median; None: there is none."""
+        if self.robust in ("none", "median"):
+            return 0.5 if self.robust == "median" else None
+        kind, _, share = self.robust.partition(":")
+        try:
+            found = float(share)
+        except ValueError:
+            found = 0.0
+        if kind != "trimmed" or not 0.0 < found < 0.5:
+            raise UserError(
+                f"robust is {self.robust!r}, but must be none, median, or trimmed with a share below a half, as in trimmed:0.2."
+            )
+        return found
+
+    def _check_defence(self) -> None:
+        """Clipping, noise and robust rules: that they are in range and go together."""
+        for name in ("clip", "noise"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise UserError(f"{name} is {getattr(self, name)}, but must be 0 or more.")
+        if not 0.0 < self.delta < 1.0:
+            raise UserError(f"delta is {self.delta}, but must be above 0 and below 1.")
+        if self.noise > 0.0 and self.clip == 0.0:
+            raise UserError(f"noise is {self.noise}, but is in units of clip, which is 0; set clip too.")
+        robust = self.trim is not None
+        if self.noise > 0.0 and robust:
+            raise UserError("noise hides a client in a sum, and robust takes no sum; set one of the two to 0 or none.")
+        if self.weighting == "size" and (self.noise > 0.0 or robust):
+            option = "noise" if self.noise > 0.0 else "robust"
+            raise UserError(
+                f"weighting is 'size', but with {option} all uploads count the same, since a size is what a client says of its "
+                "data; set it to 'equal'."
+            )
 
     def per_round(self, clients: int) -> int:
-        """Number of clients drawn in a round."""
+        """Number of clients drawn in a round; by coins, the mean number."""
         return min(10, clients) if self.participants is None else self.participants
 
     def evaluated(self, round_: int) -> bool:

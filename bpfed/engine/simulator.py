@@ -6,20 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bpfed.engine.federation import Federation
-from bpfed.engine.local import LocalRound, Rows
+from bpfed.engine.local import LocalRound, Rows, chunk_size
 from bpfed.errors import UserError
-from bpfed.methods.base import Finished, State, rows
-from bpfed.noise import Purpose
+from bpfed.methods.base import Finished, State
 
 #: A compiler takes some 20 s of CPU; it is repaid where plain steps would take longer than that. In weights x client-steps.
 COMPILE_FROM = 2.5e8
-#: State of clients trained side by side on a CPU should stay in its cache.
-CPU_CHUNK_BYTES = 24 << 20
-
 
 #: What federations must have in common to be stacked.
 _KINDS: tuple[Callable[[Federation], object], ...] = (
@@ -73,58 +68,34 @@ class Simulator:
             self._compiled(),
             min(first.settings.batch, longest),
         )
+        for federation, base in zip(federations, self.base[:-1], strict=True):
+            federation.training, federation.base = self.train, base
 
     def round(self) -> list[RoundInfo | None]:
         """One round of every federation; None for one that is finished already."""
         active = [(k, f) for k, f in enumerate(self.federations) if not f.finished]
         clients = [f.participants(f.round + 1) for _, f in active]
-        finished = self._train([self._rows(k, f.round + 1, who) for (k, f), who in zip(active, clients, strict=True)])
+        finished = self._train([f.training_rows(who) for (_, f), who in zip(active, clients, strict=True)])
         infos: list[RoundInfo | None] = [None] * len(self.federations)
         start = 0
         for (k, federation), who in zip(active, clients, strict=True):
             mine = slice(start, start + len(who))
             start += len(who)
             federation.receive(who, _slice(finished.upload, mine), _slice(finished.personal, mine))
-            infos[k] = self._info(federation, who, finished, mine)
+            infos[k] = _info(len(who), finished, mine)
+            if federation.finished:
+                federation.settle()
         return infos
 
-    def _rows(self, k: int, number: int, clients: Tensor) -> Rows:
-        federation = self.federations[k]
-        train = federation.data.train
-        count = len(clients)
-        return Rows(
-            shared=rows(federation.shared, count),
-            personal=federation.personal(clients),
-            hyper={
-                name: torch.full((count,), value, device=self.device)
-                for name, value in federation.hyper(number).items()
-            },
-            start=(train.offsets[clients] + self.base[k]).to(self.device),
-            size=train.sizes[clients].to(self.device),
-            shuffle=federation.keys(number, Purpose.SHUFFLE, clients),
-            key=federation.keys(number, Purpose.WEIGHTS, clients),
-        )
-
     def _train(self, parts: list[Rows]) -> Finished:
-        """All rows in chunks of similar size, back in their own order."""
-        total = sum(len(part) for part in parts)
-        if total == 0:
+        """All rows in chunks, back in their own order."""
+        if not sum(len(part) for part in parts):
             return Finished((), (), {})
         everyone = parts[0] if len(parts) == 1 else _concatenate(parts)
         drawn = sum(f.settings.per_round(len(f)) for f in self.federations)  # whoever of them fails to return
-        chunk = self.settings.chunk or chunk_size(
-            drawn, self.train.model.factors.total, self.device, self.settings.memory
-        )
-        chunk = min(chunk, drawn)
-        order = everyone.size.argsort(descending=True, stable=True)
-        done = []
-        for start in range(0, total, chunk):
-            index = order[start : start + chunk]
-            # Every chunk has the same shape (one traced step for all): the last is filled up with a row done already.
-            filled = torch.cat([index, index[-1:].expand(chunk - len(index))])
-            done.append(_slice(self.train(everyone.take(filled)), slice(len(index))))
-        back = order.argsort()
-        return tree_map(lambda *leaves: torch.cat(leaves)[back], *done)
+        weights = self.train.model.factors.total
+        chunk = self.settings.chunk or chunk_size(drawn, weights, self.device, self.settings.memory)
+        return self.train.in_chunks(everyone, min(chunk, drawn))
 
     def _compiled(self) -> bool:
         if self.settings.compile != "auto":
@@ -137,13 +108,10 @@ class Simulator:
             work += float(steps) * f.settings.per_round(len(f)) * f.settings.rounds * f.model.factors.total
         return work > COMPILE_FROM
 
-    def _info(self, federation: Federation, clients: Tensor, finished: Finished, mine: slice) -> RoundInfo:
-        size = federation.data.train.sizes[clients].float()
-        values = {}
-        for name, value in finished.info.items():
-            value = value[mine].cpu() / (size if name == "kl" else 1.0)
-            values[name] = float(value.mean()) if len(clients) else float("nan")
-        return RoundInfo(len(clients), values)
+
+def _info(clients: int, finished: Finished, mine: slice) -> RoundInfo:
+    means = {name: float(value[mine].mean()) if clients else float("nan") for name, value in finished.info.items()}
+    return RoundInfo(clients, means)
 
 
 def _slice(state: State, index: slice) -> State:
@@ -153,13 +121,3 @@ def _slice(state: State, index: slice) -> State:
 def _concatenate(parts: list[Rows]) -> Rows:
     names = parts[0].__dataclass_fields__
     return Rows(**{n: tree_map(lambda *t: torch.cat(t), *(getattr(p, n) for p in parts)) for n in names})
-
-
-def chunk_size(clients: int, weights: int, device: torch.device, memory: int) -> int:
-    """How many of these clients to train side by side, given their number of weights and a budget in MiB."""
-    per_client = 14 * 4 * weights  # posterior, prior, both with two moments, gradient and draw
-    budget = memory << 20
-    if device.type == "cpu":
-        budget = min(budget, CPU_CHUNK_BYTES)
-    fits = min(clients, max(1, budget // per_client))
-    return min(range(1, fits + 1), key=lambda chunk: (-clients % chunk > chunk // 4, -chunk))  # few rows of filling

@@ -1,0 +1,166 @@
+"""Newcomers: clients that took no part in training, with the shared factors that the run left and personal ones of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from bpfed import noise
+from bpfed.card import card, without_examples
+from bpfed.client import Client
+from bpfed.data.federated import Examples, FederatedData
+from bpfed.data.preparation import Preparation
+from bpfed.engine.federation import Federation
+from bpfed.engine.local import LocalRound, Rows
+from bpfed.errors import UserError
+from bpfed.files import write_whole
+from bpfed.methods.base import Method, rows
+from bpfed.noise import Purpose
+from bpfed.run import Run
+
+#: Local steps of an adaptation, at least: few examples are passed over often enough to be learnt.
+STEPS = 500
+#: Weight draws of a newcomer's prediction, at least. Its head is wide, and the mean of few draws of it would look sure.
+DRAWS = 200
+
+
+class NewClient(Client):
+    """A client that joined a finished run. Made by `Run.adapt` or `Run.newcomer`.
+
+    Attributes:
+        examples: Examples that it learnt from; of a classification, of each class.
+    """
+
+    def __init__(self, run: Run, examples: list[int]) -> None:
+        super().__init__(run, 0)
+        self.examples = examples
+
+    def save(self, path: str | Path) -> Path:
+        """Write what is this client's own to one safetensors file, whole or not at all; `Run.newcomer` reads it."""
+        federation = self.run.federation
+        leaves, _ = tree_flatten(federation.personal(torch.tensor([0])))
+        tensors = {f"personal.{i}": t.cpu().contiguous() for i, t in enumerate(leaves)}
+        words = {"data": card(federation.data), "examples": self.examples, "shared": _shared_hash(federation)}
+        write_whole(Path(path), safetensors.torch.save(tensors, {"client": json.dumps(words, ensure_ascii=False)}))
+        return Path(path)
+
+
+def adapt(
+    federation: Federation,
+    x: Tensor | None = None,
+    y: Tensor | None = None,
+    *,
+    steps: int | None = None,
+    lr: float | None = None,
+    name: str = "newcomer",
+    preparation: Preparation | None = None,
+) -> NewClient:
+    """See `Run.adapt`; ``preparation`` is the newcomer's own, where it has one."""
+    data = _data(federation.data, name, x, y, preparation)
+    if name in federation.data.clients:
+        raise UserError(f"There is a client '{name}' in the run already; give the newcomer another name.")
+    if steps is not None and steps < 1:
+        raise UserError(f"steps is {steps}, but must be at least 1, or left out.")
+    method = federation.method.adapting()
+    if lr is not None:
+        method = replace(method, lr=lr)
+    method.check()
+    alone = _alone(federation, method, data)
+    personal = rows(method.newcomer(alone.model, alone.shared), 1)
+    if count := len(data.train.y):
+        batch = alone.settings.batch
+        epochs = -(-(STEPS if steps is None else steps) // -(-count // batch))
+        device, key = alone.device, alone.keys(0, Purpose.ADAPTATION, torch.tensor([0]))
+        train = LocalRound(
+            method,
+            alone.model,
+            data.train.x.to(device),
+            data.train.y.to(device),
+            batch,
+            epochs,
+            False,
+            min(batch, count),
+        )
+        newcomer = Rows(
+            shared=rows(alone.shared, 1),
+            personal=personal,
+            hyper={n: torch.full((1,), value, device=device) for n, value in method.hyper().items()},
+            start=torch.zeros(1, dtype=torch.int64, device=device),
+            size=torch.full((1,), count, device=device),
+            shuffle=noise.fold(key, 0),
+            key=noise.fold(key, 1),
+        )
+        personal = train(newcomer, method.adaptation(epochs)).personal
+        if not all(bool(t.isfinite().all()) for t in tree_flatten(personal)[0]):
+            raise UserError(f"The adaptation of '{name}' diverged; lower the step size, or look for extreme values.")
+    alone.store.put(torch.tensor([0]), personal)
+    classes = torch.bincount(data.train.y, minlength=data.classes).tolist() if data.classes else [count]
+    return NewClient(Run(alone), classes)
+
+
+def load_newcomer(federation: Federation, path: Path) -> NewClient:
+    """See `Run.newcomer`."""
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            words = json.loads((file.metadata() or {})["client"])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no dict)
+        alone = _alone(federation, federation.method.adapting(), without_examples(words["data"]))
+        if words["shared"] != _shared_hash(alone):
+            raise UserError(f"'{path}' is a client of another run, or of another round of this one; adapt it again.")
+        leaves, spec = tree_flatten(alone.personal(torch.tensor([0])))
+        personal = tree_unflatten([tensors[f"personal.{i}"] for i in range(len(leaves))], spec)
+        alone.store.put(torch.tensor([0]), tree_map(lambda t: t.to(alone.device), personal))
+        return NewClient(Run(alone), list(words["examples"]))
+    except FileNotFoundError:
+        raise UserError(f"There is no file '{path}'; make it with bpfed adapt.") from None
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
+        raise UserError(f"'{path}' is no client that bpfed adapt wrote, or is damaged; make it again.") from error
+
+
+def _alone(federation: Federation, method: Method, data: FederatedData) -> Federation:
+    """A finished federation of one client, with the shared state of another."""
+    settings = federation.settings
+    settings = replace(
+        settings, store="memory", eval_draws=max(DRAWS, settings.eval_draws), calibration=0.0, scaling="none"
+    )
+    alone = Federation.of(method, data, settings, federation.model)
+    alone.shared, alone.round = federation.shared, settings.rounds
+    return alone
+
+
+def _data(of: FederatedData, name: str, x: Any, y: Any, preparation: Preparation | None) -> FederatedData:
+    if (x is None) != (y is None):
+        raise UserError("A newcomer's examples are inputs and targets; give both x and y, or neither.")
+    kind = torch.int64 if of.task == "classification" else torch.float32
+    if x is None:
+        x, y = torch.zeros(0, *of.input_shape), torch.zeros(0, dtype=kind)
+    x, y = torch.as_tensor(x, dtype=torch.float32).cpu(), torch.as_tensor(y).cpu()
+    if tuple(x.shape[1:]) != of.input_shape:
+        raise UserError(
+            f"Inputs have shape {list(x.shape[1:])} each, but '{of.name}' was trained on {list(of.input_shape)}."
+        )
+    if of.task == "classification" and y.is_floating_point():
+        raise UserError(
+            f"The labels are {str(y.dtype).removeprefix('torch.')} numbers; give classes from 0 to {of.classes - 1}."
+        )
+    train = Examples(x, y.to(kind), torch.tensor([0, len(y)]))
+    none = Examples(x[:0], train.y[:0], torch.zeros(2, dtype=torch.int64))
+    kept = preparation or of.preparation
+    data = replace(of, clients=(name,), train=train, test=none, calibration=None, preparation=kept)
+    return data.check() if len(y) else data
+
+
+def _shared_hash(federation: Federation) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for leaf in tree_flatten(federation.shared)[0]:
+        digest.update(leaf.detach().cpu().contiguous().numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,44 @@
+"""What a run folder keeps of the data it was trained on: all but the examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bpfed.data.federated import Examples, FederatedData
+from bpfed.data.preparation import Preparation
+
+#: Fields of `FederatedData` that are written as they are.
+PLAIN = ("name", "task", "classes", "partition", "protocol", "test_fraction", "seed")
+
+
+def card(data: FederatedData) -> dict[str, Any]:
+    """The data without its examples, as in ``data.json``."""
+    return {
+        **{name: getattr(data, name) for name in PLAIN},
+        "labels": list(data.labels),
+        "input_shape": list(data.input_shape),
+        "clients": list(data.clients),
+        "train_sizes": data.train.sizes.tolist(),
+        "test_sizes": data.test.sizes.tolist(),
+        "preparation": None if data.preparation is None else data.preparation.record(),
+    }
+
+
+def without_examples(record: dict[str, Any]) -> FederatedData:
+    """The data that such a record is of; every client is there, and none has an example."""
+    none = Examples(
+        torch.zeros(0, *record["input_shape"]),
+        torch.zeros(0, dtype=torch.int64 if record["task"] == "classification" else torch.float32),
+        torch.zeros(len(record["clients"]) + 1, dtype=torch.int64),
+    )
+    prepared = record["preparation"]
+    return FederatedData(
+        **{name: record[name] for name in PLAIN},
+        labels=tuple(record["labels"]),
+        clients=tuple(record["clients"]),
+        train=none,
+        test=none,
+        preparation=None if prepared is None else Preparation.from_record(prepared),
+    )

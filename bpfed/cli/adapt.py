@@ -1,0 +1,104 @@
+"""``bpfed adapt``: let a client that took no part in training join a finished run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from bpfed.cli import show
+from bpfed.cli.predict import ADAPTED, finished_run
+from bpfed.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bpfed.adapt import NewClient
+
+EXAMPLE = "Example: bpfed adapt runs/first --name ward3 --input ward3.csv"
+
+
+def adapt(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            "--input",
+            help="The newcomer's labelled rows: a table as in training, or NPZ with x and y. \\[default: none at all]",
+            show_default=False,
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What it is called. \\[default: the input file's name]", show_default=False)
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help="Column of its labels. \\[default: the run's target]", show_default=False),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Local steps. \\[default: 500]", show_default=False)] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help=f"File to keep it in. \\[default: RUN/{ADAPTED}/NAME.safetensors]", show_default=False),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a newcomer of that name.")] = False,
+) -> None:
+    """Let a newcomer join a finished run: it learns factors of its own, the shared ones stay as they are.
+
+    One example is enough, and without any it predicts from what the run knows of clients in general.
+    """
+    from bpfed.callbacks.progress import Progress
+
+    name = name or (rows.stem if rows is not None else "newcomer")
+    if out is None:
+        if Path(name).name != name:
+            raise UserError(
+                f"A newcomer called '{name}' cannot be kept in a file of that name; give another --name or --out."
+            )
+        out = folder / ADAPTED / f"{name}.safetensors"
+    if out.exists() and not overwrite:
+        raise UserError(f"'{out}' exists already; add --overwrite to replace it, or give another --name or --out.")
+    progress = Progress()
+    try:
+        progress.doing(f"loading {folder}")
+        run = finished_run(folder, progress.say)
+        from bpfed.adapt import adapt as join
+        from bpfed.cli.rows import read_rows
+
+        x = y = preparation = None
+        if rows is not None:
+            read = read_rows(run.data, rows, name, progress.say, labelled=True, target=target)
+            x, y, preparation = read.x, read.y, read.preparation
+        progress.doing(f"adapting {name}")
+        client = join(run.federation, x, y, steps=steps, name=name, preparation=preparation)
+        before = join(run.federation, name=name, preparation=preparation)
+        shown = _shown(before, client, x, y) if x is not None and y is not None else None
+        client.save(out)
+    finally:
+        progress.close()
+    if shown is not None:
+        show.put(shown)
+    Console().print(f"Client '{name}': {out}", style="bold", highlight=False, markup=False, soft_wrap=True)
+
+
+def _shown(before: NewClient, after: NewClient, x: Tensor, y: Tensor) -> show.Table:
+    """How many examples there are, and how sure the model was and is of them."""
+    from bpfed.predict import Classified
+
+    data, preparation = after.run.data, after.run.data.preparation
+    found = [client.predict(x) for client in (before, after)]
+    title = f"{after.name}: how sure of its {len(y)} examples"
+    shown = show.table("", "examples", "before", "after", title=title, right=3)
+    for k, label in enumerate(data.labels or map(str, range(data.classes))):
+        if after.examples[k]:
+            sure = [float(f.probs[y == k, k].mean()) for f in found if isinstance(f, Classified)]
+            shown.add_row(f"probability of '{label}'", str(after.examples[k]), *(f"{p:.2f}" for p in sure))
+    if data.classes:
+        spread = [float(f.entropy.mean()) for f in found if isinstance(f, Classified)]
+        shown.add_row("uncertainty in nats", str(len(y)), *(f"{e:.2f}" for e in spread))
+    else:
+        unit = 1.0 if preparation is None else preparation.target_scale
+        spread = [unit * float(f.scale.mean()) for f in found if not isinstance(f, Classified)]
+        shown.add_row("predicted sd", str(len(y)), *(f"{sd:.4g}" for sd in spread))
+    return shown

@@ -1,0 +1,215 @@
+"""``bpfed deploy``: a federation of real sites, on Flower."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bpfed.cli import show
+from bpfed.cli.flags import with_schema
+from bpfed.cli.run import _overrides
+from bpfed.errors import UserError
+
+app = typer.Typer(
+    name="deploy",
+    help="A federation of real sites, on Flower: same methods, same numbers, nothing personal on the wire.",
+    epilog="Example: bpfed deploy demo",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the deployment.")]
+
+
+def _flower() -> None:
+    try:
+        import cryptography
+        import flwr
+    except ImportError:
+        raise UserError("Deployments need Flower; install it with: pip install 'bpfed[deploy]'") from None
+    assert cryptography
+    assert flwr
+
+
+def _say(sentence: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)
+
+
+@app.command("init", epilog="Example: bpfed deploy init fed --sites north,south,east --address fed.example.org:8000")
+@with_schema
+def init(
+    folder: Folder,
+    sites: Annotated[
+        str | None,
+        typer.Option(help="Names of the sites, with commas. \\[default: the clients of --data]", show_default=False),
+    ] = None,
+    address: Annotated[str, typer.Option(help="Where sites will reach the server, host:port.")] = "127.0.0.1:8000",
+    config: Annotated[
+        Path | None, typer.Option("--config", help="TOML file of settings, as for 'bpfed run'.", show_default=False)
+    ] = None,
+    method: Annotated[str | None, typer.Option(metavar="TEXT", help="Method, see 'bpfed methods'.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. method.temperature=0.3; repeatable."),
+    ] = None,
+    **flags: str | None,
+) -> None:
+    """Make certificates, one key pair per site and the configuration, ready to be brought to the sites."""
+    _flower()
+    from bpfed.config import read
+    from bpfed.flower import control
+    from bpfed.flower.plan import Plan
+
+    given = [name.strip() for name in sites.split(",")] if sites else []
+    if given and config is None and flags.get("data") is None:
+        flags["data"] = folder.name  # the sites' own files, which have no name together
+    chosen = read(config, _overrides(method, settings or [], flags))
+    plan = Plan(control.named_sites(chosen, given), address)
+    control.make(folder, plan, chosen)
+    print(f"Made '{folder}' for {len(plan.sites)} sites. Next:")
+    print(f"  bpfed deploy server {folder}            # on the server")
+    first = control.site_folder(folder, plan.sites[0])
+    print(f"  bpfed deploy client {first} --data FILE    # at each site, with its own folder brought there")
+    print(f"  bpfed deploy run {folder}               # on the server")
+
+
+@app.command("server", epilog="Example: bpfed deploy server fed")
+def server(folder: Folder) -> None:
+    """Run the server, in the foreground, until SIGTERM or Ctrl-C."""
+    _flower()
+    from bpfed.flower import processes
+    from bpfed.flower.plan import Plan, server_folder
+
+    own = server_folder(folder)
+    processes.serve(own, Plan.read(own), _say)
+
+
+@app.command("client", epilog="Example: bpfed deploy client fed/site-north --data patients.csv")
+def client(
+    folder: Annotated[Path, typer.Argument(metavar="SITE", help="The site's folder.")],
+    data: Annotated[
+        str | None, typer.Option(help="The site's file, or the name of a dataset that it has a part of.")
+    ] = None,
+) -> None:
+    """Run a site, in the foreground, until SIGTERM or Ctrl-C."""
+    _flower()
+    from dataclasses import replace
+
+    from bpfed.flower import processes
+    from bpfed.flower.plan import Plan
+
+    own = folder.resolve()
+    plan = Plan.read(own)
+    if data is not None:
+        path = Path(data).expanduser()
+        plan = replace(plan, data=str(path.resolve()) if path.exists() else data)
+    if not plan.site:
+        raise UserError(f"'{folder}' is not the folder of a site; give one such as '{folder / 'site-a'}'.")
+    plan.write(own)
+    processes.join(own, plan, _say)
+
+
+@app.command("run", epilog="Example: bpfed deploy run fed")
+def run(folder: Folder) -> None:
+    """Run the rounds that are left, on the server's machine, and write the report."""
+    _flower()
+    from bpfed.flower import control
+    from bpfed.flower.deployed import RUN
+    from bpfed.flower.plan import Plan, server_folder
+    from bpfed.report.record import REPORT
+
+    own = server_folder(folder)
+    try:
+        record = control.run(own, Plan.read(own), _say, _progress)
+    except KeyboardInterrupt:
+        _say("No longer watching; the run itself goes on. See it with 'bpfed deploy status'.")
+        raise typer.Exit(130) from None
+    show.result(record, own / RUN / REPORT)
+
+
+@app.command("status", epilog="Example: bpfed deploy status fed")
+def status(folder: Folder) -> None:
+    """Which sites are there, the round, and the last metrics."""
+    _flower()
+    from bpfed.flower import control
+    from bpfed.flower.plan import Plan, server_folder
+
+    own = server_folder(folder)
+    plan = Plan.read(own)
+    found = control.status(own)
+    if found is None:
+        print(f"No run yet; start one with: bpfed deploy run {folder}")
+        return
+    ago = time.time() - float(found["at"])
+    state = found["state"]
+    if state not in ("finished", "stopped") and not control.alive(int(found["pid"])):
+        state = "broken off"
+    print(f"{state}, round {found['round']} of {found['rounds']}, {ago:.0f} s ago" + _because(found))
+    shown = show.table("site", "online", "last round used", "refused", "lost", right=3)
+    for site in plan.sites:
+        seen = found["sites"].get(site, {})
+        numbers = [str(seen.get(key, 0)) for key in ("counted", "refused", "lost")]
+        shown.add_row(site, "yes" if seen.get("online") else "no", *numbers)
+    show.put(shown)
+    print(_metrics(found))
+
+
+@app.command("demo", epilog="Example: bpfed deploy demo --out runs/deployed")
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of the demonstration; made anew.")] = Path("runs/deploy-demo"),
+    sites: Annotated[int, typer.Option(help="Number of sites.", min=2)] = 4,
+    rounds: Annotated[int, typer.Option(help="Number of rounds.", min=1)] = 5,
+    data: Annotated[str, typer.Option(help="A named dataset, dealt out to the sites.")] = "digits",
+) -> None:
+    """Run a server and four sites on this machine, over TLS and with keys, and write the report."""
+    _flower()
+    from bpfed.config import Override, read
+    from bpfed.flower import control, processes
+    from bpfed.flower.deployed import RUN
+    from bpfed.flower.plan import FILE, SERVER, Plan
+    from bpfed.report.record import REPORT
+
+    if out.exists() and any(out.iterdir()):
+        if not (out / SERVER / FILE).exists():
+            raise UserError(f"'{out}' holds other files; choose another --out.")
+        shutil.rmtree(out)
+    wanted = {"data.name": data, "data.clients": sites, "run.rounds": rounds, "run.eval_every": 1}
+    chosen = read(None, [Override(key, str(value)) for key, value in wanted.items()])
+    plan = Plan(control.named_sites(chosen, ()), f"127.0.0.1:{processes.free_port()}", timeout=300.0, wait=300.0)
+    _say("Making certificates and keys.")
+    control.make(out, plan, chosen)
+    own = (out / SERVER).resolve()
+    try:
+        with processes.until_told(), control.started(out.resolve(), plan, data, _say):
+            record = control.run(own, plan, _say, _progress)
+            _say("Stopping.")
+    except processes.Stopped:
+        raise typer.Exit(130) from None
+    show.result(record, out / SERVER / RUN / REPORT)
+
+
+def _progress(found: dict[str, Any]) -> None:
+    online = sum(site["online"] for site in found["sites"].values())
+    head = (
+        f"{found['state']}: {online} of {len(found['sites'])} sites online, round {found['round']} of {found['rounds']}"
+    )
+    _say(". ".join(part for part in (head, _metrics(found)) if part) + _because(found))
+
+
+def _metrics(found: dict[str, Any]) -> str:
+    metrics = found.get("metrics") or {}
+    scores = [
+        f"{name} {metrics[name]['pooled']:.4f}"
+        for name in ("accuracy", "rmse", "nll", "ece")
+        if (metrics.get(name) or {}).get("pooled") is not None
+    ]
+    return f"Round {metrics['round']}: {', '.join(scores)}" if scores else ""
+
+
+def _because(found: dict[str, Any]) -> str:
+    return f" ({found['error']})" if found.get("error") else ""

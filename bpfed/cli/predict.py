@@ -1,0 +1,170 @@
+"""``bpfed predict``: what a client of a finished run says of new rows, and how sure it is."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bpfed.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from bpfed.client import Client
+    from bpfed.data.federated import FederatedData
+    from bpfed.loaded import LoadedRun
+    from bpfed.predict import Classified, Regressed
+
+EXAMPLE = "Example: bpfed predict runs/first --client cleveland --input new.csv --abstain 0.9 --out predictions.csv"
+#: Folder of a run that keeps its newcomers, a file for each.
+ADAPTED = "adapted"
+
+
+def predict(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
+    rows: Annotated[
+        Path,
+        typer.Option("--input", help="Rows to predict: a table as in training, or NPZ with x.", show_default=False),
+    ],
+    client: Annotated[
+        str | None, typer.Option(help="Whose model: a client of the run, or a newcomer.", show_default=False)
+    ] = None,
+    adapted: Annotated[
+        Path | None, typer.Option(help="A newcomer's file that is elsewhere, in place of --client.", show_default=False)
+    ] = None,
+    level: Annotated[
+        float, typer.Option(help="How often sets and intervals hold the truth; needs a run with --calibration.")
+    ] = 0.9,
+    abstain: Annotated[
+        float | None, typer.Option(help="Mark rows whose label is less probable than this.", show_default=False)
+    ] = None,
+    draws: Annotated[
+        int | None, typer.Option(help="Weight draws to average. \\[default: as in evaluation]", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="CSV file to write, whole or not at all. \\[default: stdout]", show_default=False),
+    ] = None,
+) -> None:
+    """Predict with one client's model: a line of CSV for each row of the input, in its order.
+
+    Classes have a label, probabilities and uncertainties (nats); numbers a mean and an sd in their own units.
+
+    Where the run kept calibration examples, there are sets of labels or intervals as well.
+    """
+    from bpfed.callbacks.progress import Progress
+
+    if (client is None) == (adapted is None):
+        raise UserError("Say whose model it is, either by --client NAME or by --adapted FILE.")
+    if not 0.0 < level < 1.0:
+        raise UserError(f"--level is {level:g}, but must be above 0 and below 1, such as 0.9.")
+    if abstain is not None and not 0.0 <= abstain <= 1.0:
+        raise UserError(f"--abstain is {abstain:g}, but must be a probability, such as 0.9.")
+    progress = Progress()
+    try:
+        progress.doing(f"loading {folder}")
+        run = finished_run(folder, progress.say)
+        who = run.newcomer(adapted) if adapted is not None else find(run, str(client))
+        from bpfed.cli.rows import read_rows
+
+        data = who.run.data
+        x = read_rows(data, rows, who.name, progress.say).x
+        progress.doing(f"predicting {len(x)} rows")
+        found = who.predict(x, draws=draws)
+        if found.scores is None:
+            progress.say(f"No sets or intervals: {_why(run, who)}.")
+        text = table(data, found, level, abstain)
+    finally:
+        progress.close()
+    if out is None:
+        sys.stdout.write(text)
+    else:
+        from bpfed.files import write_whole
+
+        write_whole(out, text)
+
+
+def _why(run: LoadedRun, who: Client) -> str:
+    """Why there is nothing to calibrate a prediction with."""
+    if who.run is not run:
+        return "a newcomer has no calibration examples"
+    if run.calibration is None:
+        return "the run kept no calibration examples (train with --calibration 0.2 for them)"
+    return f"they were calibrated for {run.calibration.draws} draws (leave --draws out for them)"
+
+
+def finished_run(folder: Path, say: Any) -> LoadedRun:
+    """The run in this folder, or a `UserError` unless it is finished."""
+    from bpfed.run import Run
+
+    run = Run.load(folder, say=say)
+    if not run.finished:
+        raise UserError(f"The run in '{folder}' is not finished; go on with it: bpfed run --out {folder} --resume")
+    return run
+
+
+def find(run: LoadedRun, name: str) -> Client:
+    """The client of that name: one of the run's own, or a newcomer kept in its folder."""
+    if name in run.data.clients:
+        return run.client(name)
+    newcomers = {path.stem: path for path in (run.folder / ADAPTED).glob("*.safetensors")}
+    if name not in newcomers:
+        raise unknown("client", name, [*run.data.clients, *newcomers])
+    return run.newcomer(newcomers[name])
+
+
+def table(data: FederatedData, found: Classified | Regressed, level: float, abstain: float | None) -> str:
+    """Predictions as CSV with a header."""
+    from bpfed.predict import Classified
+
+    columns = (
+        _classes(data, found, level, abstain)
+        if isinstance(found, Classified)
+        else _numbers(data, found, level, abstain)
+    )
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(zip(*columns.values(), strict=True))
+    return text.getvalue()
+
+
+def _classes(data: FederatedData, found: Classified, level: float, abstain: float | None) -> dict[str, list[Any]]:
+    labels = data.labels or tuple(str(k) for k in range(data.classes))
+    columns: dict[str, list[Any]] = {"label": [labels[k] for k in found.label.tolist()]}
+    columns |= {f"p({label})": _typed(found.probs[:, k]) for k, label in enumerate(labels)}
+    parts = (("total", found.entropy), ("epistemic", found.epistemic), ("aleatoric", found.aleatoric))
+    columns |= {name: _typed(part) for name, part in parts}
+    if found.scores is not None:
+        sets = found.prediction_set(level).tolist()
+        columns[f"set({level:g})"] = [
+            " | ".join(label for label, held in zip(labels, row, strict=True) if held) for row in sets
+        ]
+    if abstain is not None:
+        columns["abstain"] = ["yes" if p < abstain else "no" for p in found.confidence.tolist()]
+    return columns
+
+
+def _numbers(data: FederatedData, found: Regressed, level: float, abstain: float | None) -> dict[str, list[Any]]:
+    if abstain is not None:
+        raise UserError("--abstain is about the probability of a label, but this run predicts numbers; leave it out.")
+    mean, unit = (
+        (0.0, 1.0) if data.preparation is None else (data.preparation.target_mean, data.preparation.target_scale)
+    )
+    columns = {
+        "mean": _typed(found.mean * unit + mean),
+        "sd": _typed(found.scale * unit),
+        "epistemic": _typed(found.epistemic.sqrt() * unit),
+        "aleatoric": _typed(found.aleatoric.sqrt() * unit),
+    }
+    if found.scores is not None:
+        low, high = found.interval(level)
+        columns |= {f"low({level:g})": _typed(low * unit + mean), f"high({level:g})": _typed(high * unit + mean)}
+    return columns
+
+
+def _typed(values: Any) -> list[str]:
+    return [f"{value:.6g}" for value in values.tolist()]

@@ -1,0 +1,133 @@
+"""Rows of a file as a run takes them: prepared as its training data was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bpfed.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bpfed.data.federated import FederatedData
+    from bpfed.data.preparation import Preparation
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was read.
+
+    Attributes:
+        x: Inputs, ``[n, ...]``.
+        y: Targets, ``[n]``; None where they were not asked for.
+        preparation: That of the run, with the client's own statistics where it has some; None for arrays.
+    """
+
+    x: Tensor
+    y: Tensor | None
+    preparation: Preparation | None
+
+
+def read_rows(
+    data: FederatedData,
+    path: Path,
+    client: str,
+    say: Callable[[str], None],
+    *,
+    labelled: bool = False,
+    target: str | None = None,
+) -> Rows:
+    """Read a file of rows.
+
+    Args:
+        data: Of the run.
+        path: CSV, TSV, Parquet or NPZ for a run on tables; NPZ with ``x`` (and ``y``) for one on arrays.
+        client: Whose rows.
+        say: Told in words what the user should know.
+        labelled: Whether targets are wanted; the client is then a newcomer.
+        target: Column of the targets; None: the one that the run predicts.
+    """
+    if data.preparation is None:
+        return _arrays(data, path, labelled)
+    from bpfed.data.table import read_table
+
+    table, preparation = read_table(path), data.preparation
+    if labelled:
+        wanted = target or preparation.target
+        table.column(wanted)
+        kept = table.without({wanted, preparation.target} - {wanted}).columns
+        columns = {preparation.target if name == wanted else name: column for name, column in kept.items()}
+        table = replace(table, columns=columns)
+        preparation = preparation.joined(client, table)
+    if preparation.shape is None:
+        lost = [f.name for f in preparation.features if f.name not in table.columns]
+        if lost and len(lost) < len(preparation.features):
+            say(f"'{path}' lacks {_some(lost)}; what it would say is taken as missing in every row.")
+    return Rows(preparation.inputs(table, client), preparation.targets(table) if labelled else None, preparation)
+
+
+def _arrays(data: FederatedData, path: Path, labelled: bool) -> Rows:
+    import numpy as np
+    import torch
+
+    shape = ", ".join(["n", *map(str, data.input_shape)])
+    if path.suffix.lower() != ".npz":
+        raise UserError(f"'{data.name}' is arrays and no table; give an NPZ file with x of shape [{shape}].")
+    found: dict[str, Any] = {}
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            for name in ("x", "y") if labelled else ("x",):
+                if name not in file:
+                    raise UserError(f"'{path}' has no array '{name}'; it holds: {', '.join(file) or 'nothing'}.")
+                found[name] = file[name]
+    except (OSError, ValueError, EOFError, KeyError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise UserError(f"There is no file '{path}'; give one with --input.") from error
+        raise UserError(f"'{path}' cannot be read as NPZ; write it with numpy.savez.") from error
+    x = found["x"]
+    if x.dtype.kind not in "fiub" or x.shape[1:] != data.input_shape:
+        raise UserError(f"x of '{path}' is {x.dtype} of shape {list(x.shape)}, but must be numbers of shape [{shape}].")
+    if x.dtype.kind != "f":
+        x = _scaled(data, path, x)
+    y = None
+    if labelled:
+        y = torch.from_numpy(_targets(data, path, found["y"]))
+        if len(y) != len(x):
+            raise UserError(f"'{path}' has {len(x)} inputs and {len(y)} targets; give one target per input.")
+    return Rows(torch.from_numpy(x.astype(np.float32)), y, None)
+
+
+def _scaled(data: FederatedData, path: Path, x: Any) -> Any:
+    """Raw pixels of a built-in dataset, as it scales them."""
+    from bpfed.data.load import names, source_of
+    from bpfed.data.sources import SOURCES
+
+    source = source_of(data.name) if data.name in names() else ""
+    if source not in SOURCES:
+        raise UserError(f"x of '{path}' is {x.dtype}, but training was on real numbers; scale it as they were.")
+    return x / SOURCES[source].half - 1.0
+
+
+def _targets(data: FederatedData, path: Path, y: Any) -> Any:
+    import numpy as np
+
+    if y.ndim != 1:
+        raise UserError(f"y of '{path}' has shape {list(y.shape)}, but must be one target per input.")
+    if data.task == "regression":
+        if y.dtype.kind not in "fiu":
+            raise UserError(f"y of '{path}' is {y.dtype}, but must be numbers.")
+        return y.astype(np.float32)
+    if y.dtype.kind in "iu":
+        return y.astype(np.int64)
+    words = [str(word) for word in y.tolist()]
+    strange = [word for word in words if word not in data.labels]
+    if strange:
+        raise UserError(f"'{path}' has the label '{strange[0]}', but must have one of {_some(list(data.labels))}.")
+    return np.array([data.labels.index(word) for word in words], dtype=np.int64)
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    return ", ".join(f"'{name}'" for name in names[:most]) + (" and others" if len(names) > most else "")

@@ -1,0 +1,56 @@
+"""The Flower app of a site. Its folder is named by the SuperNode's configuration, ``--node-config 'folder="..."'``.
+
+Flower runs it in a process of its own for every message, so it only hands the message on to the site's worker. Where none
+is running (a SuperNode that was started by hand), it does the work itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from bpfed.errors import UserError
+from bpfed.flower import frame, worker
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """One exchange: test what the server sends, train from it, answer."""
+    return _answered(message, context)
+
+
+@app.query()
+def query(message: Message, context: Context) -> Message:
+    """Before the first round: say what data there is."""
+    return _answered(message, context)
+
+
+def _answered(message: Message, context: Context) -> Message:
+    folder = Path(str(context.node_config["folder"]))
+    # What is left of the time: a site that has fallen behind must not work on what nobody waits for any more.
+    left = message.metadata.created_at + message.metadata.ttl - time.time()
+    if left <= 0:
+        raise TimeoutError("The message is too old.")
+    done = worker.ask(folder, frame.to_bytes(message.content), left)
+    if done is not None:
+        return Message(frame.from_bytes(done), reply_to=message)
+
+    from bpfed.flower.deployed import open_site
+
+    try:
+        site = open_site(folder, say)
+    except UserError as error:  # Flower would send the error's own words to the server
+        say(str(error))
+        raise RuntimeError("The site cannot do its part; its own log says why.") from None
+    return Message(site.answer(message.content), reply_to=message)
+
+
+def say(sentence: str) -> None:
+    """To the site's own log."""
+    print(f"bpfed: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,179 @@
+"""A deployment as its operator sees it: made, run, asked how it is, and shown off on one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bpfed.config import Config
+from bpfed.errors import UserError
+from bpfed.files import to_toml, write_whole
+from bpfed.flower import keys, processes
+from bpfed.flower.app import write_app
+from bpfed.flower.deployed import CONFIG, RUN
+from bpfed.flower.plan import SERVER, Plan
+from bpfed.flower.processes import Say
+from bpfed.flower.server import STATUS
+from bpfed.report import RunRecord
+
+#: A run that stops this often without finishing a round is given up.
+RESTARTS = 5
+
+
+def site_folder(folder: Path, site: str) -> Path:
+    """Where a site's files are made; they are then brought to the site."""
+    return folder / f"site-{keys.slug(site)}"
+
+
+def make(folder: Path, plan: Plan, config: Config) -> None:
+    """Make the folders of a deployment: certificates, keys, configuration."""
+    plan.check()
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"'{folder}' holds files already; choose another folder for the deployment.")
+    folders = [site_folder(folder, site) for site in plan.sites]
+    if len(set(folders)) != len(folders):
+        raise UserError("Two sites' names differ only in signs that a file's name cannot have; rename one.")
+    config.method.check()
+    config.run.check(len(plan.sites))
+    server = folder / SERVER
+    run = {k: v for k, v in vars(config.run).items() if v is not None}
+    asked = {k: v for k, v in vars(config.data).items() if v is not None}
+    text = to_toml({"data": asked, "method": {"name": config.method.name, **config.method.settings()}, "run": run})
+    for place in (server, *folders):
+        place.mkdir(parents=True)
+        place.chmod(0o700)
+        write_whole(place / CONFIG, text)
+    plan.write(server)
+    keys.make_server(server, plan.address.rpartition(":")[0])
+    for site, place in zip(plan.sites, folders, strict=True):
+        replace(plan, site=site).write(place)
+        keys.make_site(place, server, site)
+
+
+def status(folder: Path) -> dict[str, Any] | None:
+    """What the server last noted of its run; None: there is none yet."""
+    try:
+        return dict(json.loads((folder / RUN / STATUS).read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def run(folder: Path, plan: Plan, say: Say, progress: Callable[[dict[str, Any]], None]) -> RunRecord:
+    """Run the rounds that are left, on the server's machine; a run that breaks off is taken up again.
+
+    Args:
+        folder: The server's folder.
+        plan: Of the server.
+        say: Told in words what happens.
+        progress: Called whenever the status is another.
+    """
+    failures, done = 0, -1
+    while True:
+        if not processes.healthy(folder, plan, 90.0):
+            raise UserError(f"No server answers at {plan.address}; start it with: bpfed deploy server {folder.parent}")
+        (folder / RUN / STATUS).unlink(missing_ok=True)
+        started = processes.ask(folder, plan, "run", str(write_app(folder / "app")))
+        if not started.get("success"):
+            raise UserError(f"The run could not be started: {started.get('error-message', started)}")
+        number = str(started.get("run-id", started.get("run_id", "")))
+        state = _follow(folder, plan, number, say, progress)
+        if state == "finished":
+            return RunRecord.read(folder / RUN)
+        last = status(folder) or {}
+        failures = 0 if last.get("round", 0) > done else failures + 1
+        done = max(done, last.get("round", 0))
+        if last.get("state") == "stopped" and last.get("by_user_error"):
+            raise UserError(str(last.get("error")))
+        if failures >= RESTARTS:
+            raise UserError(f"The run broke off {failures} times after round {done}; see the server's log.")
+        say("The run broke off; taking it up again from its last finished round.")
+        time.sleep(2.0)
+
+
+def _follow(folder: Path, plan: Plan, run_id: str, say: Say, progress: Callable[[dict[str, Any]], None]) -> str:
+    """Until the run is finished or has broken off, which word is given back."""
+    shown: tuple[Any, ...] = ()
+    asked = time.monotonic()
+    while True:
+        found = status(folder)
+        if found is not None:
+            key = (found["state"], found["round"], sum(s["online"] for s in found["sites"].values()))
+            if key != shown:
+                shown = key
+                progress(found)
+            if found["state"] == "finished":
+                return "finished"
+            if found["state"] == "stopped" or not alive(int(found["pid"])):
+                return "stopped"
+        if time.monotonic() - asked > 20.0:
+            asked = time.monotonic()
+            if found is None and _ended(folder, plan, run_id):
+                return "stopped"
+        time.sleep(0.3)
+
+
+def _ended(folder: Path, plan: Plan, run_id: str) -> bool:
+    try:
+        runs = processes.ask(folder, plan, "ls").get("runs", [])
+    except UserError:
+        return not processes.healthy(folder, plan, 0.0)
+    own = [r for r in runs if str(r.get("run-id")) == run_id]
+    return bool(own) and str(own[0].get("status", "")).startswith("finished")
+
+
+def alive(process: int) -> bool:
+    """Whether a process of this number is running on this machine; one that has ended and is not yet buried is not."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return True
+
+
+@contextlib.contextmanager
+def started(folder: Path, plan: Plan, data: str, say: Say) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """All of a deployment on this machine, as a person would start it; stopped at the end. Processes by name."""
+    bpfed = [sys.executable, "-m", "bpfed", "deploy"]
+    env = dict(os.environ)
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        say("Starting the server.")
+        server = folder / SERVER
+        running[SERVER] = processes.start([*bpfed, "server", str(folder)], env, server / "server.log")
+        if not processes.healthy(server, plan, 90.0):
+            raise UserError(f"The server did not start; see '{server / 'server.log'}'.")
+        while not (server / "registered.json").exists():
+            if running[SERVER].poll() is not None:
+                raise UserError(f"The server did not start; see '{server / 'server.log'}'.")
+            time.sleep(0.2)
+        say(f"Starting {len(plan.sites)} sites.")
+        for site in plan.sites:
+            own = site_folder(folder, site)
+            running[site] = processes.start([*bpfed, "client", str(own), "--data", data], env, own / "site.log")
+        yield running
+    finally:
+        for process in running.values():
+            if process.poll() is None:
+                process.terminate()
+        for process in running.values():
+            processes.stop(process, 20.0)
+
+
+def named_sites(config: Config, given: Sequence[str]) -> tuple[str, ...]:
+    """The sites' names: those given, or the clients of the named dataset."""
+    if given:
+        return tuple(given)
+    return config.load_data().clients

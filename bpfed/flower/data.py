@@ -1,0 +1,177 @@
+"""A site's examples: its own file, or its part of a named dataset; and what sites tell each other about theirs.
+
+Before the first round every site tells the server its `Source.facts`; the server makes of them what all have in common
+(`agreed`) and sends that along, and only then can a site turn its rows into inputs as all others do (`Source.data`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from bpfed.config import Config
+from bpfed.data import FederatedData, load
+from bpfed.data.folder import DataDir
+from bpfed.data.load import names
+from bpfed.data.own import TEST_FRACTION, _examples, find_target, held_out
+from bpfed.data.preparation import Preparation, Summary, client_summary, combine
+from bpfed.data.table import read_table
+from bpfed.errors import UserError
+from bpfed.flower.message import Refused
+
+
+class Source(Protocol):
+    """Where a site's examples are from."""
+
+    def facts(self) -> dict[str, Any]:
+        """What the server is told of them, as plain data; all that is."""
+        ...
+
+    def data(self, common: Mapping[str, Any]) -> FederatedData:
+        """The federation of this client alone, given what all sites have in common."""
+        ...
+
+
+class Part:
+    """One client's part of a named dataset, for demonstrations and tests.
+
+    Args:
+        site: The site's name.
+        sites: All sites' names; the site has the part of the client in its place.
+        config: Says which dataset.
+    """
+
+    def __init__(self, site: str, sites: tuple[str, ...], config: Config, data_dir: DataDir = None) -> None:
+        whole = part_of(config, len(sites), data_dir)
+        self.own = one_client(replace(whole, clients=sites), site)
+
+    def facts(self) -> dict[str, Any]:
+        own = self.own
+        return {
+            "shape": list(own.input_shape),
+            "task": own.task,
+            "classes": own.classes,
+            "train": int(own.train.sizes[0]),
+        }
+
+    def data(self, common: Mapping[str, Any]) -> FederatedData:
+        here = self.facts()
+        if any(common.get(key) != here[key] for key in ("shape", "task", "classes")):
+            raise Refused("the other sites' data are of another shape or task.")
+        return self.own
+
+
+class File:
+    """A file of rows that never leaves the site; see `bpfed.data.table.read_table`.
+
+    Args:
+        site: The site's name.
+        path: The file.
+        config: Says what to predict and how much to hold out.
+    """
+
+    def __init__(self, site: str, path: Path, config: Config) -> None:
+        self.site, self.config = site, config
+        self.table = read_table(path)
+        asked = config.data
+        self.seed = config.run.seed if asked.seed is None else asked.seed
+        self.task = getattr(asked, "task", None)
+        ignore = getattr(asked, "ignore", None)
+        self.ignore = tuple(word.strip() for word in ignore.split(",")) if ignore else ()
+        self.target = find_target({site: self.table}, getattr(asked, "target", None))
+        fraction = TEST_FRACTION if asked.test_fraction is None else asked.test_fraction
+        test = held_out(self.table, self.target, site, task=self.task, test_fraction=fraction, seed=self.seed)
+        self.train, self.test = (self.table.take(np.flatnonzero(rows)) for rows in (~test, test))
+        if not len(self.train):
+            raise UserError(f"'{path}' leaves no row for training; give it more rows.")
+
+    def facts(self) -> dict[str, Any]:
+        summary = client_summary(self.train, self.target, client=self.site, task=self.task, ignore=self.ignore)
+        return {"summary": summary.record(), "target": self.target, "train": len(self.train)}
+
+    def data(self, common: Mapping[str, Any]) -> FederatedData:
+        if "preparation" not in common:
+            raise Refused("the other sites have no files of rows.")
+        preparation = Preparation.from_record(common["preparation"])
+        if preparation.standardise == "local":
+            preparation = preparation.joined(self.site, self.train)
+        return FederatedData(
+            name=self.config.data.name,
+            clients=(self.site,),
+            train=_examples(preparation, [(self.site, self.train)], self.seed),
+            test=_examples(preparation, [(self.site, self.test)], self.seed),
+            task=preparation.task,
+            classes=len(preparation.labels),
+            labels=preparation.labels,
+            preparation=preparation,
+        )
+
+
+def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, Any]:
+    """What the sites' data have in common, from what each told.
+
+    Raises:
+        UserError: They cannot be brought together.
+    """
+    longest = max(int(told["train"]) for told in facts.values())
+    summaries = [Summary.from_record(told["summary"]) for told in facts.values() if "summary" in told]
+    if summaries and len(summaries) == len(facts):
+        asked = config.data
+        ignore = getattr(asked, "ignore", None)
+        made = combine(
+            summaries,
+            _target(facts),
+            task=getattr(asked, "task", None),
+            standardise=getattr(asked, "standardise", None) or "federated",
+            ignore=tuple(word.strip() for word in ignore.split(",")) if ignore else (),
+        )
+        inputs = made.shape or (sum(len(f.inputs) for f in made.features),)
+        return {
+            "shape": list(inputs),
+            "task": made.task,
+            "classes": len(made.labels),
+            "longest": longest,
+            "preparation": replace(made, local={}).record(),
+        }
+    first, told = next(iter(facts.items()))
+    for site, other in facts.items():
+        if any(told.get(key) != other.get(key) for key in ("shape", "task", "classes")) or "shape" not in other:
+            raise UserError(
+                f"The data of site '{site}' are of another shape or task than those of '{first}'; mend one."
+            )
+    return {**{key: told[key] for key in ("shape", "task", "classes")}, "longest": longest}
+
+
+def _target(facts: Mapping[str, Mapping[str, Any]]) -> str:
+    named = {str(told["target"]): site for site, told in facts.items()}
+    if len(named) > 1:
+        (one, here), (two, there) = list(named.items())[:2]
+        raise UserError(f"Site '{here}' predicts '{one}' and '{there}' predicts '{two}'; set data.target for all.")
+    return next(iter(named))
+
+
+def part_of(config: Config, sites: int, data_dir: DataDir = None) -> FederatedData:
+    """The named dataset of a configuration, dealt out to so many sites."""
+    asked = config.data
+    if asked.name not in names():
+        raise UserError(f"'{asked.name}' is no named dataset; give each site its own file by --data.")
+    seed = config.run.seed if asked.seed is None else asked.seed
+    return load(
+        asked.name,
+        clients=sites,
+        partition=asked.partition,
+        seed=seed,
+        data_dir=data_dir,
+        test_fraction=asked.test_fraction,
+    )
+
+
+def one_client(data: FederatedData, client: str) -> FederatedData:
+    """The federation of one client alone."""
+    who = torch.tensor([data.clients.index(client)])
+    return replace(data, clients=(client,), train=data.train.select(who), test=data.test.select(who))

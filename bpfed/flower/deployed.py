@@ -1,0 +1,44 @@
+"""The folders of a deployment, opened: the server's with its run, a site's with its examples and states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from bpfed.config import read
+from bpfed.data.load import names
+from bpfed.errors import UserError
+from bpfed.flower.data import File, Part, Source
+from bpfed.flower.keys import public_keys
+from bpfed.flower.plan import Plan
+from bpfed.flower.server import Server
+from bpfed.flower.site import Site
+
+CONFIG, RUN, STATE = "config.toml", "run", "state"
+
+
+def open_server(folder: Path, say: Callable[[str], None]) -> Server:
+    """The server of a deployment's ``server`` folder."""
+    plan = Plan.read(folder)
+    return Server(folder / RUN, plan, read(folder / CONFIG), public_keys(folder, plan.sites), say=say)
+
+
+def open_site(folder: Path, say: Callable[[str], None]) -> Site:
+    """The site of a deployment's site folder."""
+    plan = Plan.read(folder)
+    if not plan.site:
+        raise UserError(f"'{folder}' is not the folder of a site; give one such as '{folder.parent / 'site-a'}'.")
+    config = read(folder / CONFIG)
+    wanted = plan.data
+    source: Source
+    if wanted in names():
+        if wanted != config.data.name:
+            raise UserError(f"The federation is of '{config.data.name}', not of '{wanted}'; give that as --data.")
+        source = Part(plan.site, plan.sites, config)
+    elif wanted:
+        if not Path(wanted).is_absolute():
+            raise UserError(f"There is no file '{wanted}', and no dataset of that name; give one by --data.")
+        source = File(plan.site, Path(wanted).expanduser(), config)
+    else:
+        raise UserError(f"Site '{plan.site}' has no data yet; say which by --data FILE.")
+    return Site(folder / STATE, plan.site, config, source, say=say)

@@ -1,0 +1,93 @@
+"""The plan of a deployment: who belongs to it, where the server is, how long it waits. The file ``deploy.toml``."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from bpfed.errors import UserError, hint
+from bpfed.files import to_toml, write_whole
+
+FILE, SERVER = "deploy.toml", "server"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings of a deployment; what is computed is in ``config.toml``.
+
+    Attributes:
+        sites: The sites' names, in order.
+        address: Where sites reach the server, ``host:port``.
+        site: Whose folder this is; empty: the server's.
+        data: A site's file, or the name of a dataset that it has a part of.
+        timeout: Seconds that a site has to answer in a round.
+        wait: Seconds that the server waits for all sites before the first round; then for enough of them.
+        min_replies: Uploads that a round needs; 0: half of the sites drawn, rounded up.
+        attempts: How often a round is asked for again before the run stops.
+        pause: Seconds between attempts.
+        telemetry: Whether Flower may report its use to its makers and look for updates.
+    """
+
+    sites: tuple[str, ...]
+    address: str = "127.0.0.1:8000"
+    site: str = ""
+    data: str = ""
+    timeout: float = 600.0
+    wait: float = 120.0
+    min_replies: int = 0
+    attempts: int = 5
+    pause: float = 10.0
+    telemetry: bool = False
+
+    def check(self, where: str = "The deployment") -> Plan:
+        """Return self, or say in one sentence what cannot be."""
+        if len(set(self.sites)) != len(self.sites):
+            raise UserError(f"{where} names a site twice; give every site its own name.")
+        if not self.sites:
+            raise UserError(f"{where} names no site; give some, as in --sites a,b,c.")
+        for name in self.sites:
+            if not name.strip() or not name.isprintable() or len(name) > 64 or "/" in name or name.startswith("."):
+                raise UserError(f"{where} has a site called {name!r}; use letters, digits, '-' and '_'.")
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise UserError(f"{where} has the address '{self.address}'; write it as host:port.")
+        for name, least in (("timeout", 1.0), ("wait", 0.0), ("min_replies", 0), ("attempts", 1), ("pause", 0.0)):
+            if not getattr(self, name) >= least:
+                raise UserError(f"{where} has {name} = {getattr(self, name)}, but it must be {least} or more.")
+        if self.min_replies > len(self.sites):
+            raise UserError(f"{where} needs {self.min_replies} replies of {len(self.sites)} sites; lower min_replies.")
+        return self
+
+    def write(self, folder: Path) -> None:
+        """Write the file into a folder."""
+        write_whole(folder / FILE, to_toml(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Plan:
+        """Read the file of a folder, or say in one sentence why it cannot be."""
+        path = folder / FILE
+        try:
+            found: dict[str, Any] = tomllib.loads(path.read_text())
+        except FileNotFoundError:
+            raise UserError(f"'{folder}' is no folder of a deployment; make one with 'bpfed deploy init'.") from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"'{path}' cannot be read ({error}); mend it.") from error
+        known = {f.name: f for f in fields(cls)}
+        for key, value in found.items():
+            if key not in known:
+                raise UserError(f"'{path}' has an unknown key '{key}'; {hint(key, known)}")
+            wanted = type(known[key].default) if key != "sites" else list
+            if type(value) is int and wanted is float:
+                found[key] = float(value)
+            elif type(value) is not wanted:
+                raise UserError(f"'{path}': {key} is {value!r}, but must be of the kind of {known[key].default!r}.")
+        if "sites" not in found or not all(isinstance(s, str) for s in found["sites"]):
+            raise UserError(f'\'{path}\' must list the sites\' names, as in sites = ["a", "b"].')
+        return cls(**{**found, "sites": tuple(found["sites"])}).check(f"'{path}'")
+
+
+def server_folder(folder: Path) -> Path:
+    """The server's folder of a deployment's folder, or itself."""
+    return (folder if (folder / FILE).exists() else folder / SERVER).resolve()

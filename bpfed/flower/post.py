@@ -1,0 +1,42 @@
+"""Flower's grid as the post of a federation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from flwr.app import Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from bpfed.flower.server import Node
+
+#: Seconds between looks for answers.
+POLL = 0.5
+
+
+class GridPost:
+    """Carries messages over a Flower grid; see `bpfed.flower.server.Post`."""
+
+    def __init__(self, grid: Grid, poll: float = POLL) -> None:
+        self.grid, self.poll = grid, poll
+
+    def nodes(self) -> list[Node]:
+        """Who is online."""
+        return [Node(node.node_id, bytes(node.public_key)) for node in self.grid.get_nodes()]
+
+    def exchange(self, asks: Mapping[int, RecordDict], round_: int, timeout: float) -> dict[int, RecordDict | str]:
+        """Send to each node and wait for its answer: a message, or in words why there is none; lost ones are left out."""
+        kind = MessageType.TRAIN if round_ else MessageType.QUERY
+        # An answer that nobody waits for any more is not to be worked for, hence the time to live.
+        messages = [Message(ask, node, kind, ttl=timeout, group_id=str(round_)) for node, ask in asks.items()]
+        waiting = {i: node for i, node in zip(self.grid.push_messages(messages), asks, strict=True) if i}
+        found: dict[int, RecordDict | str] = {}
+        until = time.monotonic() + timeout
+        while waiting and time.monotonic() < until:
+            for reply in self.grid.pull_messages(list(waiting)):
+                node = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if node is not None:
+                    found[node] = f"Flower says: {reply.error.reason}" if reply.has_error() else reply.content
+            if waiting:
+                time.sleep(self.poll)
+        return found

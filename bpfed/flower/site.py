@@ -1,0 +1,163 @@
+"""A site: one client of the federation, with its examples and its personal state, that answers what the server asks."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import RecordDict
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bpfed.config import Config
+from bpfed.engine.evaluate import evaluate_clients
+from bpfed.engine.federation import Federation
+from bpfed.engine.local import LocalRound
+from bpfed.engine.store import Layout
+from bpfed.errors import UserError
+from bpfed.flower.data import Source
+from bpfed.flower.message import Answer, Ask, Patterns, Refused, Upload, fingerprint, patterns, shared_of
+from bpfed.flower.states import States
+from bpfed.methods.base import State
+from bpfed.metrics import Sums
+
+#: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same pattern.
+UploadTransform = Callable[[Upload, State, int], Upload]
+
+_ONLY = torch.tensor([0])
+
+
+class Site:
+    """One client of a deployed federation.
+
+    Args:
+        folder: Where its personal states are kept.
+        name: Its name; all its randomness follows it, as in a simulation.
+        config: The configuration, its own copy.
+        source: Its examples.
+        transform: Applied to every upload before it is sent; None: nothing is.
+        say: Told in words what the site's owner should know. None of it is sent.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        config: Config,
+        source: Source,
+        transform: UploadTransform | None = None,
+        say: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        self.folder, self.name, self.config, self.source = folder, name, config, source
+        self.transform, self.say = transform, say
+        self.fingerprint = fingerprint(config)
+        self.patterns: Patterns | None = None
+        self._federation: tuple[str, Federation] | None = None
+
+    def answer(self, record: RecordDict) -> RecordDict:
+        """What the site sends back; whatever fails, no word of the failure itself leaves the site."""
+        start = time.perf_counter()
+        ask = Ask(self.fingerprint, "", 0)
+        try:
+            ask = Ask.read(record)
+            return self._written(self._answer(ask, record), start)
+        except Refused as refused:
+            self.say(f"The server's message was refused: {refused}")
+            why = f"it refused the server's message: {refused}"
+        except UserError as error:
+            self.say(str(error))
+            why = "it cannot do its part; its own log says why."
+        except Exception:
+            self.say(traceback.format_exc())
+            why = "it failed; its own log says why."
+        return self._written(Answer(self.fingerprint, ask.run, ask.round, self.name, why), start)
+
+    def _written(self, answer: Answer, start: float) -> RecordDict:
+        answer = replace(answer, seconds=round(time.perf_counter() - start, 4))
+        return answer.write(self.patterns.upload if self.patterns else None)
+
+    def _answer(self, ask: Ask, record: RecordDict) -> Answer:
+        if ask.fingerprint != self.fingerprint:
+            raise Refused("the server has another configuration than this site; give both the same config.toml.")
+        if ask.round == 0:
+            return self._plain(ask, facts=json.dumps(self.source.facts(), sort_keys=True))
+        federation = self._placed(ask, record)
+        answer = self._plain(ask, train=int(federation.data.train.sizes[0]))
+        if ask.evaluate:
+            answer = replace(answer, sums=self._evaluate(federation, ask))
+        if ask.train:
+            upload, info = self._train(federation, ask)
+            answer = replace(answer, upload=upload, info=info)
+        return answer
+
+    def _placed(self, ask: Ask, record: RecordDict) -> Federation:
+        """A federation of this client alone, as it was after the round before the one that is asked for."""
+        if self._federation is None or self._federation[0] != ask.facts:
+            self._federation = ask.facts, self._start(ask.facts)
+        federation = self._federation[1]
+        assert self.patterns is not None
+        federation.round = ask.round - 1
+        shared = shared_of(record, self.patterns.shared)
+        federation.shared = tree_map(lambda t: t.to(federation.device), shared)
+        found, row = self._states(ask).at(ask.counted)
+        if found != ask.counted:
+            self.say(f"The personal state of round {ask.counted} is lost; going on from that of round {found}.")
+        layout = Layout(self.config.method.init(federation.model).personal)
+        if row is None:
+            row = layout.first.cpu()
+        if len(row) != layout.width:
+            raise UserError(f"The personal state of round {found} is of another network; move '{self.folder}' away.")
+        federation.store.put(_ONLY, layout.unpack(row[None]))
+        return federation
+
+    def _start(self, facts: str) -> Federation:
+        try:
+            common: dict[str, Any] = json.loads(facts)
+        except ValueError:
+            raise Refused("what it says of the sites' data is not readable.") from None
+        data = self.source.data(common)
+        settings = replace(self.config.run, participants=None, eval_clients=None, store="memory")
+        federation = Federation.start(self.config.method, data, settings)
+        train, batch = data.train, settings.batch
+        # Never compiled: the process ends with the round. The width is the simulator's for clients of any size.
+        width = min(batch, int(common["longest"]))
+        x, y = train.x.to(federation.device), train.y.to(federation.device)
+        federation.training = LocalRound(
+            self.config.method, federation.model, x, y, batch, settings.epochs, settings.compile == "on", width
+        )
+        self.patterns = patterns(self.config.method, federation.model)
+        return federation
+
+    def _evaluate(self, federation: Federation, ask: Ask) -> Sums:
+        if federation.finished:
+            federation.settle()
+        evaluation, _ = evaluate_clients(federation)
+        if federation.finished:  # what the site predicts with from now on
+            self._states(ask).settle(federation.round, self._row(federation, federation.store.get(_ONLY)))
+        return Sums(*(t.cpu() for t in evaluation.sums))
+
+    def _train(self, federation: Federation, ask: Ask) -> tuple[Upload, dict[str, float]]:
+        assert federation.training is not None
+        finished = federation.training(federation.training_rows(_ONLY))
+        upload = Upload.of(finished)
+        if self.transform is not None:
+            upload = self.transform(upload, federation.shared, ask.round)
+        # On the disk before it is sent: a server that counts it may rely on it.
+        self._states(ask).put(ask.round, self._row(federation, finished.personal), ask.counted)
+        return upload, {name: float(value[0]) for name, value in finished.info.items()}
+
+    def _row(self, federation: Federation, personal: State) -> Tensor:
+        layout = Layout(self.config.method.init(federation.model).personal)
+        return layout.pack(personal)[0] if layout.width else torch.zeros(0)
+
+    def _states(self, ask: Ask) -> States:
+        return States(self.folder, self.name, ask.run)
+
+    def _plain(self, ask: Ask, facts: str = "", train: int = 0) -> Answer:
+        return Answer(self.fingerprint, ask.run, ask.round, self.name, "", facts, train)

@@ -1,0 +1,84 @@
+"""A site's personal states on its own disk: one file a round, each written whole, found again after any restart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from bpfed.errors import UserError
+from bpfed.files import clear_parts, write_whole
+
+#: States of earlier rounds that are kept, for a server that goes back to an older checkpoint.
+KEPT = 3
+
+
+class States:
+    """The personal states of one site in one run, as rows of numbers, by the round after which they were so.
+
+    The server says in which round a site's contribution was last used, and the site goes on from its state of that round.
+    So a reply that was lost, or a round that is asked for twice, leaves no trace: as if the site had been away.
+    """
+
+    def __init__(self, folder: Path, site: str, run: str) -> None:
+        if not re.fullmatch(r"[0-9a-f]{1,64}", run):
+            raise UserError("The run has a name that is no plain word, so nothing is kept for it.")
+        self.folder, self.site = folder / run, site
+
+    def at(self, round_: int) -> tuple[int, Tensor | None]:
+        """The newest sound state up to a round and that state's round; 0 and None where there is none."""
+        for number in sorted((n for n in self.rounds() if n <= round_), reverse=True):
+            row = self._read(number)
+            if row is not None:
+                return number, row
+        return 0, None
+
+    def put(self, round_: int, row: Tensor, counted: int) -> None:
+        """Keep the state after a round; of others those that ``counted`` may still point at."""
+        clear_parts(self.folder)
+        self._write(self._path(round_), round_, row)
+        used = sorted(n for n in self.rounds() if n <= counted)
+        for number in self.rounds():
+            if number != round_ and number not in used[-KEPT:]:
+                self._path(number).unlink(missing_ok=True)
+
+    def settle(self, round_: int, row: Tensor) -> None:
+        """Keep the state that the site predicts with once the run is finished."""
+        self._write(self.folder / "settled.safetensors", round_, row)
+
+    def rounds(self) -> list[int]:
+        """Rounds of which there is a file."""
+        return [int(path.stem.partition("-")[2]) for path in self.folder.glob("round-*.safetensors")]
+
+    def _path(self, round_: int) -> Path:
+        return self.folder / f"round-{round_:06d}.safetensors"
+
+    def _write(self, path: Path, round_: int, row: Tensor) -> None:
+        plain = row.detach().cpu().float().contiguous()
+        noted = {"site": self.site, "round": str(round_), "sha256": _digest(plain)}
+        write_whole(path, safetensors.torch.save({"personal": plain}, noted))
+
+    def _read(self, round_: int) -> Tensor | None:
+        try:
+            data = self._path(round_).read_bytes()
+            row = safetensors.torch.load(data)["personal"]
+            noted = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        except (OSError, KeyError, ValueError, safetensors.SafetensorError):
+            return None
+        sound = noted.get("sha256") == _digest(row) and noted.get("round") == str(round_)
+        if noted.get("site") != self.site:
+            raise UserError(
+                f"'{self._path(round_)}' is the state of site '{noted.get('site')}', not of '{self.site}'; give every site "
+                "a folder of its own."
+            )
+        return row if sound and row.dtype == torch.float32 else None
+
+
+def _digest(row: Tensor) -> str:
+    return hashlib.sha256(row.numpy().tobytes()).hexdigest()

@@ -1,0 +1,103 @@
+"""A run read back from its folder, without its data: it predicts and takes newcomers in."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bpfed import config
+from bpfed.calibration import Calibration
+from bpfed.callbacks.base import Callback
+from bpfed.callbacks.folder import CALIBRATION, CHECKPOINT, DATA, MODEL, STATES, lines
+from bpfed.card import without_examples
+from bpfed.engine import checkpoint
+from bpfed.engine.federation import Federation, pick_device
+from bpfed.errors import UserError
+from bpfed.likelihoods import Likelihood
+from bpfed.report.record import CONFIG, METRICS, SUMMARY, RunRecord
+from bpfed.run import Run
+
+
+class LoadedRun(Run):
+    """A run read back from its folder. Made by `Run.load`.
+
+    Attributes:
+        folder: Where it is.
+    """
+
+    def __init__(self, folder: Path, federation: Federation, say: Callable[[str], None]) -> None:
+        super().__init__(federation, say)
+        self.folder = folder
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rounds are done and the report is written."""
+        return self.federation.finished and (self.folder / SUMMARY).is_file()
+
+    def train(self, callbacks: Sequence[Callback] = ()) -> Run:
+        if self.federation.finished:
+            return self
+        raise UserError(
+            f"The run in '{self.folder}' was loaded without its data; go on with it by fit(..., resume=True)."
+        )
+
+    def config(self) -> dict[str, Any]:
+        return tomllib.loads((self.folder / CONFIG).read_text())
+
+    def detail(self) -> dict[str, Any]:
+        return RunRecord.read(self.folder).evaluation
+
+    def summary_record(self) -> dict[str, Any]:
+        return RunRecord.read(self.folder).summary if self.finished else super().summary_record()
+
+
+def load_run(
+    folder: Path, model: nn.Module | None, likelihood: Likelihood | None, say: Callable[[str], None]
+) -> LoadedRun:
+    """See `Run.load`."""
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"'{folder}' is not a run folder: it has no {CONFIG}.")
+    if not (folder / DATA).is_file() or not (folder / MODEL).is_file():
+        raise UserError(
+            f"'{folder}' lacks what prediction needs ({DATA}, {MODEL}); add it by: bpfed run --out {folder} --resume"
+        )
+    chosen = config.read(folder / CONFIG)
+    for note in chosen.notes:
+        say(note)
+    try:
+        data = without_examples(json.loads((folder / DATA).read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"'{folder / DATA}' is damaged ({error}); delete it and go on with --resume.") from error
+    settings = chosen.run
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        settings = replace(settings, device="cpu")
+    network = checkpoint.load_model(folder / MODEL, model, likelihood, data.input_shape, chosen.method.personal)
+    network = network.to(pick_device(settings.device, settings.tf32))
+    federation = Federation.of(chosen.method, data, settings, network, folder / STATES)
+    found = checkpoint.restore(folder / CHECKPOINT, federation)
+    if found is None:
+        raise UserError(
+            f"The run in '{folder}' has not done its first round; go on with: bpfed run --out {folder} --resume"
+        )
+    for name in found.damaged:
+        say(f"Checkpoint {name} is damaged; the one before is used, of round {found.round}.")
+    run = LoadedRun(folder, federation, say)
+    run.seconds = float(found.extra.get("seconds", 0.0))
+    if (folder / CALIBRATION).is_file():
+        run.calibration = _calibration(folder / CALIBRATION)
+    run.history = [r for r in lines(folder / METRICS) if r["round"] <= found.round]
+    return run
+
+
+def _calibration(path: Path) -> Calibration:
+    try:
+        return Calibration.from_record(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"'{path}' is damaged ({error}); delete it and go on with --resume.") from error

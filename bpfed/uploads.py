@@ -1,0 +1,83 @@
+"""Uploads as updates: what a client changed of the server's state, as one vector that has a length and can be shortened.
+
+An upload has the tensors of the server's state. Its update is their difference, all tensors end to end; a standard
+deviation σ counts by ρ, σ = softplus ρ, so that any update of any length leaves σ above 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_map, tree_unflatten
+
+from bpfed.errors import UserError
+from bpfed.gaussian import softplus, softplus_inverse
+from bpfed.methods.base import Method, State
+
+#: A σ below this counts as this; ρ of 0 is −∞.
+LEAST_SIGMA = 1e-8
+
+
+def updates(method: Method, shared: State, uploads: State) -> Tensor:
+    """The updates of S uploads, ``[S, P]``; where the server's σ is 0 (a point) it has none, and that of σ there is 0."""
+    parts = []
+    for old, new, scale in _paired(method, shared, uploads):
+        change = torch.where(old > 0.0, _rho(new) - _rho(old), 0.0) if scale else new - old
+        parts.append(change.flatten(1))
+    return torch.cat(parts, -1)
+
+
+def moved(method: Method, shared: State, changes: Tensor) -> State:
+    """The server's state after each of K updates ``[K, P]``: uploads, of which those are the updates."""
+    leaves, spec = _leaves(method, shared)
+    parts = changes.split([old.numel() for old, _ in leaves], -1)
+    made = []
+    for (old, scale), part in zip(leaves, parts, strict=True):
+        change = part.view(len(changes), *old.shape)
+        made.append(torch.where(old > 0.0, softplus(_rho(old) + change), old) if scale else old + change)
+    return tree_unflatten(made, spec)
+
+
+def shortened(changes: Tensor, limit: float) -> Tensor:
+    """Updates ``[S, P]`` of norm up to ``limit``: longer ones are scaled down to it, one that is not finite becomes 0."""
+    return torch.where(torch.isfinite(changes).all(-1, keepdim=True), changes * _factors(changes, limit), 0.0)
+
+
+def clipped(method: Method, shared: State, uploads: State, limit: float) -> State:
+    """Uploads whose updates have norm up to ``limit``; those that have it already are left as they are."""
+    changes = updates(method, shared, uploads)
+    near = moved(method, shared, shortened(changes, limit))
+    fits = (torch.linalg.vector_norm(changes, dim=-1, dtype=torch.float64) <= limit).nonzero()[:, 0]
+    return tree_map(lambda new, old: new.index_copy(0, fits, old[fits]), near, uploads)
+
+
+def _factors(changes: Tensor, limit: float) -> Tensor:
+    """What to multiply updates by, ``[S, 1]``; norms are summed in double precision."""
+    norms = torch.linalg.vector_norm(changes, dim=-1, keepdim=True, dtype=torch.float64)
+    return (limit / norms.clamp(min=1e-300)).clamp(max=1.0).to(changes.dtype)
+
+
+def scale_leaves(method: Method, state: State) -> list[bool]:
+    """For each tensor of a state, whether it holds standard deviations (`Method.scales`)."""
+    paths = (path for path, _ in tree_flatten_with_path(state)[0])
+    return [bool(path) and str(getattr(path[-1], "name", "")) in method.scales for path in paths]
+
+
+def _leaves(method: Method, state: State) -> tuple[list[tuple[Tensor, bool]], TreeSpec]:
+    leaves, spec = tree_flatten_with_path(state)
+    return list(zip((leaf for _, leaf in leaves), scale_leaves(method, state), strict=True)), spec
+
+
+def _paired(method: Method, shared: State, uploads: State) -> list[tuple[Tensor, Tensor, bool]]:
+    (old, spec), (new, other) = _leaves(method, shared), _leaves(method, uploads)
+    same = spec == other and all(a.shape == b.shape[1:] for (a, _), (b, _) in zip(old, new, strict=True))
+    if not same:
+        raise UserError(
+            f"Clients of {method.title} upload something else than the server holds, so their updates have no length; "
+            "set clip and noise to 0."
+        )
+    return [(a, b, scale) for (a, scale), (b, _) in zip(old, new, strict=True)]
+
+
+def _rho(sigma: Tensor) -> Tensor:
+    return softplus_inverse(sigma.clamp(min=LEAST_SIGMA))

@@ -1,0 +1,143 @@
+"""Clients that join a finished run: what they learn, what stays as it was, and how sure they are before any example."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from scenarios import classification, regression, small_mlp
+
+import bpfed
+from bpfed.methods import METHODS, BPFed, FedAvg
+from bpfed.methods.base import rows
+
+TRAIN = {"rounds": 4, "epochs": 5, "batch": 10, "eval_draws": 5}
+
+
+def newcomer(count: int = 8, data_seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """Examples of somebody else."""
+    return classification((count,), seed=data_seed).train.client(0)
+
+
+@pytest.fixture(scope="module")
+def run() -> bpfed.Run:
+    return bpfed.fit(BPFed(lr=0.01), classification((30, 30, 30)), model=small_mlp(), **TRAIN)
+
+
+def test_a_newcomer_learns_its_examples_and_leaves_the_shared_factors(run: bpfed.Run) -> None:
+    x, y = newcomer()
+    before = [t.clone() for t in run.federation.shared]
+    client = run.adapt(x, y, name="late", lr=0.02, steps=300)
+    assert client.name == "late"
+    assert client.examples == torch.bincount(y, minlength=3).tolist()
+    nothing = run.adapt(name="late").predict(x)
+    found = client.predict(x)
+    right = torch.arange(len(y)), y
+    assert found.probs[right].log().mean() > nothing.probs[right].log().mean() + 0.3
+    assert found.entropy.mean() < nothing.entropy.mean()
+    for now, then in zip(run.federation.shared, before, strict=True):
+        assert torch.equal(now, then)
+    own, cut = client.run.federation, run.federation.model.factors.shared
+    weights = own.method.predictive(own.model, rows(own.shared, 1), own.personal(torch.tensor([0]))).weights
+    assert torch.equal(weights.mean[0, :cut], run.federation.shared.mean)
+    assert torch.equal(weights.sigma[0, :cut], run.federation.shared.sigma)
+    assert run.data.clients == ("site a", "site b", "site c")
+
+
+def test_one_example_is_enough_and_the_same_adaptation_gives_the_same_client(run: bpfed.Run) -> None:
+    x, y = newcomer(1)
+    one, again = (run.adapt(x, y, steps=50).predict(x).probs for _ in range(2))
+    assert torch.equal(one, again)
+    other = run.adapt(x, y, steps=50, name="somebody else").predict(x).probs
+    assert not torch.equal(one, other)
+
+
+def test_before_any_example_no_class_is_preferred(run: bpfed.Run) -> None:
+    x = torch.cat([newcomer(40, seed)[0] for seed in range(5)])
+    found = run.adapt().predict(x)
+    assert found.entropy.mean() > 0.98 * math.log(3)
+    assert (found.probs.mean(0) - 1 / 3).abs().max() < 0.05
+    assert found.epistemic.mean() > 0.0
+    known = run.clients()[0].predict(x)
+    assert known.entropy.mean() < found.entropy.mean()
+
+
+def test_more_examples_make_it_surer(run: bpfed.Run) -> None:
+    x, y = newcomer(24)
+    few, many = (
+        run.adapt(x[:n], y[:n], lr=0.02, steps=200).run.federation.personal(torch.tensor([0])) for n in (2, 24)
+    )
+    assert many.eta.sigma.mean() < few.eta.sigma.mean()
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_method_takes_newcomers(name: str, tmp_path: Path) -> None:
+    run = bpfed.fit(METHODS[name](), classification(), model=small_mlp(), rounds=1, epochs=1, eval_draws=2)
+    x, y = newcomer()
+    client = run.adapt(x, y, steps=20)
+    found = client.predict(x, draws=2)
+    assert found.probs.isfinite().all()
+    again = run.newcomer(client.save(tmp_path / "a.safetensors")).predict(x, draws=2)
+    assert torch.equal(found.probs, again.probs)
+
+
+def test_newcomers_of_regressions() -> None:
+    data = regression((30, 30, 30))
+    run = bpfed.fit(BPFed(lr=0.01), data, model=small_mlp(3, 1), **TRAIN)
+    x, y = regression((40,), seed=3).train.client(0)
+    client = run.adapt(x[:30], y[:30], lr=0.02, steps=300)
+    assert client.examples == [30]
+    after, before = client.predict(x[30:]), run.adapt().predict(x[30:])
+    assert (after.mean - y[30:]).square().mean() < 0.5 * (before.mean - y[30:]).square().mean()
+    assert after.scale.mean() < before.scale.mean()
+    assert before.aleatoric.sqrt().mean() < 2.0  # targets are of unit scale
+    assert after.aleatoric.sqrt().mean() < 1.0
+
+
+def test_a_client_is_kept_in_one_file_and_belongs_to_its_run(run: bpfed.Run, tmp_path: Path) -> None:
+    x, y = newcomer()
+    client = run.adapt(x, y, steps=20, name="ward 3")
+    path = client.save(tmp_path / "deep" / "ward.safetensors")
+    again = run.newcomer(path)
+    assert (again.name, again.examples) == ("ward 3", client.examples)
+    assert torch.equal(again.predict(x).probs, client.predict(x).probs)
+    other = bpfed.fit(BPFed(), classification(), model=small_mlp(), rounds=1, epochs=1)
+    with pytest.raises(bpfed.UserError, match="is a client of another run"):
+        other.newcomer(path)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(bpfed.UserError, match="is damaged"):
+        run.newcomer(path)
+    with pytest.raises(bpfed.UserError, match="There is no file"):
+        run.newcomer(tmp_path / "b.safetensors")
+
+
+X, Y = newcomer()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"x": X}, "give both x and y, or neither"),
+        ({"x": X[:, :3], "y": Y}, "Inputs have shape [3] each, but 'small' was trained on [4]."),
+        ({"x": X, "y": Y + 2}, "labels must run from 0 to 2"),
+        ({"x": X, "y": Y.float()}, "give classes from 0 to 2"),
+        ({"x": X, "y": Y[:3]}, "8 inputs and 3 targets"),
+        ({"x": X * float("nan"), "y": Y}, "Client 'newcomer' of 'small' has NaN or infinite values"),
+        ({"x": X, "y": Y, "name": "site b"}, "There is a client 'site b' in the run already"),
+        ({"x": X, "y": Y, "steps": 0}, "steps is 0, but must be at least 1"),
+        ({"x": X, "y": Y, "lr": -1.0}, "lr is -1.0"),
+        ({"x": 1e30 * X, "y": Y, "lr": 1e30}, "diverged"),
+    ],
+)
+def test_a_mistake_is_one_sentence(run: bpfed.Run, arguments: dict, said: str) -> None:
+    with pytest.raises(bpfed.UserError) as error:
+        run.adapt(**{"steps": 5, **arguments})
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_method_that_shares_everything_has_nothing_to_adapt() -> None:
+    run = bpfed.fit(FedAvg(), classification(), model=small_mlp(), rounds=1, epochs=1)
+    assert torch.equal(run.adapt(X, Y, steps=5).predict(X).probs, run.clients()[0].predict(X).probs)

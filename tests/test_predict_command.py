@@ -1,0 +1,247 @@
+"""``bpfed predict`` and ``bpfed adapt``, from files to files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import PLAIN, Command, files
+
+import bpfed as library
+from bpfed.data import load
+
+
+def write_hospital(path: Path, count: int, seed: int, number: bool = False) -> Path:
+    """A table of patients: two numbers, a word, and an outcome that follows from them."""
+    g = np.random.default_rng(seed)
+    age, dose = g.normal(60, 10, count), g.normal(size=count)
+    ward = g.choice(["east", "west"], count)
+    score = (age - 60) / 10 + dose + (ward == "east")
+    outcome = [f"{50 + 20 * s:.2f}" for s in score] if number else ["ill" if s > 0.5 else "well" for s in score]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["age", "dose", "ward", "outcome"])
+        writer.writerows(zip(age.round(1), dose.round(3), ward, outcome, strict=True))
+    return path
+
+
+def read(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+@pytest.fixture
+def bpfed(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    monkeypatch.chdir(tmp_path)
+    return Command(capsys)
+
+
+def trained(place: Path, number: bool, **settings: object) -> Path:
+    """A run on three hospitals' tables, and tables of new patients beside it."""
+    (place / "sites").mkdir()
+    for i, name in enumerate(("bern", "genf", "zug")):
+        write_hospital(place / "sites" / f"{name}.csv", 60, i, number)
+    data = load(f"folder:{place / 'sites'}", target="outcome")
+    method = library.methods.BPFed(lr=0.01)
+    library.fit(method, data, out=place / "run", rounds=3, epochs=5, eval_draws=5, **settings)  # type: ignore[arg-type]
+    write_hospital(place / "new.csv", 7, 9, number)
+    shutil.rmtree(place / "sites")  # nothing below needs the training data
+    return place
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("classes"), number=False)
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("numbers"), number=True, calibration=0.3)
+
+
+@pytest.fixture
+def ward(classes: Path, bpfed: Command) -> Path:
+    """A copy of the run and its new patients, in the folder that the command runs in."""
+    shutil.copytree(classes, ".", dirs_exist_ok=True)
+    return Path()
+
+
+def test_each_row_has_a_line_in_its_order(bpfed: Command, ward: Path) -> None:
+    outcome = bpfed.ok("predict", "run", "--client", "genf", "--input", "new.csv", "--abstain", "0.9")
+    found = read(outcome.out)
+    assert list(found[0]) == ["label", "p(ill)", "p(well)", "total", "epistemic", "aleatoric", "abstain"]
+    assert len(found) == 7
+    run = library.Run.load(ward / "run")
+    x = run.data.preparation.inputs(library.data.read_table("new.csv"))
+    said = run.client("genf").predict(x)
+    for row, probs, entropy in zip(found, said.probs.tolist(), said.entropy.tolist(), strict=True):
+        assert [float(row["p(ill)"]), float(row["p(well)"])] == pytest.approx(probs, rel=1e-4)
+        assert float(row["total"]) == pytest.approx(entropy, rel=1e-4)
+        assert float(row["epistemic"]) + float(row["aleatoric"]) == pytest.approx(entropy, rel=1e-3, abs=1e-5)
+        assert row["label"] == ("ill" if probs[0] > probs[1] else "well")
+        assert row["abstain"] == ("yes" if max(probs) < 0.9 else "no")
+    assert outcome.err.splitlines() == [
+        "No sets or intervals: the run kept no calibration examples (train with --calibration 0.2 for them)."
+    ]
+
+
+def test_the_order_of_columns_and_other_columns_do_not_matter(bpfed: Command, ward: Path) -> None:
+    with open("new.csv") as file:
+        rows = list(csv.DictReader(file))
+    with open("turned.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["remark", "ward", "dose", "age"], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows({**row, "remark": "none"} for row in rows)
+    first, second = (
+        bpfed.ok("predict", "run", "--client", "zug", "--input", name).out for name in ("new.csv", "turned.csv")
+    )
+    assert first == second
+
+
+def test_a_column_that_is_missing_is_said(bpfed: Command, ward: Path) -> None:
+    Path("short.csv").write_text("age,ward\n61,east\n40,west\n")
+    outcome = bpfed.ok("predict", "run", "--client", "zug", "--input", "short.csv")
+    assert len(read(outcome.out)) == 2
+    assert "'short.csv' lacks 'dose'; what it would say is taken as missing in every row." in outcome.err
+
+
+def test_numbers_are_in_their_own_units_with_intervals(bpfed: Command, numbers: Path) -> None:
+    shutil.copytree(numbers, ".", dirs_exist_ok=True)
+    out = bpfed.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--level", "0.8", "--out", "p.csv")
+    assert (out.out, out.err) == ("", "")
+    found = read(Path("p.csv").read_text())
+    assert list(found[0]) == ["mean", "sd", "epistemic", "aleatoric", "low(0.8)", "high(0.8)"]
+    values = {name: np.array([float(row[name]) for row in found]) for name in found[0]}
+    assert np.abs(values["mean"] - [float(r["outcome"]) for r in read(Path("new.csv").read_text())]).mean() < 25
+    assert 30 < values["mean"].mean() < 100  # 50 and 20 per unit: not the standardised numbers
+    assert values["sd"] == pytest.approx(np.hypot(values["epistemic"], values["aleatoric"]), rel=1e-3)
+    middle = (values["low(0.8)"] + values["high(0.8)"]) / 2
+    assert middle == pytest.approx(values["mean"], abs=1e-2)
+    assert (
+        "this run predicts numbers"
+        in bpfed("predict", "run", "--client", "bern", "--input", "new.csv", "--abstain", "0.9").sentence
+    )
+
+
+def test_a_newcomer_joins_and_predicts(bpfed: Command, ward: Path) -> None:
+    write_hospital(Path("ward3.csv"), 20, 20)
+    outcome = bpfed.ok("adapt", "run", "--input", "ward3.csv", "--steps", "200")
+    assert "ward3: how sure of its 20 examples" in outcome.out
+    assert "probability of 'ill'" in outcome.out
+    assert outcome.out.endswith("Client 'ward3': run/adapted/ward3.safetensors\n")
+    assert outcome.err == ""
+    found = read(bpfed.ok("predict", "run", "--client", "ward3", "--input", "new.csv").out)
+    truth = [row["outcome"] for row in read(Path("new.csv").read_text())]
+    assert sum(row["label"] == t for row, t in zip(found, truth, strict=True)) >= 5
+    before = files(Path("run"))
+    said = bpfed("adapt", "run", "--input", "ward3.csv", "--steps", "5").sentence
+    assert said == (
+        "'run/adapted/ward3.safetensors' exists already; add --overwrite to replace it, or give another --name or --out."
+    )
+    assert files(Path("run")) == before
+    # The same examples under another column and name, kept elsewhere.
+    Path("other.csv").write_text(Path("ward3.csv").read_text().replace("outcome", "result"))
+    other = ("--target", "result", "--name", "ward3", "--steps", "200", "--out", "w.safetensors")
+    bpfed.ok("adapt", "run", "--input", "other.csv", *other)
+    assert files(Path("run")) == before
+    assert read(bpfed.ok("predict", "run", "--adapted", "w.safetensors", "--input", "new.csv").out) == found
+
+
+def test_a_newcomer_without_examples_is_unsure(bpfed: Command, ward: Path) -> None:
+    assert bpfed.ok("adapt", "run").out == "Client 'newcomer': run/adapted/newcomer.safetensors\n"
+    found = read(bpfed.ok("predict", "run", "--client", "newcomer", "--input", "new.csv").out)
+    assert np.mean([float(row["total"]) for row in found]) > 0.9 * np.log(2)
+
+
+def test_arrays_of_a_built_in_dataset(bpfed: Command) -> None:
+    bpfed.ok(*PLAIN, "--rounds", "1", "--out", "run")
+    data = load("digits", clients=3)
+    x, y = data.test.x[:30].numpy(), data.test.y[:30].numpy()
+    np.savez("a.npz", x=x, y=y)
+    np.savez("raw.npz", x=np.round((x + 1) * 8).astype(np.uint8), y=np.array([str(v) for v in y]))
+    first, second = (
+        bpfed.ok("predict", "run", "--client", data.clients[0], "--input", name).out for name in ("a.npz", "raw.npz")
+    )
+    assert first == second
+    assert len(read(first)) == 30
+    assert list(read(first)[0])[:3] == ["label", "p(0)", "p(1)"]
+    bpfed.ok("adapt", "run", "--input", "raw.npz", "--steps", "5")
+    np.savez("flat.npz", x=x.reshape(30, -1)[:, :60])
+    np.savez("empty.npz", y=y)
+    Path("b.npz").write_bytes(b"junk")
+    Path("c.csv").write_text("a\n1\n")
+    for name, said in (
+        ("flat.npz", "but must be numbers of shape [n, "),
+        ("empty.npz", "'empty.npz' has no array 'x'; it holds: y."),
+        ("b.npz", "cannot be read as NPZ"),
+        ("c.csv", "'digits' is arrays and no table; give an NPZ file with x of shape [n, "),
+        ("d.npz", "There is no file 'd.npz'"),
+    ):
+        assert said in bpfed("predict", "run", "--client", data.clients[0], "--input", name).sentence
+
+
+def unfinished() -> None:
+    Path("run/summary.json").unlink()
+
+
+def header_only() -> None:
+    Path("new.csv").write_text("age,dose,ward\n")
+
+
+def foreign() -> None:
+    Path("new.csv").write_text("colour,size\nred,3\n")
+
+
+def nothing() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("spoil", "arguments", "said"),
+    [
+        (nothing, ("--client", "gemf"), "Unknown client 'gemf'; did you mean 'genf'?"),
+        (nothing, (), "Say whose model it is, either by --client NAME or by --adapted FILE."),
+        (nothing, ("--client", "genf", "--level", "2"), "--level is 2, but must be above 0 and below 1"),
+        (nothing, ("--client", "genf", "--abstain", "90"), "--abstain is 90, but must be a probability"),
+        (nothing, ("--client", "genf", "--draws", "0"), "draws is 0, but must be at least 1."),
+        (nothing, ("--adapted", "none.safetensors"), "There is no file 'none.safetensors'"),
+        (nothing, ("--adapted", "new.csv"), "'new.csv' is no client that bpfed adapt wrote"),
+        (
+            unfinished,
+            ("--client", "genf"),
+            "The run in 'run' is not finished; go on with it: bpfed run --out run --resume",
+        ),
+        (header_only, ("--client", "genf"), "no rows"),
+        (foreign, ("--client", "genf"), "'new.csv' has none of the columns that training used"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_writes_nothing(
+    bpfed: Command, ward: Path, spoil: Callable[[], None], arguments: tuple[str, ...], said: str
+) -> None:
+    spoil()
+    before = files(Path())
+    assert said in bpfed("predict", "run", "--input", "new.csv", "--out", "p.csv", *arguments).sentence
+    assert files(Path()) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "said"),
+    [
+        ("age,dose,ward\n60,1,east\n", (), "'ward3.csv' has no column 'outcome'"),
+        ("age,dose,ward,outcome\n60,1,east,dead\n", (), "'dead', which no training row has"),
+        ("age,dose,ward,outcome\n60,1,east,\n", (), "have no 'outcome'"),
+        ("age,dose,ward,outcome\n60,1,east,ill\n", ("--name", "bern"), "There is a client 'bern' in the run already"),
+        ("age,dose,ward,outcome\n60,1,east,ill\n", ("--name", "a/b"), "cannot be kept in a file of that name"),
+        ("age,dose,ward,outcome\n60,1,east,ill\n", ("--steps", "0"), "steps is 0, but must be at least 1"),
+    ],
+)
+def test_a_newcomers_mistake_is_one_sentence_and_writes_nothing(
+    bpfed: Command, ward: Path, text: str, arguments: tuple[str, ...], said: str
+) -> None:
+    Path("ward3.csv").write_text(text)
+    before = files(Path())
+    assert said in bpfed("adapt", "run", "--input", "ward3.csv", *arguments).sentence
+    assert files(Path()) == before
