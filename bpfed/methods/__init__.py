@@ -18,11 +18,15 @@ from bpfed.methods.perfedavg import PerFedAvg
 from bpfed.methods.pfedbayes import PFedBayes
 from bpfed.methods.pfedme import PFedMe
 from bpfed.methods.pfedvem import PFedVEM
+from bpfed.methods.population import Population
+from bpfed.methods.recipe import Recipe
 
 METHODS: dict[str, type[Method]] = {
     m.name: m
     for m in (
         BPFed,
+        Recipe,
+        Population,
         FedAvg,
         FedAvgFT,
         LocalOnly,
@@ -64,5 +68,7 @@ __all__ = [
     "PFedMe",
     "PFedVEM",
     "PerFedAvg",
+    "Population",
+    "Recipe",
     "method",
 ]

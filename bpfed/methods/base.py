@@ -122,6 +122,8 @@ class Method(ABC):
     numbers: ClassVar[tuple[str, ...]] = ("lr",)
     #: Whether the server learns a distribution over personal factors, from what clients upload about theirs.
     population: ClassVar[bool] = False
+    #: How the step size goes over the rounds where the run's settings leave it open: ``constant`` or ``cosine``.
+    schedule: ClassVar[str] = "constant"
     #: Fields of states that hold standard deviations: what arrives from elsewhere must be above 0 there.
     scales: ClassVar[tuple[str, ...]] = ("sigma",)
 

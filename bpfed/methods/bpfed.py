@@ -21,7 +21,7 @@ from bpfed.estimators import ESTIMATORS, Batch, data_term
 from bpfed.gaussian import Gaussian, discounted, kl, kl_gradients_p, kl_gradients_q
 from bpfed.ivon import Momentum, Newton, ivon
 from bpfed.methods.base import ADAPT, Finished, GaussianPredictive, Initial, Method, Phase, frozen
-from bpfed.methods.variational import Memory, Variational
+from bpfed.methods.variational import Memory, Variational, join, split
 from bpfed.model import Model
 
 Predict = Literal["own", "aggregated"]
@@ -182,7 +182,7 @@ class BPFed(Method):
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
         if self.shared_point:
             start.sigma[: model.factors.shared] = 0.0
-        shared, personal = _split(model, start)
+        shared, personal = split(model, start)
         own = (start,) if self.predict == "own" else ()
         memories: tuple[Memory | Momentum, ...] = ()
         if self.keep_adam:
@@ -208,10 +208,10 @@ class BPFed(Method):
         )
 
     def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
-        start = _join(personal.eta, shared)  # q = π = (η_i, ζ)
+        start = join(shared, personal.eta)  # q = π = (η_i, ζ)
         discount, scale = hyper["discount"][:, None], hyper["prior_sigma"][:, None]
         before = shared if self.shared_point else discounted(shared, discount, scale)
-        prior = _join(discounted(personal.eta, discount, scale), before)
+        prior = join(before, discounted(personal.eta, discount, scale))
         memory = personal.memory or (None, None)
         held = Variational.at(prior, memory[1]) if self.prior_step else prior  # type: ignore[arg-type]
         steps = personal.steps.squeeze(-1)
@@ -266,7 +266,7 @@ class BPFed(Method):
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
         q, prior = local.q.gaussian, _gaussian(local.prior)
-        shared, personal = _split(model, prior if self.prior_step else q)
+        shared, personal = split(model, prior if self.prior_step else q)
         own = (q,) if self.predict == "own" else ()
         points = self._points(model)
         info = {"kl": kl(_from(points, q), _from(points, prior))} if self.sigma > 0.0 else {}
@@ -278,7 +278,7 @@ class BPFed(Method):
         return rule(self.rule)(uploads, weights)
 
     def predictive(self, model: Model, shared: Gaussian, personal: Personal) -> GaussianPredictive:
-        weights = _join(personal.eta, shared)
+        weights = join(shared, personal.eta)
         if self.predict == "own" and personal.own:
             trained = personal.steps[:, :1] > 0
             weights = Gaussian(*(torch.where(trained, o, w) for o, w in zip(personal.own[0], weights, strict=True)))
@@ -313,17 +313,8 @@ def _from(start: int, g: Gaussian) -> Gaussian:
     return Gaussian(g.mean[:, start:], g.sigma[:, start:])
 
 
-def _join(personal: Gaussian, shared: Gaussian) -> Gaussian:
-    return Gaussian(torch.cat([shared.mean, personal.mean], -1), torch.cat([shared.sigma, personal.sigma], -1))
-
-
 def _of_likelihood(model: Model) -> Tensor:
     """Which weights are the likelihood's own, ``[P]`` bool."""
     own, factors = model.likelihood.parameters(), model.factors
     parts = [torch.full((size,), n in own) for n, size in zip(factors.names, factors.sizes, strict=True)]
     return torch.cat(parts).to(model.initial.device)
-
-
-def _split(model: Model, g: Gaussian) -> tuple[Gaussian, Gaussian]:
-    parts = [model.factors.split(t) for t in g]
-    return Gaussian(*(p[0] for p in parts)), Gaussian(*(p[1] for p in parts))

@@ -145,7 +145,7 @@ class FedSOUL(Method):
     numbers: ClassVar[tuple[str, ...]] = ("lr", "gamma", "prior_sigma", "prior_rate")
     population: ClassVar[bool] = True
 
-    gamma: float = 1.0
+    gamma: float = 0.01
     samples: int = 10
     thin: int = 5
     prior_sigma: float = 0.3

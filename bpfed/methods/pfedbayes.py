@@ -73,7 +73,7 @@ class PFedBayes(Method):
     numbers: ClassVar[tuple[str, ...]] = ("lr", "zeta", "sigma", "beta")
 
     personal: Parameters = "none"
-    zeta: float = 0.1
+    zeta: float = 1.0
     sigma: float = 0.07
     draws: int = 2
     estimator: str = "weights"

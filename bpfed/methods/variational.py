@@ -1,4 +1,4 @@
-"""A mean-field Gaussian as it is optimised by Adam: mean, ρ, and Adam's memory of both."""
+"""A mean-field Gaussian as it is optimised by Adam: mean, ρ, and Adam's memory of both; and its shared and personal part."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bpfed.gaussian import Gaussian, softplus, softplus_inverse
+from bpfed.model import Model
 from bpfed.optim import Adam, adam
 
 
@@ -47,3 +48,14 @@ class Variational(NamedTuple):
         new_mean, adam_mean = adam(self.mean, mean, self.adam_mean, step, rate)
         new_rho, adam_rho = adam(self.rho, sigma * torch.sigmoid(self.rho), self.adam_rho, step, rate)
         return Variational(new_mean, new_rho, adam_mean, adam_rho)
+
+
+def join(shared: Gaussian, personal: Gaussian) -> Gaussian:
+    """The Gaussian of all weights, ``[..., P]``."""
+    return Gaussian(torch.cat([shared.mean, personal.mean], -1), torch.cat([shared.sigma, personal.sigma], -1))
+
+
+def split(model: Model, g: Gaussian) -> tuple[Gaussian, Gaussian]:
+    """Its shared and its personal part, ``[..., P_shared]`` and ``[..., P_personal]``."""
+    parts = [model.factors.split(t) for t in g]
+    return Gaussian(*(p[0] for p in parts)), Gaussian(*(p[1] for p in parts))

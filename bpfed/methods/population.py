@@ -1,0 +1,94 @@
+"""BPFed's recipe with a population of heads: the server learns a prior over personal factors from summed moments.
+
+As `bpfed.methods.recipe`, but for the prior of the personal factors, which is N(m_h, s_h²) weight by weight, with m_h and s_h
+estimated from all clients (empirical Bayes; the moment matching of the paper's Eq. 22-25):
+
+    m_h  ←  mean_i μ_i                       s_h²  ←  (1 − r) s_h² + r mean_i[σ_i² + (μ_i − m_h)²]
+
+This has a price in privacy, which is why it is a method of its own and never a default: a client uploads the mean and the
+second moment of its personal factors. The server needs nothing but their sums over clients, so secure summation would hide each
+client's; without it the server sees them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bpfed.aggregate import mean, weighted_mean
+from bpfed.errors import UserError
+from bpfed.gaussian import Gaussian
+from bpfed.methods.base import Finished, GaussianPredictive, Initial
+from bpfed.methods.recipe import Local, Personal, Recipe
+from bpfed.methods.variational import join
+from bpfed.model import Model
+
+
+class Server(NamedTuple):
+    """What the server holds: ζ ``[P_shared]``, and the prior of heads ``[P_personal]``."""
+
+    zeta: Gaussian
+    heads: Gaussian
+
+
+class Upload(NamedTuple):
+    """What a client sends: its shared factors, and two moments of its personal factors, ``[S, P_personal]`` each."""
+
+    shared: Gaussian
+    first: Tensor
+    second: Tensor
+
+
+@dataclass(frozen=True)
+class Population(Recipe):
+    """BPFed's recipe with a learnt prior of heads; clients upload moments of their personal factors.
+
+    Attributes:
+        head_sigma: s_h at the start.
+        head_rate: r, how far s_h² moves in a round.
+    """
+
+    name: ClassVar[str] = "bpfed-population"
+    title: ClassVar[str] = "BPFed population"
+    shared_words: ClassVar[str] = "distribution of all but the last layer; a prior of last layers, from their moments"
+    population: ClassVar[bool] = True
+
+    head_sigma: float = 0.3
+    head_rate: float = 0.2
+
+    def check(self) -> None:
+        super().check()
+        if not 0.0 <= self.head_rate <= 1.0:
+            raise UserError(f"head_rate is {self.head_rate}, but must be from 0 to 1.")
+        if self.personal == "none":
+            raise UserError("personal is 'none', but bpfed-population learns a prior of personal factors; choose some.")
+
+    def init(self, model: Model) -> Initial:
+        start = super().init(model)
+        none = torch.zeros_like(start.personal.head.mean)
+        return Initial(Server(start.shared, Gaussian(none, none + self.head_sigma)), start.personal)
+
+    def newcomer(self, model: Model, shared: Server) -> Personal:  # type: ignore[override]
+        return self.init(model).personal._replace(head=shared.heads)
+
+    def begin(self, model: Model, shared: Server, personal: Personal, hyper: dict[str, Tensor]) -> Local:  # type: ignore[override]
+        local = super().begin(model, shared.zeta, personal, hyper)
+        body = Gaussian(*(model.factors.split(t)[0] for t in local.prior))
+        return local._replace(prior=join(body, shared.heads))
+
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+        done = super().finish(model, local, hyper)
+        head = done.personal.head
+        return done._replace(upload=Upload(done.upload, head.mean, head.mean.square() + head.sigma.square()))
+
+    def aggregate(self, shared: Server, uploads: Upload, weights: Tensor) -> Server:  # type: ignore[override]
+        first, second = weighted_mean(uploads.first, weights), weighted_mean(uploads.second, weights)
+        spread = (second - first.square()).clamp(min=1e-8)
+        variance = torch.lerp(shared.heads.sigma.square(), spread, self.head_rate)
+        return Server(mean(uploads.shared, weights), Gaussian(first, variance.sqrt()))
+
+    def predictive(self, model: Model, shared: Server, personal: Personal) -> GaussianPredictive:  # type: ignore[override]
+        return super().predictive(model, shared.zeta, personal)
