@@ -3,13 +3,20 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: demo test bench lint docs clean
+.PHONY: demo demo-deploy test test-deploy bench lint docs clean
 
 demo: .venv/.installed
 	$(BIN)/bpfed run --data digits --rounds 30 --seed 0 --out runs/demo --overwrite
 
+demo-deploy: .venv/.deploy
+	$(BIN)/bpfed deploy demo --out runs/demo-deploy
+
 test: .venv/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Real processes on loopback; minutes, and they want a quiet machine.
+test-deploy: .venv/.test
+	BPFED_TEST_DEPLOY=1 $(BIN)/python -m pytest tests/flower/test_real.py
 
 bench: .venv/.test
 	$(BIN)/python -m benchmarks
@@ -17,7 +24,7 @@ bench: .venv/.test
 lint: .venv/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-docs: .venv/.installed
+docs: .venv/.deploy
 	$(BIN)/python docs/build.py
 
 .venv/bin/python:
@@ -27,6 +34,10 @@ docs: .venv/.installed
 
 .venv/.installed: .venv/bin/python pyproject.toml constraints.txt
 	$(PIP_ENV) $(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+.venv/.deploy: .venv/.installed
+	$(PIP_ENV) $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[deploy]'
 	touch $@
 
 .venv/.test: .venv/.installed

@@ -1,4 +1,4 @@
-"""python -m benchmarks [cpu] [gpu] [scale]: run all, or those named; results go to benchmarks/results/."""
+"""python -m benchmarks [cpu] [gpu] [scale] [novel] [moments] [privacy]: run all, or those named; results: benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cpu, gpu, scale
+from benchmarks import cpu, gpu, moments, novel, privacy, scale
 
 RESULTS = Path(__file__).parent / "results"
-ALL = {"cpu": cpu.run, "gpu": gpu.run, "scale": scale.run}
+ALL = {
+    "cpu": cpu.run,
+    "gpu": gpu.run,
+    "scale": scale.run,
+    "novel": novel.run,
+    "moments": moments.run,
+    "privacy": privacy.run,
+}
 
 
 def main(names: list[str]) -> None:

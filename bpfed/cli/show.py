@@ -61,4 +61,10 @@ def result(run: RunRecord, report: Path) -> None:
     console.print(
         f"Trained for {text.duration(value(run.summary, 'seconds'))} on {run.summary['device']}.", highlight=False
     )
+    if "epsilon" in run.summary:
+        console.print(
+            f"Privacy of a client: epsilon {run.summary['epsilon']:.3g}, delta {run.summary['delta']:g}, had the seed been "
+            "secret.",
+            highlight=False,
+        )
     console.print(f"Report: {report}", style="bold", highlight=False, markup=False, soft_wrap=True)

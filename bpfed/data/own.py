@@ -120,8 +120,8 @@ def federate(
     return FederatedData(
         name=name,
         clients=tuple(clients),
-        train=_examples(preparation, [(client, train) for client, train, _ in parts], seed),
-        test=_examples(preparation, [(client, test) for client, _, test in parts], seed),
+        train=examples(preparation, [(client, train) for client, train, _ in parts], seed),
+        test=examples(preparation, [(client, test) for client, _, test in parts], seed),
         task=preparation.task,
         classes=len(preparation.labels),
         labels=preparation.labels,
@@ -188,7 +188,8 @@ def held_out(
     return test
 
 
-def _examples(preparation: Preparation, tables: Sequence[tuple[str, Table]], seed: int) -> Examples:
+def examples(preparation: Preparation, tables: Sequence[tuple[str, Table]], seed: int) -> Examples:
+    """Inputs and targets of clients' tables, given as (client, table); a client's rows are in a random order of its own."""
     xs, ys, sizes = [], [], [0]
     for client, table in tables:
         # In random order: whoever trains on rows as they come must not meet one class after the other.

@@ -23,6 +23,7 @@ from bpfed.model import Model
 from bpfed.networks import default
 from bpfed.noise import Purpose
 from bpfed.privacy import Draw, gaussian_epsilon, poisson_epsilon
+from bpfed.uploads import check_updates
 
 #: Clients whose last states are made and stored at a time.
 SETTLED = 1000
@@ -101,6 +102,8 @@ class Federation:
         cls, method: Method, data: FederatedData, settings: Settings, model: Model, folder: Path | None = None
     ) -> Federation:
         """All clients and the server in their first states, on the device of ``model``."""
+        if settings.clip > 0.0:
+            check_updates(method, model)
         initial, device = method.init(model), model.initial.device
         store = make_store(settings.store, initial.personal, len(data), device, folder)
         return cls(method, data, settings, model, device, initial.shared, store, noise.client_ids(data.clients))

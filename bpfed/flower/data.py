@@ -18,7 +18,7 @@ from bpfed.config import Config
 from bpfed.data import FederatedData, load
 from bpfed.data.folder import DataDir
 from bpfed.data.load import names
-from bpfed.data.own import TEST_FRACTION, _examples, find_target, held_out
+from bpfed.data.own import TEST_FRACTION, examples, find_target, held_out
 from bpfed.data.preparation import Preparation, Summary, client_summary, combine
 from bpfed.data.table import read_table
 from bpfed.errors import UserError
@@ -103,8 +103,8 @@ class File:
         return FederatedData(
             name=self.config.data.name,
             clients=(self.site,),
-            train=_examples(preparation, [(self.site, self.train)], self.seed),
-            test=_examples(preparation, [(self.site, self.test)], self.seed),
+            train=examples(preparation, [(self.site, self.train)], self.seed),
+            test=examples(preparation, [(self.site, self.test)], self.seed),
             task=preparation.task,
             classes=len(preparation.labels),
             labels=preparation.labels,

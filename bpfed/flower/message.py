@@ -1,7 +1,8 @@
 """What travels: an `Ask` from the server to a site, an `Answer` back, and the door that both sides check them at.
 
 An answer holds an `Upload`, which only `Upload.of` makes, of what `Method.finish` gives to the server; there is no way
-from a personal state or an example into a message. Tensors travel as plain little-endian float32.
+from a personal state or an example into a message. Tensors travel as plain little-endian numbers: float32, or with
+``compression = "half"`` as in `bpfed.compress`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_map, tree_unflatten
 
 from bpfed import __version__
+from bpfed.compress import Levels, from_levels, to_levels
 from bpfed.config import Config
 from bpfed.errors import UserError
 from bpfed.methods.base import Finished, Method, State, rows
@@ -29,6 +31,8 @@ from bpfed.model import Model
 PROTOCOL = 1
 #: How tensors are written: flat, little-endian.
 RAW = "bpfed.raw"
+#: Of a tensor of levels (see `bpfed.compress`), the end of the name of their bounds.
+BOUNDS = ".bounds"
 #: A message may hold so many bytes beside its tensors.
 BESIDE = 1 << 20
 #: Settings of a run that have no part in what a site computes.
@@ -51,35 +55,51 @@ class Pattern:
         shapes: The shape of each leaf by name, such as ``mean``; without a client axis.
         positive: Leaves that are scales, and so above 0 everywhere.
         nonnegative: Scales that may be 0 (those of the Dirac case).
+        half: Whether tensors travel in half precision, and scales as levels.
     """
 
     spec: TreeSpec
     shapes: dict[str, tuple[int, ...]]
     positive: frozenset[str] = frozenset()
     nonnegative: frozenset[str] = frozenset()
+    half: bool = False
 
     @classmethod
-    def of(cls, state: State, scales: tuple[str, ...]) -> Pattern:
+    def of(cls, state: State, scales: tuple[str, ...], half: bool = False) -> Pattern:
         """Of an example without client axis; ``scales`` are the names of fields that hold standard deviations."""
         leaves, spec = tree_flatten_with_path(state)
         named = {_name(path): leaf for path, leaf in leaves}
         scale = {name for name in named if name.rpartition(".")[2] in scales}
         positive = frozenset(name for name in scale if bool((named[name] > 0).all()))
-        return cls(
-            spec, {name: tuple(leaf.shape) for name, leaf in named.items()}, positive, frozenset(scale - positive)
-        )
+        shapes = {name: tuple(leaf.shape) for name, leaf in named.items()}
+        return cls(spec, shapes, positive, frozenset(scale - positive), half)
+
+    @property
+    def forms(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The arrays that travel, by name: their type and shape."""
+        if not self.half:
+            return {name: ("float32", shape) for name, shape in self.shapes.items()}
+        made: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, shape in self.shapes.items():
+            made[name] = ("uint8" if self._levels(name) else "float16", shape)
+            if self._levels(name):
+                made[name + BOUNDS] = ("float32", (*shape[:-1], 2))
+        return made
 
     @property
     def bytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(4 * math.prod(shape) for shape in self.shapes.values())
+        """Bytes of its tensors as they travel."""
+        return sum(np.dtype(kind).itemsize * math.prod(shape) for kind, shape in self.forms.values())
 
     def write(self, state: State) -> ArrayRecord:
         """A state that fits, as it travels."""
-        arrays = {}
+        arrays: dict[str, Array] = {}
         for path, leaf in tree_flatten_with_path(state)[0]:
-            plain = leaf.detach().cpu().contiguous().numpy().astype("<f4", copy=False)
-            arrays[_name(path)] = Array("float32", tuple(plain.shape), RAW, plain.tobytes())
+            name, plain = _name(path), leaf.detach().cpu()
+            if self.half and self._levels(name):
+                arrays[name], arrays[name + BOUNDS] = map(_array, to_levels(plain))
+            else:
+                arrays[name] = _array(plain.half() if self.half else plain)
         record = ArrayRecord(arrays)
         try:
             self.read(record)
@@ -89,18 +109,14 @@ class Pattern:
 
     def read(self, record: ArrayRecord) -> State:
         """The state in a message, or `Refused`."""
-        if set(record) != set(self.shapes):
-            raise Refused(f"it holds the tensors {_some(record)} where {_some(self.shapes)} are expected.")
+        forms = self.forms
+        if set(record) != set(forms):
+            raise Refused(f"it holds the tensors {_some(record)} where {_some(forms)} are expected.")
+        found = {name: _tensor(name, record[name], *form) for name, form in forms.items()}
         leaves = []
-        for name, shape in self.shapes.items():
-            array = record[name]
-            if array.stype != RAW or array.dtype != "float32":
-                raise Refused(f"'{name}' is written as {array.stype} of {array.dtype}, not as plain float32.")
-            if tuple(array.shape) != shape or len(array.data) != 4 * math.prod(shape):
-                raise Refused(
-                    f"'{name}' has shape {list(array.shape)} in {len(array.data)} bytes where {list(shape)} is expected."
-                )
-            leaf = torch.from_numpy(np.frombuffer(array.data, dtype="<f4").astype(np.float32)).reshape(shape)
+        for name in self.shapes:
+            bounds = found.get(name + BOUNDS)
+            leaf = found[name].float() if bounds is None else from_levels(Levels(found[name], bounds))
             if not bool(torch.isfinite(leaf).all()):
                 raise Refused(f"'{name}' holds values that are not finite.")
             if name in self.positive and not bool((leaf > 0).all()):
@@ -109,6 +125,26 @@ class Pattern:
                 raise Refused(f"'{name}' holds scales below 0.")
             leaves.append(leaf)
         return tree_unflatten(leaves, self.spec)
+
+    def _levels(self, name: str) -> bool:
+        return name in self.positive | self.nonnegative and math.prod(self.shapes[name][-1:]) > 0
+
+
+def _array(tensor: Tensor) -> Array:
+    plain = tensor.contiguous().numpy()
+    return Array(str(plain.dtype), tuple(plain.shape), RAW, plain.astype(plain.dtype.newbyteorder("<")).tobytes())
+
+
+def _tensor(name: str, array: Array, kind: str, shape: tuple[int, ...]) -> Tensor:
+    if array.stype != RAW or array.dtype != kind:
+        raise Refused(f"'{name}' is written as {array.stype} of {array.dtype}, not as plain {kind}.")
+    dtype = np.dtype(kind)
+    if tuple(array.shape) != shape or len(array.data) != dtype.itemsize * math.prod(shape):
+        raise Refused(
+            f"'{name}' has shape {list(array.shape)} in {len(array.data)} bytes where {list(shape)} is expected."
+        )
+    values = np.frombuffer(array.data, dtype=dtype.newbyteorder("<")).astype(dtype)
+    return torch.from_numpy(values).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -124,14 +160,30 @@ class Upload:
 
 
 class Patterns(NamedTuple):
-    """What travels each way."""
+    """What travels each way.
 
+    Attributes:
+        first: The server's state in round 1, which is that of `Method.init` in full.
+        shared: The server's state in later rounds.
+        upload: What a site gives to the server.
+    """
+
+    first: Pattern
     shared: Pattern
     upload: Pattern
 
+    def down(self, round_: int) -> Pattern:
+        """Of the server's state in the ask of a round."""
+        return self.first if round_ == 1 else self.shared
 
-def patterns(method: Method, model: Model) -> Patterns:
+
+def patterns(method: Method, model: Model, half: bool = False) -> Patterns:
     """What server and sites of this method exchange; nobody has to train for it.
+
+    Args:
+        method: Whose states they are.
+        model: The network.
+        half: Whether they travel compressed.
 
     Raises:
         UserError: Clients of this method give nothing to the server.
@@ -141,7 +193,11 @@ def patterns(method: Method, model: Model) -> Patterns:
     with torch.no_grad():
         local = method.begin(model, rows(first.shared, 1), rows(first.personal, 1), hyper)
         upload = Upload.of(method.finish(model, local, hyper)).state
-    made = Patterns(Pattern.of(first.shared, method.scales), Pattern.of(upload, method.scales))
+    made = Patterns(
+        Pattern.of(first.shared, method.scales),
+        Pattern.of(first.shared, method.scales, half),
+        Pattern.of(upload, method.scales, half),
+    )
     if not made.upload.bytes:
         raise UserError(
             f"Clients of {method.title} give nothing to a server, so there is nothing to deploy; train each site by "
@@ -227,6 +283,7 @@ class Answer:
         facts: What data the site has, as JSON (round 0 only).
         train: Number of its training examples.
         seconds: Time it took.
+        work: Of these, what training and testing took.
         upload: What it gives to the server, if it trained.
         sums: Of its test examples, if it tested.
         info: What is reported of its training.
@@ -240,6 +297,7 @@ class Answer:
     facts: str = ""
     train: int = 0
     seconds: float = 0.0
+    work: float = 0.0
     upload: Upload | None = None
     sums: Sums | None = None
     info: dict[str, float] = field(default_factory=dict)
@@ -273,7 +331,7 @@ class Answer:
         plain = _plain(record, "answer", _ANSWER)
         if plain["refused"]:
             return cls(**plain)
-        if not (plain["train"] >= 0 and math.isfinite(plain["seconds"])):
+        if not (plain["train"] >= 0 and math.isfinite(plain["seconds"]) and math.isfinite(plain["work"])):
             raise Refused("its number of examples or its time is no such number.")
         upload = Upload(pattern.read(_part(record, "upload", ArrayRecord))) if pattern else None
         sums = _sums(_part(record, "sums", MetricRecord), *cells) if cells else None
@@ -304,6 +362,7 @@ _ANSWER: dict[str, type] = {
     "facts": str,
     "train": int,
     "seconds": float,
+    "work": float,
 }
 
 

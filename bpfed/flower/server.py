@@ -262,7 +262,7 @@ class Server:
                 self.sites[site].counted,
                 json.dumps(self.facts, sort_keys=True),
                 self.federation.shared,
-            ).write(travel.shared)
+            ).write(travel.down(number))
             for site, (train, evaluate) in todo.items()
         }
         cells = Sums.shape(self.facts["task"] == "classification", run.bins)
@@ -273,16 +273,18 @@ class Server:
             answer = self._let_in(site, reply, number, travel.upload if train else None, cells if evaluate else None)
             if answer is not None:
                 answers[site] = answer
-        own = max((answer.seconds for answer in answers.values()), default=0.0)
+        slowest = max(answers.values(), key=lambda answer: answer.seconds, default=None)
         line = {
             "round": number,
+            "at": round(time.time(), 3),
             "asked": len(asks),
             "answered": len(answers),
             "seconds": round(seconds, 3),
-            "site_seconds": own,
+            "site_seconds": slowest.seconds if slowest else 0.0,
+            "site_work": slowest.work if slowest else 0.0,
             "down": max((size(ask) for ask in asks.values()), default=0),
             "up": max((size(r) for r in replies.values() if isinstance(r, RecordDict)), default=0),
-            "tensors_down": travel.shared.bytes,
+            "tensors_down": travel.down(number).bytes,
             "tensors_up": travel.upload.bytes,
         }
         append_line(self.folder / EXCHANGES, to_json_line(line))
@@ -424,7 +426,7 @@ class Server:
         module = default(shape, classes or 1, settings.seed)
         model = Model.of(module, likelihood, torch.zeros(2, *shape), method.personal)
         first = method.init(model)
-        self._patterns = patterns(method, model)
+        self._patterns = patterns(method, model, settings.compression == "half")
         ids = noise.client_ids(self.plan.sites)
         cpu = torch.device("cpu")
         return Federation(method, data, settings, model, cpu, first.shared, MemoryStore(first.personal, 0), ids)

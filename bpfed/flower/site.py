@@ -59,10 +59,11 @@ class Site:
         self.fingerprint = fingerprint(config)
         self.patterns: Patterns | None = None
         self._federation: tuple[str, Federation] | None = None
+        self._work = 0.0
 
     def answer(self, record: RecordDict) -> RecordDict:
         """What the site sends back; whatever fails, no word of the failure itself leaves the site."""
-        start = time.perf_counter()
+        start, self._work = time.perf_counter(), 0.0
         ask = Ask(self.fingerprint, "", 0)
         try:
             ask = Ask.read(record)
@@ -79,7 +80,8 @@ class Site:
         return self._written(Answer(self.fingerprint, ask.run, ask.round, self.name, why), start)
 
     def _written(self, answer: Answer, start: float) -> RecordDict:
-        answer = replace(answer, seconds=round(time.perf_counter() - start, 4))
+        seconds = round(time.perf_counter() - start, 4)
+        answer = replace(answer, seconds=seconds, work=round(self._work, 4))
         return answer.write(self.patterns.upload if self.patterns else None)
 
     def _answer(self, ask: Ask, record: RecordDict) -> Answer:
@@ -103,7 +105,7 @@ class Site:
         federation = self._federation[1]
         assert self.patterns is not None
         federation.round = ask.round - 1
-        shared = shared_of(record, self.patterns.shared)
+        shared = shared_of(record, self.patterns.down(ask.round))
         federation.shared = tree_map(lambda t: t.to(federation.device), shared)
         found, row = self._states(ask).at(ask.counted)
         if found != ask.counted:
@@ -131,20 +133,24 @@ class Site:
         federation.training = LocalRound(
             self.config.method, federation.model, x, y, batch, settings.epochs, settings.compile == "on", width
         )
-        self.patterns = patterns(self.config.method, federation.model)
+        self.patterns = patterns(self.config.method, federation.model, settings.compression == "half")
         return federation
 
     def _evaluate(self, federation: Federation, ask: Ask) -> Sums:
+        start = time.perf_counter()
         if federation.finished:
             federation.settle()
         evaluation, _ = evaluate_clients(federation)
+        self._work += time.perf_counter() - start
         if federation.finished:  # what the site predicts with from now on
             self._states(ask).settle(federation.round, self._row(federation, federation.store.get(_ONLY)))
         return Sums(*(t.cpu() for t in evaluation.sums))
 
     def _train(self, federation: Federation, ask: Ask) -> tuple[Upload, dict[str, float]]:
         assert federation.training is not None
+        start = time.perf_counter()
         finished = federation.training(federation.training_rows(_ONLY))
+        self._work += time.perf_counter() - start
         upload = Upload.of(finished)
         if self.transform is not None:
             upload = self.transform(upload, federation.shared, ask.round)

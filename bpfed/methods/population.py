@@ -26,20 +26,27 @@ from bpfed.methods.recipe import Local, Personal, Recipe
 from bpfed.methods.variational import join
 from bpfed.model import Model
 
+#: Least variance of a head's prior.
+SMALLEST = 1e-8
+
 
 class Server(NamedTuple):
-    """What the server holds: ζ ``[P_shared]``, and the prior of heads ``[P_personal]``."""
+    """What the server holds, and what is uploaded.
+
+    Attributes:
+        zeta: Distribution of the shared factors, ``[P_shared]``.
+        first: Mean of a personal factor, E h, ``[P_personal]``.
+        second: Its second moment, E h², ``[P_personal]``.
+    """
 
     zeta: Gaussian
-    heads: Gaussian
-
-
-class Upload(NamedTuple):
-    """What a client sends: its shared factors, and two moments of its personal factors, ``[S, P_personal]`` each."""
-
-    shared: Gaussian
     first: Tensor
     second: Tensor
+
+    @property
+    def heads(self) -> Gaussian:
+        """The prior of heads, N(m_h, s_h²)."""
+        return Gaussian(self.first, (self.second - self.first.square()).clamp(min=SMALLEST).sqrt())
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Population(Recipe):
     def init(self, model: Model) -> Initial:
         start = super().init(model)
         none = torch.zeros_like(start.personal.head.mean)
-        return Initial(Server(start.shared, Gaussian(none, none + self.head_sigma)), start.personal)
+        return Initial(Server(start.shared, none, none + self.head_sigma**2), start.personal)
 
     def newcomer(self, model: Model, shared: Server) -> Personal:  # type: ignore[override]
         return self.init(model).personal._replace(head=shared.heads)
@@ -82,13 +89,12 @@ class Population(Recipe):
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
         done = super().finish(model, local, hyper)
         head = done.personal.head
-        return done._replace(upload=Upload(done.upload, head.mean, head.mean.square() + head.sigma.square()))
+        return done._replace(upload=Server(done.upload, head.mean, head.mean.square() + head.sigma.square()))
 
-    def aggregate(self, shared: Server, uploads: Upload, weights: Tensor) -> Server:  # type: ignore[override]
+    def aggregate(self, shared: Server, uploads: Server, weights: Tensor) -> Server:  # type: ignore[override]
         first, second = weighted_mean(uploads.first, weights), weighted_mean(uploads.second, weights)
-        spread = (second - first.square()).clamp(min=1e-8)
-        variance = torch.lerp(shared.heads.sigma.square(), spread, self.head_rate)
-        return Server(mean(uploads.shared, weights), Gaussian(first, variance.sqrt()))
+        variance = torch.lerp(shared.heads.sigma.square(), second - first.square(), self.head_rate)
+        return Server(mean(uploads.zeta, weights), first, variance.clamp(min=SMALLEST) + first.square())
 
     def predictive(self, model: Model, shared: Server, personal: Personal) -> GaussianPredictive:  # type: ignore[override]
         return super().predictive(model, shared.zeta, personal)

@@ -69,7 +69,7 @@ class Recipe(Method):
 
     name: ClassVar[str] = "bpfed-recipe"
     title: ClassVar[str] = "BPFed recipe"
-    paper: ClassVar[str] = "this project; model of Chen et al. 2023, arXiv 2309.15499"
+    paper: ClassVar[str] = "after Chen et al. 2023, arXiv 2309.15499"
     shared_words: ClassVar[str] = "distribution of all but the last layer"
     personal_words: ClassVar[str] = "distribution of the last layer"
     random_words: ClassVar[str] = "every weight"

@@ -1,0 +1,128 @@
+"""The commands, as far as they go without processes; and the way between a site's app and its worker."""
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+from command import Command
+from cryptography import x509
+from federations import Deployed
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from bpfed.errors import UserError
+from bpfed.flower import control, frame, keys, processes, worker
+from bpfed.flower.deployed import open_server, open_site
+from bpfed.flower.message import Answer, Ask, fingerprint
+from bpfed.flower.plan import Plan
+from bpfed.methods import FedAvg
+
+
+@pytest.fixture
+def bpfed(capsys):
+    return Command(capsys)
+
+
+def test_init_makes_all_that_server_and_sites_need(bpfed, tmp_path):
+    fed = tmp_path / "fed"
+    said = bpfed.ok(
+        "deploy", "init", fed, "--data", "digits", "--clients", "3", "--rounds", "7", "--method", "fedavg"
+    ).out
+    assert "deploy server" in said
+    assert sorted(p.name for p in fed.iterdir()) == ["server", "site-client-00", "site-client-01", "site-client-02"]
+    server, site = fed / "server", fed / "site-client-01"
+    made = open_server(server, print)
+    assert made.plan.sites == ("client-00", "client-01", "client-02")
+    assert made.config.run.rounds == 7
+    assert set(made.named.values()) == set(made.plan.sites)
+    Plan.read(site)
+    for secret in (server / keys.SERVER_KEY, server / keys.AUTHORITY_KEY, site / keys.SITE_KEY):
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert stat.S_IMODE(site.stat().st_mode) == 0o700
+    root, own = (x509.load_pem_x509_certificate((server / n).read_bytes()) for n in (keys.AUTHORITY, keys.SERVER))
+    own.verify_directly_issued_by(root)
+    assert not list(site.glob("*ca.key"))
+    with pytest.raises(UserError, match="has no data yet"):
+        open_site(site, print)
+    (site / "deploy.toml").write_text((site / "deploy.toml").read_text().replace('data = ""', 'data = "digits"'))
+    opened = open_site(site, print)
+    assert opened.fingerprint == made.fingerprint
+    assert opened.name == "client-01"
+
+
+def test_what_cannot_be_is_said_in_one_sentence(bpfed, tmp_path):
+    fed = tmp_path / "fed"
+    bpfed.ok("deploy", "init", fed, "--sites", "a,b")
+    assert "holds files already" in bpfed("deploy", "init", fed, "--sites", "a,b").sentence
+    assert "names a site twice" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a,a").sentence
+    assert "host:port" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a", "--address", "here").sentence
+    assert "no folder of a deployment" in bpfed("deploy", "server", tmp_path).sentence
+    assert "not the folder of a site" in bpfed("deploy", "client", fed / "server").sentence
+    assert not (tmp_path / "x").exists()
+    assert "No run yet" in bpfed.ok("deploy", "status", fed).out
+    (fed / "server" / "deploy.toml").write_text('sites = ["a"]\ntimeuot = 3\n')
+    assert "did you mean 'timeout'" in bpfed("deploy", "status", fed).sentence
+
+
+def test_flower_tells_its_makers_nothing_unless_allowed(tmp_path):
+    silent = processes.environment(tmp_path, Plan(("a",)))
+    assert (silent["FLWR_TELEMETRY_ENABLED"], silent["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
+    open_ = processes.environment(tmp_path, Plan(("a",), telemetry=True))
+    assert (open_["FLWR_TELEMETRY_ENABLED"], open_["FLWR_DISABLE_UPDATE_CHECK"]) == ("1", "0")
+    assert silent["FLWR_HOME"] == str(tmp_path)
+
+
+def test_the_fingerprint_follows_what_is_computed_and_not_where(tmp_path):
+    base = Deployed(tmp_path, FedAvg()).config
+    others = [
+        Deployed(tmp_path, FedAvg(lr=0.1)),
+        Deployed(tmp_path, FedAvg(), seed=1),
+        Deployed(tmp_path, FedAvg(), epochs=3),
+    ]
+    assert len({fingerprint(base), *(fingerprint(o.config) for o in others)}) == 4
+    assert fingerprint(Deployed(tmp_path, FedAvg(), memory=64, chunk=2).config) == fingerprint(base)
+
+
+def test_records_pass_between_app_and_worker_unchanged(tmp_path):
+    record = RecordDict(
+        {
+            "a": ConfigRecord({"x": 1, "y": "z", "flag": True}),
+            "m": MetricRecord({"v": [1.5, 0.1], "n": 2}),
+            "t": ArrayRecord(
+                {"mean": Array("float32", (3,), "raw", b"\0\1\2" * 4), "none": Array("f", (0,), "raw", b"")}
+            ),
+        }
+    )
+    there = frame.from_bytes(frame.to_bytes(record))
+    assert dict(there["a"]) == dict(record["a"])
+    assert type(there["a"]["flag"]) is bool
+    assert dict(there["m"]) == dict(record["m"])
+    assert there["t"]["mean"].data == record["t"]["mean"].data
+    assert there["t"]["none"].shape == (0,)
+
+
+def test_an_app_asks_its_worker(bpfed, tmp_path):
+    assert worker.ask(tmp_path, b"", 1.0) is None  # nobody is there
+    fed = tmp_path / "fed"
+    bpfed.ok("deploy", "init", fed, "--clients", "2")
+    site = fed / "site-client-00"
+    (site / "deploy.toml").write_text((site / "deploy.toml").read_text().replace('data = ""', 'data = "digits"'))
+    said = []
+    threading.Thread(target=worker.work, args=(site, said.append), daemon=True).start()
+    while not worker.listens(site):
+        pass
+    own = open_site(site, print)
+    ask = Ask(own.fingerprint, "ab", 0).write()
+    answer = Answer.read(frame.from_bytes(worker.ask(site, frame.to_bytes(ask), 30.0)), None, None)
+    assert (answer.site, answer.refused) == ("client-00", "")
+    assert '"classes": 10' in answer.facts
+
+
+def test_a_process_that_has_ended_is_not_alive_though_nobody_has_buried_it():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not control.alive(child.pid)
+    assert control.alive(os.getpid())
+    child.wait()

@@ -1,0 +1,274 @@
+"""What goes wrong at sites, at the server and between them, and that a run survives it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from federations import Deployed, simulated
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from scenarios import classification
+from test_same_numbers import same
+
+from bpfed.errors import UserError
+from bpfed.flower.states import States
+from bpfed.methods import BPFed, FedAvg
+
+DATA = classification(sizes=(8, 8, 8))  # all alike, so that one traced step serves all
+ROUNDS = 3
+
+
+def spoil(deployed, name, change, rounds=("2",)):
+    """Let a site's answers in these rounds pass through ``change(record, message)``; None is an answer that got lost."""
+    node = deployed.node(name)
+    answer = deployed.grid.clients[node]
+
+    def spoilt(m):
+        reply = answer(m)
+        if m.metadata.group_id not in rounds:
+            return reply
+        changed = change(reply.content, m)
+        return changed if isinstance(changed, Message | None) else Message(changed, reply_to=m)
+
+    deployed.grid.clients[node] = spoilt
+
+
+def tensor(record, name, change):
+    array = record["upload"][name]
+    values = np.frombuffer(array.data, "<f4").copy()
+    values = change(values)
+    parts = dict(record["upload"])
+    parts[name] = Array(str(values.dtype), tuple(values.shape), array.stype, values.tobytes())
+    record["upload"] = ArrayRecord(parts)
+    return record
+
+
+def one(value):
+    def change(values):
+        values[3] = value
+        return values
+
+    return change
+
+
+def field(key, value):
+    def change(record, m):
+        record["answer"] = ConfigRecord({**record["answer"], key: value})
+        return record
+
+    return change
+
+
+def without(key):
+    def change(record, m):
+        del record[key]
+        return record
+
+    return change
+
+
+def added(record, m):
+    record["more"] = ConfigRecord({"x": b"0" * 10})
+    return record
+
+
+BAD = {
+    "NaN": (lambda r, m: tensor(r, "mean", one(np.nan)), "not finite"),
+    "infinite": (lambda r, m: tensor(r, "sigma", one(np.inf)), "not finite"),
+    "sigma of 0": (lambda r, m: tensor(r, "sigma", one(0.0)), "not above 0"),
+    "sigma below 0": (lambda r, m: tensor(r, "sigma", one(-1.0)), "not above 0"),
+    "another shape": (lambda r, m: tensor(r, "mean", lambda v: v[:-1]), "has shape"),
+    "another type": (lambda r, m: tensor(r, "mean", lambda v: v.astype("<f8")), "not as plain float32"),
+    "oversized": (lambda r, m: tensor(r, "mean", lambda v: np.zeros(1_000_000, "<f4")), "bytes where"),
+    "an old round": (field("round", 1), "it is of round 1"),
+    "another run": (field("run", "00"), "of run 00"),
+    "another protocol": (field("protocol", 0), "protocol 0"),
+    "another version": (field("version", "0.0"), "bpfed 0.0"),
+    "another configuration": (field("fingerprint", "0"), "another configuration"),
+    "another name": (field("site", "site a"), "says it is"),
+    "no examples": (field("train", 0), "no training example"),
+    "no upload": (without("upload"), "no 'upload'"),
+    "no scores": (without("sums"), "no 'sums'"),
+    "something more": (added, "no place in it"),
+    "a field too many": (field("labels", [1, 2, 3]), "fields are not"),
+    "an error of Flower's": (lambda r, m: Message(Error(0, "boom"), reply_to=m), "boom"),
+    "empty": (lambda r, m: RecordDict(), "has no 'answer'"),
+}
+
+
+@pytest.fixture(scope="module")
+def away():
+    """The federation simulated with 'site b' down in round 2."""
+    return simulated(FedAvg(), DATA, away={2: ["site b"]}, rounds=ROUNDS)
+
+
+@pytest.fixture(scope="module")
+def away_gaussian():
+    return simulated(BPFed(), DATA, away={2: ["site b"]}, rounds=ROUNDS)
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_bad_answer_is_refused_named_and_counted_and_the_round_goes_on(fault, tmp_path, away_gaussian):
+    change, words = BAD[fault]
+    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=ROUNDS)
+    spoil(deployed, "site b", change)
+    server = deployed.serve()
+    assert server.sites["site b"].refused == 1
+    assert [s for s in deployed.said if "'site b'" in s and words in s]
+    same(server, *away_gaussian)  # as if it had been away
+
+
+def test_a_site_that_never_answers_costs_its_contribution_only(tmp_path, away):
+    deployed = Deployed(tmp_path, FedAvg(), DATA, rounds=ROUNDS)
+    spoil(deployed, "site b", lambda r, m: None)
+    server = deployed.serve()
+    assert server.sites["site b"].lost == 1
+    same(server, *away)
+
+
+def test_a_site_restarted_goes_on_from_its_disk(tmp_path):
+    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=ROUNDS)
+    node = deployed.node("site b")
+
+    def fresh(m):
+        site = Deployed(tmp_path, BPFed(), DATA, rounds=ROUNDS).sites["site b"]
+        return Message(site.answer(m.content), reply_to=m)
+
+    deployed.grid.clients[node] = fresh  # a new process for every message
+    same(deployed.serve(), *simulated(BPFed(), DATA, rounds=ROUNDS))
+
+
+def test_a_site_with_another_node_id_is_the_same_site(tmp_path):
+    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=ROUNDS)
+    node = deployed.node("site b")
+    answer = deployed.grid.clients[node]
+
+    def moves(m):
+        reply = answer(m)
+        if m.metadata.group_id == "1":
+            deployed.grid.clients[999] = deployed.grid.clients.pop(node)
+        return reply
+
+    deployed.grid.clients[node] = moves
+    same(deployed.serve(), *simulated(BPFed(), DATA, rounds=ROUNDS))
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("moment", ["before the sites answer", "after they answered", "before the last scores"])
+def test_a_server_that_was_killed_goes_on_from_its_last_finished_round(moment, tmp_path):
+    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=ROUNDS)
+    when = "4" if moment == "before the last scores" else "2"
+    push, pull = deployed.grid.push_messages, deployed.grid.pull_messages
+
+    def pushed(messages):
+        messages = list(messages)
+        if messages and messages[0].metadata.group_id == when and moment != "after they answered":
+            raise Killed
+        ids = push(messages)
+        if messages and messages[0].metadata.group_id == when:
+            raise Killed  # the sites have trained, and nobody hears of it
+        return ids
+
+    deployed.grid.push_messages = pushed
+    with pytest.raises(Killed):
+        deployed.serve()
+    deployed.grid.push_messages, deployed.grid.pull_messages = push, pull
+    server = deployed.serve()
+    assert any("Going on after round" in s for s in deployed.said)
+    assert [r["round"] for r in server.history] == [1, 2, 3]
+    same(server, *simulated(BPFed(), DATA, rounds=ROUNDS))
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path):
+    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=ROUNDS)
+    deployed.serve()
+    newest = sorted((tmp_path / "server" / "checkpoint").glob("*.safetensors"))[-1]
+    newest.write_bytes(newest.read_bytes()[:-8])
+    server = deployed.serve()
+    assert any("damaged" in s for s in deployed.said)
+    same(server, *simulated(BPFed(), DATA, rounds=ROUNDS))
+
+
+def test_a_full_disk_at_a_site_costs_its_contribution_only(tmp_path, away, monkeypatch):
+    deployed = Deployed(tmp_path, FedAvg(), DATA, rounds=ROUNDS)
+    whole = States.put
+
+    def full(self, round_, row, counted):
+        if self.site == "site b" and round_ == 2:
+            raise UserError(f"The disk is full: '{self.folder}' cannot be written.")
+        whole(self, round_, row, counted)
+
+    monkeypatch.setattr(States, "put", full)
+    server = deployed.serve()
+    assert server.sites["site b"].refused == 1
+    assert b"disk is full" not in deployed.grid.bytes()  # the site's words stay at the site
+    same(server, *away)
+
+
+def test_a_site_that_fails_sends_no_word_of_why(tmp_path):
+    deployed = Deployed(tmp_path, FedAvg(), DATA, rounds=1)
+
+    def fails(upload, shared, round_):
+        raise RuntimeError("patient 4711 has a value of 12.5")
+
+    deployed.sites["site b"].transform = fails
+    server = deployed.serve()
+    assert server.sites["site b"].refused == 1
+    assert b"4711" not in deployed.grid.bytes()
+
+
+def test_too_few_uploads_stop_the_run_with_a_sentence_and_it_goes_on_later(tmp_path):
+    deployed = Deployed(tmp_path, FedAvg(), DATA, rounds=ROUNDS, plan={"min_replies": 3})
+    answer = dict(deployed.grid.clients)
+    spoil(deployed, "site b", lambda r, m: None)
+    with pytest.raises(UserError, match="Round 2 got 2 uploads of 3 where 3 are needed"):
+        deployed.serve()
+    status = json.loads((tmp_path / "server" / "status.json").read_text())
+    assert (status["state"], status["round"]) == ("stopped", 1)
+    deployed.grid.clients = answer
+    same(deployed.serve(), *simulated(FedAvg(), DATA, rounds=ROUNDS))
+
+
+def test_a_site_refuses_a_server_of_another_configuration(tmp_path):
+    deployed = Deployed(tmp_path, FedAvg(), DATA, rounds=1)
+    other = Deployed(tmp_path, FedAvg(lr=0.5), DATA, rounds=1)
+    other.grid.clients = deployed.grid.clients
+    with pytest.raises(UserError, match="Only 0 of 3 sites came"):
+        other.serve()
+    assert any("another configuration" in s for s in other.said)
+
+
+def test_a_name_is_believed_only_with_its_key(tmp_path):
+    keys = {name: f"key of {name}".encode() for name in DATA.clients}
+    deployed = Deployed(tmp_path, FedAvg(), DATA, rounds=1, keys=keys)
+    deployed.grid.keys = {deployed.node(name): key for name, key in keys.items()}
+    a, b = deployed.node("site a"), deployed.node("site b")
+    deployed.grid.clients[a], deployed.grid.clients[666] = deployed.grid.clients[b], deployed.grid.clients[a]
+    server = deployed.serve()
+    assert any("its key is not that site's" in s for s in deployed.said)
+    assert {site: seen.counted for site, seen in server.sites.items()} == {"site a": 0, "site b": 1, "site c": 1}
+    assert 666 not in {node for _, node, _ in deployed.grid.wire}  # whose key is nobody's is not spoken to
+
+
+def test_a_run_folder_of_another_configuration_is_left_alone(tmp_path):
+    Deployed(tmp_path, FedAvg(), DATA, rounds=1).serve()
+    with pytest.raises(UserError, match="another configuration"):
+        Deployed(tmp_path, FedAvg(lr=0.5), DATA, rounds=1).serve()
+
+
+def test_states_are_kept_by_site_and_round(tmp_path):
+    states = States(tmp_path, "a", "ab12")
+    for round_ in range(1, 8):
+        states.put(round_, torch.full((3,), float(round_)), counted=round_ - 1)
+    assert states.at(6)[0] == 6
+    assert states.at(3)[0] == 0  # long gone
+    path = tmp_path / "ab12" / "round-000006.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    assert states.at(6)[0] == 5
+    with pytest.raises(UserError, match="state of site 'a', not of 'b'"):
+        States(tmp_path, "b", "ab12").at(5)

@@ -1,0 +1,44 @@
+"""A real federation: a SuperLink and three SuperNodes on loopback, over TLS and with keys, as a person would start it."""
+
+import json
+import os
+
+import pytest
+import safetensors.torch
+import torch
+from federations import simulated
+from torch.utils._pytree import tree_leaves
+
+from bpfed.config import Override, read
+from bpfed.flower import control, processes
+from bpfed.flower.deployed import RUN
+from bpfed.flower.plan import SERVER, Plan
+
+pytestmark = pytest.mark.skipif(os.environ.get("BPFED_TEST_DEPLOY") != "1", reason="run by 'make test-deploy'")
+
+WANTED = {"data.name": "digits", "data.clients": 3, "run.rounds": 2, "run.epochs": 1, "run.eval_every": 1}
+
+
+def test_a_real_federation_gives_the_simulators_numbers_and_leaves_nothing_running(tmp_path):
+    config = read(None, [Override(key, str(value)) for key, value in WANTED.items()])
+    data = config.load_data()
+    plan = Plan(data.clients, f"127.0.0.1:{processes.free_port()}", timeout=240.0, wait=300.0)
+    folder = tmp_path / "fed"
+    control.make(folder, plan, config)
+    said = []
+    with control.started(folder, plan, "digits", said.append) as running:
+        control.run(folder / SERVER, plan, said.append, lambda found: None)
+        pids = [process.pid for process in running.values()]
+    assert not any(control.alive(pid) for pid in pids)
+
+    federation, history = simulated(config.method, data, **{**vars(config.run), "compile": "off"})
+    kept = safetensors.torch.load_file(folder / SERVER / RUN / "checkpoint" / "round-000002.safetensors")
+    for i, theirs in enumerate(tree_leaves(federation.shared)):
+        torch.testing.assert_close(kept[f"shared.{i}"], theirs, rtol=0, atol=1e-6)
+    detail = json.loads((folder / SERVER / RUN / "evaluation.json").read_text())
+    for name, score in history[-1][1].scores.items():
+        assert [row[name] for row in detail["clients"]] == pytest.approx(score.clients.tolist(), abs=1e-6), name
+    assert (folder / SERVER / RUN / "report.html").exists()
+    status = control.status(folder / SERVER)
+    assert (status["state"], status["round"]) == ("finished", 2)
+    assert all(site["refused"] == site["lost"] == 0 for site in status["sites"].values())

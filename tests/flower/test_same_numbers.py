@@ -1,0 +1,55 @@
+"""A deployed federation gives the numbers of a simulated one."""
+
+import pytest
+import torch
+from federations import Deployed, simulated
+from scenarios import classification, regression
+from torch.utils._pytree import tree_leaves
+
+from bpfed.errors import UserError
+from bpfed.methods import METHODS, BPFed
+
+
+def same(server, federation, history, tolerance=1e-6):
+    for ours, theirs in zip(tree_leaves(server.federation.shared), tree_leaves(federation.shared), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+    last = server.evaluation[0]
+    for name, score in history[-1][1].scores.items():
+        assert last[name].clients == pytest.approx(score.clients, abs=tolerance), name
+        assert last[name].pooled == pytest.approx(score.pooled, abs=tolerance), name
+    assert last.ece_floor.pooled == pytest.approx(history[-1][1].ece_floor.pooled, abs=tolerance)
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"local"}))
+def test_every_method_deploys_with_the_simulators_numbers(name, tmp_path):
+    method, data = METHODS[name](), classification(sizes=(7, 12))
+    deployed = Deployed(tmp_path, method, data, rounds=2)
+    same(deployed.serve(), *simulated(method, data, rounds=2))
+
+
+def test_a_site_that_is_down_for_a_round(tmp_path):
+    data = classification(sizes=(12, 7, 20))
+    deployed = Deployed(tmp_path, BPFed(), data)
+    federation, history = simulated(BPFed(), data, away={2: ["site b"]})
+    node = deployed.node("site b")
+    answer = deployed.grid.clients[node]
+    deployed.grid.clients[node] = lambda m: None if m.metadata.group_id == "2" else answer(m)
+    server = deployed.serve()
+    same(server, federation, history)
+    assert [r["round"] for r in server.history] == [1, 2, 3, 4, 5]
+    assert server.history[0]["tested"] == 2  # it had no chance to test round 1
+    for record, (info, evaluation) in list(zip(server.history, history, strict=True))[1:]:
+        assert record["participants"] == info.participants
+        assert record["train_nll"] == pytest.approx(info.values["nll"], abs=1e-6)
+        assert record["accuracy"]["pooled"] == pytest.approx(evaluation["accuracy"].pooled, abs=1e-6)
+        assert record["ece"]["pooled"] == pytest.approx(evaluation["ece"].pooled, abs=1e-6)
+
+
+def test_regression_weighted_by_size(tmp_path):
+    deployed = Deployed(tmp_path, BPFed(), regression(), weighting="size", rounds=3)
+    same(deployed.serve(), *simulated(BPFed(), regression(), weighting="size", rounds=3))
+
+
+def test_a_method_that_shares_nothing_is_refused(tmp_path):
+    with pytest.raises(UserError, match="nothing to deploy"):
+        Deployed(tmp_path, METHODS["local"](), rounds=1).serve()

@@ -1,0 +1,73 @@
+"""Sites with files of their own: scaled alike by sums alone, and the same numbers as a simulation of all tables."""
+
+import csv
+
+import numpy as np
+import pytest
+from federations import Deployed, simulated, traced_once
+from loopgrid import node_of
+from test_same_numbers import same
+
+from bpfed.data.own import federate
+from bpfed.data.table import read_table
+from bpfed.errors import UserError
+from bpfed.flower.data import File
+from bpfed.flower.site import Site
+from bpfed.methods import FedAvg
+
+ROUNDS = 2
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Three tables of numbers and words, on different scales."""
+    made = {}
+    for k, name in enumerate(("north", "south", "east")):
+        rng = np.random.default_rng(k)
+        path = tmp_path / f"{name}.csv"
+        with path.open("w", newline="") as file:
+            out = csv.writer(file)
+            out.writerow(["age", "height", "ward", "target"])
+            for _ in range(20):
+                age, sick = rng.normal(40 + 20 * k, 10), rng.integers(2)
+                out.writerow([f"{age:.6f}", f"{rng.normal(170 + 5 * sick, 8):.6f}", "ab"[rng.integers(2)], sick])
+        made[name] = path
+    return made
+
+
+def deployed(folder, files, method):
+    data = federate("files", {name: read_table(path) for name, path in files.items()})
+    made = Deployed(folder, method, data, rounds=ROUNDS)
+    for i, name in enumerate(data.clients):
+        site = Site(folder / name, name, made.config, File(name, files[name], made.config), say=made.said.append)
+        made.sites[name] = traced_once(site)
+        made.grid.clients[100 + i] = node_of(site)
+    return made, data
+
+
+def test_the_numbers_are_those_of_a_simulation_and_no_row_travels(tmp_path, files):
+    made, data = deployed(tmp_path, files, FedAvg())
+    same(made.serve(), *simulated(FedAvg(), data, rounds=ROUNDS))
+    wire = made.grid.bytes()
+    for path in files.values():
+        for row in list(csv.reader(path.open()))[1:]:
+            assert row[0].encode() not in wire
+            assert row[1].encode() not in wire
+
+
+def test_sites_whose_columns_contradict_each_other_are_told_so(tmp_path, files):
+    made, _ = deployed(tmp_path, files, FedAvg())
+    lines = files["east"].read_text().splitlines()
+    files["east"].write_text("\n".join([lines[0], *(f"old,{line.partition(',')[2]}" for line in lines[1:])]))
+    site = Site(tmp_path / "east", "east", made.config, File("east", files["east"], made.config))
+    made.grid.clients[made.node("east")] = node_of(site)
+    with pytest.raises(UserError, match="'age' is numbers at 'north' but words at 'east'"):
+        made.serve()
+
+
+def test_a_file_without_a_target_is_refused_at_the_start(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("age,height\n1,2\n3,4\n")
+    config = Deployed(tmp_path, FedAvg()).config
+    with pytest.raises(UserError, match="--target"):
+        File("a", path, config)

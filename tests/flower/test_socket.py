@@ -1,0 +1,180 @@
+"""What goes over a real socket, byte by byte: a SuperLink and two SuperNodes without TLS, and a proxy that records."""
+
+import os
+import socket
+import threading
+import time
+import urllib.request
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord
+from test_wire import secrets
+
+from bpfed.config import Override, read
+from bpfed.flower import control, processes, worker
+from bpfed.flower.app import write_app
+from bpfed.flower.deployed import open_site
+from bpfed.flower.keys import KEYS
+from bpfed.flower.plan import SERVER, Plan
+from bpfed.flower.server_app import FOLDER
+from bpfed.flower.states import States
+
+pytestmark = pytest.mark.skipif(os.environ.get("BPFED_TEST_DEPLOY") != "1", reason="run by 'make test-deploy'")
+
+ROUNDS = 2
+WANTED = {"data.name": "digits", "data.clients": 2, "run.rounds": ROUNDS, "run.epochs": 1, "run.eval_every": 1}
+PATIENCE = 400.0
+
+
+class Proxy:
+    """Hands on all that comes to a port, and keeps it."""
+
+    def __init__(self, to):
+        self.to, self.streams = to, []
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while True:
+            try:
+                near, _ = self.listening.accept()
+                far = socket.create_connection(("127.0.0.1", self.to))
+            except OSError:
+                return
+            for ends in ((near, far), (far, near)):
+                stream = bytearray()
+                self.streams.append(stream)
+                threading.Thread(target=self._hand_on, args=(*ends, stream), daemon=True).start()
+
+    def _hand_on(self, source, sink, stream):
+        try:
+            while data := source.recv(1 << 16):
+                stream += data
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            sink.close()
+
+    def taken(self):
+        return [bytes(stream) for stream in list(self.streams)]
+
+
+def until(holds, what):
+    start = time.monotonic()
+    while not holds():
+        assert time.monotonic() - start < PATIENCE, what
+        time.sleep(0.2)
+
+
+def answers(url):
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return reply.status == 200
+    except OSError:
+        return False
+
+
+def one_at_a_time(site, lock):
+    """Sites of one process take turns: steps are not traced in two threads at once."""
+    answer = site.answer
+
+    def waits(record):
+        with lock:
+            return answer(record)
+
+    site.answer = waits
+
+
+def planting(site, told):
+    """Let a site put into its last answer what must never be seen, and call ``told`` before it does."""
+    answer = site.answer
+
+    def leaky(record):
+        made = answer(record)
+        if record["ask"]["round"] == ROUNDS + 1:
+            told()
+            own = site.source.own.train
+            planted = {
+                "personal": States(site.folder, site.name, record["ask"]["run"]).at(ROUNDS)[1].numpy(),
+                "row": own.x[0].flatten().numpy(),
+                "counts": np.bincount(own.y.numpy(), minlength=10),
+            }
+            made["more"] = ArrayRecord(
+                {name: Array(str(v.dtype), v.shape, "numpy.ndarray", v.tobytes()) for name, v in planted.items()}
+            )
+        return made
+
+    site.answer = leaky
+
+
+def found(streams, looked_for):
+    return sorted({what for what, data in looked_for if any(data in stream for stream in streams)})
+
+
+def test_nothing_personal_is_on_the_socket_until_it_is_planted(tmp_path, monkeypatch):
+    config = read(None, [Override(key, str(value)) for key, value in WANTED.items()])
+    port = processes.free_port()
+    plan = Plan(config.load_data().clients, f"127.0.0.1:{port}", timeout=240.0, wait=300.0, attempts=1)
+    folder, (honest, leaky) = tmp_path / "fed", plan.sites
+    control.make(folder, plan, config)
+    server = folder / SERVER
+    (server / KEYS).rename(server / "no-keys")  # sites without TLS have no keys either
+    sites, marked, lock = {}, [], threading.Lock()
+    proxy = Proxy(port)
+
+    def opened(own, say):
+        site = open_site(own, say)
+        sites[site.name] = site
+        one_at_a_time(site, lock)
+        if site.name == leaky:
+            planting(site, lambda: marked or marked.append(proxy.taken()))
+        return site
+
+    monkeypatch.setattr("bpfed.flower.deployed.open_site", opened)
+    for name in plan.sites:
+        own = control.site_folder(folder, name)
+        text = (own / "deploy.toml").read_text()
+        (own / "deploy.toml").write_text(text.replace('data = ""', 'data = "digits"'))
+        threading.Thread(target=worker.work, args=(own, lambda sentence: None), daemon=True).start()
+        until(lambda own=own: worker.listens(own), "a worker")
+
+    env = processes.environment(server / "flwr", plan)
+    command = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--database", str(server / "flower.db"), "--disable-runtime-dependency-installation"]
+    running = [processes.start(command, {**env, FOLDER: str(server)}, server / "server.log")]
+    try:
+        until(lambda: answers(f"http://127.0.0.1:{port}/health"), "the SuperLink")
+        for name in plan.sites:
+            own = control.site_folder(folder, name)
+            command = ["flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{proxy.port}"]
+            command += ["--host", "127.0.0.1", "--port", str(processes.free_port()), "--node-config", f'folder="{own}"']
+            running.append(processes.start(command, processes.environment(own / "flwr", plan), own / "site.log"))
+        (server / "flwr").mkdir(exist_ok=True)
+        (server / "flwr" / "config.toml").write_text(
+            f'[superlink]\ndefault = "plain"\n\n[superlink.plain]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+        )
+        said = processes.start_captured(["flwr", "run", str(write_app(server / "app")), "plain"], env, 120.0)
+        until(lambda: (control.status(server) or {}).get("state") in ("finished", "stopped"), said)
+    finally:
+        for process in running:
+            processes.stop(process)
+        proxy.listening.close()
+
+    status = control.status(server)
+    assert (status["state"], status["sites"][leaky]["refused"], status["sites"][honest]["refused"]) == (
+        "finished",
+        1,
+        0,
+    )
+    run = next(path.name for path in sites[honest].folder.iterdir())
+    looked_for = list(secrets(sites, run))
+    before, after = marked[0], proxy.taken()
+    # The capture can be read: every upload and every state of the server is in it, as it was sent.
+    shared = sites[honest]._federation[1].shared
+    assert any(shared.mean.numpy().tobytes() in stream for stream in before)
+    assert sum(map(len, before)) > ROUNDS * 2 * 2 * sites[honest].patterns.upload.bytes
+    assert len(looked_for) > 1000
+    assert found(before, looked_for) == []
+    assert found(after, looked_for) == [f"{what} of {leaky}" for what in ("label counts", "personal state", "row")]

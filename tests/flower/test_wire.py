@@ -1,0 +1,120 @@
+"""What goes over the wire, byte by byte."""
+
+import numpy as np
+import pytest
+import torch
+from federations import Deployed
+from flwr.app import Array, ArrayRecord
+from scenarios import classification
+
+from bpfed.flower import message
+from bpfed.flower.message import Upload
+from bpfed.flower.site import Site
+from bpfed.flower.states import States
+from bpfed.methods import BPFed, FedAvg
+
+
+def secrets(sites, run):
+    """What must not be seen: personal tensors (any four numbers in a row), raw rows, label counts; as bytes."""
+    for name, site in sites.items():
+        states = States(site.folder, name, run)
+        for round_ in states.rounds():
+            row = states.at(round_)[1].numpy()
+            for start in range(0, len(row) - 3, 4):
+                part = row[start : start + 4]
+                if np.unique(part).size > 2:  # zeros and equal numbers are found anywhere
+                    yield f"personal state of {name}", part.astype("<f4").tobytes()
+        own = site.source.own
+        for rows in (own.train.x, own.test.x):
+            for row in rows.flatten(1).numpy():
+                yield f"row of {name}", row.astype("<f4").tobytes()
+                yield f"row of {name}", row.astype("<f8").tobytes()
+        counts = np.bincount(own.train.y.numpy(), minlength=own.classes)
+        for kind in ("<i8", "<i4", "<f4", "<f8"):
+            yield f"label counts of {name}", counts.astype(kind).tobytes()
+        yield f"label counts of {name}", ", ".join(str(c) for c in counts).encode()
+
+
+def seen(deployed, run):
+    wire = deployed.grid.bytes()
+    return sorted({what for what, data in secrets(deployed.sites, run) if data in wire})
+
+
+DATA = classification(sizes=(8, 8))
+
+
+def test_nothing_personal_is_in_any_byte(tmp_path):
+    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=2)
+    server = deployed.serve()
+    assert len(list(secrets(deployed.sites, server.run))) > 100
+    assert seen(deployed, server.run) == []
+
+
+class Leaky(Site):
+    """A site whose answers carry something more; the door of our own messages is left open for it."""
+
+    leak = None
+
+    def answer(self, record):
+        answer = super().answer(record)
+        values = self.leak(self, record["ask"]["run"])
+        if values is not None:
+            data = np.ascontiguousarray(values)
+            answer["more"] = ArrayRecord({"x": Array(str(data.dtype), data.shape, "numpy.ndarray", data.tobytes())})
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("what", "leak"),
+    [
+        ("personal state", lambda site, run: States(site.folder, site.name, run).at(1)[1]),
+        ("row", lambda site, run: site.source.own.train.x[:1].numpy()),
+        ("label counts", lambda site, run: np.bincount(site.source.own.train.y.numpy(), minlength=3)),
+    ],
+)
+def test_a_planted_secret_is_found_and_refused(what, leak, tmp_path):
+    """The search above finds what it looks for; and the server lets no such message in."""
+
+    class Planted(Leaky):
+        pass
+
+    Planted.leak = staticmethod(leak)
+    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=1, site_class=Planted)
+    server = deployed.server()
+    with pytest.raises(Exception, match=r"sites came|uploads"):
+        deployed.serve()
+    runs = {p.name for site in deployed.sites for p in (tmp_path / site).glob("*")} or {server.run}
+    assert any(found.startswith(what) for run in runs for found in seen(deployed, run))
+    assert any("has no place in it" in said for said in deployed.said)
+
+
+def test_a_personal_tensor_cannot_be_put_into_an_upload(tmp_path):
+    """Whatever a transform makes of an upload, only what fits the method's own pattern is written."""
+    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=1)
+    for site in deployed.sites.values():
+        site.transform = lambda upload, shared, round_: Upload(upload.state._replace(mean=torch.zeros(999)))
+    with pytest.raises(Exception, match="got 0 uploads"):
+        deployed.serve()
+
+
+@pytest.mark.parametrize(("method", "tensors"), [(BPFed(), 2), (FedAvg(), 1)])
+def test_bytes_of_a_round_are_those_of_the_shared_tensors_and_a_small_constant(method, tensors, tmp_path):
+    constants = set()
+    for features in (4, 40):
+        data = classification(sizes=(8, 8), features=features)
+        deployed = Deployed(tmp_path / str(features), method, data, rounds=1, eval_every=1)
+        server = deployed.serve()
+        shared = server.federation.model.factors.shared
+        sent = {way: [len(d) for w, _, d in deployed.grid.wire if w == way] for way in ("down", "up")}
+        down, up = sent["down"][2], sent["up"][2]  # the first two are greetings
+        constants.add((down - tensors * shared * 4 < 2600, up - tensors * shared * 4 < 2600))
+    assert constants == {(True, True)}
+
+
+def test_the_raw_form_is_plain_little_endian_float32(tmp_path):
+    model = Deployed(tmp_path, BPFed(), DATA, rounds=1).serve().federation.model
+    travel = message.patterns(BPFed(), model)
+    state = BPFed().init(model).shared
+    record = travel.shared.write(state)
+    assert record["mean"].data == state.mean.numpy().astype("<f4").tobytes()
+    assert torch.equal(travel.shared.read(record).mean, state.mean)
