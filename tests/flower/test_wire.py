@@ -35,9 +35,23 @@ def secrets(sites, run):
         yield f"label counts of {name}", ", ".join(str(c) for c in counts).encode()
 
 
+def found(wire, looked_for):
+    """What of (words, bytes) occurs in the wire's bytes; all are looked for at once, by a telling part of each."""
+    parts = {}
+    for what, data in looked_for:
+        at = max(range(0, len(data) - 7, 4), key=lambda i: len(set(data[i : i + 8])))
+        parts.setdefault(data[at : at + 8], []).append((what, data, at))
+    heads = np.frombuffer(b"".join(parts), "<u8")
+    seen = set()
+    for offset in range(min(8, len(wire))):
+        words = np.frombuffer(wire, "<u8", (len(wire) - offset) // 8, offset)
+        for place in (offset + 8 * np.flatnonzero(np.isin(words, heads))).tolist():
+            seen |= {what for what, data, at in parts[wire[place : place + 8]] if wire.startswith(data, place - at)}
+    return sorted(seen)
+
+
 def seen(deployed, run):
-    wire = deployed.grid.bytes()
-    return sorted({what for what, data in secrets(deployed.sites, run) if data in wire})
+    return found(deployed.grid.bytes(), secrets(deployed.sites, run))
 
 
 DATA = classification(sizes=(8, 8))
