@@ -26,6 +26,7 @@ def _all() -> show.Table:
     from bpfed.methods import METHODS
 
     shown = show.table("name", "shared", "personal", "random", "paper")
+    shown.columns[0].no_wrap = True
     for method in METHODS.values():
         shown.add_row(method.name, method.shared_words, method.personal_words, method.random_words, method.paper)
     return shown

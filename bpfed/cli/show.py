@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 from rich import box
@@ -28,7 +29,9 @@ def table(*columns: str, title: str | None = None, right: int = 0) -> Table:
 
 def put(shown: Table) -> None:
     """Print a table on stdout; where it is wider than the terminal it runs over, for a number cut short would lie."""
-    Console(width=max(Console().width, narrowest(shown))).print(shown, highlight=False)
+    width = max(Console().width, narrowest(shown))
+    enough = next((more for more in range(8) if _whole(shown, width + more)), 0)
+    Console(width=width + enough).print(shown, highlight=False)
 
 
 def narrowest(shown: Table) -> int:
@@ -40,6 +43,16 @@ def narrowest(shown: Table) -> int:
         )
     slack = sum(not column.no_wrap for column in shown.columns)  # what rich takes from the one that wraps best
     return Console(width=10_000).measure(shown).minimum + slack
+
+
+def _whole(shown: Table, width: int) -> bool:
+    """Whether no word is cut at this width (columns with a least width may come out too wide by a character or two)."""
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(shown, highlight=False)
+    there = set(capture.get().split())
+    cells = (str(cell) for column in shown.columns for cell in (column.header, *column.cells))
+    return all(word in there for cell in cells for word in cell.split())
 
 
 def result(run: RunRecord, report: Path) -> None:

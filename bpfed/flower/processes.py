@@ -31,8 +31,8 @@ from bpfed.flower.worker import SOCKET, STUCK, listens
 DATABASE = "flower.db"
 #: Flower's name for the connection that we configure.
 CONNECTION = "deployment"
-#: Exit code of a SuperNode whose key is not (or not yet again) let in, as the system reports it.
-NOT_LET_IN = 305 % 256
+#: What a SuperNode prints whose key is not (or not yet again) let in; to the system it just failed.
+NOT_LET_IN = b"Exit Code: 305"
 #: The SuperLink holds a key for 60 s after its SuperNode was killed; whoever is refused longer is refused for good.
 LOCK = 150.0
 #: Seconds between restarts: the first, and the longest.
@@ -112,8 +112,17 @@ def until_told() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def start(command: Sequence[str], env: dict[str, str], log: Path | None = None) -> subprocess.Popen[bytes]:
-    """Start a process that ends when this one does, however it ends."""
+def start(
+    command: Sequence[str], env: dict[str, str], log: Path | None = None, pipe: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start a process that ends when this one does, however it ends.
+
+    Args:
+        command: Its command.
+        env: Its environment.
+        log: The file that its output is added to; None: it goes where ours does.
+        pipe: Whether its output is for us to read, from ``stdout``.
+    """
     parent = os.getpid()
 
     def die_with_parent() -> None:
@@ -122,16 +131,22 @@ def start(command: Sequence[str], env: dict[str, str], log: Path | None = None) 
             if os.getppid() != parent:
                 os._exit(1)
 
-    output = log.open("ab") if log is not None else None
+    file = log.open("ab") if log is not None else None
+    output = subprocess.PIPE if pipe else file
     try:
         return subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=die_with_parent
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if pipe else file,
+            preexec_fn=die_with_parent,
         )
     except FileNotFoundError:
         raise UserError(f"'{command[0]}' is not installed; install Flower with: pip install 'bpfed[deploy]'") from None
     finally:
-        if output is not None:
-            output.close()
+        if file is not None:
+            file.close()
 
 
 def stop(process: subprocess.Popen[bytes], patience: float = 15.0) -> None:
@@ -143,6 +158,27 @@ def stop(process: subprocess.Popen[bytes], patience: float = 15.0) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+class Echo:
+    """Passes on what a process prints, by a thread, and notes whether its key was refused."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process, self.refused = process, False
+        self.thread = threading.Thread(target=self._pass_on, daemon=True)
+        self.thread.start()
+
+    def not_let_in(self) -> bool:
+        """Of a process that has ended: whether that was why."""
+        self.thread.join(1.0)  # not for good: what it has started may live a little longer, and prints there too
+        return self.refused
+
+    def _pass_on(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.refused = self.refused or NOT_LET_IN in line
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
 
 
 def watch(command: Callable[[], Sequence[str]], env: dict[str, str], say: Say, started: Callable[[], None]) -> None:
@@ -161,7 +197,8 @@ def watch(command: Callable[[], Sequence[str]], env: dict[str, str], say: Say, s
     with until_told():
         while True:
             began = time.monotonic()
-            process = start(command(), env)
+            process = start(command(), env, pipe=True)
+            echo = Echo(process)
             try:
                 started()
                 code = process.wait()
@@ -172,16 +209,14 @@ def watch(command: Callable[[], Sequence[str]], env: dict[str, str], say: Say, s
             except BaseException:
                 stop(process)
                 raise
-            lived = time.monotonic() - began
+            lived, shut_out = time.monotonic() - began, echo.not_let_in()
             wait = BACK_OFF[0] if lived > STEADY else wait
-            refused = refused + lived + wait if code == NOT_LET_IN else 0.0
+            refused = refused + lived + wait if shut_out else 0.0
             if refused > LOCK:
                 raise UserError(
                     "The server refuses this site's key; it is of another deployment, not registered, or in use elsewhere."
                 )
-            why = (
-                "is not let in (its key may be held for a minute)" if code == NOT_LET_IN else f"ended with code {code}"
-            )
+            why = "is not let in (its key may be held for a minute)" if shut_out else f"ended with code {code}"
             say(f"{Path(process.args[0]).name} {why}; starting again in {wait:.0f} s.")  # type: ignore[index, arg-type]
             try:
                 time.sleep(wait)

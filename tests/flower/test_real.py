@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pytest
 import safetensors.torch
@@ -9,14 +10,32 @@ import torch
 from federations import simulated
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.faults import children
 from bpfed.config import Override, read
-from bpfed.flower import control, processes
+from bpfed.flower import control, keys, processes
 from bpfed.flower.deployed import RUN
 from bpfed.flower.plan import SERVER, Plan
 
 pytestmark = pytest.mark.skipif(os.environ.get("BPFED_TEST_DEPLOY") != "1", reason="run by 'make test-deploy'")
 
 WANTED = {"data.name": "digits", "data.clients": 3, "run.rounds": 2, "run.epochs": 1, "run.eval_every": 1}
+
+
+def strangers_words(folder, server, plan):
+    """What a SuperNode prints until it ends, that has the server's certificate and a site's name, and a key of its own making."""
+    own, nowhere = folder / "stranger", folder / "nowhere"
+    nowhere.mkdir()
+    own.mkdir()
+    (nowhere / keys.AUTHORITY).write_bytes((server / keys.AUTHORITY).read_bytes())
+    keys.make_site(own, nowhere, plan.sites[0])
+    process = processes.start(
+        processes.supernode(own, plan), processes.environment(own / "flwr", plan), folder / "stranger.log"
+    )
+    try:
+        assert process.wait(240.0)
+        return (folder / "stranger.log").read_bytes()
+    finally:
+        processes.stop(process)
 
 
 def test_a_real_federation_gives_the_simulators_numbers_and_leaves_nothing_running(tmp_path):
@@ -28,7 +47,12 @@ def test_a_real_federation_gives_the_simulators_numbers_and_leaves_nothing_runni
     said = []
     with control.started(folder, plan, "digits", said.append) as running:
         control.run(folder / SERVER, plan, said.append, lambda found: None)
-        pids = [process.pid for process in running.values()]
+        assert processes.NOT_LET_IN in strangers_words(tmp_path, folder / SERVER, plan)
+        pids = [p for process in running.values() for p in (process.pid, *children(process.pid))]
+    assert len(pids) > 2 * len(running)  # Flower's own are among them
+    until = time.monotonic() + 60.0
+    while any(control.alive(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.2)
     assert not any(control.alive(pid) for pid in pids)
 
     federation, history = simulated(config.method, data, **{**vars(config.run), "compile": "off"})

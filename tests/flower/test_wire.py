@@ -37,12 +37,14 @@ def secrets(sites, run):
 
 def found(wire, looked_for):
     """What of (words, bytes) occurs in the wire's bytes; all are looked for at once, by a telling part of each."""
-    parts = {}
+    parts, seen = {}, set()
     for what, data in looked_for:
+        if len(data) < 8:
+            seen |= {what} if data in wire else set()
+            continue
         at = max(range(0, len(data) - 7, 4), key=lambda i: len(set(data[i : i + 8])))
         parts.setdefault(data[at : at + 8], []).append((what, data, at))
     heads = np.frombuffer(b"".join(parts), "<u8")
-    seen = set()
     for offset in range(min(8, len(wire))):
         words = np.frombuffer(wire, "<u8", (len(wire) - offset) // 8, offset)
         for place in (offset + 8 * np.flatnonzero(np.isin(words, heads))).tolist():
