@@ -1,4 +1,4 @@
-"""Faults of a real deployment on loopback: what happened, rounds lost, seconds to recover.
+"""Faults of a real deployment on loopback: what happened, rounds lost, seconds to recover; and what a round costs.
 
     python -m benchmarks.faults [FOLDER]
 
@@ -8,8 +8,11 @@ processes that this script has started are killed, by their number.
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,7 +25,9 @@ from typing import Any
 
 from bpfed.config import Override, read
 from bpfed.flower import control, keys, processes
+from bpfed.flower.deployed import RUN
 from bpfed.flower.plan import SERVER, Plan
+from bpfed.flower.server import EXCHANGES
 
 ROUNDS = 400  # more than are needed: the script ends the run
 WANTED = {"data.name": "digits", "data.clients": 3, "run.rounds": ROUNDS, "run.epochs": 1, "run.eval_every": 1}
@@ -174,7 +179,24 @@ def main() -> None:
     )
     for row in rows:
         print("| " + " | ".join(row) + " |")
-    print(f"\n{final['round']} rounds done; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.")
+    print("\nSeconds of a round: " + ", ".join(f"{name} {value}" for name, value in cost(server / RUN).items()))
+    print(f"{final['round']} rounds done; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.")
+
+
+def cost(run: Path) -> dict[str, float]:
+    """Where the seconds of a round go, as medians over the rounds of a deployed run in which all sites answered."""
+    lines = [json.loads(line) for line in (run / EXCHANGES).read_text().splitlines()]
+    parts: dict[str, list[float]] = {"round": [], "training": [], "site": [], "server": [], "flower": []}
+    for before, line in itertools.pairwise(lines):
+        if line["round"] != before["round"] + 1 or not line["answered"] == line["asked"] == before["answered"]:
+            continue
+        whole = line["at"] - before["at"]
+        parts["round"].append(whole)
+        parts["training"].append(line["site_work"])
+        parts["site"].append(line["site_seconds"] - line["site_work"])
+        parts["server"].append(whole - line["seconds"])
+        parts["flower"].append(line["seconds"] - line["site_seconds"])
+    return {name: round(statistics.median(values), 3) for name, values in parts.items()}
 
 
 def _copy(server: Path, to: Path) -> Path:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import safetensors
 import safetensors.torch
@@ -40,9 +40,20 @@ class NewClient(Client):
         examples: Examples that it learnt from; of a classification, of each class.
     """
 
+    unscored: ClassVar[str | None] = (
+        "a newcomer learns from all of its examples and keeps none to calibrate with; use its probabilities or its scale"
+    )
+
     def __init__(self, run: Run, examples: list[int]) -> None:
         super().__init__(run, 0)
         self.examples = examples
+
+    def __repr__(self) -> str:
+        count, data = sum(self.examples), self.run.data
+        learnt = f"{count} example{'' if count == 1 else 's'}" if count else "no example yet"
+        if count and data.classes:
+            learnt += f" of {sum(n > 0 for n in self.examples)} of {data.classes} classes"
+        return f"<newcomer '{self.name}' to '{data.name}': {learnt}>"
 
     def save(self, path: str | Path) -> Path:
         """Write what is this client's own to one safetensors file, whole or not at all; `Run.newcomer` reads it."""
@@ -144,6 +155,8 @@ def _data(of: FederatedData, name: str, x: Any, y: Any, preparation: Preparation
     if x is None:
         x, y = torch.zeros(0, *of.input_shape), torch.zeros(0, dtype=kind)
     x, y = torch.as_tensor(x, dtype=torch.float32).cpu(), torch.as_tensor(y).cpu()
+    if x.ndim and y.ndim and len(x) != len(y):
+        raise UserError(f"{len(x)} inputs and {len(y)} targets were given; give one target for each input.")
     if tuple(x.shape[1:]) != of.input_shape:
         raise UserError(
             f"Inputs have shape {list(x.shape[1:])} each, but '{of.name}' was trained on {list(of.input_shape)}."

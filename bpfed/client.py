@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,18 @@ if TYPE_CHECKING:
 class Client:
     """One client of a run: its own model, ready to predict."""
 
+    #: Why it can have no calibration examples, in words; None where a run may keep some.
+    unscored: ClassVar[str | None] = None
+
     def __init__(self, run: Run, index: int) -> None:
         self.run, self.index = run, index
         self._calibrated: dict[tuple[int, How, int], tuple[float, Tensor]] = {}
+
+    def __repr__(self) -> str:
+        data = self.run.data
+        count = int(data.train.sizes[self.index])
+        held = f": {count} training example{'' if count == 1 else 's'}" if count else ""  # a loaded run has no examples
+        return f"<client '{self.name}' of '{data.name}'{held}>"
 
     @property
     def name(self) -> str:
@@ -71,7 +80,7 @@ class Client:
             ]
         found = _joined(parts)
         temperature, scores = self._calibration(how, count)
-        found = replace(found, scores=scores)
+        found = replace(found, scores=scores, unscored=self.unscored)
         return found.at(temperature) if temperature != 1.0 and isinstance(found, Classified) else found
 
     def _calibration(self, how: How, draws: int) -> tuple[float, Tensor | None]:

@@ -34,6 +34,7 @@ class Classified:
         aleatoric: What more data would not remove: the mean entropy of the single draws, ``[..., B]``.
         raw: ``probs`` before a temperature was applied; None if none was.
         scores: Conformal scores of the client's calibration examples in rising order, ``[n]``; None if it has none.
+        unscored: Why it can have none, in words, where training otherwise would not help.
     """
 
     probs: Tensor
@@ -41,6 +42,7 @@ class Classified:
     aleatoric: Tensor
     raw: Tensor | None = None
     scores: Tensor | None = None
+    unscored: str | None = None
 
     @property
     def epistemic(self) -> Tensor:
@@ -69,7 +71,7 @@ class Classified:
             ``[B, K]`` bool.
         """
         if self.scores is None:
-            raise _uncalibrated("prediction sets")
+            raise _uncalibrated("prediction sets", self.unscored)
         return 1.0 - (self.probs if self.raw is None else self.raw) <= threshold(self.scores, level)
 
     def at(self, temperature: Tensor | float) -> Classified:
@@ -77,7 +79,7 @@ class Classified:
         probs = tempered(self.probs, temperature)
         entropy = torch.special.entr(probs).sum(-1)
         share = (self.aleatoric / self.entropy.clamp(min=1e-30)).clamp(0.0, 1.0)
-        return Classified(probs, entropy, entropy * share, self.probs, self.scores)
+        return Classified(probs, entropy, entropy * share, self.probs, self.scores, self.unscored)
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Regressed:
         aleatoric: Variance of the noise, averaged over the weight draws, ``[..., B]``.
         nll: −log of the predictive density at the targets, if they were given, ``[..., B]``.
         scores: Conformal scores of the client's calibration examples in rising order, ``[n]``; None if it has none.
+        unscored: Why it can have none, in words, where training otherwise would not help.
     """
 
     mean: Tensor
@@ -97,6 +100,7 @@ class Regressed:
     aleatoric: Tensor
     nll: Tensor | None = None
     scores: Tensor | None = None
+    unscored: str | None = None
 
     @property
     def scale(self) -> Tensor:
@@ -109,12 +113,14 @@ class Regressed:
         They are mean ± q · scale with one q for the client; with too few calibration examples they are infinite.
         """
         if self.scores is None:
-            raise _uncalibrated("intervals")
+            raise _uncalibrated("intervals", self.unscored)
         half = threshold(self.scores, level) * self.scale
         return self.mean - half, self.mean + half
 
 
-def _uncalibrated(what: str) -> UserError:
+def _uncalibrated(what: str, why: str | None) -> UserError:
+    if why is not None:
+        return UserError(f"There are no {what}, since {why}.")
     return UserError(
         f"There are no {what}, since no examples were kept from training to calibrate predictions made in this way; train "
         "with calibration=0.2, and leave draws and how as they are."

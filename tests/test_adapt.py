@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from scenarios import classification, regression, small_mlp
+from scenarios import classification, generator, regression, small_mlp
 
 import bpfed
+from bpfed.data.federated import Examples, FederatedData
 from bpfed.methods import METHODS, BPFed, FedAvg
 from bpfed.methods.base import rows
 
@@ -96,6 +97,37 @@ def test_newcomers_of_regressions() -> None:
     assert after.aleatoric.sqrt().mean() < 1.0
 
 
+def wave(sizes: tuple[int, ...], noise: float, seed: int) -> FederatedData:
+    """Targets of unit variance, curved in the inputs; the slope is nearly the same for all clients."""
+    g = generator(seed)
+    parts = []
+    for n in sizes:
+        x = torch.randn(n, 4, generator=g)
+        slope = torch.tensor([0.6, -0.5, 0.4, 0.3]) + 0.1 * torch.randn(4, generator=g)
+        signal = x @ slope + 0.3 * torch.sin(2 * x[:, 0])
+        parts.append((x, math.sqrt(1 - noise**2) * signal + noise * torch.randn(n, generator=g)))
+    names = tuple(f"site {i}" for i in range(len(sizes)))
+    return FederatedData(
+        "wave", names, Examples.of(parts), Examples.of([(x[:5], y[:5]) for x, y in parts]), "regression"
+    )
+
+
+@pytest.mark.parametrize("name", ["bpfed", "bpfed-recipe"])
+def test_a_newcomers_noise_is_its_residuals(name: str) -> None:
+    noise = 0.5
+    wide = small_mlp(4, 1, hidden=100)  # with as many features, a head of σ = 1 spreads far beyond the targets
+    run = bpfed.fit(METHODS[name](lr=0.003), wave((80, 80, 80), noise, 0), model=wide, rounds=4, epochs=10, batch=20)
+    x, y = wave((260,), noise, 9).train.client(0)
+    before = run.adapt().predict(x[60:])
+    assert before.scale.mean() < 2.0  # targets are of unit scale
+    for count, most in ((6, 1.6), (60, 1.3)):
+        after = run.adapt(x[:count], y[:count]).predict(x[60:])
+        residual = (after.mean - y[60:]).square().mean().sqrt()
+        assert after.aleatoric.mean().sqrt() < most * (residual if count == 60 else 1.0)
+        assert after.aleatoric.mean().sqrt() > 0.7 * noise
+    assert residual < 1.5 * noise
+
+
 def test_a_client_is_kept_in_one_file_and_belongs_to_its_run(run: bpfed.Run, tmp_path: Path) -> None:
     x, y = newcomer()
     client = run.adapt(x, y, steps=20, name="ward 3")
@@ -123,7 +155,7 @@ X, Y = newcomer()
         ({"x": X[:, :3], "y": Y}, "Inputs have shape [3] each, but 'small' was trained on [4]."),
         ({"x": X, "y": Y + 2}, "labels must run from 0 to 2"),
         ({"x": X, "y": Y.float()}, "give classes from 0 to 2"),
-        ({"x": X, "y": Y[:3]}, "8 inputs and 3 targets"),
+        ({"x": X, "y": Y[:3]}, "8 inputs and 3 targets were given; give one target for each input."),
         ({"x": X * float("nan"), "y": Y}, "Client 'newcomer' of 'small' has NaN or infinite values"),
         ({"x": X, "y": Y, "name": "site b"}, "There is a client 'site b' in the run already"),
         ({"x": X, "y": Y, "steps": 0}, "steps is 0, but must be at least 1"),
@@ -136,6 +168,22 @@ def test_a_mistake_is_one_sentence(run: bpfed.Run, arguments: dict, said: str) -
         run.adapt(**{"steps": 5, **arguments})
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_newcomer_keeps_no_examples_to_calibrate_with(run: bpfed.Run) -> None:
+    with pytest.raises(
+        bpfed.UserError, match="There are no prediction sets, since a newcomer learns from all"
+    ) as error:
+        run.adapt(X, Y, steps=5).predict(X).prediction_set(0.9)
+    assert "calibration=" not in str(error.value)
+    with pytest.raises(bpfed.UserError, match="train with calibration=0.2"):
+        run.clients()[0].predict(X).prediction_set(0.9)
+
+
+def test_a_client_says_who_it_is(run: bpfed.Run) -> None:
+    assert repr(run.clients()[0]) == "<client 'site a' of 'small': 30 training examples>"
+    assert repr(run.adapt(name="late")) == "<newcomer 'late' to 'small': no example yet>"
+    assert repr(run.adapt(X[:1], Y[:1], steps=5)) == "<newcomer 'newcomer' to 'small': 1 example of 1 of 3 classes>"
 
 
 def test_a_method_that_shares_everything_has_nothing_to_adapt() -> None:

@@ -268,7 +268,7 @@ def test_data_lists_fetches_and_inspects(bpfed: Command) -> None:
     assert bpfed.ok("data", "fetch", "digits").out == "'digits' is built in.\n"
     shown = bpfed.ok("data", "inspect", "digits", "--clients", "2").out
     assert re.search(r"client-00 +450 +451 +█+░+ +89 +91 +89 +91 +90 +· +· +· +· +·", shown)
-    assert "2 clients; 898 training and 899 test examples of 10 classes; each 64." in shown
+    assert "2 clients; 898 training and 899 test examples of 10 classes; 64 inputs each." in shown
     assert "did you mean 'digits'" in bpfed("data", "inspect", "digit").sentence
     assert "did you mean 'mnist'" in bpfed("data", "fetch", "mnis").sentence
     assert "cannot share" in bpfed("data", "inspect", "digits", "--clients", "5000").sentence

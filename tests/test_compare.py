@@ -136,13 +136,15 @@ def test_what_is_finished_is_not_run_again(command: Command, kept: Path, monkeyp
         return real(self)
 
     monkeypatch.setattr(Simulator, "round", watched)
-    command.ok(*PAIR, "--out", "a")
+    again = command.ok(*PAIR, "--out", "a")
     assert trained == []
+    assert "All 4 runs in 'a' are finished already; none was run again.\n" in again.err
     assert (kept / "comparison.json").read_text() == result
     wider = command.ok(*SMALL, "--methods", "fedavg,fedper,local", "--out", "a")
     assert set(trained) == {"local"}
     assert len(trained) == 4  # two rounds of two seeds
     assert "Local" in wider.out
+    assert "finished already" not in wider.err
     after = files(Path("a"))
     assert all(after[name] == content for name, content in before.items())
 
@@ -405,6 +407,9 @@ def test_the_command_marks_the_best_and_shows_both_tables(command: Command, kept
         out.index(m["title"] + " ") for n, m in written.items() if n != best
     )
     assert "Differences from FedPer, mean over clients" in out
+    pairs = json.loads(Path("a/comparison.json").read_text())["differences"]["nll"]["fedavg"]
+    assert f"{pairs['lower']} of {pairs['pairs']} client-seeds" in out
+    assert f"lower for {pairs['lower']} of {pairs['pairs']} client-seeds" in Path("a/report.html").read_text()
     assert "ECE over 10 bins; perfectly calibrated predictions would show" in " ".join(out.split())
     assert out.endswith("Report: a/report.html\n")
 

@@ -112,7 +112,8 @@ def test_a_column_that_is_missing_is_said(bpfed: Command, ward: Path) -> None:
 def test_numbers_are_in_their_own_units_with_intervals(bpfed: Command, numbers: Path) -> None:
     shutil.copytree(numbers, ".", dirs_exist_ok=True)
     out = bpfed.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--level", "0.8", "--out", "p.csv")
-    assert (out.out, out.err) == ("", "")
+    assert out.out == "7 predictions of 'bern': p.csv\n"
+    assert "infinite" not in out.err
     found = read(Path("p.csv").read_text())
     assert list(found[0]) == ["mean", "sd", "epistemic", "aleatoric", "low(0.8)", "high(0.8)"]
     values = {name: np.array([float(row[name]) for row in found]) for name in found[0]}
@@ -127,13 +128,29 @@ def test_numbers_are_in_their_own_units_with_intervals(bpfed: Command, numbers: 
     )
 
 
+def test_intervals_without_end_are_explained(bpfed: Command, numbers: Path) -> None:
+    shutil.copytree(numbers, ".", dirs_exist_ok=True)
+    run = library.Run.load("run")
+    assert run.calibration is not None
+    held = len(run.calibration.client(run.data.clients.index("bern"))[1])
+    enough = held / (held + 1) - 1e-6
+    rows = ("predict", "run", "--client", "bern", "--input", "new.csv", "--level")
+    assert "infinite" not in bpfed.ok(*rows, f"{enough}").err
+    outcome = bpfed.ok(*rows, "0.99")
+    assert {row["high(0.99)"] for row in read(outcome.out)} == {"inf"}
+    assert (
+        f"The intervals are infinite: 'bern' has {held} calibration examples, and a level of 0.99 needs" in outcome.err
+    )
+    assert "needs at least 99;" in outcome.err
+
+
 def test_a_newcomer_joins_and_predicts(bpfed: Command, ward: Path) -> None:
     write_hospital(Path("ward3.csv"), 20, 20)
     outcome = bpfed.ok("adapt", "run", "--input", "ward3.csv", "--steps", "200")
     assert "ward3: how sure of its 20 examples" in outcome.out
     assert "probability of 'ill'" in outcome.out
     assert outcome.out.endswith("Client 'ward3': run/adapted/ward3.safetensors\n")
-    assert outcome.err == ""
+    assert all(line.endswith(" …") for line in outcome.err.splitlines())  # on a slow machine it says what it is doing
     found = read(bpfed.ok("predict", "run", "--client", "ward3", "--input", "new.csv").out)
     truth = [row["outcome"] for row in read(Path("new.csv").read_text())]
     assert sum(row["label"] == t for row, t in zip(found, truth, strict=True)) >= 5

@@ -20,7 +20,7 @@ from bpfed.files import lock
 ROUNDS = 4
 #: Kills at random times in the test that has them; the more the better, and the longer.
 KILLS = int(os.environ.get("BPFED_KILLS", "3"))
-SHORT = (*SMALL, "--rounds", str(ROUNDS), "--participants", "2")
+SHORT = (*SMALL, "--data", "digits", "--rounds", str(ROUNDS), "--participants", "2")
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_killed_in_the_middle_of_writing_again_and_again(whole: Path, tmp_path: 
 def test_killed_at_random_times(tmp_path: Path) -> None:
     # When a kill comes depends on the machine; what must hold then does not.
     chance, out = random.Random(), tmp_path / "run"
-    arguments = [*SMALL, "--rounds", str(4 * KILLS), "--eval-every", "1", "--resume"]
+    arguments = [*SMALL, "--data", "digits", "--rounds", str(4 * KILLS), "--eval-every", "1", "--resume"]
     for kill in range(KILLS):
         child = process([*arguments, "--out", str(out)], tmp_path / "log")
         child.start()
@@ -123,6 +123,14 @@ def unfinished(broken_off: Path, bpfed: Command) -> Path:
 def test_a_resume_needs_no_flags_but_the_folder(bpfed: Command, unfinished: Path, whole: Path) -> None:
     assert bpfed.ok("run", "--resume", "--out", unfinished, "-q").err == "Going on after round 3 of 4.\n"
     assert metrics(unfinished) == metrics(whole)
+
+
+def test_no_run_to_resume_and_nothing_to_start(bpfed: Command) -> None:
+    said = bpfed("run", "--resume", "--out", "none", "--rounds", "1").sentence
+    assert said == "There is no run to resume in 'none'; give another --out, or start a new run with --data."
+    assert not Path("none").exists()
+    begun = bpfed.ok(*SMALL, "--method", "fedavg", "--data", "digits", "--rounds", "1", "--out", "none", "--resume")
+    assert begun.err == "There is no run in 'none' yet, so it starts from the first round.\n"
 
 
 def test_a_finished_run_says_so_and_shows_its_table_again(bpfed: Command, whole: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -37,11 +39,12 @@ class Progress(Callback):
     Args:
         console: Where to show it; None: stderr, so that what is piped stays clean.
         delay: Show nothing in a run that takes less than so many seconds.
+        patience: Elsewhere than on a terminal, say in a line what has been going on for so many seconds; None: do not.
     """
 
-    def __init__(self, console: Console | None = None, delay: float = 0.0) -> None:
+    def __init__(self, console: Console | None = None, delay: float = 0.0, patience: float | None = None) -> None:
         self.console = console or Console(stderr=True)
-        self.delay = delay
+        self.delay, self.patience = delay, patience
         self.title, self.words, self.figures = "", "", ""
         self.done, self.rounds = 0, 0
         self._began = self._last = time.perf_counter()
@@ -56,6 +59,8 @@ class Progress(Callback):
         """Say what is going on before the first round is done, such as ``loading digits``."""
         self.words = words
         self._open()
+        if self.patience is not None and not self.console.is_terminal:
+            self._wait(self.patience, partial(self.console.print, f"{words} …", markup=False, highlight=False))
 
     def say(self, sentence: str) -> None:
         """Print a sentence without breaking the display."""
@@ -120,11 +125,17 @@ class Progress(Callback):
         if not self.console.is_terminal or self._live is not None or self._timer is not None:
             return
         if self.delay > 0.0:
-            self._timer = threading.Timer(self.delay, self._go_live)
-            self._timer.daemon = True
-            self._timer.start()
+            self._wait(self.delay, self._go_live)
         else:
             self._go_live()
+
+    def _wait(self, seconds: float, then: Callable[[], None]) -> None:
+        """Do something later, unless the display is closed or something else is waited for by then."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(seconds, then)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _go_live(self) -> None:
         with self._switch:

@@ -59,7 +59,7 @@ def adapt(
         out = folder / ADAPTED / f"{name}.safetensors"
     if out.exists() and not overwrite:
         raise UserError(f"'{out}' exists already; add --overwrite to replace it, or give another --name or --out.")
-    progress = Progress()
+    progress = Progress(patience=2.0)
     try:
         progress.doing(f"loading {folder}")
         run = finished_run(folder, progress.say)

@@ -211,11 +211,11 @@ def _again(
 
 def _show(comparison: Comparison) -> None:
     """Both tables on stdout."""
-    from bpfed.comparison.tables import better, caption, compared, gap, pairing, spread
+    from bpfed.comparison.tables import better, caption, compared, gap, pairing, pairs, spread
     from bpfed.report import text
 
     console, measures = Console(), comparison.measures
-    heads = [f"ECE ({comparison.bins} bins)" if m.name == "ece" else m.label for m in measures]
+    heads = [f"ECE ({comparison.bins} bins)" if m.name == "ece" else m.full for m in measures]
     shown = show.table("", *heads, "seconds", title=comparison.title, right=len(heads) + 1)
     for name in comparison.ranking:
         cells = []
@@ -240,7 +240,7 @@ def _show(comparison: Comparison) -> None:
         for m in chosen:
             one = found[m.name][name]
             cells.append(Text(_typed(gap(m, one)), "" if one.clear else "dim"))
-        shown.add_row(comparison.titles[name], *cells, f"{better(found['nll'][name])} clients")
+        shown.add_row(comparison.titles[name], *cells, f"{better(found['nll'][name])} {pairs(comparison)}")
     shown.columns[0].no_wrap = True
     show.put(shown)
     console.print(_typed(pairing(comparison)), style="dim", highlight=False)

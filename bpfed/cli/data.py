@@ -116,7 +116,9 @@ def inspect(
     of = f" of {data.classes} classes" if data.task == "classification" else ""
     total = f"{len(data.train.y)} training and {len(data.test.y)} test examples{of}"
     cut = f", {ROWS} of {len(data)} shown" if len(data) > ROWS else ""
-    _say(f"{len(data)} clients{cut}; {total}; each {' x '.join(map(str, data.input_shape))}.")
+    shape = " x ".join(map(str, data.input_shape))
+    inputs = f"{shape} inputs each" if len(data.input_shape) == 1 else f"inputs of {shape} each"
+    _say(f"{len(data)} clients{cut}; {total}; {inputs}.")
     if gaps.columns:
         show.put(_missing(gaps))
     elif read:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from bpfed.errors import UserError, unknown
 
@@ -63,7 +65,7 @@ def predict(
         raise UserError(f"--level is {level:g}, but must be above 0 and below 1, such as 0.9.")
     if abstain is not None and not 0.0 <= abstain <= 1.0:
         raise UserError(f"--abstain is {abstain:g}, but must be a probability, such as 0.9.")
-    progress = Progress()
+    progress = Progress(patience=2.0)
     try:
         progress.doing(f"loading {folder}")
         run = finished_run(folder, progress.say)
@@ -76,6 +78,8 @@ def predict(
         found = who.predict(x, draws=draws)
         if found.scores is None:
             progress.say(f"No sets or intervals: {_why(run, who)}.")
+        elif endless := _endless(found, level, who.name):
+            progress.say(endless)
         text = table(data, found, level, abstain)
     finally:
         progress.close()
@@ -85,6 +89,25 @@ def predict(
         from bpfed.files import write_whole
 
         write_whole(out, text)
+        Console().print(
+            f"{len(x)} predictions of '{who.name}': {out}", style="bold", highlight=False, markup=False, soft_wrap=True
+        )
+
+
+def _endless(found: Classified | Regressed, level: float, name: str) -> str | None:
+    """Why sets hold every label or intervals all numbers; None where they do not."""
+    from bpfed.calibration import threshold
+    from bpfed.predict import Classified
+
+    if found.scores is None or math.isfinite(threshold(found.scores, level)):
+        return None
+    what = "sets hold every label" if isinstance(found, Classified) else "intervals are infinite"
+    least = math.ceil(round(level / (1.0 - level), 9))
+    has = f"{len(found.scores)} calibration example{'' if len(found.scores) == 1 else 's'}"
+    return (
+        f"The {what}: '{name}' has {has}, and a level of {level:g} needs at least {least}; give a lower --level, or train "
+        "with a larger --calibration."
+    )
 
 
 def _why(run: LoadedRun, who: Client) -> str:

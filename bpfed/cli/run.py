@@ -68,9 +68,14 @@ def run(
         from bpfed.config import read
         from bpfed.run import prepare
 
-        chosen = read(config or _own(out, resume), _overrides(method, settings or [], flags))
+        source, overrides = config or _own(out, resume), _overrides(method, settings or [], flags)
+        chosen = read(source, overrides)
         out = out or free(chosen)
         folder = Folder(out, resume, overwrite)
+        if resume and source is None and not any(override.key == "data.name" for override in overrides):
+            raise UserError(
+                f"There is no run to resume in '{out}'; give another --out, or start a new run with --data."
+            )
         callbacks: list[Callback] = [folder, *_trackers(track or [], out)]
         for note in chosen.notes:
             progress.say(note)

@@ -59,7 +59,7 @@ def result(run: RunRecord, report: Path) -> None:
     """What came out of a run, and where its report is."""
     shown = table("", "last round", "worst client", "best round", title=run.title, right=3)
     for measure in run.measures:
-        name, best = measure.label, run.best(measure.name) if measure.name not in WITHOUT_BEST else None
+        name, best = measure.full, run.best(measure.name) if measure.name not in WITHOUT_BEST else None
         if measure.name == "ece":
             floor = MEASURES["ece"].typed(value(run.evaluation, "ece_floor"))
             name = f"ECE ({run.evaluation.get('bins')} bins, floor {floor})"
@@ -71,6 +71,8 @@ def result(run: RunRecord, report: Path) -> None:
         )
     put(shown)
     console = Console()
+    if run.untested:
+        console.print(run.untested.replace("\u202f", " "), highlight=False)
     console.print(
         f"Trained for {text.duration(value(run.summary, 'seconds'))} on {run.summary['device']}.", highlight=False
     )

@@ -149,7 +149,7 @@ def run_cells(
     if display is not None:
         display.expect([(entrant.name, seed) for seed in chosen for entrant in who])
     records: dict[str, dict[int, RunRecord]] = {name: {} for name in names}
-    once = _once(say)
+    once, trained = _once(say), 0
     with _kept(out):
         for together in [chosen] if stack else [[seed] for seed in chosen]:
             if display is not None:
@@ -172,6 +172,9 @@ def run_cells(
             while waiting:
                 for cell in _train(waiting.pop(0), display):
                     records[cell.entrant.name][cell.run.settings.seed] = cell.run.record()
+                    trained += 1
+        if not trained:
+            say(f"All {len(names) * len(chosen)} runs in '{out}' are finished already; none was run again.")
         ordered = {name: {seed: records[name][seed] for seed in chosen} for name in names}
         found = Comparison(ordered, {entrant.name: entrant.title for entrant in who}, base)
         if out is not None:

@@ -69,8 +69,7 @@ class Comparison:
     @property
     def measures(self) -> list[Measure]:
         """The metrics that are compared, the main one first."""
-        present = {m.name for m in self.first.measures}
-        return [MEASURES[name] for name in COMPARED if name in present]
+        return [m for m in self.first.measures if m.name in COMPARED]
 
     @property
     def bins(self) -> int:

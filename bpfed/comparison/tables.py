@@ -64,6 +64,8 @@ def pairing(comparison: Comparison) -> str:
     reference, seeds = comparison.titles[comparison.reference], comparison.seeds
     found = next(iter(comparison.differences().values()), None)
     words = f"Each method's metric minus {reference}'s on the same client of the same seed, mean over clients. "
+    if len(seeds) > 1:
+        words += "A client-seed is one client of one seed. "
     if any(m.name == "accuracy" for m in comparison.measures):
         words += "Accuracy in points of a hundred. "
     if found is None:
@@ -90,7 +92,7 @@ def pairing(comparison: Comparison) -> str:
 def markdown(comparison: Comparison) -> str:
     """Both tables and their captions."""
     measures, bins = comparison.measures, comparison.bins
-    heads = [f"ECE ({bins} bins)" if m.name == "ece" else m.label for m in measures]
+    heads = [f"ECE ({bins} bins)" if m.name == "ece" else m.full for m in measures]
     best = {m.name: comparison.best(m.name) for m in measures}
     rows = []
     for name in comparison.ranking:
@@ -110,8 +112,13 @@ def markdown(comparison: Comparison) -> str:
         ]
         reference = comparison.titles[comparison.reference]
         heads = [f"{m.label} minus {reference}'s" for m in shown]
-        parts += [_table(["method", *heads, "clients with lower NLL"], rows), pairing(comparison)]
+        parts += [_table(["method", *heads, f"{pairs(comparison)} with lower NLL"], rows), pairing(comparison)]
     return "\n\n".join(parts).replace("\u202f", " ") + "\n"
+
+
+def pairs(comparison: Comparison) -> str:
+    """What is counted where pairs are: a client of several seeds is a pair in each."""
+    return "clients" if len(comparison.seeds) == 1 else "client-seeds"
 
 
 def better(found: Difference) -> str:

@@ -15,6 +15,7 @@ from flwr.clientapp import ClientApp
 
 from bpfed.errors import UserError
 from bpfed.flower import frame, worker
+from bpfed.flower.ending import end_in_time
 
 app = ClientApp()
 
@@ -37,6 +38,7 @@ def _answered(message: Message, context: Context) -> Message:
     left = message.metadata.created_at + message.metadata.ttl - time.time()
     if left <= 0:
         raise TimeoutError("The message is too old.")
+    end_in_time(left)
     done = worker.ask(folder, frame.to_bytes(message.content), left)
     if done is not None:
         return Message(frame.from_bytes(done), reply_to=message)

@@ -153,10 +153,9 @@ def started(folder: Path, plan: Plan, data: str, say: Say) -> Iterator[dict[str,
         say("Starting the server.")
         server = folder / SERVER
         running[SERVER] = processes.start([*bpfed, "server", str(folder)], env, server / "server.log")
-        if not processes.healthy(server, plan, 90.0):
-            raise UserError(f"The server did not start; see '{server / 'server.log'}'.")
-        while not (server / "registered.json").exists():
-            if running[SERVER].poll() is not None:
+        until = time.monotonic() + 180.0
+        while not ((server / "registered.json").exists() and processes.healthy(server, plan, 0.0)):
+            if running[SERVER].poll() is not None or time.monotonic() > until:
                 raise UserError(f"The server did not start; see '{server / 'server.log'}'.")
             time.sleep(0.2)
         say(f"Starting {len(plan.sites)} sites.")

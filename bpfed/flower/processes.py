@@ -294,7 +294,7 @@ def serve(folder: Path, plan: Plan, say: Say) -> None:
     env = {**environment(folder / "flwr", plan), FOLDER: str(folder)}
 
     def started() -> None:
-        if not healthy(folder, plan, 60.0):
+        if not healthy(folder, plan, 120.0):
             raise UserError(f"The server does not answer at {plan.address}; is the port taken?")
         register(folder, plan, say)
         say(f"The server is ready at {plan.address}.")

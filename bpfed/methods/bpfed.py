@@ -20,14 +20,17 @@ from bpfed.errors import UserError, unknown
 from bpfed.estimators import ESTIMATORS, Batch, data_term
 from bpfed.gaussian import Gaussian, discounted, kl, kl_gradients_p, kl_gradients_q
 from bpfed.ivon import Momentum, Newton, ivon
+from bpfed.likelihoods import Categorical
 from bpfed.methods.base import ADAPT, Finished, GaussianPredictive, Initial, Method, Phase, frozen
 from bpfed.methods.variational import Memory, Variational, join, split
 from bpfed.model import Model
 
 Predict = Literal["own", "aggregated"]
 Optimiser = Literal["adam", "ivon"]
-#: σ of the logarithm of a newcomer's noise scale before it has seen an example.
-NOISE_SIGMA = 0.3
+#: σ of the logarithm of a noise scale before any example is seen.
+NOISE_SIGMA = 0.5
+#: Weight of a newcomer's KL term in a regression, in units of T; by the NLL of newcomers with 5 to 60 examples.
+NEWCOMER_KL = 0.3
 Order = Literal["joint", "alternating"]
 
 
@@ -85,7 +88,7 @@ class BPFed(Method):
         body_epochs: With ``alternating``, passes over the data for the shared factors.
         keep_adam: Whether a client keeps the optimiser's memory from round to round; if not, every round starts without.
         newcomer_sigma: σ of the head of a client that joins later and has seen no example; its mean is 0, so that no class
-            is preferred.
+            is preferred. In a regression it is divided by the root of the number of the head's weights.
         newcomer_lr: Step size of such a client's Adam; it learns its head alone, with a prior that is held.
         predict: ``own``: predict with the client's q of its last round; ``aggregated``: with (η_i, ζ).
     """
@@ -200,11 +203,10 @@ class BPFed(Method):
         start = self.init(model).personal
         if self.personal != "head" or self.sigma == 0.0:
             return start
-        mean, sigma = torch.zeros_like(start.eta.mean), torch.full_like(start.eta.sigma, self.newcomer_sigma)
-        # A noise scale is no head weight: as wide as one, its exponential would span a factor of fifty.
-        noise = model.factors.split(_of_likelihood(model))[1]
+        noise = of_likelihood(model)
+        mean = torch.where(noise, start.eta.mean, 0.0)
         return start._replace(
-            eta=Gaussian(torch.where(noise, start.eta.mean, mean), torch.where(noise, NOISE_SIGMA, sigma))
+            eta=Gaussian(mean, torch.where(noise, NOISE_SIGMA, self.newcomer_sigma * per_head(model)))
         )
 
     def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
@@ -228,12 +230,16 @@ class BPFed(Method):
 
         # Eq. 9: the data term, scaled by n/b, and T · KL(q ‖ π) with π held.
         data = data_term(self.estimator, self.draws, model, q, batch)
+        temperature = hyper["temperature"]
+        if phase == ADAPT and not isinstance(model.likelihood, Categorical):
+            # The spread of a mean-field head that learns its noise feeds the noise, and that the spread (see per_head).
+            temperature = NEWCOMER_KL * temperature
         new_q: Variational | Newton
         if isinstance(local.q, Newton):
             rate = hyper["lr"] * hyper["newton"]
-            new_q = ivon(local.q, data.mean, data.sigma, prior, hyper["temperature"], steps, rate, hyper["curvature"])
+            new_q = ivon(local.q, data.mean, data.sigma, prior, temperature, steps, rate, hyper["curvature"])
         else:
-            kl_mean, kl_sigma = self._kl_gradients(model, q, prior, hyper)
+            kl_mean, kl_sigma = self._kl_gradients(model, q, prior, temperature)
             new_q = local.q.moved(data.mean + kl_mean, data.sigma + kl_sigma, steps, hyper["lr"])
         if phase == ADAPT:
             spread = "sigma" if isinstance(new_q, Newton) else "rho"
@@ -252,13 +258,13 @@ class BPFed(Method):
         return 1 if self.order == "joint" else 2
 
     def _kl_gradients(
-        self, model: Model, q: Gaussian, prior: Gaussian, hyper: dict[str, Tensor]
+        self, model: Model, q: Gaussian, prior: Gaussian, temperature: Tensor
     ) -> tuple[Tensor | float, Tensor | float]:
         """Of T · KL(q ‖ π) in q's mean and σ; points have none."""
         if self.sigma == 0.0:
             return 0.0, 0.0
-        temperature, points = hyper["temperature"][:, None], self._points(model)
-        mean, sigma = (temperature * g for g in kl_gradients_q(_from(points, q), _from(points, prior)))
+        points = self._points(model)
+        mean, sigma = (temperature[:, None] * g for g in kl_gradients_q(_from(points, q), _from(points, prior)))
         return (pad(mean, (points, 0)), pad(sigma, (points, 0))) if points else (mean, sigma)
 
     def _points(self, model: Model) -> int:
@@ -313,8 +319,22 @@ def _from(start: int, g: Gaussian) -> Gaussian:
     return Gaussian(g.mean[:, start:], g.sigma[:, start:])
 
 
-def _of_likelihood(model: Model) -> Tensor:
-    """Which weights are the likelihood's own, ``[P]`` bool."""
+def of_likelihood(model: Model) -> Tensor:
+    """Which personal weights are the likelihood's own, such as a noise scale, ``[P_personal]`` bool.
+
+    These are no weights of the network: as wide as one, the exponential of a noise scale would span a factor of fifty.
+    """
     own, factors = model.likelihood.parameters(), model.factors
     parts = [torch.full((size,), n in own) for n, size in zip(factors.names, factors.sizes, strict=True)]
-    return torch.cat(parts).to(model.initial.device)
+    return factors.split(torch.cat(parts).to(model.initial.device))[1]
+
+
+def per_head(model: Model) -> float:
+    """What the prior's σ of a head weight is multiplied by: 1 for logits; in a regression, 1/√(number of weights).
+
+    Logits have no unit, targets do. A sum of a hundred features with weights of σ = 1 spreads far beyond the targets, and a
+    mean-field q, which cannot let the errors of its weights cancel, then explains the spread that is left as noise.
+    """
+    if isinstance(model.likelihood, Categorical):
+        return 1.0
+    return int((~of_likelihood(model)).sum()) ** -0.5

@@ -31,6 +31,7 @@ from bpfed.errors import UserError, unknown
 from bpfed.estimators import ESTIMATORS, Batch, data_term
 from bpfed.gaussian import Gaussian, discounted, kl, kl_gradients_q
 from bpfed.methods.base import ADAPT, Finished, GaussianPredictive, Initial, Method, frozen
+from bpfed.methods.bpfed import NOISE_SIGMA, of_likelihood, per_head
 from bpfed.methods.variational import Memory, Variational, join, split
 from bpfed.model import Model
 
@@ -60,7 +61,8 @@ class Recipe(Method):
         temperature: T, weight of all prior terms; 1 is the ELBO.
         discount: a, how much of the posterior's precision the next round's shared prior takes over.
         prior_sigma: s0, the scale of the rest of it.
-        head_sigma: s_h, the fixed scale of the personal factors' prior.
+        head_sigma: s_h, the fixed scale of the personal factors' prior; in a regression it is divided by the root of the
+            number of the head's weights, and a noise scale has one of its own.
         anchor: 1/(K s_m²), pull of the shared factors' means towards 0.
         estimator: Of the data term, see BPFed.
         draws: Weight draws in a step.
@@ -122,16 +124,21 @@ class Recipe(Method):
     def newcomer(self, model: Model, shared: Gaussian) -> Personal:
         """A head that has seen no example is its prior."""
         start = self.init(model).personal
-        return start._replace(
-            head=Gaussian(torch.zeros_like(start.head.mean), torch.full_like(start.head.mean, self.head_sigma))
-        )
+        prior = self._head_prior(model, start.head, torch.tensor(self.head_sigma))
+        return start._replace(head=prior)
 
     def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
         body = discounted(shared, hyper["discount"][:, None], hyper["prior_sigma"][:, None])
-        none = torch.zeros_like(personal.head.mean)
-        head = Gaussian(none, none + hyper["head_sigma"][:, None])
+        head = self._head_prior(model, personal.head, hyper["head_sigma"][:, None])
         q = Variational.at(join(shared, personal.head), personal.memory)
         return Local(q, join(body, head), personal.steps[:, 0])
+
+    def _head_prior(self, model: Model, like: Gaussian, scale: Tensor) -> Gaussian:
+        """N(0, s_h²) of a head's weights, with s_h in a regression divided by the root of their number."""
+        none = torch.zeros_like(like.mean)
+        if self.personal != "head":
+            return Gaussian(none, none + scale)
+        return Gaussian(none, torch.where(of_likelihood(model), NOISE_SIGMA, none + scale * per_head(model)))
 
     def step(
         self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str

@@ -43,7 +43,8 @@ def _headline(comparison: Comparison) -> str:
     from bpfed.comparison.tables import caption
 
     run = comparison.first.summary
-    facts = [f"{run[key]} {key}" for key in ("protocol", "partition") if run.get(key)]
+    said = {key: run[key] for key in ("protocol", "partition") if run.get(key)}
+    facts = [f"{v} {key}" for key, v in said.items() if (key, v) != ("protocol", "own")]
     facts += [f"seeds {', '.join(map(str, comparison.seeds))}", f"on {run.get('device', 'an unknown device')}"]
     line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
     return (
@@ -62,7 +63,7 @@ def _table(comparison: Comparison) -> str:
     measures = comparison.measures
     heads = [("Method", "Who")]
     for m in measures:
-        heads.append((f"ECE, {comparison.bins} bins" if m.name == "ece" else m.label, m.explain))
+        heads.append((f"ECE, {comparison.bins} bins" if m.name == "ece" else m.full, m.explain))
     main = measures[0]
     worst = f"Worst client’s {main.in_words}"
     heads += [
@@ -121,11 +122,11 @@ def _convergence(comparison: Comparison) -> str:
 
 
 def _long(measure: Measure) -> str:
-    return "Negative log-likelihood (nats per example)" if measure.name == "nll" else measure.label
+    return "Negative log-likelihood (nats per example)" if measure.name == "nll" else measure.full
 
 
 def _differences(comparison: Comparison) -> str:
-    from bpfed.comparison.tables import gap, pairing, signed
+    from bpfed.comparison.tables import gap, pairing, pairs, signed
 
     if len(comparison.names) < 2:
         return ""
@@ -138,7 +139,7 @@ def _differences(comparison: Comparison) -> str:
                 (d, f"seed {seed}: {signed(factor * d, digits)}")
                 for seed, d in zip(comparison.seeds, found.seeds, strict=False)
             ]
-            lower = f"lower for {found.lower} of {found.pairs} clients"
+            lower = f"lower for {found.lower} of {found.pairs} {pairs(comparison)}"
             note = f"{gap(measure, found)}, {lower}"
             title = comparison.titles[name]
             rows.append(Row(title, found.mean, found.low, found.high, dots if len(dots) > 1 else (), note=note))
@@ -148,7 +149,7 @@ def _differences(comparison: Comparison) -> str:
 
         drawn = versus.forest(rows, measure, _title(comparison), show)
         read = "Filled: the interval leaves out zero. Small rings: the single seeds."
-        figures.append(_figure(f"{measure.label}, mean over clients", drawn, read))
+        figures.append(_figure(f"{measure.full}, mean over clients", drawn, read))
     return (
         f"<section><h2>Differences from {escape(_title(comparison))}</h2><p>{escape(pairing(comparison))}</p>"
         f'<div class="panels rows">{"".join(figures)}</div></section>'

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 from bpfed.report import text
 
@@ -18,6 +18,7 @@ class Measure:
         show: Number to text.
         explain: What it is, in one sentence.
         high_is_good: Whether more is better.
+        title: Its heading where there is room for all that it needs; the label if there is no more to say.
     """
 
     name: str
@@ -25,6 +26,12 @@ class Measure:
     show: Callable[[float], str]
     explain: str
     high_is_good: bool = False
+    title: str = ""
+
+    @property
+    def full(self) -> str:
+        """Its heading where there is room."""
+        return self.title or self.label
 
     def typed(self, x: float) -> str:
         """Number to text as a keyboard has it, for terminals and logs."""
@@ -38,7 +45,7 @@ class Measure:
 
 _ALL = (
     Measure("accuracy", "Accuracy", text.percent, "Share of test examples whose most probable class is right.", True),
-    Measure("rmse", "RMSE", text.decimal, "Root of the mean squared error, in the target's own unit."),
+    Measure("rmse", "RMSE", text.decimal, "Root of the mean squared error, in the unit of the targets as given."),
     Measure("nll", "NLL", text.decimal, "Negative log-likelihood of the truth, nats per example; low is good."),
     Measure(
         "brier", "Brier", text.decimal, "Squared distance of the probabilities from the truth, 0 to 2; low is good."
@@ -54,8 +61,21 @@ _ALL = (
     Measure(
         "answered_accuracy", "Accuracy if sure", text.percent, "Accuracy on the test examples it is 90 % sure of.", True
     ),
-    Measure("coverage", "Coverage", text.percent, "Share of 90 % prediction sets that hold the truth.", True),
-    Measure("set_size", "Set size", text.decimal, "Mean number of labels in a 90 % prediction set; low is good."),
+    Measure(
+        "coverage",
+        "Coverage",
+        text.percent,
+        "Share of the calibrated 90 % prediction sets that hold the truth.",
+        True,
+        "Coverage of 90 % sets",
+    ),
+    Measure(
+        "set_size",
+        "Set size",
+        text.decimal,
+        "Mean number of labels in a calibrated 90 % prediction set; low is good.",
+        title="Size of 90 % sets",
+    ),
 )
 
 #: Those that have no tile of their own and no best round.
@@ -63,3 +83,24 @@ DETAILS = frozenset({"mce", "aurc", "abstained", "answered_accuracy", "coverage"
 
 #: By name, in the order of the page; the first that a run has is its main one.
 MEASURES: dict[str, Measure] = {measure.name: measure for measure in _ALL}
+
+
+def measures(present: Collection[str], standardised: bool = False) -> list[Measure]:
+    """Those of these names in the order of the page, worded for the run.
+
+    Args:
+        present: Names that a run has.
+        standardised: Whether a regression's targets were brought to mean 0 and standard deviation 1.
+    """
+    found = {name: measure for name, measure in MEASURES.items() if name in present}
+    if "rmse" in found:
+        if standardised:
+            explain = "Root of the mean squared error, in standard deviations of the target."
+            found["rmse"] = replace(found["rmse"], explain=explain, title="RMSE in SD of the target")
+            if "nll" in found:
+                explain = "Negative log-likelihood of the standardised target, nats per example; low is good."
+                found["nll"] = replace(found["nll"], explain=explain)
+        if "coverage" in found:
+            explain = "Share of targets inside their calibrated 90 % prediction interval."
+            found["coverage"] = replace(found["coverage"], explain=explain, title="Coverage of 90 % intervals")
+    return list(found.values())

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bpfed.errors import UserError
-from bpfed.report.measures import MEASURES, Measure
+from bpfed.report import text
+from bpfed.report.measures import MEASURES, Measure, measures
 
 #: The files of a run folder.
 CONFIG, METRICS, EVALUATION, SUMMARY, REPORT = (
@@ -21,6 +22,8 @@ CONFIG, METRICS, EVALUATION, SUMMARY, REPORT = (
     "summary.json",
     "report.html",
 )
+#: So many clients are tested where nothing else is said.
+LARGEST = 1000
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,25 @@ class RunRecord:
         """The metrics this run was scored with, the main one first."""
         present = {name for entry in self.history for name, value in entry.items() if isinstance(value, dict)}
         present |= {name for row in self.rows for name in row}
-        return [measure for name, measure in MEASURES.items() if name in present]
+        return measures(present, self.standardised)
+
+    @property
+    def standardised(self) -> bool:
+        """Whether a regression's targets are in standard deviations: so it is for tables, and not for arrays."""
+        data = self.config.get("data", {})
+        return data.get("target") is not None or str(data.get("name", "")).startswith("folder:")
+
+    @property
+    def untested(self) -> str:
+        """A sentence on the clients that count in no figure; empty where all do."""
+        tested = sum(bool(row.get("test")) for row in self.rows)
+        total = int(self.summary.get("clients", len(self.rows)))
+        if tested >= total or not self.rows:
+            return ""
+        if total > (self.config.get("run", {}).get("eval_clients") or LARGEST):
+            return f"Tested were {text.count(tested)} of the {text.count(total)} clients."
+        verb = "has no test example and counts" if total - tested == 1 else "have no test examples and count"
+        return f"{text.plural(total - tested, 'client')} {verb} in no figure."
 
     @property
     def rows(self) -> list[dict[str, Any]]:

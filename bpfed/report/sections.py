@@ -18,7 +18,8 @@ _KL = Measure("train_kl", "KL to the prior", text.decimal, "How far training mov
 
 def headline(run: RunRecord) -> str:
     """The title, where and how it ran, and the figures of the last round."""
-    facts = [words.format(run.summary[key]) for key, words in _FACTS if run.summary.get(key) not in (None, "")]
+    known = {key: v for key, v in run.summary.items() if v not in (None, "") and (key, v) != ("protocol", "own")}
+    facts = [words.format(known[key]) for key, words in _FACTS if key in known]
     if math.isfinite(seconds := value(run.summary, "seconds")):
         facts.append(text.duration(seconds))
     line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
@@ -56,7 +57,7 @@ def _tile(run: RunRecord, measure: Measure, total: int) -> str:
     # A round's calibration error alone ranks nothing: an untrained model that says so is calibrated.
     if measure.name != "ece" and (best := run.best(measure.name)):
         lines.append((f"best, round {best[0]}", show(best[1])))
-    return _card(measure.label, measure.explain, show(run.last(measure.name)), lines)
+    return _card(measure.full, measure.explain, show(run.last(measure.name)), lines)
 
 
 def _worst_tile(run: RunRecord) -> str:
@@ -121,7 +122,7 @@ def _main_curves(run: RunRecord, main: Measure) -> str:
     best = run.best(main.name)
     if best:
         read += f" The ring is the best round ({best[0]})."
-    return _figure(main.label, plots.curves(run.rounds, lines, main, best=best), read)
+    return _figure(main.full, plots.curves(run.rounds, lines, main, best=best), read)
 
 
 def calibration(run: RunRecord) -> str:
@@ -132,7 +133,7 @@ def calibration(run: RunRecord) -> str:
     bins = int(run.evaluation.get("bins", len(found["count"])))
     intervals = run.measures[0].name != "accuracy"
     if intervals:
-        read = "Each dot is a predictive interval: its nominal level against the share of targets that fell inside. "
+        read = "Each dot is one of the models’ own intervals: its nominal level against the share of targets inside. "
     else:
         read = "Each bar is a bin of confidence: as high as the share that was right, its dot at the mean confidence. "
     read += "Dots on the dotted line are perfectly calibrated; a whisker (95 % interval) that crosses it may be."
@@ -159,7 +160,10 @@ def _verdict(found: dict[str, Any], intervals: bool) -> str:
         words = (
             "too narrow" if high < level else "too wide" if low > level else "as wide as they should be, within chance"
         )
-        return f"The {text.percent(level, 0)} intervals hold {text.percent(inside)} of the targets: they are {words}."
+        return (
+            f"The models’ own {text.percent(level, 0)} intervals hold {text.percent(inside)} of the targets: they are "
+            f"{words}."
+        )
     total = sum(n for n, _, _ in entries)
     if not total:
         return "There are no finite predictions to judge."
@@ -186,10 +190,15 @@ def _in_use(run: RunRecord) -> str:
         words += f" and are right in {text.percent(right)} of the rest." if math.isfinite(right) else "."
     held, size = run.last("coverage"), run.last("set_size")
     if math.isfinite(size):
-        words += f" The 90 % prediction sets hold the right label in {text.percent(held)}"
+        words += (
+            f" The 90 % prediction sets, calibrated on examples held back, hold the right label in {text.percent(held)}"
+        )
         words += f" and have {text.decimal(size, 2)} labels on average."
     elif math.isfinite(held):
-        words += f" The 90 % prediction intervals hold {text.percent(held)} of the targets."
+        words += (
+            f" The calibrated 90 % intervals, widened or narrowed by what examples held back say, hold {text.percent(held)} "
+            "of the targets; the diagram and the numbers below are of the models’ own."
+        )
     return words
 
 
@@ -201,10 +210,7 @@ def clients(run: RunRecord) -> str:
     ranking = table.ranked(run.rows, main)
     worst = table.worst_names(ranking, main)
     untested = sum(not row.get("test") for row in run.rows)
-    intro = ""
-    if untested:
-        verb = "has no test examples and counts" if untested == 1 else "have no test examples and count"
-        intro = f"{text.plural(untested, 'client')} {verb} in no figure. "
+    intro = f"{run.untested} " if run.untested else ""
     if worst:
         who = "The client" if len(worst) == 1 else f"The {len(worst)} clients"
         intro += f"{who} with the worst {main.in_words} {'is' if len(worst) == 1 else 'are'} marked. "
@@ -214,7 +220,7 @@ def clients(run: RunRecord) -> str:
         read = "One dot per client, the marked ones filled."
         if main.name == "accuracy" and len(run.rows) <= plots.WITH_INTERVALS:
             read += " Thin lines are 95 % intervals: small test sets scatter widely by chance."
-        figures = [_figure(main.label, plots.clients(run.rows, main, worst), read)]
+        figures = [_figure(main.full, plots.clients(run.rows, main, worst), read)]
         if main.name != "nll":
             note = "Clients high up are the ones whose predictions cost most: wrong, and sure of it."
             figures.append(_figure("Negative log-likelihood", plots.clients(run.rows, MEASURES["nll"], worst), note))

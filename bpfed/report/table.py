@@ -12,6 +12,8 @@ from bpfed.report.measures import Measure
 from bpfed.report.plots import wilson
 from bpfed.report.record import value
 
+#: With more columns than this, each has less room.
+ROOMY = 9
 #: With more clients than this, only the worst and the best halves of this number are shown.
 LONGEST = 200
 
@@ -54,9 +56,12 @@ def clients(ranking: Sequence[dict[str, Any]], measures: Sequence[Measure], wors
         for key, title, _, explain in columns
     )
     body = "".join(_row(row, columns, main, full, row["name"] in worst) for row in shown)
+    many = len(columns) > ROOMY
+    if many:
+        note += '<p class="note sideways">The table goes on to the right: scroll it sideways.</p>'
     return (
         f'{note}<div class="scroll" tabindex="0" role="region" aria-label="Clients">'
-        f'<table class="sortable"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'<table class="sortable{" many" if many else ""}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 

@@ -82,8 +82,13 @@ th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--rule); white-space
 tbody th { font-weight: 500; white-space: normal; min-width: 7rem; }
 thead th { background: var(--paper); color: var(--muted); font-weight: 600; border-bottom: 1px solid var(--muted); }
 .scroll { overflow: auto; max-height: 38rem; margin-top: 1rem; border: 1px solid var(--rule); border-radius: .5rem; }
-.scroll thead th { position: sticky; top: 0; padding: 0; box-shadow: inset 0 -1px var(--muted); }
+.scroll thead th {
+  position: sticky; top: 0; padding: 0; box-shadow: inset 0 -1px var(--muted); white-space: normal; vertical-align: bottom;
+}
 .scroll thead button { all: unset; box-sizing: border-box; width: 100%; padding: .45rem .6rem; cursor: pointer; }
+.scroll .many th, .scroll .many td { padding: .3rem .4rem; } .scroll .many thead th { padding: 0; }
+.scroll .many thead button { padding: .45rem .4rem; }
+.scroll .many .meter { width: 2.4rem; margin-right: .3rem; } .scroll .many .beside { min-width: 3.4em; }
 .scroll thead button:focus-visible { outline: 2px solid var(--first); outline-offset: -3px; }
 .scroll thead button::after { content: "\\2195"; display: inline-block; width: 1em; text-align: right; opacity: .4; }
 [aria-sort] button { color: var(--ink); }
@@ -112,6 +117,9 @@ pre {
   overflow-x: auto; font-size: .85rem; line-height: 1.45;
 }
 footer { margin-top: 2.5rem; color: var(--muted); font-size: .85rem; }
+.sideways { display: none; margin-bottom: 0; }
+@media (max-width: 66rem) { .scroll .many { font-size: .85rem; } .scroll .many .meter { display: none; } }
+@media screen and (max-width: 62rem) { .sideways { display: block; } }
 @media (max-width: 34rem) {
   main { padding: 1.3rem .9rem 2rem; } .plot text { font-size: 14px; }
   .tiles { grid-template-columns: 1fr 1fr; gap: .6rem; } .tile:last-child:nth-child(odd) { grid-column: 1 / -1; }

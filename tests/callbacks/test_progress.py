@@ -118,6 +118,20 @@ def test_a_longer_one_opens_it_from_a_timer() -> None:
     assert "something slow" in console.file.getvalue()
 
 
+def test_elsewhere_what_takes_long_gets_a_line() -> None:
+    console = Console(file=io.StringIO(), width=90)
+    progress = Progress(console, patience=0.001)
+    progress.doing("adapting [ward]")
+    assert progress._timer is not None
+    progress._timer.join()
+    progress.patience = 3600.0
+    progress.doing("something quick")
+    progress.close()
+    progress._timer.join()  # the timer is gone, too
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "adapting [ward] …\n"
+
+
 def test_it_is_taken_down_when_a_run_breaks() -> None:
     progress = Progress(terminal())
 

@@ -39,25 +39,6 @@ class Own:
         return self.own
 
 
-#: Traced steps by method and network, so that a site need not trace what another has: the tests would take minutes.
-TRACED = {}
-
-
-def traced_once(site):
-    """Let a site use the steps that others of its kind have traced."""
-    start = site._start
-
-    def started(facts):
-        federation = start(facts)
-        own = federation.data
-        kind = (federation.method, own.input_shape, own.classes, federation.settings.batch)
-        federation.training.steppers = TRACED.setdefault(kind, {})
-        return federation
-
-    site._start = started
-    return site
-
-
 def configured(method, **settings):
     return Config(DataSettings(name="small"), method, Settings(**{**SETTINGS, **settings}), {}, Document.read(None))
 
@@ -71,7 +52,7 @@ class Deployed:
         self.plan = Plan(self.data.clients, timeout=1.0, wait=3.0, pause=0.0, attempts=3, **(plan or {}))
         self.said = []
         self.sites = {
-            name: traced_once(site_class(folder / name, name, self.config, Own(self.data, name), say=self.said.append))
+            name: site_class(folder / name, name, self.config, Own(self.data, name), say=self.said.append)
             for name in self.data.clients
         }
         self.grid = LoopGrid({100 + i: node_of(site) for i, site in enumerate(self.sites.values())})

@@ -5,6 +5,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from command import Command
@@ -126,3 +127,26 @@ def test_a_process_that_has_ended_is_not_alive_though_nobody_has_buried_it():
     assert not control.alive(child.pid)
     assert control.alive(os.getpid())
     child.wait()
+
+
+@pytest.mark.parametrize("how", ["its time is over", "its parent has ended"])
+def test_an_app_that_waits_for_good_ends_all_the_same(how):
+    wait = "import time; from bpfed.flower.ending import end_in_time; end_in_time(%s, 0.1); print(flush=True); time.sleep(600)"
+    if how == "its time is over":
+        assert subprocess.run([sys.executable, "-c", wait % 0.1], timeout=120).returncode == 1
+        return
+    child = (
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid, flush=True); input()"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", child, wait % "600.0"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    pid = int(parent.stdout.readline())
+    parent.stdout.readline()
+    parent.communicate(b"\n", timeout=60)
+    until = time.monotonic() + 60.0
+    while control.alive(pid) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not control.alive(pid)

@@ -14,7 +14,7 @@ from bpfed.errors import UserError
 from bpfed.flower.states import States
 from bpfed.methods import BPFed, FedAvg
 
-DATA = classification(sizes=(8, 8, 8))  # all alike, so that one traced step serves all
+DATA = classification(sizes=(8, 8, 8))
 ROUNDS = 3
 
 
@@ -99,18 +99,18 @@ BAD = {
 @pytest.fixture(scope="module")
 def away():
     """The federation simulated with 'site b' down in round 2."""
-    return simulated(FedAvg(), DATA, away={2: ["site b"]}, rounds=ROUNDS)
+    return simulated(FedAvg(), DATA, away={2: ["site b"]}, epochs=1, rounds=ROUNDS)
 
 
 @pytest.fixture(scope="module")
 def away_gaussian():
-    return simulated(BPFed(), DATA, away={2: ["site b"]}, rounds=ROUNDS)
+    return simulated(BPFed(), DATA, away={2: ["site b"]}, epochs=1, rounds=ROUNDS)
 
 
 @pytest.mark.parametrize("fault", BAD)
 def test_a_bad_answer_is_refused_named_and_counted_and_the_round_goes_on(fault, tmp_path, away_gaussian):
     change, words = BAD[fault]
-    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=ROUNDS)
+    deployed = Deployed(tmp_path, BPFed(), DATA, epochs=1, rounds=ROUNDS)
     spoil(deployed, "site b", change)
     server = deployed.serve()
     assert server.sites["site b"].refused == 1
@@ -119,7 +119,7 @@ def test_a_bad_answer_is_refused_named_and_counted_and_the_round_goes_on(fault, 
 
 
 def test_a_site_that_never_answers_costs_its_contribution_only(tmp_path, away):
-    deployed = Deployed(tmp_path, FedAvg(), DATA, rounds=ROUNDS)
+    deployed = Deployed(tmp_path, FedAvg(), DATA, epochs=1, rounds=ROUNDS)
     spoil(deployed, "site b", lambda r, m: None)
     server = deployed.serve()
     assert server.sites["site b"].lost == 1
@@ -127,19 +127,19 @@ def test_a_site_that_never_answers_costs_its_contribution_only(tmp_path, away):
 
 
 def test_a_site_restarted_goes_on_from_its_disk(tmp_path):
-    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=ROUNDS)
+    deployed = Deployed(tmp_path, BPFed(), DATA, epochs=1, rounds=ROUNDS)
     node = deployed.node("site b")
 
     def fresh(m):
-        site = Deployed(tmp_path, BPFed(), DATA, rounds=ROUNDS).sites["site b"]
+        site = Deployed(tmp_path, BPFed(), DATA, epochs=1, rounds=ROUNDS).sites["site b"]
         return Message(site.answer(m.content), reply_to=m)
 
     deployed.grid.clients[node] = fresh  # a new process for every message
-    same(deployed.serve(), *simulated(BPFed(), DATA, rounds=ROUNDS))
+    same(deployed.serve(), *simulated(BPFed(), DATA, epochs=1, rounds=ROUNDS))
 
 
 def test_a_site_with_another_node_id_is_the_same_site(tmp_path):
-    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=ROUNDS)
+    deployed = Deployed(tmp_path, BPFed(), DATA, epochs=1, rounds=ROUNDS)
     node = deployed.node("site b")
     answer = deployed.grid.clients[node]
 
@@ -150,7 +150,7 @@ def test_a_site_with_another_node_id_is_the_same_site(tmp_path):
         return reply
 
     deployed.grid.clients[node] = moves
-    same(deployed.serve(), *simulated(BPFed(), DATA, rounds=ROUNDS))
+    same(deployed.serve(), *simulated(BPFed(), DATA, epochs=1, rounds=ROUNDS))
 
 
 class Killed(BaseException):
@@ -159,7 +159,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("moment", ["before the sites answer", "after they answered", "before the last scores"])
 def test_a_server_that_was_killed_goes_on_from_its_last_finished_round(moment, tmp_path):
-    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=ROUNDS)
+    deployed = Deployed(tmp_path, BPFed(), DATA, epochs=1, rounds=ROUNDS)
     when = "4" if moment == "before the last scores" else "2"
     push, pull = deployed.grid.push_messages, deployed.grid.pull_messages
 
@@ -179,21 +179,21 @@ def test_a_server_that_was_killed_goes_on_from_its_last_finished_round(moment, t
     server = deployed.serve()
     assert any("Going on after round" in s for s in deployed.said)
     assert [r["round"] for r in server.history] == [1, 2, 3]
-    same(server, *simulated(BPFed(), DATA, rounds=ROUNDS))
+    same(server, *simulated(BPFed(), DATA, epochs=1, rounds=ROUNDS))
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path):
-    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=ROUNDS)
+    deployed = Deployed(tmp_path, BPFed(), DATA, epochs=1, rounds=ROUNDS)
     deployed.serve()
     newest = sorted((tmp_path / "server" / "checkpoint").glob("*.safetensors"))[-1]
     newest.write_bytes(newest.read_bytes()[:-8])
     server = deployed.serve()
     assert any("damaged" in s for s in deployed.said)
-    same(server, *simulated(BPFed(), DATA, rounds=ROUNDS))
+    same(server, *simulated(BPFed(), DATA, epochs=1, rounds=ROUNDS))
 
 
 def test_a_full_disk_at_a_site_costs_its_contribution_only(tmp_path, away, monkeypatch):
-    deployed = Deployed(tmp_path, FedAvg(), DATA, rounds=ROUNDS)
+    deployed = Deployed(tmp_path, FedAvg(), DATA, epochs=1, rounds=ROUNDS)
     whole = States.put
 
     def full(self, round_, row, counted):
@@ -217,11 +217,11 @@ def test_a_site_that_fails_sends_no_word_of_why(tmp_path):
     deployed.sites["site b"].transform = fails
     server = deployed.serve()
     assert server.sites["site b"].refused == 1
-    assert b"4711" not in deployed.grid.bytes()
+    assert b"patient" not in deployed.grid.bytes()
 
 
 def test_too_few_uploads_stop_the_run_with_a_sentence_and_it_goes_on_later(tmp_path):
-    deployed = Deployed(tmp_path, FedAvg(), DATA, rounds=ROUNDS, plan={"min_replies": 3})
+    deployed = Deployed(tmp_path, FedAvg(), DATA, epochs=1, rounds=ROUNDS, plan={"min_replies": 3})
     answer = dict(deployed.grid.clients)
     spoil(deployed, "site b", lambda r, m: None)
     with pytest.raises(UserError, match="Round 2 got 2 uploads of 3 where 3 are needed"):
@@ -229,7 +229,7 @@ def test_too_few_uploads_stop_the_run_with_a_sentence_and_it_goes_on_later(tmp_p
     status = json.loads((tmp_path / "server" / "status.json").read_text())
     assert (status["state"], status["round"]) == ("stopped", 1)
     deployed.grid.clients = answer
-    same(deployed.serve(), *simulated(FedAvg(), DATA, rounds=ROUNDS))
+    same(deployed.serve(), *simulated(FedAvg(), DATA, epochs=1, rounds=ROUNDS))
 
 
 def test_a_site_refuses_a_server_of_another_configuration(tmp_path):

@@ -8,7 +8,6 @@ import urllib.request
 
 import numpy as np
 import pytest
-from federations import traced_once
 from flwr.app import Array, ArrayRecord
 from test_wire import found, secrets
 
@@ -79,7 +78,7 @@ def answers(url):
 
 
 def one_at_a_time(site, lock):
-    """Sites of one process take turns: steps are not traced in two threads at once."""
+    """Sites of one process take turns."""
     answer = site.answer
 
     def waits(record):
@@ -125,7 +124,7 @@ def test_nothing_personal_is_on_the_socket_until_it_is_planted(tmp_path, monkeyp
     def opened(own, say):
         site = open_site(own, say)
         sites[site.name] = site
-        one_at_a_time(traced_once(site), lock)
+        one_at_a_time(site, lock)
         if site.name == leaky:
             planting(site, lambda: marked or marked.append(proxy.taken()))
         return site

@@ -127,6 +127,38 @@ def test_bytes_of_a_round_are_those_of_the_shared_tensors_and_a_small_constant(m
     assert constants == {(True, True)}
 
 
+def test_compression_takes_three_bytes_for_a_gaussian_on_the_wire(tmp_path):
+    deployed = Deployed(tmp_path, BPFed(), classification(sizes=(8, 8), features=40), rounds=2, compression="half")
+    server = deployed.serve()
+    shared = server.federation.model.factors.shared
+    sent = {way: [len(d) for w, _, d in deployed.grid.wire if w == way] for way in ("down", "up")}
+    assert (
+        8 * shared < sent["down"][2] < 8 * shared + 2600
+    )  # the first state follows from the seed, and travels in full
+    assert 3 * shared < sent["down"][4] < 3 * shared + 2600
+    assert 3 * shared < sent["up"][2] < 3 * shared + 2600
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("sigma.bounds", np.array([np.nan, 0.0], "<f4"), "not finite"),
+        ("sigma.bounds", np.array([1e9, 1e9], "<f4"), "not finite"),
+        ("sigma.bounds", np.array([-1e9, -1e9], "<f4"), "not above 0"),
+        ("sigma", None, "not above 0"),
+        ("mean", np.zeros(3, "<f4"), "not as plain float16"),
+    ],
+)
+def test_compressed_tensors_are_checked_at_the_door(name, values, words, tmp_path):
+    model = Deployed(tmp_path, BPFed(), DATA, rounds=1, epochs=1).serve().federation.model
+    pattern = message.patterns(BPFed(), model, half=True).upload
+    record = pattern.write(BPFed().init(model).shared)
+    values = np.zeros(record[name].shape, "u1") if values is None else values
+    spoilt = {**record, name: Array(str(values.dtype), values.shape, message.RAW, values.tobytes())}
+    with pytest.raises(message.Refused, match=words):
+        pattern.read(ArrayRecord(spoilt))
+
+
 def test_the_raw_form_is_plain_little_endian_float32(tmp_path):
     model = Deployed(tmp_path, BPFed(), DATA, rounds=1).serve().federation.model
     travel = message.patterns(BPFed(), model)

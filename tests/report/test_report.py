@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def test_the_figures_of_the_last_round_are_on_the_page() -> None:
     for row in run.evaluation["clients"]:
         assert row["name"] in words
     assert "10 bins" in words
-    assert "1 client has no test examples" in words
+    assert "1 client has no test example and counts in no figure." in words
     assert "lr = 0.001" in words
 
 
@@ -127,6 +128,52 @@ def test_few_clients_and_a_single_round(n: int, task: str) -> None:
     words = Page(render(record(n, rounds=1, task=task))).text
     assert ("Worst client" in words) == (n > 1)
     assert f"{n} client{'s' * (n > 1)}, 1 round, " in words
+
+
+@pytest.mark.parametrize("data", [{"name": "folder:sites"}, {"name": "heart", "target": "age"}, {"name": "arrays"}])
+def test_the_unit_of_the_error_is_said(data: dict[str, str]) -> None:
+    run = record(task="regression")
+    words = Page(render(replace(run, config={"data": data}))).text
+    assert ("RMSE in SD of the target" in words) == (data["name"] != "arrays")
+    assert ("in standard deviations of the target" in words) == (data["name"] != "arrays")
+    assert ("in the unit of the targets as given" in words) == (data["name"] == "arrays")
+
+
+def test_own_intervals_and_calibrated_ones_are_told_apart() -> None:
+    run = record(task="regression")
+    coverage = {"pooled": 0.875, "mean": 0.8, "worst": 0.5}
+    words = plain(
+        Page(render(replace(run, history=[*run.history[:-1], run.history[-1] | {"coverage": coverage}]))).text
+    )
+    assert "The models’ own 95 % intervals hold" in words
+    assert "The calibrated 90 % intervals, widened or narrowed by what examples held back say, hold 87.5 %" in words
+
+
+def test_clients_that_count_in_no_figure_are_told() -> None:
+    run = record()
+    tested = [row for row in run.rows if row["test"]]
+    left_out = replace(run, evaluation=run.evaluation | {"clients": tested})  # as the engine leaves it
+    assert left_out.untested == run.untested == "1 client has no test example and counts in no figure."
+    assert replace(left_out, summary=run.summary | {"clients": 9}).untested.startswith(
+        "2 clients have no test examples"
+    )
+    assert replace(left_out, summary=run.summary | {"clients": 7}).untested == ""
+    assert replace(run, config={"run": {"eval_clients": 7}}).untested == "Tested were 7 of the 8 clients."
+
+
+def test_only_a_protocol_that_says_something_is_named() -> None:
+    run = record()
+    assert "paper protocol" in Page(render(run)).text
+    assert "protocol" not in Page(render(replace(run, summary=run.summary | {"protocol": "own"}))).text
+
+
+def test_a_wide_table_has_less_room_for_each_column() -> None:
+    run = record()
+    more = {"coverage": 0.9, "set_size": 1.2, "aurc": 0.1, "abstained": 0.3, "answered_accuracy": 0.9}
+    wide = replace(run, evaluation=run.evaluation | {"clients": [row | more for row in run.rows]})
+    assert 'class="sortable many"' in render(wide)
+    assert "scroll it sideways" in render(wide)
+    assert 'class="sortable"' in render(record(task="regression"))
 
 
 def test_many_clients_are_cut_in_the_middle_and_the_page_says_so() -> None:
