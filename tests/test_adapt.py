@@ -176,7 +176,7 @@ def test_a_newcomer_keeps_no_examples_to_calibrate_with(run: bpfed.Run) -> None:
     ) as error:
         run.adapt(X, Y, steps=5).predict(X).prediction_set(0.9)
     assert "calibration=" not in str(error.value)
-    with pytest.raises(bpfed.UserError, match="train with calibration=0.2"):
+    with pytest.raises(bpfed.UserError, match=r"train with calibration=0\.2"):
         run.clients()[0].predict(X).prediction_set(0.9)
 
 
