@@ -29,8 +29,6 @@ Predict = Literal["own", "aggregated"]
 Optimiser = Literal["adam", "ivon"]
 #: σ of the logarithm of a noise scale before any example is seen.
 NOISE_SIGMA = 0.5
-#: Weight of a newcomer's KL term in a regression, in units of T; by the NLL of newcomers with 5 to 60 examples.
-NEWCOMER_KL = 0.3
 Order = Literal["joint", "alternating"]
 
 
@@ -231,9 +229,6 @@ class BPFed(Method):
         # Eq. 9: the data term, scaled by n/b, and T · KL(q ‖ π) with π held.
         data = data_term(self.estimator, self.draws, model, q, batch)
         temperature = hyper["temperature"]
-        if phase == ADAPT and not isinstance(model.likelihood, Categorical):
-            # The spread of a mean-field head that learns its noise feeds the noise, and that the spread (see per_head).
-            temperature = NEWCOMER_KL * temperature
         new_q: Variational | Newton
         if isinstance(local.q, Newton):
             rate = hyper["lr"] * hyper["newton"]
