@@ -14,7 +14,7 @@ from rich.text import Text
 
 from bpfed.cli import show
 from bpfed.cli.flags import argument, flag, schema_fields, with_schema
-from bpfed.cli.run import RUNS, data_word, loading
+from bpfed.cli.run import RUNS, data_word, full_memory, loading
 from bpfed.errors import UserError, hint
 
 if TYPE_CHECKING:
@@ -105,12 +105,8 @@ def compare(
         progress.say(f"bpfed: Stopped; at most the current round is lost. Go on with: {again}")
         raise typer.Exit(130) from None
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":
-            raise
-        raise UserError(
-            "The GPU's memory is full; start again with fewer clients side by side, by --chunk or --memory, or with "
-            "--device cpu."
-        ) from error
+        full_memory(error)
+        raise
     finally:
         progress.close()
     _show(found)

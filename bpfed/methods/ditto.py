@@ -24,6 +24,7 @@ from bpfed.estimators import Batch
 from bpfed.factors import Personal
 from bpfed.methods.base import ADAPT, Finished, Initial, Method, PointPredictive
 from bpfed.methods.fedavg import Weights
+from bpfed.methods.own import Own
 from bpfed.model import Model
 from bpfed.optim import Adam, adam
 
@@ -46,27 +47,6 @@ class Local(NamedTuple):
     own_memory: Adam
     centre: Tensor
     steps: Tensor
-
-
-class Own(NamedTuple):
-    """A network of the client's own, once it has one.
-
-    Attributes:
-        weights: ``[S, P]``.
-        known: 1 once there are such weights, 0 before, ``[S, 1]``.
-    """
-
-    weights: Tensor
-    known: Tensor
-
-    @classmethod
-    def none(cls, like: Tensor) -> Own:
-        """No such network yet, for weights like these ``[P]``."""
-        return cls(torch.zeros_like(like), like.new_zeros(1))
-
-    def over(self, shared: Tensor) -> Tensor:
-        """The client's own weights, or the shared ones if it has none, ``[S, P]``."""
-        return torch.where(self.known > 0, self.weights, shared)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from bpfed.errors import UserError, unknown
 from bpfed.estimators import Batch
 from bpfed.factors import Personal
 from bpfed.methods.base import Finished, Initial, Method, Phase, PointPredictive
-from bpfed.methods.ditto import Own
 from bpfed.methods.fedavg import Weights
+from bpfed.methods.own import Own
 from bpfed.model import Model
 from bpfed.optim import Adam, adam
 

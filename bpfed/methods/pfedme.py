@@ -25,8 +25,8 @@ from bpfed.errors import UserError
 from bpfed.estimators import Batch
 from bpfed.factors import Personal
 from bpfed.methods.base import ADAPT, Finished, Initial, Method, PointPredictive
-from bpfed.methods.ditto import Own
 from bpfed.methods.fedavg import Weights
+from bpfed.methods.own import Own
 from bpfed.model import Model
 
 

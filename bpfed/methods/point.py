@@ -19,6 +19,7 @@ from bpfed.errors import UserError
 from bpfed.estimators import Batch
 from bpfed.methods.base import ADAPT, Finished, Initial, Method, Phase, PointPredictive, Predictive
 from bpfed.methods.laplace import CURVATURE, Curvature, laplace
+from bpfed.methods.own import Own
 from bpfed.model import Model
 from bpfed.optim import Adam, adam
 
@@ -83,13 +84,6 @@ class Memory(NamedTuple):
     shared: Adam
     personal: Adam
     steps: Tensor
-
-
-class Own(NamedTuple):
-    """A whole network of the client's own, ``[S, P]``, and whether there is one yet, 0 or 1, ``[S, 1]``."""
-
-    weights: Tensor
-    tuned: Tensor
 
 
 class Kept(NamedTuple):
@@ -162,11 +156,10 @@ class Point(Method):
     def init(self, model: Model) -> Initial:
         shared, personal = model.factors.split(model.initial)
         memory = Memory(Adam.like(shared), Adam.like(personal), shared.new_zeros(2))
-        own = Own(torch.zeros_like(model.initial), shared.new_zeros(1))
         kept = Kept(
             personal,
             (memory,) if self.keep_adam else (),
-            (own,) if self.keeps_network else (),
+            (Own.none(model.initial),) if self.keeps_network else (),
             (Curvature.zero(model),) if self.laplace else (),
         )
         return Initial(Weights(shared), kept)
@@ -216,7 +209,7 @@ class Point(Method):
     def predictive(self, model: Model, shared: Weights, personal: Kept) -> Predictive:
         weights = _join(shared.weights, personal.weights)
         for own in personal.own:
-            weights = torch.where(own.tuned > 0, own.weights, weights)
+            weights = own.over(weights)
         for curvature in personal.curvature:
             return laplace(model, weights, curvature, self.laplace_precision)
         return PointPredictive(weights)

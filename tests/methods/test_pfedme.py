@@ -13,8 +13,8 @@ from bpfed.estimators import Batch
 from bpfed.likelihoods import Normal
 from bpfed.methods import PFedMe
 from bpfed.methods.base import ADAPT, rows
-from bpfed.methods.ditto import Own
 from bpfed.methods.fedavg import Weights
+from bpfed.methods.own import Own
 from bpfed.model import Model
 
 CLIENTS, STEPS = 2, 5
