@@ -22,7 +22,7 @@ from bpfed.data.own import TEST_FRACTION, examples, find_target, held_out
 from bpfed.data.preparation import Preparation, Summary, client_summary, combine
 from bpfed.data.table import read_table
 from bpfed.errors import UserError
-from bpfed.flower.message import Refused
+from bpfed.flower.pattern import Refused
 
 
 class Source(Protocol):

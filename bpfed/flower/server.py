@@ -31,7 +31,8 @@ from bpfed.engine.store import MemoryStore
 from bpfed.errors import UserError
 from bpfed.files import append_line, to_json, to_json_line, to_toml, write_whole
 from bpfed.flower.data import agreed
-from bpfed.flower.message import Answer, Ask, Pattern, Refused, fingerprint, patterns, size
+from bpfed.flower.message import Answer, Ask, fingerprint, size
+from bpfed.flower.pattern import Pattern, Refused, patterns
 from bpfed.flower.plan import Plan
 from bpfed.likelihoods import Categorical, Normal
 from bpfed.methods.base import State

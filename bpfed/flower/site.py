@@ -22,7 +22,8 @@ from bpfed.engine.local import LocalRound
 from bpfed.engine.store import Layout
 from bpfed.errors import UserError
 from bpfed.flower.data import Source
-from bpfed.flower.message import Answer, Ask, Patterns, Refused, Upload, fingerprint, patterns, shared_of
+from bpfed.flower.message import Answer, Ask, fingerprint, shared_of
+from bpfed.flower.pattern import Patterns, Refused, Upload, patterns
 from bpfed.flower.states import States
 from bpfed.methods.base import State
 from bpfed.metrics import Sums

@@ -7,8 +7,7 @@ from federations import Deployed
 from flwr.app import Array, ArrayRecord
 from scenarios import classification
 
-from bpfed.flower import message
-from bpfed.flower.message import Upload
+from bpfed.flower.pattern import RAW, Refused, Upload, patterns
 from bpfed.flower.site import Site
 from bpfed.flower.states import States
 from bpfed.methods import BPFed, FedAvg
@@ -151,17 +150,17 @@ def test_compression_takes_three_bytes_for_a_gaussian_on_the_wire(tmp_path):
 )
 def test_compressed_tensors_are_checked_at_the_door(name, values, words, tmp_path):
     model = Deployed(tmp_path, BPFed(), DATA, rounds=1, epochs=1).serve().federation.model
-    pattern = message.patterns(BPFed(), model, half=True).upload
+    pattern = patterns(BPFed(), model, half=True).upload
     record = pattern.write(BPFed().init(model).shared)
     values = np.zeros(record[name].shape, "u1") if values is None else values
-    spoilt = {**record, name: Array(str(values.dtype), values.shape, message.RAW, values.tobytes())}
-    with pytest.raises(message.Refused, match=words):
+    spoilt = {**record, name: Array(str(values.dtype), values.shape, RAW, values.tobytes())}
+    with pytest.raises(Refused, match=words):
         pattern.read(ArrayRecord(spoilt))
 
 
 def test_the_raw_form_is_plain_little_endian_float32(tmp_path):
     model = Deployed(tmp_path, BPFed(), DATA, rounds=1).serve().federation.model
-    travel = message.patterns(BPFed(), model)
+    travel = patterns(BPFed(), model)
     state = BPFed().init(model).shared
     record = travel.shared.write(state)
     assert record["mean"].data == state.mean.numpy().astype("<f4").tobytes()
