@@ -20,8 +20,9 @@ from bpfed.moments import gaussian_softmax, moments
 
 #: ``sample``: averages over draws of all weights; ``single-pass``: Gaussian outputs, without a draw (see `bpfed.moments`).
 How = Literal["sample", "single-pass"]
-#: Draws are stacked into one call as long as their weights and activations are no more numbers than this.
-STACKED = 1_000_000
+#: Draws are stacked into one call as long as their weights and inputs are no more numbers than this: on a CPU what its caches
+#: hold, on a GPU enough to keep it busy.
+STACKED = {"cpu": 1_000_000, "cuda": 100_000_000}
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,13 @@ def classify(
 def _drawn(model: Model, predictive: Predictive, x: Tensor, key: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Weights ``[D, S, P]`` and outputs ``[D, S, B, ...]`` of some draws at a time, all draws in turn."""
     each = len(x) * model.factors.total + x.numel()
-    stack = max(1, STACKED // each)
+    stack = max(1, STACKED.get(x.device.type, STACKED["cpu"]) // each)
     for start in range(0, count, stack):
-        weights = torch.stack([predictive.draw(key, m) for m in range(start, min(start + stack, count))])
+        some = range(start, min(start + stack, count))
+        if isinstance(predictive, GaussianPredictive):
+            weights = predictive.draw(key, torch.tensor(some, dtype=torch.int32, device=key.device))
+        else:
+            weights = torch.stack([predictive.draw(key, m) for m in some])
         yield weights, vmap(model.stacked_outputs, (0, None))(weights, x)
 
 

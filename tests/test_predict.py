@@ -93,7 +93,7 @@ def test_stacked_draws_are_the_draws_one_by_one(budget, monkeypatch):
     model = scenarios.model_of(scenarios.small_mlp())
     predictive, x, key = posterior(model), torch.randn(3, 5, 4, generator=scenarios.generator(1)), scenarios.keys(3)
     loop = torch.stack([model.stacked_outputs(predictive.draw(key, m), x) for m in range(7)])
-    monkeypatch.setattr(predict, "STACKED", budget)
+    monkeypatch.setattr(predict, "STACKED", {"cpu": budget})
     found = classify(model, predictive, x, key, 7)
     torch.testing.assert_close(found.probs, loop.softmax(-1).mean(0))
     torch.testing.assert_close(found.aleatoric, torch.distributions.Categorical(logits=loop).entropy().mean(0))

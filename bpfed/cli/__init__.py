@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from bpfed import __version__
-from bpfed.cli import adapt, compare, data, deploy, methods, predict, report, run
+from bpfed.cli import adapt, compare, data, deploy, methods, paper, predict, report, run
 from bpfed.errors import UserError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("adapt", epilog=adapt.EXAMPLE)(adapt.adapt)
 app.command("methods", epilog=methods.EXAMPLE)(methods.methods)
 app.add_typer(data.app, name="data")
 app.add_typer(deploy.app, name="deploy")
+app.add_typer(paper.app, name="paper")
 app.command("report", epilog=report.EXAMPLE)(report.report)
 
 

@@ -142,7 +142,7 @@ def _predict(
         who = clients[group]
         slot = torch.arange(longest)
         valid = slot < sizes[group][:, None]
-        source = examples.offsets[who][:, None] + torch.where(valid, slot, 0)
+        source = (examples.offsets[who][:, None] + torch.where(valid, slot, 0)).to(examples.x.device)
         x, y = examples.x[source].to(device), examples.y[source].to(device)
         key = federation.keys(0, Purpose.EVALUATION, who)
         with torch.no_grad():
@@ -159,7 +159,7 @@ def _predict(
         at.append((offsets[group][:, None] + slot)[valid.cpu()])
     classification = federation.data.task == "classification"
     own = [torch.arange(int(examples.offsets[c]), int(examples.offsets[c + 1])) for c in clients]
-    y = examples.y[torch.cat(own)].to(device)
+    y = examples.y[torch.cat(own).to(examples.y.device)].to(device)
     if not at:
         empty = torch.zeros(0, device=device)
         return _Predicted((empty.reshape(0, federation.data.classes),) if classification else (empty,) * 3, y, offsets)

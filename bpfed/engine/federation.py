@@ -219,6 +219,7 @@ class Federation:
             size=self.data.train.sizes[clients].to(self.device),
             shuffle=shuffle,
             key=key,
+            done=(torch.full((count,), self.round, device=self.device),),
         )
 
     def _training(self) -> LocalRound:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bpfed.engine.plan import plan
+from bpfed.engine.plan import Plan, cyclic, plan
 from bpfed.engine.stepper import Stepper, Work
 from bpfed.methods.base import Finished, Method, Phase, State
 from bpfed.model import Model
@@ -34,6 +34,7 @@ class Rows:
         size: How many it has, ``[S]`` int64.
         shuffle: Keys of the order of examples, ``[S, 2]``.
         key: Keys of the noise, ``[S, 2]``.
+        done: Rounds before this one, ``[S]`` int64, which say where a phase of ``batches`` goes on; nothing: none.
     """
 
     shared: State
@@ -43,6 +44,7 @@ class Rows:
     size: Tensor
     shuffle: Tensor
     key: Tensor
+    done: tuple[Tensor, ...] = ()
 
     def __len__(self) -> int:
         return len(self.start)
@@ -110,12 +112,11 @@ class LocalRound:
         taken = torch.zeros(len(rows), device=self.x.device)
         before = 0
         for phase in phases:
-            todo = plan(
-                rows.shuffle, rows.key, rows.start, rows.size, self.batch, before, phase.epochs, longest, self.width
-            )
+            todo = self._plan(rows, phase, before, longest)
             step = torch.zeros(1, dtype=torch.int64, device=self.x.device)
             work = Work(local, step, loss, self.x, self.y, todo, rows.hyper)
-            self._stepper(phase.name, ragged).run(work, most * phase.epochs)
+            steps = phase.batches * phase.repeats or most * phase.epochs
+            self._stepper(phase.name, ragged and not phase.batches).run(work, steps)
             before += phase.epochs
             taken = taken + todo.steps
         finished = self.method.finish(self.model, local, rows.hyper)
@@ -123,6 +124,14 @@ class LocalRound:
         upload = tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), finished.upload)
         told = {name: value / rows.size for name, value in finished.info.items()}
         return Finished(upload, finished.personal, {"nll": loss / taken.clamp(min=1.0), **told})
+
+    def _plan(self, rows: Rows, phase: Phase, before: int, longest: int) -> Plan:
+        if phase.batches:
+            first = rows.done[0] * phase.batches if rows.done else torch.zeros_like(rows.size)
+            return cyclic(rows.key, rows.start, rows.size, self.batch, first, phase.batches, phase.repeats, self.width)
+        return plan(
+            rows.shuffle, rows.key, rows.start, rows.size, self.batch, before, phase.epochs, longest, self.width
+        )
 
     def _stepper(self, phase: str, ragged: bool) -> Stepper:
         at = (phase, ragged)

@@ -66,3 +66,27 @@ def plan(
     number = (per_epoch * epochs_before + t).int()  # a client's own count, whoever trains beside it
     keys = noise.fold(key.expand(len(t), -1, -1), number)
     return Plan(rows, mask.float(), keys, steps.int(), size.float())
+
+
+def cyclic(
+    key: Tensor, start: Tensor, size: Tensor, batch: int, first: Tensor, batches: int, repeats: int, width: int
+) -> Plan:
+    """Mini-batches in the order the examples are in, the first again after the last.
+
+    Args:
+        key: Keys of the noise in this round, ``[S, 2]``.
+        start: Where each client's examples begin, ``[S]``.
+        size: How many it has, ``[S]``.
+        batch: Mini-batch size; the last batch of a pass may be smaller.
+        first: Mini-batches of the rounds before, ``[S]`` int64.
+        batches: How many to take.
+        repeats: Steps with each of them.
+        width: Padded batch size B, at least that of the largest batch.
+    """
+    t = torch.arange(batches * repeats, device=size.device)[:, None]  # [T, 1]
+    slot = torch.arange(width, device=size.device)
+    position = ((first + t // repeats) % ((size + batch - 1) // batch))[..., None] * batch + slot  # [T, S, B]
+    mask = (position < size[:, None]) & (slot < batch)
+    rows = torch.where(mask, position, 0) + start[:, None]
+    keys = noise.fold(key.expand(len(t), -1, -1), t.int())
+    return Plan(rows, mask.float(), keys, torch.full_like(size, len(t)).int(), size.float())

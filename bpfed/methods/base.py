@@ -20,6 +20,7 @@ has none. Only an upload can travel: what `finish` returns as ``personal`` stays
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -36,14 +37,31 @@ from bpfed.model import Model
 #: Name of the phase in which a newcomer learns its personal state and the shared factors are frozen.
 ADAPT = "adapt"
 
+#: What may be asked of a setting that is a number, in words.
+RANGES: dict[str, Callable[[float], bool]] = {
+    "above 0": lambda value: value > 0.0,
+    "0 or more": lambda value: value >= 0.0,
+    "at least 1": lambda value: value >= 1,
+    "from 0 to 1": lambda value: 0.0 <= value <= 1.0,
+    "above 0 and at most 1": lambda value: 0.0 < value <= 1.0,
+    "between 0 and 1": lambda value: 0.0 < value < 1.0,
+    "at least 0 and below 1": lambda value: 0.0 <= value < 1.0,
+}
+
 State = Any  # a NamedTuple (of NamedTuples) of tensors; each method has its own
 
 
 class Phase(NamedTuple):
-    """A part of the local round: ``epochs`` passes over the data by `Method.step` with this phase's name."""
+    """A part of the local round: ``epochs`` passes over the data by `Method.step` with this phase's name.
+
+    With ``batches`` above 0 it is so many mini-batches instead, ``repeats`` steps with each, in the order the examples are in
+    and going round: a round goes on where the one before it ended.
+    """
 
     name: str
     epochs: int
+    batches: int = 0
+    repeats: int = 1
 
 
 class Initial(NamedTuple):
@@ -87,8 +105,10 @@ class GaussianPredictive(NamedTuple):
     def draws(self, wanted: int) -> int:
         return wanted
 
-    def draw(self, key: Tensor, index: int) -> Tensor:
-        return self.weights.draw(noise.normal(noise.fold(key, index), self.weights.mean.shape[-1]))
+    def draw(self, key: Tensor, index: int | Tensor) -> Tensor:
+        """One draw; of several at once, with ``index`` ``[D]`` int32, ``[D, S, P]``."""
+        word = index if isinstance(index, int) else index[:, None]
+        return self.weights.draw(noise.normal(noise.fold(key, word), self.weights.mean.shape[-1]))
 
 
 class PointPredictive(NamedTuple):
@@ -134,6 +154,12 @@ class Method(ABC):
         """Raise a `UserError` if a setting is out of range or settings contradict each other."""
         if not self.lr >= 0.0:
             raise UserError(f"lr is {self.lr}, but a step size must be 0 or more.")
+
+    def require(self, **ranges: str) -> None:
+        """Raise a `UserError` if one of these settings is not in the range that is named, one of `RANGES`."""
+        for name, words in ranges.items():
+            if not RANGES[words](getattr(self, name)):
+                raise UserError(f"{name} is {getattr(self, name)}, but must be {words}.")
 
     def phases(self, epochs: int) -> tuple[Phase, ...]:
         """The parts of a local round of ``epochs`` passes over the data."""

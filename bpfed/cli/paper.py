@@ -1,0 +1,290 @@
+"""``bpfed paper``: the paper's tables and figures, each one command; results are kept as JSON, so nothing is run twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+
+from bpfed.errors import UserError
+
+if TYPE_CHECKING:
+    from bpfed.paper.cell import Cell
+
+app = typer.Typer(
+    help="The paper's experiments: run them, and make their tables and figures.",
+    epilog="Example: bpfed paper table1 --cells small --methods bpfed,bpfed-recipe,fedper --seeds 3",
+    no_args_is_help=True,
+)
+
+RESULTS = Path("results")
+DOCS = Path("docs")
+
+Cells = Annotated[
+    str | None,
+    typer.Option(metavar="A,B", help="Cells, e.g. mnist-small, or mnist, small, large. [default: all six]"),
+]
+Methods = Annotated[
+    str | None,
+    typer.Option(metavar="A,B", help="Methods, e.g. bpfed,fedper+laplace; table: the paper's nine. [default: all]"),
+]
+Partitions = Annotated[str, typer.Option(metavar="A,B", help="groups (the paper's), random, or both.")]
+Seeds = Annotated[int | None, typer.Option(min=1, help="Number of seeds. [default: 5 for the recipes, 3 for others]")]
+FewSeeds = Annotated[int, typer.Option(min=1, help="Number of seeds.")]
+Rounds = Annotated[int | None, typer.Option(min=1, help="Rounds. [default: the experiment's own]")]
+Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")]
+Results = Annotated[Path, typer.Option("--results", help="Folder of results.")]
+Docs = Annotated[Path, typer.Option("--docs", help="Folder of the page of results and its figures.")]
+
+
+@app.command(epilog="Example: bpfed paper table1 --cells mnist-small --methods table --seeds 3")
+def table1(
+    cells: Cells = None,
+    methods: Methods = None,
+    partitions: Partitions = "groups",
+    seeds: Seeds = None,
+    rounds: Rounds = None,
+    device: Device = "auto",
+    results: Results = RESULTS,
+) -> None:
+    """Table 1: accuracy of every method in every cell, beside the published numbers."""
+    _run_cells(cells, methods, partitions, seeds, rounds, device, results)
+    _show_table("accuracy", partitions, results)
+
+
+@app.command(epilog="Example: bpfed paper table2 --cells small --methods bpfed,bpfed-recipe,pfedbayes")
+def table2(
+    cells: Cells = None,
+    methods: Methods = None,
+    partitions: Partitions = "groups",
+    seeds: Seeds = None,
+    rounds: Rounds = None,
+    device: Device = "auto",
+    results: Results = RESULTS,
+) -> None:
+    """Table 2: calibration (ECE) of every method in every cell, and its NLL; the runs are those of Table 1."""
+    _run_cells(cells, methods, partitions, seeds, rounds, device, results)
+    for measure in ("ece", "nll"):
+        _show_table(measure, partitions, results)
+
+
+@app.command(epilog="Example: bpfed paper figures --cells mnist")
+def figures(
+    cells: Cells = None,
+    methods: Methods = None,
+    seeds: Seeds = None,
+    device: Device = "auto",
+    results: Results = RESULTS,
+    docs: Docs = DOCS,
+) -> None:
+    """Figures 3 to 6: convergence and reliability; the runs are those of Table 1."""
+    _run_cells(cells, methods, "groups", seeds, None, device, results)
+    _render(results, docs)
+
+
+@app.command(epilog="Example: bpfed paper novel --cells small --methods fedper,bpfed-recipe")
+def novel(
+    cells: Cells = None,
+    methods: Methods = None,
+    seeds: FewSeeds = 3,
+    rounds: Rounds = None,
+    device: Device = "auto",
+    results: Results = RESULTS,
+) -> None:
+    """Figures 7 to 9: a client that took no part in training joins."""
+    from bpfed.paper import novel as experiment
+    from bpfed.paper import protocol
+
+    with _saying() as say:
+        names = experiment.METHODS if methods is None else _listed(methods)
+        experiment.run(results, protocol.cells(cells), names, seeds, rounds or experiment.ROUNDS, device, say)
+
+
+@app.command(epilog="Example: bpfed paper theory --seeds 3")
+def theory(seeds: FewSeeds = 3, device: Device = "auto", results: Results = RESULTS) -> None:
+    """The theorem, measured: error over examples and over clients, where the true functions are known."""
+    from bpfed.paper import theory as experiment
+
+    with _saying() as say:
+        experiment.run(results, seeds, device, say)
+
+
+@app.command(epilog="Example: bpfed paper published --cells mnist-small --methods bpfed")
+def published(
+    cells: Cells = None,
+    methods: Methods = None,
+    seeds: FewSeeds = 1,
+    rounds: Rounds = None,
+    device: Device = "auto",
+    results: Results = RESULTS,
+) -> None:
+    """BPFed and pFedBayes as the public reference code runs them, 800 rounds."""
+    from bpfed.paper import protocol, reference
+
+    with _saying() as say:
+        names = None if methods is None else _listed(methods)
+        reference.run(results, range(seeds), rounds or reference.ROUNDS, device, say, protocol.cells(cells), names)
+
+
+@app.command(epilog="Example: bpfed paper audit --seeds 3")
+def audit(
+    cells: Cells = "mnist-small",
+    seeds: FewSeeds = 3,
+    rounds: Rounds = None,
+    device: Device = "auto",
+    results: Results = RESULTS,
+) -> None:
+    """What each difference between the paper and its public code is worth, switched one by one."""
+    from bpfed.paper import audit as experiment
+    from bpfed.paper import protocol
+
+    with _saying() as say:
+        experiment.run(results, range(seeds), rounds or experiment.ROUNDS, device, say, protocol.cells(cells))
+
+
+@app.command(epilog="Example: bpfed paper heterogeneity --axes alpha --methods bpfed-recipe,fedper")
+def heterogeneity(
+    axes: Annotated[str, typer.Option(metavar="A,B", help="alpha (label skew), clients (their number), or both.")] = (
+        "alpha,clients"
+    ),
+    methods: Methods = None,
+    seeds: FewSeeds = 3,
+    rounds: Rounds = None,
+    device: Device = "auto",
+    results: Results = RESULTS,
+) -> None:
+    """Accuracy and calibration over the skew of labels and over the number of clients."""
+    from bpfed.paper import heterogeneity as experiment
+
+    with _saying() as say:
+        names = experiment.METHODS if methods is None else _listed(methods)
+        experiment.run(results, _listed(axes), names, seeds, rounds, device, say)
+
+
+@app.command(epilog="Example: bpfed paper shift --cells mnist-small")
+def shift(
+    cells: Cells = "mnist-small",
+    methods: Methods = None,
+    seeds: FewSeeds = 3,
+    rounds: Rounds = None,
+    device: Device = "auto",
+    results: Results = RESULTS,
+) -> None:
+    """Rotated and noisy test images, and images of classes that were never seen."""
+    from bpfed.paper import protocol
+    from bpfed.paper import shift as experiment
+
+    with _saying() as say:
+        names = experiment.METHODS if methods is None else _listed(methods)
+        experiment.run(results, protocol.cells(cells), names, seeds, rounds or experiment.ROUNDS, device, say)
+
+
+@app.command("all", epilog="Example: bpfed paper all --device cuda")
+def everything(
+    cells: Cells = None,
+    methods: Methods = None,
+    seeds: Seeds = None,
+    device: Device = "auto",
+    results: Results = RESULTS,
+    docs: Docs = DOCS,
+) -> None:
+    """Everything in turn, then the tables and figures. What is finished is not run again."""
+    _run_cells(cells, methods, "groups,random", seeds, None, device, results)
+    novel(cells, None, seeds or 3, None, device, results)
+    published(cells, None, 1, None, device, results)
+    audit(seeds=seeds or 3, device=device, results=results)
+    heterogeneity(seeds=seeds or 3, device=device, results=results)
+    shift(seeds=seeds or 3, device=device, results=results)
+    theory(seeds or 3, device, results)
+    _render(results, docs)
+
+
+@app.command(epilog="Example: bpfed paper render")
+def render(results: Results = RESULTS, docs: Docs = DOCS) -> None:
+    """Write summary.json, the page of results and its figures from the results that are there."""
+    _render(results, docs)
+
+
+def _run_cells(
+    cells: str | None,
+    methods: str | None,
+    partitions: str,
+    seeds: int | None,
+    rounds: int | None,
+    device: str,
+    results: Path,
+) -> None:
+    """Run what is missing of these cells, with one display for all."""
+    from bpfed.callbacks.progress import CellProgress
+
+    display = CellProgress()
+    try:
+        display.doing("starting")
+        from bpfed.paper import protocol
+        from bpfed.paper.cell import Cell, run
+        from bpfed.paper.summary import write
+
+        tag = "" if rounds is None else f"rounds-{rounds}"
+        chosen = None if seeds is None else tuple(range(seeds))
+        todo = [
+            Cell(cell, method, partition, rounds, chosen, tag)
+            for partition in protocol.partitions(partitions)
+            for cell in protocol.cells(cells)
+            for method in protocol.methods(methods)
+        ]
+        missing = {cell: cell.missing(results) for cell in todo}  # all are looked at before one is run
+        display.expect([(cell.name, seed) for cell, left in missing.items() for seed in left])
+        for cell, left in missing.items():
+            if left:
+                display.doing(f"loading {cell.cell}")
+                run(cell, results, device, lambda sentence: None, display)
+    finally:
+        display.close()
+    write(results)
+    _count(missing, results)
+
+
+def _count(missing: dict[Cell, list[int]], results: Path) -> None:
+    run = sum(map(len, missing.values()))
+    wanted = sum(len(cell.wanted) for cell in missing)
+    Console(stderr=True).print(
+        f"{run} runs done, {wanted - run} were there already; they are in {results}.", highlight=False, soft_wrap=True
+    )
+
+
+def _show_table(measure: str, partitions: str, results: Path) -> None:
+    from bpfed.paper import protocol
+    from bpfed.paper.markdown import measure_table
+    from bpfed.paper.records import read_cells
+
+    found = read_cells(results).get("paper", {})
+    for partition in protocol.partitions(partitions):
+        text = measure_table(found.get(partition, {}), measure, beside=partition == "groups")
+        Console().print(Markdown(f"**{measure}, partition {partition}, last round**\n\n{text}"))
+
+
+def _render(results: Path, docs: Path) -> None:
+    with _saying() as say:
+        from bpfed.paper import render as pages
+        from bpfed.paper.summary import write
+
+        if not results.is_dir():
+            raise UserError(f"There are no results in '{results}'; run 'bpfed paper table1' first, or name --results.")
+        say(str(write(results)))
+        pages.render(results, docs, lambda path: say(str(path)))
+
+
+@contextmanager
+def _saying() -> Iterator[Callable[[str], None]]:
+    """Sentences on stderr, as they come."""
+    console = Console(stderr=True)
+    yield lambda sentence: console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+
+
+def _listed(words: str) -> list[str]:
+    return [word.strip() for word in words.split(",") if word.strip()]

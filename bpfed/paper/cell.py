@@ -1,0 +1,224 @@
+"""One cell of the tables: a method on a cell of the paper with all its seeds, and its record as JSON.
+
+On a GPU the seeds are stacked along the client axis; on a CPU, where that saves nothing, they are run in turn. The record is
+written after each of them, so what is broken off goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import bpfed
+from bpfed.callbacks.base import Callback
+from bpfed.comparison.entrants import Entrant, entrants
+from bpfed.data import Examples, FederatedData, load
+from bpfed.engine.evaluate import evaluate_clients
+from bpfed.engine.federation import pick_device
+from bpfed.engine.settings import Settings
+from bpfed.errors import UserError
+from bpfed.files import to_json, write_whole
+from bpfed.paper import protocol
+from bpfed.run import Run, prepare, train_together
+
+if TYPE_CHECKING:
+    from bpfed.callbacks.progress import CellProgress
+
+#: The curves that are kept, over the evaluated rounds.
+CURVES = ("accuracy", "nll", "ece")
+#: The metrics that are kept of the last round.
+METRICS = ("accuracy", "nll", "brier", "ece", "mce", "aurc")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is run: a method on a cell, dealt out by a partition, with so many rounds and seeds.
+
+    Attributes:
+        cell: One of the paper's six, e.g. ``"mnist-small"``.
+        method: Name of a method or variant, e.g. ``"fedper+laplace"``.
+        partition: ``"groups"`` or ``"random"``.
+        rounds: None: the protocol's.
+        seeds: Which; None: the protocol's.
+        tag: Of a run beside the protocol's, e.g. ``"rounds-900"``; it is kept in a folder of that name.
+    """
+
+    cell: str
+    method: str
+    partition: str = "groups"
+    rounds: int | None = None
+    seeds: tuple[int, ...] | None = None
+    tag: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called in progress and errors."""
+        return f"{self.partition} {self.cell} {self.method}"
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """The seeds."""
+        return tuple(range(protocol.seeds(self.method))) if self.seeds is None else self.seeds
+
+    def settings(self, device: str = "auto") -> Settings:
+        """How it is run; the seed is set later."""
+        rounds = protocol.rounds(self.cell) if self.rounds is None else self.rounds
+        return Settings(
+            rounds=rounds,
+            eval_every=max(1, rounds // protocol.EVALUATIONS),
+            eval_draws=protocol.DRAWS,
+            device=device,  # type: ignore[arg-type]
+            **protocol.RUN,
+        )
+
+    def path(self, results: Path) -> Path:
+        """Where its record is kept."""
+        folder = results / "paper" / self.partition / self.cell
+        return (folder / self.tag if self.tag else folder) / f"{self.method}.json"
+
+    def record(self, results: Path) -> dict[str, Any] | None:
+        """Its record, if there is one."""
+        path = self.path(results)
+        if not path.is_file():
+            return None
+        try:
+            return json.loads(path.read_text())
+        except (OSError, ValueError):
+            raise UserError(f"'{path}' is damaged; delete it to run the cell anew.") from None
+
+    def missing(self, results: Path) -> list[int]:
+        """The seeds that its record does not hold.
+
+        Raises:
+            UserError: The record was made with other settings than it would be now.
+        """
+        record = self.record(results)
+        if record is None:
+            return list(self.wanted)
+        settings = _settings(entrants([self.method], self.settings())[0])
+        if differs := _differing(record["settings"], settings):
+            raise UserError(
+                f"'{self.path(results)}' was made with other settings ({differs}); delete it to run the cell anew."
+            )
+        done = {found["seed"] for found in record["runs"]}
+        return [seed for seed in self.wanted if seed not in done]
+
+
+def run(
+    cell: Cell,
+    results: Path,
+    device: str = "auto",
+    say: Callable[[str], None] = print,
+    display: CellProgress | None = None,
+) -> None:
+    """Run the seeds of a cell that have no record yet."""
+    missing = cell.missing(results)
+    (entrant,) = entrants([cell.method], cell.settings(device))
+    stacked = pick_device(device).type == "cuda"
+    for seeds in [missing] if stacked and missing else [[seed] for seed in missing]:
+        if display is not None:
+            display.begin(cell.name, f"{entrant.title}, {cell.partition}", seeds)
+        start = time.perf_counter()
+        runs = train(entrant, cell, seeds, [display] if display is not None else [])
+        record = _record(cell, entrant, runs, time.perf_counter() - start, cell.record(results))
+        path = cell.path(results)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, to_json(record))
+        if display is not None:
+            display.finished()
+        say(f"{cell.name}: {_words(record)}")
+
+
+def train(entrant: Entrant, cell: Cell, seeds: Sequence[int], callbacks: Sequence[Callback] = ()) -> list[Run]:
+    """The runs of these seeds, trained side by side; the callbacks see the first one."""
+    ready = []
+    for seed in seeds:
+        settings = replace(entrant.settings, seed=seed)
+        data = load(cell.cell, partition=cell.partition, seed=seed)
+        ready.append(prepare(entrant.method, tests_on(data, pick_device(settings.device)), settings))
+    told = [list(callbacks) if i == 0 else [] for i in range(len(ready))]
+    return [_last_test(run) for run in train_together(ready, told)]
+
+
+def _last_test(run: Run) -> Run:
+    """Test the last round again with more weight draws."""
+    run.federation.settings = replace(run.settings, eval_draws=protocol.LAST_DRAWS)
+    run.evaluation = evaluate_clients(run.federation)
+    run.history[-1] |= run.evaluation[0].record()
+    return run
+
+
+def tests_on(data: FederatedData, device: torch.device) -> FederatedData:
+    """The same with its test examples on the device, so that an evaluation copies nothing."""
+    if device.type == "cpu":
+        return data
+    test = data.test
+    return replace(data, test=Examples(test.x.to(device), test.y.to(device), test.offsets))
+
+
+def _record(
+    cell: Cell, entrant: Entrant, runs: list[Run], seconds: float, before: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The record of a cell after these runs; earlier ones stay in it."""
+    done = {} if before is None else {found["seed"]: found for found in before["runs"]}
+    done |= {run.settings.seed: seed_record(run) for run in runs}
+    where = runs[0].federation.device
+    return {
+        "protocol": "paper",
+        "partition": cell.partition,
+        "cell": cell.cell,
+        "method": cell.method,
+        "title": entrant.title,
+        "settings": _settings(entrant),
+        "rounds": entrant.settings.rounds,
+        "bins": entrant.settings.bins,
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU",
+        "seconds": round(seconds + (0.0 if before is None else before["seconds"]), 1),
+        "bpfed": bpfed.__version__,
+        "torch": torch.__version__,
+        "runs": [done[seed] for seed in sorted(done)],
+    }
+
+
+def seed_record(run: Run) -> dict[str, Any]:
+    """What is kept of one seed."""
+    history, detail = run.history, run.detail()
+    last = {name: history[-1][name]["pooled"] for name in METRICS}
+    last |= {"ece_worst_client": history[-1]["ece"]["worst"], "ece_floor": detail["ece_floor"]}
+    curve: dict[str, list[Any]] = {"round": [r["round"] for r in history]}
+    curve |= {name: [_short(r[name]["pooled"]) for r in history] for name in CURVES}
+    return {"seed": run.settings.seed, "last": last, "curve": curve, "reliability": detail["reliability"]}
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else round(value, 5)
+
+
+def _settings(entrant: Entrant) -> dict[str, Any]:
+    """What makes a record another one: settings of the method, and those of the run that are not its device."""
+    kept = ("rounds", *protocol.RUN, "eval_draws", "scaling", "calibration")
+    run = {name: getattr(entrant.settings, name) for name in kept} | {"last_draws": protocol.LAST_DRAWS}
+    return json.loads(to_json({"method": entrant.method.settings(), "run": run}))
+
+
+def _differing(was: dict[str, Any], now: dict[str, Any]) -> str:
+    words = []
+    for table in ("method", "run"):
+        for name in sorted(was[table].keys() | now[table].keys()):
+            before, after = was[table].get(name), now[table].get(name)
+            if before != after:
+                words.append(f"{name} {before}, now {after}")
+    return "; ".join(words)
+
+
+def _words(record: dict[str, Any]) -> str:
+    last = [found["last"] for found in record["runs"]]
+    accuracy, nll, ece = (sum(found[m] for found in last) / len(last) for m in ("accuracy", "nll", "ece"))
+    seeds = f"{len(last)} seed{'s' if len(last) > 1 else ''}"
+    return f"accuracy {100 * accuracy:.2f} %, NLL {nll:.3f}, ECE {100 * ece:.1f} %, {seeds}, {record['seconds']:.0f} s"

@@ -1,0 +1,45 @@
+"""Who stands where in tables and figures, and under which name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from bpfed.methods import METHODS
+from bpfed.paper import published
+
+#: Ours, the paper's baselines in the paper's order, then what the paper does not have.
+ORDER = (
+    "bpfed-recipe",
+    "bpfed-population",
+    "bpfed",
+    "bpfed+ivon",
+    *(name for name in published.METHODS if name != "bpfed"),
+    "fedper+temperature",
+    "fedper+laplace",
+    "pfedvem",
+    "ditto",
+    "fedbabu",
+    "fedavg-ft",
+    "local",
+)
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Names in the order of the tables, unknown ones last."""
+    return sorted(set(names), key=lambda n: (ORDER.index(n) if n in ORDER else len(ORDER), n))
+
+
+def title(name: str) -> str:
+    """A method's name for people: ``fedper+laplace`` is FedPer + laplace."""
+    base, *variants = name.split("+")
+    return " + ".join([METHODS[base].title if base in METHODS else base, *variants])
+
+
+def cell_title(cell: str) -> str:
+    """A cell's name for people: ``cifar10-small`` is CIFAR-10 small."""
+    data, _, size = cell.partition("-")
+    return f"{DATASETS.get(data, data)} {size}".strip()
+
+
+#: The datasets of the six cells.
+DATASETS = {"mnist": "MNIST", "fmnist": "FMNIST", "cifar10": "CIFAR-10"}

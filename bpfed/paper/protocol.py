@@ -1,0 +1,90 @@
+"""The paper's experiments as data: cells, partitions, rounds, seeds, methods. Nothing here runs anything.
+
+Two protocols, and a number is never given without its protocol:
+
+- ``paper``: what the paper's text says, done honestly. Stratified splits, one network for all methods, hyper-parameters fixed
+  once for all six cells, the *last* round, several seeds.
+- ``published``: BPFed and pFedBayes as the public reference code runs them (`bpfed.paper.reference`), one run, the best of 800
+  test rounds, to show that the same engine lands on the printed numbers when it is told to do what was done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from bpfed.data.cells import CELLS
+from bpfed.errors import UserError, unknown
+
+PROTOCOLS = ("paper", "published")
+#: The paper's two label groups, and labels drawn at random for each client.
+PARTITIONS = ("groups", "random")
+
+#: Rounds of every method, by the size of the cell: all get the same.
+ROUNDS = {"small": 300, "large": 100}
+#: Evaluations in a run (the points of Figures 3 to 5), weight draws in each, and in the last one, which the tables are made of.
+EVALUATIONS = 20
+DRAWS = 20
+LAST_DRAWS = 100
+#: Batch, local epochs and participants of section 5; Adam with a step size of 1e-3 is every method's own default.
+RUN: dict[str, Any] = {"batch": 50, "epochs": 10, "participants": 10, "bins": 10}
+
+#: The nine methods of Table 1, in its order.
+TABLE = ("fedavg", "perfedavg", "pfedme", "pfedbayes", "fedper", "lg-fedavg", "fedrep", "fedsoul", "bpfed")
+#: What we add to it: what BPFed became, what came later, and the cheap baselines that a Bayesian method must beat.
+EXTRA = (
+    "bpfed-recipe",
+    "bpfed-population",
+    "bpfed+ivon",
+    "local",
+    "fedavg-ft",
+    "pfedvem",
+    "ditto",
+    "fedbabu",
+    "fedper+temperature",
+    "fedper+laplace",
+)
+#: Methods that are run with five seeds, the others with three.
+MAIN = ("bpfed-recipe", "bpfed-population")
+SEEDS = {"main": 5, "other": 3}
+
+
+def rounds(cell: str) -> int:
+    """Rounds of a cell."""
+    return ROUNDS[cell.rpartition("-")[2]]
+
+
+def seeds(method: str) -> int:
+    """Seeds of a method."""
+    return SEEDS["main" if method in MAIN else "other"]
+
+
+def cells(names: str | Iterable[str] | None = None) -> tuple[str, ...]:
+    """The cells of these names, all six if none is given; ``mnist`` is both of that dataset, ``small`` all small ones."""
+    return _chosen("cell", names, tuple(CELLS), lambda cell, word: word in (cell, *cell.split("-")))
+
+
+def methods(names: str | Iterable[str] | None = None) -> tuple[str, ...]:
+    """The methods of these names, all if none is given; ``table`` stands for the paper's nine."""
+    known = (*TABLE, *EXTRA)
+    return _chosen("method", names, known, lambda name, word: word == name or (word == "table" and name in TABLE))
+
+
+def partitions(names: str | Iterable[str] | None = None) -> tuple[str, ...]:
+    """The partitions of these names, both if none is given."""
+    return _chosen("partition", names, PARTITIONS, lambda name, word: word == name)
+
+
+def _chosen(
+    kind: str, names: str | Iterable[str] | None, known: Sequence[str], fits: Callable[[str, str], bool]
+) -> tuple[str, ...]:
+    """Those of the known names that some word fits, in their own order."""
+    if names is None:
+        return tuple(known)
+    words = [w.strip() for w in (names.split(",") if isinstance(names, str) else names) if w.strip()]
+    if not words:
+        raise UserError(f"No {kind} is named; leave the option out for all of them.")
+    for word in words:
+        if not any(fits(name, word) for name in known):
+            raise unknown(kind, word, known)
+    return tuple(name for name in known if any(fits(name, word) for word in words))

@@ -1,0 +1,83 @@
+"""``bpfed paper render``: tables and figures from the files of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from bpfed.errors import UserError
+from bpfed.files import write_whole
+from bpfed.paper import markdown
+from bpfed.paper.records import read
+from bpfed.paper.results import Results
+
+PAGE = "results.md"
+FIGURES = "figures"
+
+
+def render(results: Path, docs: Path, say: Callable[[Path], None] = lambda path: None) -> list[Path]:
+    """Write ``DOCS/results.md`` and ``DOCS/figures/`` from what is there; the same results give the same files.
+
+    Of an existing page only what stands between markers is written anew.
+
+    Args:
+        results: Folder of results.
+        docs: Folder of the page.
+        say: Called with each file as it is written.
+
+    Returns:
+        What was written.
+    """
+    found = Results.read(results)
+    page = docs / PAGE
+    text = _text(page)
+    markdown.fill(text, found, {})  # a page without a place is better known before the figures are drawn
+    written, pictures = _draw(found, docs / FIGURES, say)
+    write_whole(page, markdown.fill(text, found, pictures))
+    say(page)
+    return [*written, page, *_tables(results, docs, say)]
+
+
+def _tables(results: Path, docs: Path, say: Callable[[Path], None]) -> list[Path]:
+    """The one table each of the pages on the recipe and on the public code, where both page and results are there."""
+    from bpfed.paper import audit, search
+
+    written = []
+    for name, part, source, table in (
+        ("recipe.md", "search", results / "search", lambda: search.markdown(results)),
+        ("audit.md", "audit", results / audit.FILE, lambda: audit.markdown(read(results / audit.FILE))),
+    ):
+        page = docs / name
+        if page.exists() and source.exists():
+            write_whole(page, markdown.placed(_text(page), part, table()))
+            say(page)
+            written.append(page)
+    return written
+
+
+def _draw(found: Results, folder: Path, say: Callable[[Path], None]) -> tuple[list[Path], dict[str, list[str]]]:
+    """Every figure there are results for; what was written, and for each part the Markdown of its figures."""
+    from bpfed.paper import panel
+    from bpfed.paper.figures import PICTURES
+
+    written: list[Path] = []
+    pictures: dict[str, list[str]] = {}
+    with panel.style():
+        for picture in PICTURES:
+            figure = picture.draw(found)
+            if figure is None:
+                continue
+            for path in panel.save(figure, folder, picture.name):
+                written.append(path)
+                say(path)
+            pictures.setdefault(picture.part, []).append(markdown.picture(picture.name, picture.caption, FIGURES))
+    return written, pictures
+
+
+def _text(page: Path) -> str:
+    if not page.exists():
+        return markdown.blank()
+    try:
+        return page.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"'{page}' cannot be read ({error}); move it away to have a new one written.") from None

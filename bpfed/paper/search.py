@@ -1,0 +1,159 @@
+"""The search for the recipe's settings, on validation data cut from the training data; no test example takes part.
+
+Of each client's training examples a fifth, of each class alike, is what is scored; the cell's test examples are thrown away before
+anything runs. All settings and all seeds are trained side by side, stacked along the client axis.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bpfed.data import FederatedData, load
+from bpfed.engine.federation import pick_device
+from bpfed.engine.settings import Settings
+from bpfed.files import to_json, write_whole
+from bpfed.methods import method
+from bpfed.paper import protocol
+from bpfed.paper.cell import tests_on
+from bpfed.run import prepare, train_together
+
+#: Part of the training examples that is scored, and the seeds, which no table uses.
+HELD = 0.2
+SEEDS = (11, 12, 13)
+#: What is tried; the rounds are tried twice, since calibration must not depend on them.
+GRID: tuple[dict[str, float], ...] = tuple(
+    {"temperature": t, "anchor": c, "lr": lr}
+    for lr in (0.001, 0.003)
+    for t, c in ((0.1, 1.0), (0.1, 3.0), (0.15, 1.5), (0.2, 1.0))
+)
+ROUNDS = (200, 600)
+#: The settings' short names in the tables.
+WORDS = {
+    "temperature": "T",
+    "anchor": "c",
+    "prior_sigma": "s0",
+    "head_sigma": "s_h",
+    "head_gain": "g",
+    "discount": "a",
+}
+
+
+def validation(cell: str, seed: int, partition: str = "groups") -> FederatedData:
+    """The cell with a part of its training examples in the place of its test examples."""
+    cut = load(cell, partition=partition, seed=seed).hold_out(HELD, seed)
+    assert cut.calibration is not None
+    return replace(cut, name=f"{cell} (validation)", test=cut.calibration, calibration=None)
+
+
+def search(
+    cell: str,
+    name: str = "bpfed-recipe",
+    grid: Sequence[Mapping[str, Any]] = GRID,
+    rounds: int = ROUNDS[0],
+    seeds: Sequence[int] = SEEDS,
+    device: str = "auto",
+    deal: Callable[[str, int], FederatedData] = validation,
+) -> dict[str, Any]:
+    """Train every setting with every seed; the metrics of the last round and the NLL after a third of the rounds."""
+    kinds = {f.name for f in fields(Settings)}
+    base = Settings(
+        rounds=rounds,
+        eval_every=max(1, rounds // 3),
+        eval_draws=protocol.LAST_DRAWS,
+        device=device,  # type: ignore[arg-type]
+        memory=16384,
+        **protocol.RUN,
+    )
+    where, start = pick_device(device), time.perf_counter()
+    runs = []
+    dealt = {seed: tests_on(deal(cell, seed), where) for seed in seeds}
+    for values in grid:
+        made = method(name)(**{k: v for k, v in values.items() if k not in kinds})
+        for seed in seeds:
+            settings = replace(base, seed=seed, **{k: v for k, v in values.items() if k in kinds})
+            runs.append(prepare(made, dealt[seed], settings))
+    train_together(runs, [[] for _ in runs])
+    tried = []
+    for i, values in enumerate(grid):
+        own = [run.history for run in runs[i * len(seeds) : (i + 1) * len(seeds)]]
+        found = {m: [history[-1][m]["pooled"] for history in own] for m in ("accuracy", "nll", "brier", "ece")}
+        gaps = [_over_confidence(run) for run in runs[i * len(seeds) : (i + 1) * len(seeds)]]
+        curve = [[round(r["nll"]["pooled"], 4) for r in history] for history in own]
+        tried.append({"settings": dict(values), **found, "over_confidence": gaps, "nll_curve": curve})
+    return {
+        "cell": cell,
+        "method": name,
+        "rounds": rounds,
+        "seeds": list(seeds),
+        "held": HELD,
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU",
+        "seconds": round(time.perf_counter() - start, 1),
+        "tried": tried,
+    }
+
+
+def _over_confidence(run: Any) -> float:
+    """Mean confidence less accuracy."""
+    found = run.detail()["reliability"]
+    total = sum(found["count"])
+    parts = zip(found["count"], found["confidence"], found["accuracy"], strict=True)
+    return sum(n * (c - a) for n, c, a in parts if n) / total if total else math.nan
+
+
+def markdown(results: Path) -> str:
+    """The tables of all searches: one for each series of files ``results/search/SERIES-CELL-ROUNDS.json``."""
+    series: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for path in sorted((results / "search").glob("*.json")):
+        found = json.loads(path.read_text())
+        name = path.stem.removesuffix(f"-{found['cell']}-{found['rounds']}")
+        series.setdefault((name, found["rounds"]), {})[found["cell"]] = found
+    return "\n\n".join(_table(name, rounds, found) for (name, rounds), found in sorted(series.items()))
+
+
+def _table(name: str, rounds: int, found: Mapping[str, Mapping[str, Any]]) -> str:
+    cells = [cell for cell in protocol.cells() if cell in found]
+    settings = [row["settings"] for row in found[cells[0]]["tried"]]
+    rows = []
+    for i, values in enumerate(settings):
+        own = [found[cell]["tried"][i] for cell in cells]
+        means = [{m: sum(row[m]) / len(row[m]) for m in ("accuracy", "nll", "over_confidence")} for row in own]
+        words = ", ".join(f"{WORDS.get(k, k)} = {v:g}" for k, v in values.items())
+        figures = [f"{100 * m['accuracy']:.1f} / {m['nll']:.3f} / {100 * m['over_confidence']:+.1f}" for m in means]
+        rows.append([words, *figures, f"{sum(m['nll'] for m in means):.3f}"])
+    best = min(range(len(rows)), key=lambda i: float(rows[i][-1]))
+    rows[best][-1] = f"**{rows[best][-1]}**"
+    head = [f"{name}, {rounds} rounds", *cells, "sum of NLLs"]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def main() -> None:
+    """``python -m bpfed.paper.search --cells small --method bpfed-recipe --rounds 200``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cells", default="small")
+    parser.add_argument("--method", default="bpfed-recipe")
+    parser.add_argument("--rounds", type=int, default=ROUNDS[0])
+    parser.add_argument("--grid", default=None, help="JSON list of settings; left out: the grid of this file")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("results/search"))
+    given = parser.parse_args()
+    grid = GRID if given.grid is None else json.loads(given.grid)
+    for cell in protocol.cells(given.cells):
+        found = search(cell, given.method, grid, given.rounds, device=given.device)
+        given.out.mkdir(parents=True, exist_ok=True)
+        write_whole(given.out / f"{given.method}-{cell}-{given.rounds}.json", to_json(found))
+        for row in found["tried"]:
+            means = {m: sum(row[m]) / len(row[m]) for m in ("accuracy", "nll", "ece", "over_confidence")}
+            print(cell, row["settings"], {m: round(v, 4) for m, v in means.items()}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""``results/summary.json``: the figures of all tables in one file, ``[protocol][partition][cell][method]``, fractions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bpfed.files import to_json, write_whole
+from bpfed.paper.records import read_cells
+
+FILE = "summary.json"
+
+
+def summary(results: Path) -> dict[str, Any]:
+    """The row of every record."""
+    return {
+        protocol: {
+            partition: {
+                cell: {name: record.row() for name, record in methods.items()} for cell, methods in cells.items()
+            }
+            for partition, cells in partitions.items()
+        }
+        for protocol, partitions in read_cells(results).items()
+    }
+
+
+def write(results: Path) -> Path:
+    """Write it, whole."""
+    path = results / FILE
+    write_whole(path, to_json(summary(results)))
+    return path

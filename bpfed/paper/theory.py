@@ -1,0 +1,415 @@
+"""The theorem measured: the mean Hellinger error of clients whose true functions are known, over n and over N.
+
+Client i's function f_i is a teacher network: a random body that all clients share and a head of its own, f_i standardised to
+mean 0 and variance 1 over the inputs, x uniform on [−1, 1]^e0. Its targets are f_i(x) + N(0, σ_ε²) with σ_ε known to all.
+The students are wider than the teachers, so that the theorem's approximation errors ξ_i are 0. What is measured is the
+theorem's left side: E_q[d²(P_i, P_w)] by draws of w from what client i predicts with, d² on fresh inputs, the mean over
+clients. The number of local steps is the same for every n, since the theorem is on the minimiser and not on the way there.
+
+``results/theory.json``:
+
+    {"setting": {...},                    what all points have in common, with every setting of the methods
+     "points": [{"method", "n", "clients",
+                 "hellinger": [one a seed],   mean over clients of E_q[d²]
+                 "of_mean": [one a seed],     the same of the network at q's mean: what is left without q's spread
+                 "seconds"}, ...],
+     "by_n": {"clients": 10, "n": [...],
+              "methods": {"bpfed": {"title", "hellinger": [[one a seed], one list for each n], "of_mean": likewise,
+                                    "mean": [...], "slope", "slope_se"}, "bpfed-recipe": {...}},
+              "bound": {"r_n": [...], "epsilon_n2": [...], "leading": "epsilon_n2", "slope", "slope_r_n"}},
+     "by_clients": {"n": 100, "clients": [...], "methods": likewise,
+                    "bound": {"r_n": [...], "epsilon_n2": [...], "slope", "slope_r_n"}}}
+
+A slope is that of log error on log n (or log N) by least squares, with one intercept for each seed; ``slope_se`` is its
+standard error from the residuals. The bound's slopes are fitted over the same range. ``leading`` is the term that falls
+slowest: ε_n² has the highest power of the logarithm.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bpfed import noise
+from bpfed.callbacks.base import Callback
+from bpfed.data.federated import Examples, FederatedData
+from bpfed.engine.federation import Federation
+from bpfed.engine.settings import Settings
+from bpfed.engine.simulator import RoundInfo
+from bpfed.errors import UserError
+from bpfed.files import to_json, write_whole
+from bpfed.likelihoods import Normal
+from bpfed.methods import METHODS
+from bpfed.methods.base import GaussianPredictive, rows
+from bpfed.networks import mlp
+from bpfed.noise import Purpose
+from bpfed.run import Run, prepare, train_together
+from bpfed.theory import Shape, epsilon_n, r_n, squared_hellinger
+
+Say = Callable[[str], None]
+
+#: What a draw of the data is for; a word of its key.
+_BODY, _HEAD, _STANDARD, _INPUTS, _NOISE, _FRESH = range(1, 7)
+#: Inputs that the teachers' mean and variance are taken over.
+_STANDARDISED = 20_000
+#: Seconds between two words of progress.
+_OFTEN = 2.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all points of the experiment have in common.
+
+    Attributes:
+        methods: Those compared, each with its own default settings but for ``lr``.
+        examples: The n of the first sweep.
+        clients: N of the first sweep.
+        many: The N of the second sweep.
+        fixed: n of the second sweep.
+        inputs: e0.
+        teacher: Width of the teachers.
+        width: K of the students.
+        hidden: L, of both.
+        noise: σ_ε.
+        rounds: Communication rounds; all clients take part in each.
+        steps: Local steps in a round.
+        batch: Mini-batch size; n where that is smaller.
+        lr: Step size of all methods; it falls along a cosine.
+        draws: Weight draws of the measurement.
+        fresh: Fresh inputs of each client that d² is averaged over.
+    """
+
+    methods: tuple[str, ...] = ("bpfed", "bpfed-recipe")
+    examples: tuple[int, ...] = (25, 50, 100, 200, 400, 800, 1600)
+    clients: int = 10
+    many: tuple[int, ...] = (2, 5, 10, 20, 50)
+    fixed: int = 100
+    inputs: int = 2
+    teacher: int = 4
+    width: int = 16
+    hidden: int = 1
+    noise: float = 0.3
+    rounds: int = 24
+    steps: int = 64
+    batch: int = 100
+    lr: float = 0.02
+    draws: int = 64
+    fresh: int = 500
+
+    @property
+    def shape(self) -> Shape:
+        """The students' network, as the bound sees it."""
+        return Shape(self.inputs, self.width, self.hidden)
+
+    def grid(self) -> list[tuple[str, int, int]]:
+        """All points (method, n, N), each once."""
+        pairs = [(n, self.clients) for n in self.examples] + [(self.fixed, many) for many in self.many]
+        return [(method, n, many) for n, many in dict.fromkeys(pairs) for method in self.methods]
+
+    def record(self) -> dict[str, Any]:
+        """All of it in plain data, the number of weights T, and each method's settings: a point is kept only under the same."""
+        settings = {name: METHODS[name](lr=self.lr).settings() for name in self.methods}
+        return json.loads(json.dumps(asdict(self) | {"weights": self.shape.weights, "settings": settings}))
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """The true functions of clients: one random ReLU body, a head for each client.
+
+    Attributes:
+        body: Weights and biases of each hidden layer.
+        heads: ``[N, K]``.
+        mean: Of each function over the inputs, ``[N]``; it is taken off.
+        scale: Its standard deviation, ``[N]``; it is divided by.
+    """
+
+    body: tuple[tuple[Tensor, Tensor], ...]
+    heads: Tensor
+    mean: Tensor
+    scale: Tensor
+
+    @classmethod
+    def draw(cls, setting: Setting, clients: int, seed: int) -> Teachers:
+        """The first ``clients`` teachers of this seed; who else there is does not change them."""
+        inputs, body = setting.inputs, []
+        for layer in range(setting.hidden):
+            key = noise.fold(_key(seed, _BODY), layer)
+            weight = _symmetric(noise.fold(key, 0), setting.teacher, inputs) * math.sqrt(6.0 / inputs)
+            body.append((weight, 0.5 * _symmetric(noise.fold(key, 1), setting.teacher)))
+            inputs = setting.teacher
+        heads = noise.normal(_client_keys(seed, _HEAD, clients), setting.teacher)
+        zero = cls(tuple(body), heads, torch.zeros(clients), torch.ones(clients))
+        at = zero(_symmetric(_key(seed, _STANDARD), _STANDARDISED, setting.inputs).expand(clients, -1, -1))
+        return replace(zero, mean=at.mean(-1), scale=at.std(-1, correction=0))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """f_i of each client's own inputs: ``[N, B, e0]`` to ``[N, B]``."""
+        for weight, bias in self.body:
+            x = torch.relu(x @ weight.T + bias)
+        return ((x @ self.heads[:, :, None]).squeeze(-1) - self.mean[:, None]) / self.scale[:, None]
+
+
+class Task(NamedTuple):
+    """A federation's data, and inputs ``[N, F, e0]`` with true values ``[N, F]`` that nobody trains on."""
+
+    data: FederatedData
+    x: Tensor
+    true: Tensor
+
+
+def task(setting: Setting, n: int, clients: int, seed: int) -> Task:
+    """``clients`` clients with ``n`` examples each; fewer are the first of more, so that points of a curve are paired."""
+    teachers = Teachers.draw(setting, clients, seed)
+    most = max(*setting.examples, setting.fixed, n)
+    x = _symmetric(_client_keys(seed, _INPUTS, clients), most, setting.inputs)
+    y = teachers(x) + setting.noise * noise.normal(_client_keys(seed, _NOISE, clients), most)
+    fresh = _symmetric(_client_keys(seed, _FRESH, clients), setting.fresh, setting.inputs)
+    true = teachers(fresh)
+    data = FederatedData(
+        name="teachers",
+        clients=tuple(f"client {i}" for i in range(clients)),
+        train=Examples.of(list(zip(x[:, :n], y[:, :n], strict=True))),
+        test=Examples.of(list(zip(fresh, true, strict=True))),
+        task="regression",
+        seed=seed,
+    )
+    return Task(data, fresh, true)
+
+
+def start(setting: Setting, method: str, n: int, clients: int, seed: int, device: str) -> tuple[Run, Task]:
+    """A run before its first round, and its data."""
+    made = task(setting, n, clients, seed)
+    batch = min(setting.batch, n)
+    chosen = Settings(
+        rounds=setting.rounds,
+        participants=clients,
+        epochs=max(1, round(setting.steps / math.ceil(n / batch))),
+        batch=batch,
+        seed=seed,
+        schedule="cosine",
+        eval_every=setting.rounds,
+        eval_draws=1,
+        compile="off",
+        device=device,  # type: ignore[arg-type]
+    )
+    student = _student(setting, seed)
+    known = Normal(setting.noise, learnt=False)
+    return prepare(METHODS[method](lr=setting.lr), made.data, chosen, student, known), made
+
+
+def measure(federation: Federation, made: Task, noise_scale: float, draws: int) -> tuple[float, float]:
+    """Mean over clients of E_q[d²], by draws of the weights, and of d² at the mean weights."""
+    who = torch.arange(len(federation))
+    x, true = made.x.to(federation.device), made.true.to(federation.device)
+    key = federation.keys(0, Purpose.EVALUATION, who)
+    with torch.no_grad():
+        predictive = federation.method.predictive(
+            federation.model, rows(federation.shared, len(who)), federation.ready(who)
+        )
+        assert isinstance(predictive, GaussianPredictive)
+
+        def error(weights: Tensor) -> float:
+            found = federation.model.stacked_outputs(weights, x).squeeze(-1)
+            return float(squared_hellinger(found, true, noise_scale).mean())
+
+        drawn = [error(predictive.draw(key, m)) for m in range(draws)]
+        return sum(drawn) / draws, error(predictive.weights.mean)
+
+
+def point(
+    setting: Setting, method: str, n: int, clients: int, seeds: Sequence[int], device: str, say: Say
+) -> dict[str, Any]:
+    """One point of the curves, all seeds side by side; ``say`` is told of every round."""
+    began = time.perf_counter()
+    pairs = [start(setting, method, n, clients, seed, device) for seed in seeds]
+    shown = [[_Said(say)], *([] for _ in seeds[1:])]
+    train_together([run for run, _ in pairs], shown)
+    found = [measure(run.federation, made, setting.noise, setting.draws) for run, made in pairs]
+    return {
+        "method": method,
+        "n": n,
+        "clients": clients,
+        "hellinger": [error for error, _ in found],
+        "of_mean": [error for _, error in found],
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def slope(sizes: Sequence[int], errors: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Slope of log error on log size and its standard error (NaN where nothing is left to judge it by).
+
+    Args:
+        sizes: ``[M]``.
+        errors: ``[M][seeds]``; every seed has an intercept of its own.
+    """
+    x = torch.tensor(sizes, dtype=torch.float64).log()
+    y = torch.tensor(errors, dtype=torch.float64).log()
+    x, y = x - x.mean(), y - y.mean(0)
+    spread = x.square().sum() * y.shape[1]
+    found = (x[:, None] * y).sum() / spread
+    left = y.numel() - y.shape[1] - 1
+    squares = (y - found * x[:, None]).square().sum()
+    return float(found), float((squares / left / spread).sqrt()) if left > 0 else math.nan
+
+
+def summary(setting: Setting, points: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The file's content: the points, the two curves of those that are there, and the bound beside them."""
+    shape = setting.shape
+    found = {(p["method"], p["n"], p["clients"]): p for p in points}
+
+    def curves(sizes: Sequence[int], at: Callable[[int], tuple[int, int]]) -> tuple[list[int], dict[str, Any]]:
+        done = [s for s in sizes if all((m, *at(s)) in found for m in setting.methods)]
+        methods = {}
+        for method in setting.methods if done else ():
+            mine = [found[method, *at(s)] for s in done]
+            errors = [p["hellinger"] for p in mine]
+            fitted = slope(done, errors) if len(done) > 1 else (math.nan, math.nan)
+            methods[method] = {
+                "title": METHODS[method].title,
+                "hellinger": errors,
+                "of_mean": [p["of_mean"] for p in mine],
+                "mean": [sum(e) / len(e) for e in errors],
+                "slope": fitted[0],
+                "slope_se": fitted[1],
+            }
+        return done, methods
+
+    def bound(sizes: Sequence[int], at: Callable[[int], tuple[int, int]]) -> dict[str, Any]:
+        r = [r_n(shape, *at(s)) for s in sizes]
+        epsilon = [epsilon_n(shape, at(s)[0]) ** 2 for s in sizes]
+        slopes = [slope(sizes, [[v] for v in term])[0] if len(sizes) > 1 else math.nan for term in (epsilon, r)]
+        return {"r_n": r, "epsilon_n2": epsilon, "leading": "epsilon_n2", "slope": slopes[0], "slope_r_n": slopes[1]}
+
+    def over_n(n: int) -> tuple[int, int]:
+        return n, setting.clients
+
+    def over_clients(many: int) -> tuple[int, int]:
+        return setting.fixed, many
+
+    by_n, by_n_methods = curves(setting.examples, over_n)
+    by_clients, by_clients_methods = curves(setting.many, over_clients)
+    return {
+        "setting": setting.record(),
+        "points": list(points),
+        "by_n": {"clients": setting.clients, "n": by_n, "methods": by_n_methods, "bound": bound(by_n, over_n)},
+        "by_clients": {
+            "n": setting.fixed,
+            "clients": by_clients,
+            "methods": by_clients_methods,
+            "bound": bound(by_clients, over_clients),
+        },
+    }
+
+
+def run(out: Path, seeds: int, device: str, say: Say, setting: Setting | None = None) -> None:
+    """Measure all points and write them to ``out``.
+
+    Points that ``out`` holds already, of the same setting and at least as many seeds, are kept; it is written after each
+    point.
+
+    Args:
+        out: The JSON file.
+        seeds: Each has teachers, data and first weights of its own.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        say: Told in words how far it has come.
+    """
+    setting = setting or Setting()
+    if seeds < 1:
+        raise UserError(f"seeds is {seeds}, but must be at least 1.")
+    grid, points = setting.grid(), _kept(out, setting, seeds)
+    kept = {(p["method"], p["n"], p["clients"]) for p in points}
+    missing = [at for at in grid if at not in kept]
+    if out.exists() and not kept:
+        say(f"theory: '{out}' was measured with other settings or fewer seeds, and is measured anew")
+    if kept:
+        say(f"theory: {len(kept)} of {len(grid)} points are in '{out}' already")
+    began = time.perf_counter()
+    for done, (method, n, clients) in enumerate(missing):
+        title = f"theory: {METHODS[method].title}, n = {n}, {clients} clients (point {done + 1} of {len(missing)}"
+        left = (time.perf_counter() - began) / done * (len(missing) - done) if done else None
+        title += ")" if left is None else f", about {max(1, round(left / 60))} min left)"
+        say(title)
+        found = point(setting, method, n, clients, range(seeds), device, _after(say, title))
+        points.append(found)
+        points.sort(key=lambda p: grid.index((p["method"], p["n"], p["clients"])))
+        write_whole(out, to_json(summary(setting, points)))
+        mean = sum(found["hellinger"]) / seeds
+        say(f"theory: {METHODS[method].title}, n = {n}, {clients} clients: {mean:.4f} ({found['seconds']:.0f} s)")
+    for line in verdict(summary(setting, points)):
+        say(line)
+
+
+def verdict(content: dict[str, Any]) -> list[str]:
+    """What the first sweep says, a line for each method."""
+    by_n, lines = content["by_n"], []
+    bound = by_n["bound"]
+    for method in by_n["methods"].values():
+        within = "no slower than" if method["slope"] <= bound["slope"] else "SLOWER than"
+        lines.append(
+            f"{method['title']}: error ~ n^({method['slope']:.2f} ± {method['slope_se']:.2f}), {within} the bound's leading term "
+            f"n^({bound['slope']:.2f}); its r_n is n^({bound['slope_r_n']:.2f})."
+        )
+    return lines
+
+
+def _after(say: Say, title: str) -> Say:
+    return lambda words: say(f"{title}: {words}")
+
+
+class _Said(Callback):
+    """Says now and then how many rounds are done."""
+
+    def __init__(self, say: Say) -> None:
+        self.say, self.last = say, time.perf_counter()
+
+    def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
+        if time.perf_counter() - self.last >= _OFTEN:
+            self.last = time.perf_counter()
+            self.say(f"round {run.federation.round} of {run.settings.rounds}")
+
+
+def _kept(out: Path, setting: Setting, seeds: int) -> list[dict[str, Any]]:
+    """The points of a file that need not be measured again, cut to ``seeds`` seeds."""
+    if not out.exists():
+        return []
+    try:
+        content = json.loads(out.read_text())
+        if content["setting"] != setting.record():
+            return []
+        enough = [p for p in content["points"] if len(p["hellinger"]) >= seeds]
+        return [p | {name: p[name][:seeds] for name in ("hellinger", "of_mean")} for p in enough]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"'{out}' is not a results file of this experiment; remove it or choose another.") from error
+
+
+def _student(setting: Setting, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return mlp(setting.inputs, 1, (setting.width,) * setting.hidden)
+
+
+def _key(seed: int, word: int) -> Tensor:
+    return noise.key(seed, Purpose.SAMPLE, word)
+
+
+def _client_keys(seed: int, word: int, clients: int) -> Tensor:
+    return noise.fold(_key(seed, word), torch.arange(clients, dtype=torch.int32))
+
+
+def _symmetric(key: Tensor, *shape: int) -> Tensor:
+    """Uniform on [−1, 1], of this shape for each key."""
+    return (2.0 * noise.uniform(key, math.prod(shape)) - 1.0).reshape(*key.shape[:-1], *shape)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(Path("results/theory.json"), 3, "cpu", lambda sentence: print(sentence, file=sys.stderr, flush=True))

@@ -1,0 +1,152 @@
+"""Runs of one method side by side, from the first round to the last, and what the experiments' commands have in common."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bpfed.data.federated import Examples, FederatedData
+from bpfed.engine.federation import Federation, pick_device
+from bpfed.engine.settings import Settings
+from bpfed.engine.simulator import Simulator
+from bpfed.errors import UserError
+from bpfed.files import to_json
+from bpfed.methods import METHODS
+from bpfed.methods.base import Method
+from bpfed.paper import protocol
+
+Say = Callable[[str], None]
+#: Seconds between two words of progress.
+PAUSE = 10.0
+
+
+class Progress:
+    """Words on how far a loop is, no more often than one can read.
+
+    Args:
+        say: Told.
+        what: What is going on, such as ``FedPer on mnist-small``.
+        total: Number of passes.
+        unit: What a pass is.
+    """
+
+    def __init__(self, say: Say, what: str, total: int, unit: str = "round") -> None:
+        self.say, self.what, self.total, self.unit = say, what, total, unit
+        self.start = self.told = time.perf_counter()
+
+    def done(self, count: int) -> None:
+        """After ``count`` passes."""
+        now = time.perf_counter()
+        if now - self.told >= PAUSE and count < self.total:
+            left = (now - self.start) / count * (self.total - count)
+            self.say(f"{self.what}: {self.unit} {count} of {self.total}, {spoken(left)} left")
+            self.told = now
+
+
+def train(
+    method: Method, deals: Sequence[FederatedData], settings: Sequence[Settings], say: Say, what: str
+) -> list[Federation]:
+    """Train one method on several deals, all their clients stacked along one axis; nothing is evaluated.
+
+    Args:
+        method: Of all of them.
+        deals: The data of each.
+        settings: The settings of each; they may differ in the seed alone.
+        say: Told how far it is.
+        what: What is trained, in words.
+    """
+    pairs = zip(deals, settings, strict=True)
+    federations = [Federation.start(method, data, own) for data, own in pairs]
+    simulator, progress = Simulator(federations), Progress(say, what, settings[0].rounds)
+    while not all(f.finished for f in federations):
+        for info in simulator.round():
+            if info is not None and not all(torch.tensor(list(info.values.values())).isfinite()):
+                raise UserError(f"{what}: training diverged in round {federations[0].round}; lower the step size.")
+        progress.done(federations[0].round)
+    return federations
+
+
+def settings_of(rounds: int, draws: int, device: str) -> Settings:
+    """The protocol's settings, with all clients in a round where there are fewer than its ten participants."""
+    fixed = {name: value for name, value in protocol.RUN.items() if name != "participants"}
+    return Settings(rounds=rounds, eval_draws=draws, device=device, **fixed)  # type: ignore[arg-type]
+
+
+def seeded(settings: Settings, seeds: int) -> list[Settings]:
+    """The same settings with the seeds from 0 up."""
+    return [replace(settings, seed=seed) for seed in range(seeds)]
+
+
+def record(method: Method, settings: Settings) -> dict[str, Any]:
+    """All settings of method and run that a result depends on, as JSON holds them."""
+    own = {
+        k: v for k, v in asdict(settings).items() if k not in ("seed", "device", "compile", "chunk", "memory", "store")
+    }
+    return json.loads(to_json({"method": method.settings(), "run": own}))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A result that was written before; empty if there is none that can be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def tests_on(data: FederatedData, device: torch.device) -> FederatedData:
+    """The same with its test examples on the device, so that an evaluation copies nothing."""
+    test = data.test
+    return replace(data, test=Examples(test.x.to(device), test.y.to(device), test.offsets))
+
+
+def agrees(found: dict[str, Any], asked: dict[str, Any]) -> bool:
+    """Whether a result is of what is asked for."""
+    return all(found.get(name) == value for name, value in asked.items())
+
+
+def device_name(device: str) -> str:
+    """The device's own name, as ``NVIDIA H200``, or ``CPU``."""
+    chosen = pick_device(device)
+    return torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else "CPU"
+
+
+def spoken(seconds: float) -> str:
+    """A time in words, as ``40 s`` or ``3 min``."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def parser(module: str, sentence: str, methods: Sequence[str], rounds: int | None) -> argparse.ArgumentParser:
+    """The arguments that all experiments take."""
+    made = argparse.ArgumentParser(prog=f"python -m {module}", description=sentence)
+    made.add_argument("--methods", nargs="+", default=list(methods), choices=list(METHODS), metavar="METHOD")
+    made.add_argument("--seeds", type=int, default=3, help="how many, from 0 up")
+    made.add_argument("--rounds", type=int, default=rounds)
+    made.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    made.add_argument("--out", type=Path, default=Path("results"), help="folder of results")
+    return made
+
+
+def command(call: Callable[[], None]) -> None:
+    """Run an experiment from the command line: a user's mistake is one sentence, not a traceback."""
+    try:
+        call()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("Stopped; what is finished is kept, and the same command goes on.", file=sys.stderr)
+        sys.exit(130)
+
+
+def to_stderr(sentence: str) -> None:
+    """Say it on stderr."""
+    print(sentence, file=sys.stderr, flush=True)

@@ -1,0 +1,133 @@
+"""Cells of the tables: run once, gone on with, refused when settings differ; the summary; the search; the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from command import Command
+
+from bpfed.data import load
+from bpfed.errors import UserError
+from bpfed.paper import cell as cells
+from bpfed.paper import protocol, search, summary
+from bpfed.paper.cell import Cell
+
+
+@pytest.fixture
+def digits(monkeypatch):
+    """The small built-in data in the place of the paper's."""
+    dealt = []
+
+    def deal(name, partition="groups", seed=0):
+        dealt.append((name, seed))
+        return replace(load("digits", partition=partition, seed=seed), name=name, protocol="paper")
+
+    monkeypatch.setattr(cells, "load", deal)
+    monkeypatch.setattr(search, "load", deal)
+    return dealt
+
+
+def tiny(method: str = "fedper", **changes) -> Cell:
+    return Cell("mnist-small", method, rounds=2, seeds=changes.pop("seeds", (0,)), **changes)
+
+
+def test_a_cell_is_run_once_and_more_seeds_are_added(digits, tmp_path):
+    said = []
+    cells.run(tiny(), tmp_path, "cpu", said.append)
+    first = tiny().record(tmp_path)
+    assert tiny().missing(tmp_path) == []
+    cells.run(tiny(), tmp_path, "cpu", said.append)
+    assert len(digits) == 1
+    more = tiny(seeds=(0, 1))
+    assert more.missing(tmp_path) == [1]
+    cells.run(more, tmp_path, "cpu", said.append)
+    record = more.record(tmp_path)
+    assert [run["seed"] for run in record["runs"]] == [0, 1]
+    assert record["runs"][0] == first["runs"][0]
+    assert record["runs"][0]["last"]["accuracy"] != record["runs"][1]["last"]["accuracy"]
+    assert record["runs"][0]["curve"]["round"] == [1, 2]
+    assert len(said) == 2
+
+
+def test_a_record_of_other_settings_is_refused(digits, tmp_path):
+    cells.run(tiny(), tmp_path, "cpu", lambda sentence: None)
+    with pytest.raises(UserError, match="rounds 2, now 3"):
+        replace(tiny(), rounds=3).missing(tmp_path)
+    path = tiny().path(tmp_path)
+    path.write_text("{")
+    with pytest.raises(UserError, match="damaged"):
+        tiny().missing(tmp_path)
+
+
+def test_the_last_round_is_tested_with_more_draws(digits, tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "DRAWS", 1)
+    monkeypatch.setattr(protocol, "LAST_DRAWS", 40)
+    cells.run(tiny("bpfed-recipe"), tmp_path, "cpu", lambda sentence: None)
+    run = tiny("bpfed-recipe").record(tmp_path)["runs"][0]
+    assert run["curve"]["nll"][-1] == pytest.approx(run["last"]["nll"], abs=1e-5)
+    monkeypatch.setattr(protocol, "LAST_DRAWS", 1)
+    other = tmp_path / "one"
+    cells.run(tiny("bpfed-recipe"), other, "cpu", lambda sentence: None)
+    assert tiny("bpfed-recipe").record(other)["runs"][0]["last"]["nll"] > run["last"]["nll"]
+
+
+def test_the_summary_has_the_promised_keys(digits, tmp_path):
+    cells.run(tiny(seeds=(0, 1)), tmp_path, "cpu", lambda sentence: None)
+    found = json.loads(summary.write(tmp_path).read_text())
+    row = found["paper"]["groups"]["mnist-small"]["fedper"]
+    keys = "accuracy accuracy_sd accuracy_best_round nll brier ece ece_worst_client mce seeds rounds seconds"
+    assert set(row) == set(keys.split())
+    assert row["seeds"] == 2
+    assert row["rounds"] == 2
+    assert 0.0 <= row["accuracy"] <= row["accuracy_best_round"] + 1e-5 <= 1.0
+
+
+def test_names_of_cells_and_methods():
+    assert len(protocol.cells()) == 6
+    assert protocol.cells("small") == ("mnist-small", "fmnist-small", "cifar10-small")
+    assert protocol.cells("mnist, cifar10-small") == ("mnist-small", "mnist-large", "cifar10-small")
+    assert protocol.methods("table") == protocol.TABLE
+    assert protocol.methods("bpfed-recipe,table")[-1] == "bpfed-recipe"
+    for asked in (
+        lambda: protocol.cells("mnist-huge"),
+        lambda: protocol.methods("fedprox"),
+        lambda: protocol.cells(" , "),
+    ):
+        with pytest.raises(UserError):
+            asked()
+
+
+def test_a_search_sees_training_examples_only(digits):
+    whole = cells.load("mnist-small", seed=11)
+    cut = search.validation("mnist-small", 11)
+    rows = {tuple(row.tolist()) for row in whole.train.x.flatten(1)}
+    assert {tuple(row.tolist()) for row in cut.test.x.flatten(1)} <= rows
+    assert len(cut.train.y) + len(cut.test.y) == len(whole.train.y)
+    assert torch.all(cut.test.sizes > 0)
+
+
+def test_a_search_is_a_table_with_the_best_sum_marked(digits, tmp_path):
+    grid = [{"temperature": 0.1}, {"temperature": 5.0}]
+    found = search.search("mnist-small", "bpfed-recipe", grid, rounds=2, seeds=(11, 12), device="cpu")
+    assert [len(row["nll"]) for row in found["tried"]] == [2, 2]
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "mine-mnist-small-2.json").write_text(json.dumps(found))
+    table = search.markdown(tmp_path)
+    assert "mine, 2 rounds" in table
+    best = min(found["tried"], key=lambda row: sum(row["nll"]))["settings"]["temperature"]
+    (marked,) = [line for line in table.splitlines() if "**" in line]
+    assert f"T = {best:g} " in marked
+
+
+def test_mistakes_on_the_command_line_are_one_sentence(tmp_path, capsys):
+    bpfed = Command(capsys)
+    for arguments, words in (
+        (["table1", "--cells", "mnist-tiny"], "mnist-tiny"),
+        (["table1", "--methods", "fedprox"], "fedprox"),
+        (["table2", "--partitions", "iid"], "iid"),
+        (["render", "--results", str(tmp_path / "none")], "no results"),
+    ):
+        assert words in bpfed("paper", *arguments).sentence
