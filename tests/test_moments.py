@@ -14,11 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from bpfed.errors import UserError
+from bpfed.formulas import larger, neighbours, rectified
 from bpfed.gaussian import Gaussian
 from bpfed.likelihoods import Categorical, Normal
 from bpfed.methods.base import GaussianPredictive, PointPredictive
 from bpfed.model import Model
-from bpfed.moments import Moments, gaussian_softmax, larger, moments, neighbours, rectified
+from bpfed.moments import Moments, gaussian_softmax, moments
 from bpfed.networks import LeNet, mlp
 from bpfed.predict import classify, regress
 

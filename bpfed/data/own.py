@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bpfed.data.combine import combine
 from bpfed.data.federated import Examples, FederatedData, Task
-from bpfed.data.preparation import MOST_WHOLE, SPLIT, Preparation, Standardise, client_summary, combine
+from bpfed.data.preparation import Preparation, Standardise
 from bpfed.data.split import split
+from bpfed.data.summary import MOST_WHOLE, SPLIT, client_summary
 from bpfed.data.table import ENDINGS, Table, Words, read_table
 from bpfed.errors import UserError
 from bpfed.noise import client_ids

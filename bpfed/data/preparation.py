@@ -2,128 +2,26 @@
 
     client_summary(table) at each client  ->  combine(summaries) at the server  ->  Preparation.inputs(table) at each client
 
-A summary holds counts, means, sums of squares and the words that occur in a client's training rows; never a row. Test rows
-are in no summary.
+It is plain data: a run keeps it and does the same to new rows.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import reduce
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bpfed.data.federated import Task
+from bpfed.data.summary import ColumnSummary, of_channels, of_numbers
 from bpfed.data.table import Column, Table, Words, written
 from bpfed.errors import UserError, unknown
 
 Standardise = Literal["federated", "local", "none"]
 VERSION = 1
-#: Whole numbers with more values than this are a regression, unless the task is given.
-MOST_WHOLE = 20
-#: A column (or target) with more words than this is text or an identity and no category.
-MOST_LEVELS = 100
-#: The column that says which rows are for training and which for testing.
-SPLIT = "split"
-
-
-@dataclass(frozen=True)
-class ColumnSummary:
-    """What a client tells of one column.
-
-    Attributes:
-        count: Number of values.
-        missing: Number of rows without one.
-        mean: Mean of the numbers.
-        squares: Sum of their squared distances from the mean. (Count, mean and this are sums of values and squares in
-            a form that rounding does not harm.)
-        levels: The words that occur, or the distinct whole numbers of a target; None for other numbers.
-        words: Whether it is a column of words.
-    """
-
-    count: int
-    missing: int
-    mean: float = 0.0
-    squares: float = 0.0
-    levels: tuple[str, ...] | None = None
-    words: bool = False
-
-    @property
-    def scale(self) -> float:
-        """Standard deviation, 0 where all values are the same (but for rounding)."""
-        sd = math.sqrt(self.squares / self.count) if self.count else 0.0
-        return sd if sd > 1e-9 * abs(self.mean) else 0.0
-
-    def __add__(self, other: ColumnSummary) -> ColumnSummary:
-        count = self.count + other.count
-        apart = other.mean - self.mean
-        mean = self.mean + apart * other.count / count if count else 0.0
-        squares = self.squares + other.squares + (apart**2 * self.count * other.count / count if count else 0.0)
-        known = [s.levels for s in (self, other) if s.count]
-        levels = None if None in known else tuple(sorted({w for k in known if k for w in k}))
-        return ColumnSummary(count, self.missing + other.missing, mean, squares, levels, self.words or other.words)
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a client tells the server before training, and all that it tells.
-
-    Attributes:
-        client: Its name.
-        rows: Number of its training rows.
-        columns: A summary of each column, by name; of images one of each channel.
-        target: The target's.
-        shape: Shape of an image, ``(c, h, w)``; None for tables.
-    """
-
-    client: str
-    rows: int
-    columns: dict[str, ColumnSummary]
-    target: ColumnSummary
-    shape: tuple[int, ...] | None = None
-
-    def record(self) -> dict[str, Any]:
-        """As plain data for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Summary:
-        """The summary that gave this record."""
-        columns = {name: _column_summary(c) for name, c in record["columns"].items()}
-        shape = tuple(record["shape"]) if record["shape"] else None
-        return cls(record["client"], record["rows"], columns, _column_summary(record["target"]), shape)
-
-
-def client_summary(
-    table: Table, target: str, *, client: str | None = None, task: Task | None = None, ignore: Iterable[str] = ()
-) -> Summary:
-    """Summarise a client's training rows.
-
-    Args:
-        table: Its training rows, and no others.
-        target: The column to predict.
-        client: The client's name; left out, the table's.
-        task: What the target is; left out, it shows.
-        ignore: Columns that are no inputs.
-    """
-    aim = _summary(table.column(target), table, target)
-    values = table.column(target)
-    if not isinstance(values, Words) and task != "regression":
-        distinct = np.unique(values[~np.isnan(values)])
-        few = len(distinct) <= (MOST_WHOLE if task is None else MOST_LEVELS) and (distinct == np.trunc(distinct)).all()
-        aim = replace(aim, levels=tuple(written(v) for v in distinct.tolist()) if few else None)
-    shape = None
-    if table.images is not None:
-        shape, columns = tuple(table.images.shape[1:]), _channels(table.images)
-    else:
-        left = table.without([target, SPLIT, *ignore])
-        columns = {name: _summary(column, table, name) for name, column in left.columns.items()}
-    return Summary(client or table.name, table.rows, columns, aim, shape)
 
 
 @dataclass(frozen=True)
@@ -221,7 +119,7 @@ class Preparation:
             )
         if self.task == "regression":
             if isinstance(column, Words):
-                raise _words_for_numbers(self.target, table.name, column.levels[0])
+                raise words_for_numbers(self.target, table.name, column.levels[0])
             return torch.from_numpy(((column - self.target_mean) / self.target_scale).astype(np.float32))
         words = column if isinstance(column, Words) else _as_words(column)
         place = {label: i for i, label in enumerate(self.labels)}
@@ -343,150 +241,23 @@ class Preparation:
         return torch.from_numpy((table.images.astype(np.float32) - centre) / spread)
 
 
-def combine(
-    summaries: Sequence[Summary],
-    target: str,
-    *,
-    task: Task | None = None,
-    standardise: Standardise = "federated",
-    client_column: str | None = None,
-    ignore: Iterable[str] = (),
-) -> Preparation:
-    """Make the preparation of a federation from what its clients tell.
-
-    Raises:
-        UserError: The clients' columns cannot be brought together, or there is nothing to learn.
-    """
-    if standardise not in get_args(Standardise):
-        raise unknown("way to standardise", str(standardise), get_args(Standardise))
-    if task is not None and task not in get_args(Task):
-        raise unknown("task", str(task), get_args(Task))
-    _alike([(s.client, s.target) for s in summaries], target, classes=task == "classification")
-    aim = reduce(ColumnSummary.__add__, (s.target for s in summaries))
-    decided = task or ("classification" if aim.words or 0 < len(aim.levels or ()) <= MOST_WHOLE else "regression")
-    labels: tuple[str, ...] = ()
-    if decided == "classification":
-        labels = _ordered(_classes(summaries, aim, target))
-    elif aim.words:
-        where = next(s for s in summaries if s.target.words and s.target.levels)
-        raise _words_for_numbers(target, where.client, (where.target.levels or ("",))[0])
-    elif not aim.scale:
-        raise UserError(f"The target '{target}' is the same in all rows, so there is nothing to predict.")
-
-    shapes = {s.shape: s.client for s in summaries}
-    if len(shapes) > 1:
-        one, two = [
-            f"'{who}' has {'a table' if shape is None else f'images of {shape}'}" for shape, who in shapes.items()
-        ][:2]
-        raise UserError(f"Clients differ in what their inputs are: {one}, {two}; give all of them the same.")
-    (shape,) = shapes
-    names = sorted({name for s in summaries for name in s.columns})
-    features = [_feature(name, summaries, shape is not None) for name in names]
-    made = Preparation(
-        target=target,
-        task=decided,
-        features=tuple(f for f in features if f.inputs),
-        labels=labels,
-        target_mean=aim.mean if decided == "regression" else 0.0,
-        target_scale=aim.scale if decided == "regression" else 1.0,
-        standardise=standardise,
-        client_column=client_column,
-        ignore=tuple(ignore),
-        shape=shape,
-    )
-    if not made.features:
-        raise UserError(f"There is no column beside '{target}' whose values differ, so there is nothing to learn from.")
-    return made.with_clients((s.client, s.columns) for s in summaries)
-
-
-def _feature(name: str, summaries: Sequence[Summary], image: bool) -> Feature:
-    # A client without the column has it all missing.
-    told = [(s.client, s.columns.get(name, ColumnSummary(0, s.rows))) for s in summaries]
-    _alike(told, name)
-    total = reduce(ColumnSummary.__add__, (column for _, column in told))
-    if image:
-        return Feature(name, "channel", total.mean, total.scale or 1.0)
-    # Where nothing is known, or nothing is missing, an indicator would be the same everywhere.
-    indicator = bool(total.missing and total.count)
-    if total.words:
-        levels = total.levels or ()
-        if len(levels) > MOST_LEVELS:
-            raise _too_many(name, "all clients together", len(levels))
-        return Feature(name, "words", 0.0, float(len(levels) > 1), levels, indicator)
-    return Feature(name, "number", total.mean, total.scale, (), indicator)
-
-
-def _alike(told: Iterable[tuple[str, ColumnSummary]], name: str, classes: bool = False) -> None:
-    """Numbers everywhere or words everywhere; as classes, numbers may pass for words."""
-    numbers, words = None, None
-    for client, column in told:
-        if column.count and column.words:
-            words = words or (client, (column.levels or ("",))[0])
-        elif column.count:
-            numbers = numbers or client
-    if numbers is not None and words is not None and not classes:
-        raise UserError(
-            f"Column '{name}' is numbers at '{numbers}' but words at '{words[0]}', such as '{words[1]}'; write it the "
-            "same way everywhere."
-        )
-
-
-def _classes(summaries: Sequence[Summary], aim: ColumnSummary, target: str) -> tuple[str, ...]:
-    for s in summaries:
-        if s.target.count and s.target.levels is None:
-            raise UserError(
-                f"The target '{target}' of '{s.client}' is not up to {MOST_LEVELS} whole numbers or words, so it is no "
-                "class; say task 'regression'."
-            )
-    labels = aim.levels or ()
-    if len(labels) < 2:
-        held = f" '{labels[0]}'" if labels else ""
-        raise UserError(
-            f"The target '{target}' has only one class{held} in all training rows, so there is nothing to learn."
-        )
-    if len(labels) > MOST_LEVELS:
-        raise _too_many(target, "all clients together", len(labels))
-    return labels
-
-
-def _summary(column: Column, table: Table, name: str) -> ColumnSummary:
-    missing = int(np.count_nonzero(table.missing(name)))
-    count = table.rows - missing
-    if isinstance(column, Words):
-        if len(column.levels) > MOST_LEVELS:
-            raise _too_many(name, f"'{table.name}'", len(column.levels))
-        return ColumnSummary(count, missing, levels=column.levels, words=bool(count))
-    return _moments(column[~np.isnan(column)], missing)
-
-
-def _moments(values: np.ndarray, missing: int) -> ColumnSummary:
-    if not len(values):
-        return ColumnSummary(0, missing)
-    mean = float(values.mean(dtype=np.float64))
-    return ColumnSummary(len(values), missing, mean, float(np.square(values - mean, dtype=np.float64).sum()))
-
-
-def _channels(images: np.ndarray) -> dict[str, ColumnSummary]:
-    return {f"channel {k}": _moments(images[:, k].reshape(-1).astype(np.float64), 0) for k in range(images.shape[1])}
-
-
 def _summary_of(feature: Feature, table: Table) -> ColumnSummary:
     """A newcomer's summary of one feature."""
     if feature.kind == "channel":
         if table.images is None:
             raise UserError(f"'{table.name}' holds a table, but training was on images; give images.")
-        return _channels(table.images).get(feature.name, ColumnSummary(0, 0))
+        return of_channels(table.images).get(feature.name, ColumnSummary(0, 0))
     if feature.kind == "words":
         return ColumnSummary(0, 0)
     values = _numbers(table.columns.get(feature.name), table, feature.name)
-    return _moments(values[~np.isnan(values)], 0)
+    return of_numbers(values[~np.isnan(values)], 0)
 
 
 def _numbers(column: Column | None, table: Table, name: str) -> np.ndarray:
     if column is None or (isinstance(column, Words) and not column.levels):
         return np.full(table.rows, np.nan)
     if isinstance(column, Words):
-        raise _words_for_numbers(name, table.name, column.levels[0])
+        raise words_for_numbers(name, table.name, column.levels[0])
     return column
 
 
@@ -494,30 +265,11 @@ def _as_words(column: np.ndarray) -> Words:
     return Words.of([written(v) for v in column.tolist()])
 
 
-def _ordered(labels: Iterable[str]) -> tuple[str, ...]:
-    """Classes that are all numbers by size, others by letter."""
-    found = sorted(labels)
-    try:
-        return tuple(sorted(found, key=float))
-    except ValueError:
-        return tuple(found)
-
-
 def _some(words: Iterable[str], most: int = 8) -> str:
     found = [f"'{word}'" for word in words]
     return ", ".join(found[:most]) + (", ..." if len(found) > most else "")
 
 
-def _column_summary(record: Mapping[str, Any]) -> ColumnSummary:
-    return ColumnSummary(**{**record, "levels": None if record["levels"] is None else tuple(record["levels"])})
-
-
-def _words_for_numbers(name: str, where: str, word: str) -> UserError:
+def words_for_numbers(name: str, where: str, word: str) -> UserError:
+    """What is said of a column with words where numbers must be."""
     return UserError(f"Column '{name}' of '{where}' must be numbers, but has '{word}'; mend it.")
-
-
-def _too_many(name: str, where: str, number: int) -> UserError:
-    return UserError(
-        f"Column '{name}' of {where} has {number} different words where {MOST_LEVELS} are the most; leave it out by "
-        f"--ignore '{name}', or make it numbers."
-    )

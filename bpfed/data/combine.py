@@ -1,0 +1,127 @@
+"""Combine: the preparation of a federation, made from what its clients tell of their training rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import get_args
+
+from bpfed.data.federated import Task
+from bpfed.data.preparation import Feature, Preparation, Standardise, words_for_numbers
+from bpfed.data.summary import MOST_LEVELS, MOST_WHOLE, ColumnSummary, Summary, too_many
+from bpfed.errors import UserError, unknown
+
+
+def combine(
+    summaries: Sequence[Summary],
+    target: str,
+    *,
+    task: Task | None = None,
+    standardise: Standardise = "federated",
+    client_column: str | None = None,
+    ignore: Iterable[str] = (),
+) -> Preparation:
+    """Make the preparation of a federation from what its clients tell.
+
+    Raises:
+        UserError: The clients' columns cannot be brought together, or there is nothing to learn.
+    """
+    if standardise not in get_args(Standardise):
+        raise unknown("way to standardise", str(standardise), get_args(Standardise))
+    if task is not None and task not in get_args(Task):
+        raise unknown("task", str(task), get_args(Task))
+    _alike([(s.client, s.target) for s in summaries], target, classes=task == "classification")
+    aim = reduce(ColumnSummary.__add__, (s.target for s in summaries))
+    decided = task or ("classification" if aim.words or 0 < len(aim.levels or ()) <= MOST_WHOLE else "regression")
+    labels: tuple[str, ...] = ()
+    if decided == "classification":
+        labels = _ordered(_classes(summaries, aim, target))
+    elif aim.words:
+        where = next(s for s in summaries if s.target.words and s.target.levels)
+        raise words_for_numbers(target, where.client, (where.target.levels or ("",))[0])
+    elif not aim.scale:
+        raise UserError(f"The target '{target}' is the same in all rows, so there is nothing to predict.")
+
+    shapes = {s.shape: s.client for s in summaries}
+    if len(shapes) > 1:
+        one, two = [
+            f"'{who}' has {'a table' if shape is None else f'images of {shape}'}" for shape, who in shapes.items()
+        ][:2]
+        raise UserError(f"Clients differ in what their inputs are: {one}, {two}; give all of them the same.")
+    (shape,) = shapes
+    names = sorted({name for s in summaries for name in s.columns})
+    features = [_feature(name, summaries, shape is not None) for name in names]
+    made = Preparation(
+        target=target,
+        task=decided,
+        features=tuple(f for f in features if f.inputs),
+        labels=labels,
+        target_mean=aim.mean if decided == "regression" else 0.0,
+        target_scale=aim.scale if decided == "regression" else 1.0,
+        standardise=standardise,
+        client_column=client_column,
+        ignore=tuple(ignore),
+        shape=shape,
+    )
+    if not made.features:
+        raise UserError(f"There is no column beside '{target}' whose values differ, so there is nothing to learn from.")
+    return made.with_clients((s.client, s.columns) for s in summaries)
+
+
+def _feature(name: str, summaries: Sequence[Summary], image: bool) -> Feature:
+    # A client without the column has it all missing.
+    told = [(s.client, s.columns.get(name, ColumnSummary(0, s.rows))) for s in summaries]
+    _alike(told, name)
+    total = reduce(ColumnSummary.__add__, (column for _, column in told))
+    if image:
+        return Feature(name, "channel", total.mean, total.scale or 1.0)
+    # Where nothing is known, or nothing is missing, an indicator would be the same everywhere.
+    indicator = bool(total.missing and total.count)
+    if total.words:
+        levels = total.levels or ()
+        if len(levels) > MOST_LEVELS:
+            raise too_many(name, "all clients together", len(levels))
+        return Feature(name, "words", 0.0, float(len(levels) > 1), levels, indicator)
+    return Feature(name, "number", total.mean, total.scale, (), indicator)
+
+
+def _alike(told: Iterable[tuple[str, ColumnSummary]], name: str, classes: bool = False) -> None:
+    """Numbers everywhere or words everywhere; as classes, numbers may pass for words."""
+    numbers, words = None, None
+    for client, column in told:
+        if column.count and column.words:
+            words = words or (client, (column.levels or ("",))[0])
+        elif column.count:
+            numbers = numbers or client
+    if numbers is not None and words is not None and not classes:
+        raise UserError(
+            f"Column '{name}' is numbers at '{numbers}' but words at '{words[0]}', such as '{words[1]}'; write it the "
+            "same way everywhere."
+        )
+
+
+def _classes(summaries: Sequence[Summary], aim: ColumnSummary, target: str) -> tuple[str, ...]:
+    for s in summaries:
+        if s.target.count and s.target.levels is None:
+            raise UserError(
+                f"The target '{target}' of '{s.client}' is not up to {MOST_LEVELS} whole numbers or words, so it is no "
+                "class; say task 'regression'."
+            )
+    labels = aim.levels or ()
+    if len(labels) < 2:
+        held = f" '{labels[0]}'" if labels else ""
+        raise UserError(
+            f"The target '{target}' has only one class{held} in all training rows, so there is nothing to learn."
+        )
+    if len(labels) > MOST_LEVELS:
+        raise too_many(target, "all clients together", len(labels))
+    return labels
+
+
+def _ordered(labels: Iterable[str]) -> tuple[str, ...]:
+    """Classes that are all numbers by size, others by letter."""
+    found = sorted(labels)
+    try:
+        return tuple(sorted(found, key=float))
+    except ValueError:
+        return tuple(found)

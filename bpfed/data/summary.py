@@ -1,0 +1,154 @@
+"""Summary: what a client tells of its training rows before training, and all that it tells.
+
+It holds counts, means, sums of squares and the words that occur in a client's training rows; never a row. Test rows are in no
+summary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from bpfed.data.federated import Task
+from bpfed.data.table import Column, Table, Words, written
+from bpfed.errors import UserError
+
+#: Whole numbers with more values than this are a regression, unless the task is given.
+MOST_WHOLE = 20
+#: A column (or target) with more words than this is text or an identity and no category.
+MOST_LEVELS = 100
+#: The column that says which rows are for training and which for testing.
+SPLIT = "split"
+
+
+@dataclass(frozen=True)
+class ColumnSummary:
+    """What a client tells of one column.
+
+    Attributes:
+        count: Number of values.
+        missing: Number of rows without one.
+        mean: Mean of the numbers.
+        squares: Sum of their squared distances from the mean. (Count, mean and this are sums of values and squares in
+            a form that rounding does not harm.)
+        levels: The words that occur, or the distinct whole numbers of a target; None for other numbers.
+        words: Whether it is a column of words.
+    """
+
+    count: int
+    missing: int
+    mean: float = 0.0
+    squares: float = 0.0
+    levels: tuple[str, ...] | None = None
+    words: bool = False
+
+    @property
+    def scale(self) -> float:
+        """Standard deviation, 0 where all values are the same (but for rounding)."""
+        sd = math.sqrt(self.squares / self.count) if self.count else 0.0
+        return sd if sd > 1e-9 * abs(self.mean) else 0.0
+
+    def __add__(self, other: ColumnSummary) -> ColumnSummary:
+        count = self.count + other.count
+        apart = other.mean - self.mean
+        mean = self.mean + apart * other.count / count if count else 0.0
+        squares = self.squares + other.squares + (apart**2 * self.count * other.count / count if count else 0.0)
+        known = [s.levels for s in (self, other) if s.count]
+        levels = None if None in known else tuple(sorted({w for k in known if k for w in k}))
+        return ColumnSummary(count, self.missing + other.missing, mean, squares, levels, self.words or other.words)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a client tells the server before training, and all that it tells.
+
+    Attributes:
+        client: Its name.
+        rows: Number of its training rows.
+        columns: A summary of each column, by name; of images one of each channel.
+        target: The target's.
+        shape: Shape of an image, ``(c, h, w)``; None for tables.
+    """
+
+    client: str
+    rows: int
+    columns: dict[str, ColumnSummary]
+    target: ColumnSummary
+    shape: tuple[int, ...] | None = None
+
+    def record(self) -> dict[str, Any]:
+        """As plain data for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Summary:
+        """The summary that gave this record."""
+        columns = {name: _column_summary(c) for name, c in record["columns"].items()}
+        shape = tuple(record["shape"]) if record["shape"] else None
+        return cls(record["client"], record["rows"], columns, _column_summary(record["target"]), shape)
+
+
+def client_summary(
+    table: Table, target: str, *, client: str | None = None, task: Task | None = None, ignore: Iterable[str] = ()
+) -> Summary:
+    """Summarise a client's training rows.
+
+    Args:
+        table: Its training rows, and no others.
+        target: The column to predict.
+        client: The client's name; left out, the table's.
+        task: What the target is; left out, it shows.
+        ignore: Columns that are no inputs.
+    """
+    aim = _summary(table.column(target), table, target)
+    values = table.column(target)
+    if not isinstance(values, Words) and task != "regression":
+        distinct = np.unique(values[~np.isnan(values)])
+        few = len(distinct) <= (MOST_WHOLE if task is None else MOST_LEVELS) and (distinct == np.trunc(distinct)).all()
+        aim = replace(aim, levels=tuple(written(v) for v in distinct.tolist()) if few else None)
+    shape = None
+    if table.images is not None:
+        shape, columns = tuple(table.images.shape[1:]), of_channels(table.images)
+    else:
+        left = table.without([target, SPLIT, *ignore])
+        columns = {name: _summary(column, table, name) for name, column in left.columns.items()}
+    return Summary(client or table.name, table.rows, columns, aim, shape)
+
+
+def _summary(column: Column, table: Table, name: str) -> ColumnSummary:
+    missing = int(np.count_nonzero(table.missing(name)))
+    count = table.rows - missing
+    if isinstance(column, Words):
+        if len(column.levels) > MOST_LEVELS:
+            raise too_many(name, f"'{table.name}'", len(column.levels))
+        return ColumnSummary(count, missing, levels=column.levels, words=bool(count))
+    return of_numbers(column[~np.isnan(column)], missing)
+
+
+def of_numbers(values: np.ndarray, missing: int) -> ColumnSummary:
+    """Of numbers none of which is missing, ``[n]``, beside which so many are."""
+    if not len(values):
+        return ColumnSummary(0, missing)
+    mean = float(values.mean(dtype=np.float64))
+    return ColumnSummary(len(values), missing, mean, float(np.square(values - mean, dtype=np.float64).sum()))
+
+
+def of_channels(images: np.ndarray) -> dict[str, ColumnSummary]:
+    """Of the channels of images ``[n, c, h, w]``, by name."""
+    return {f"channel {k}": of_numbers(images[:, k].reshape(-1).astype(np.float64), 0) for k in range(images.shape[1])}
+
+
+def _column_summary(record: Mapping[str, Any]) -> ColumnSummary:
+    return ColumnSummary(**{**record, "levels": None if record["levels"] is None else tuple(record["levels"])})
+
+
+def too_many(name: str, where: str, number: int) -> UserError:
+    """What is said of a column with more words than a category may have."""
+    return UserError(
+        f"Column '{name}' of {where} has {number} different words where {MOST_LEVELS} are the most; leave it out by "
+        f"--ignore '{name}', or make it numbers."
+    )
