@@ -1,4 +1,4 @@
-"""Adam and plain descent on tensors with a client axis; each client may have its own step size and step count."""
+"""Adam, and descent with momentum, on tensors with a client axis; each client may have its own step size and step count."""
 
 from __future__ import annotations
 
@@ -50,3 +50,33 @@ def adam(variable: Tensor, gradient: Tensor, memory: Adam, step: Tensor, rate: T
     # m̂ / (√v̂ + ε) with both corrections gathered in one factor per client.
     moved = variable - scale * first / (torch.sqrt(second) + EPS * correction2[:, None])
     return moved, Adam(first, second)
+
+
+class Velocity(NamedTuple):
+    """The memory of descent with momentum: the fading sum of the gradients, ``[S, P]``."""
+
+    sum: Tensor
+
+    @classmethod
+    def like(cls, variable: Tensor) -> Velocity:
+        """No memory yet."""
+        return cls(torch.zeros_like(variable))
+
+
+def descent(
+    variable: Tensor, gradient: Tensor, memory: Velocity, momentum: Tensor, rate: Tensor
+) -> tuple[Tensor, Velocity]:
+    """One step of gradient descent with momentum: v ← m v + g, x ← x − rate · v.
+
+    Args:
+        variable: ``[S, P]``.
+        gradient: ``[S, P]``.
+        memory: Of the steps before.
+        momentum: m, ``[S]``; 0 is plain descent.
+        rate: Step size, ``[S]``.
+
+    Returns:
+        The moved variable and the new memory.
+    """
+    velocity = momentum[:, None] * memory.sum + gradient
+    return variable - rate[:, None] * velocity, Velocity(velocity)

@@ -1,8 +1,16 @@
 """BPFed: shared and personal factors, both Gaussian; last round's posterior is the next round's prior.
 
 Chen, Liu, Cao, Zhang: Bayesian Personalized Federated Learning with Shared and Personalized Uncertainty Representations,
-2023. Algorithm 1, Eq. 7-10. Implemented as written: ε ~ N(0, I), the data term scaled by n/b, KL(q ‖ π), q restarted from
-(η_i, ζ) in every round, and the mean of σ (not of its pre-image ρ) at the server.
+2023. Algorithm 1, Eq. 7-10: a round of client i, with ζ from the server and its own η_i,
+
+    begin      q = π = (η_i, ζ)
+    step       q: w = μ + σ ⊙ ε, ε ~ N(0, I), M draws (Eq. 7, 8); lower −(n/b) (1/M) Σ log p + T · KL(q ‖ π), π held (Eq. 9)
+               π: lower KL(q ‖ π), q held (Eq. 10)
+    finish     η_i is π's personal half, the upload its shared half
+    aggregate  ζ: the mean of the uploads' μ and of their σ (not of its pre-image ρ)
+
+The paper has T = 1. What else can be set is on top of that: a discounted prior, no step on π, other server rules, shared
+factors that are points, the two halves in turn (`bpfed.methods.turns`), and IVON's steps for Eq. 9 (`bpfed.ivon`).
 """
 
 from __future__ import annotations
@@ -12,23 +20,20 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from torch.utils._pytree import tree_map
 
 from bpfed.aggregate import rule
 from bpfed.errors import UserError, unknown
-from bpfed.estimators import ESTIMATORS, Batch, data_term
-from bpfed.gaussian import Gaussian, discounted, kl, kl_gradients_p, kl_gradients_q
+from bpfed.estimators import ESTIMATORS, Batch, DataTerm, data_term
+from bpfed.gaussian import Gaussian, discounted, kl, kl_gradients_p
 from bpfed.ivon import Momentum, Newton, ivon
-from bpfed.likelihoods import Categorical
-from bpfed.methods.base import ADAPT, Finished, GaussianPredictive, Initial, Method, Phase, frozen
-from bpfed.methods.variational import Memory, Variational, join, split
+from bpfed.methods.base import Finished, GaussianPredictive, Initial, Method, Phase
+from bpfed.methods.heads import NOISE_SIGMA, of_likelihood, per_head
+from bpfed.methods.turns import counted, held
+from bpfed.methods.variational import Memory, Variational, beyond, join, kl_gradients_beyond, split
 from bpfed.model import Model
 
 Predict = Literal["own", "aggregated"]
 Optimiser = Literal["adam", "ivon"]
-#: σ of the logarithm of a noise scale before any example is seen.
-NOISE_SIGMA = 0.5
 Order = Literal["joint", "alternating"]
 
 
@@ -133,29 +138,27 @@ class BPFed(Method):
 
     def check(self) -> None:
         super().check()
-        if self.estimator not in ESTIMATORS:
-            raise unknown("estimator", self.estimator, ESTIMATORS)
-        if self.predict not in get_args(Predict):
-            raise unknown("way to predict", self.predict, get_args(Predict))
-        if self.optimiser not in get_args(Optimiser):
-            raise unknown("optimiser", self.optimiser, get_args(Optimiser))
-        if self.order not in get_args(Order):
-            raise unknown("order", self.order, get_args(Order))
-        rule(self.rule)
-        for name, fits, range_ in (
-            ("draws", self.draws >= 1, "at least 1"),
-            ("body_epochs", self.body_epochs >= 1, "at least 1"),
-            ("sigma", self.sigma >= 0.0, "0 or more"),
-            ("temperature", self.temperature >= 0.0, "0 or more"),
-            ("discount", 0.0 <= self.discount <= 1.0, "from 0 to 1"),
-            ("prior_sigma", self.prior_sigma > 0.0, "above 0"),
-            ("newcomer_sigma", self.newcomer_sigma > 0.0, "above 0"),
-            ("newcomer_lr", self.newcomer_lr >= 0.0, "0 or more"),
-            ("newton", self.newton > 0.0, "above 0"),
-            ("curvature", 0.0 <= self.curvature < 1.0, "at least 0 and below 1"),
+        for what, value, known in (
+            ("estimator", self.estimator, ESTIMATORS),
+            ("way to predict", self.predict, get_args(Predict)),
+            ("optimiser", self.optimiser, get_args(Optimiser)),
+            ("order", self.order, get_args(Order)),
         ):
-            if not fits:
-                raise UserError(f"{name} is {getattr(self, name)}, but must be {range_}.")
+            if value not in known:
+                raise unknown(what, value, known)
+        rule(self.rule)
+        self.require(
+            draws="at least 1",
+            body_epochs="at least 1",
+            sigma="0 or more",
+            temperature="0 or more",
+            discount="from 0 to 1",
+            prior_sigma="above 0",
+            newcomer_sigma="above 0",
+            newcomer_lr="0 or more",
+            newton="above 0",
+            curvature="at least 0 and below 1",
+        )
         if self.sigma == 0.0 and (self.temperature != 0.0 or self.prior_step):
             raise UserError(
                 "sigma = 0 (the Dirac case) has no finite KL term; set temperature = 0 and prior_step = false with it."
@@ -181,14 +184,56 @@ class BPFed(Method):
 
     def init(self, model: Model) -> Initial:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
-        if self.shared_point:
-            start.sigma[: model.factors.shared] = 0.0
+        start.sigma[: self._points(model)] = 0.0
         shared, personal = split(model, start)
         own = (start,) if self.predict == "own" else ()
         memories: tuple[Memory | Momentum, ...] = ()
         if self.keep_adam:
             memories = (self._optimised(start).memory, *((Variational.at(start).memory,) if self.prior_step else ()))
         return Initial(shared, Personal(personal, own, memories, model.initial.new_zeros(self._counts)))
+
+    def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
+        start = join(shared, personal.eta)  # q = π = (η_i, ζ), and with a discount π is wider
+        discount, scale = hyper["discount"][:, None], hyper["prior_sigma"][:, None]
+        before = shared if self.shared_point else discounted(shared, discount, scale)
+        prior = join(before, discounted(personal.eta, discount, scale))
+        memory = personal.memory or (None, None)
+        moving = Variational.at(prior, memory[1]) if self.prior_step else prior  # type: ignore[arg-type]
+        steps = personal.steps.squeeze(-1)
+        return Local(self._optimised(start, memory[0]), moving, steps if self.keep_adam else torch.zeros_like(steps))
+
+    def step(
+        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+    ) -> tuple[Local, Tensor]:
+        taken, steps = counted(local.steps, phase)
+        prior = _gaussian(local.prior)
+        data = data_term(self.estimator, self.draws, model, local.q.gaussian, batch)  # Eq. 7, 8
+        q = self._lowered(model, local.q, data, prior, steps, hyper)  # Eq. 9
+        moved = local.prior
+        if isinstance(local.prior, Variational):
+            moved = local.prior.moved(*kl_gradients_p(q.gaussian, prior), steps, hyper["lr"])  # Eq. 10
+        q, moved = held(model, (local.q, local.prior), (q, moved), phase)
+        return Local(q, moved, taken), data.nll
+
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+        q, prior = local.q.gaussian, _gaussian(local.prior)
+        shared, personal = split(model, prior if self.prior_step else q)
+        own = (q,) if self.predict == "own" else ()
+        points = self._points(model)
+        info = {"kl": kl(beyond(points, q), beyond(points, prior))} if self.sigma > 0.0 else {}
+        optimised = [v for v in (local.q, local.prior) if isinstance(v, Variational | Newton)]
+        memories = tuple(v.memory for v in optimised) if self.keep_adam else ()
+        return Finished(shared, Personal(personal, own, memories, local.steps.view(-1, self._counts)), info)
+
+    def aggregate(self, shared: Gaussian, uploads: Gaussian, weights: Tensor) -> Gaussian:
+        return rule(self.rule)(uploads, weights)
+
+    def predictive(self, model: Model, shared: Gaussian, personal: Personal) -> GaussianPredictive:
+        weights = join(shared, personal.eta)
+        if self.predict == "own" and personal.own:
+            trained = personal.steps[:, :1] > 0
+            weights = Gaussian(*(torch.where(trained, o, w) for o, w in zip(personal.own[0], weights, strict=True)))
+        return GaussianPredictive(weights)
 
     def adapting(self) -> BPFed:
         """A newcomer's prior is held: its few examples count once, however often they are passed over."""
@@ -207,129 +252,36 @@ class BPFed(Method):
             eta=Gaussian(mean, torch.where(noise, NOISE_SIGMA, self.newcomer_sigma * per_head(model)))
         )
 
-    def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
-        start = join(shared, personal.eta)  # q = π = (η_i, ζ)
-        discount, scale = hyper["discount"][:, None], hyper["prior_sigma"][:, None]
-        before = shared if self.shared_point else discounted(shared, discount, scale)
-        prior = join(before, discounted(personal.eta, discount, scale))
-        memory = personal.memory or (None, None)
-        held = Variational.at(prior, memory[1]) if self.prior_step else prior  # type: ignore[arg-type]
-        steps = personal.steps.squeeze(-1)
-        return Local(self._optimised(start, memory[0]), held, steps if self.keep_adam else torch.zeros_like(steps))
+    def _lowered(
+        self,
+        model: Model,
+        q: Variational | Newton,
+        data: DataTerm,
+        prior: Gaussian,
+        steps: Tensor,
+        hyper: dict[str, Tensor],
+    ) -> Variational | Newton:
+        """q after a step on Eq. 9: the data term, scaled by n/b, and T · KL(q ‖ π) with π held."""
+        if isinstance(q, Newton):
+            rate = hyper["lr"] * hyper["newton"]
+            return ivon(q, data.mean, data.sigma, prior, hyper["temperature"], steps, rate, hyper["curvature"])
+        mean, sigma = kl_gradients_beyond(self._points(model), q.gaussian, prior)
+        temperature = hyper["temperature"][:, None]
+        return q.moved(data.mean + temperature * mean, data.sigma + temperature * sigma, steps, hyper["lr"])
 
     def _optimised(self, q: Gaussian, memory: Memory | Momentum | None = None) -> Variational | Newton:
         return (Newton if self.optimiser == "ivon" else Variational).at(q, memory)  # type: ignore[arg-type]
-
-    def step(
-        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
-    ) -> tuple[Local, Tensor]:
-        taken, steps = _counted(local.steps, phase)
-        q, prior = local.q.gaussian, _gaussian(local.prior)
-
-        # Eq. 9: the data term, scaled by n/b, and T · KL(q ‖ π) with π held.
-        data = data_term(self.estimator, self.draws, model, q, batch)
-        temperature = hyper["temperature"]
-        new_q: Variational | Newton
-        if isinstance(local.q, Newton):
-            rate = hyper["lr"] * hyper["newton"]
-            new_q = ivon(local.q, data.mean, data.sigma, prior, temperature, steps, rate, hyper["curvature"])
-        else:
-            kl_mean, kl_sigma = self._kl_gradients(model, q, prior, temperature)
-            new_q = local.q.moved(data.mean + kl_mean, data.sigma + kl_sigma, steps, hyper["lr"])
-        if phase == ADAPT:
-            spread = "sigma" if isinstance(new_q, Newton) else "rho"
-            held: dict[str, Any] = {n: frozen(model, getattr(local.q, n), getattr(new_q, n)) for n in ("mean", spread)}
-            new_q = new_q._replace(**held)
-
-        # Eq. 10: KL(q ‖ π) with q held.
-        new_prior = local.prior
-        if isinstance(local.prior, Variational):
-            new_prior = local.prior.moved(*kl_gradients_p(new_q.gaussian, prior), steps, hyper["lr"])
-        new = Local(new_q, new_prior, taken)
-        return (new if self.order == "joint" else _in_turn(model, local, new, phase)), data.nll
 
     @property
     def _counts(self) -> int:
         return 1 if self.order == "joint" else 2
 
-    def _kl_gradients(
-        self, model: Model, q: Gaussian, prior: Gaussian, temperature: Tensor
-    ) -> tuple[Tensor | float, Tensor | float]:
-        """Of T · KL(q ‖ π) in q's mean and σ; points have none."""
-        if self.sigma == 0.0:
-            return 0.0, 0.0
-        points = self._points(model)
-        mean, sigma = (temperature[:, None] * g for g in kl_gradients_q(_from(points, q), _from(points, prior)))
-        return (pad(mean, (points, 0)), pad(sigma, (points, 0))) if points else (mean, sigma)
-
     def _points(self, model: Model) -> int:
+        """How many weights, from the first on, are points: σ = 0 and no KL term."""
+        if self.sigma == 0.0:
+            return model.factors.total
         return model.factors.shared if self.shared_point else 0
-
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
-        q, prior = local.q.gaussian, _gaussian(local.prior)
-        shared, personal = split(model, prior if self.prior_step else q)
-        own = (q,) if self.predict == "own" else ()
-        points = self._points(model)
-        info = {"kl": kl(_from(points, q), _from(points, prior))} if self.sigma > 0.0 else {}
-        optimised = [v for v in (local.q, local.prior) if isinstance(v, Variational | Newton)]
-        memories = tuple(v.memory for v in optimised) if self.keep_adam else ()
-        return Finished(shared, Personal(personal, own, memories, local.steps.view(-1, self._counts)), info)
-
-    def aggregate(self, shared: Gaussian, uploads: Gaussian, weights: Tensor) -> Gaussian:
-        return rule(self.rule)(uploads, weights)
-
-    def predictive(self, model: Model, shared: Gaussian, personal: Personal) -> GaussianPredictive:
-        weights = join(shared, personal.eta)
-        if self.predict == "own" and personal.own:
-            trained = personal.steps[:, :1] > 0
-            weights = Gaussian(*(torch.where(trained, o, w) for o, w in zip(personal.own[0], weights, strict=True)))
-        return GaussianPredictive(weights)
-
-
-def _counted(steps: Tensor, phase: str) -> tuple[Tensor, Tensor]:
-    """The counts after a step, and the one of the weights that move, ``[S]``; in turns each part has its own."""
-    if steps.ndim == 1:
-        return steps + 1, steps + 1
-    shared, personal = steps.unbind(-1)
-    if phase == "shared":
-        return torch.stack([shared + 1, personal], -1), shared + 1
-    return torch.stack([shared, personal + 1], -1), personal + 1
-
-
-def _in_turn(model: Model, before: Local, after: Local, phase: str) -> Local:
-    """After a step in which one part moves: the other part of q and π, and the optimiser's memory of it, is as before."""
-
-    def part(old: Tensor, new: Tensor) -> Tensor:
-        return frozen(model, new, old) if phase == "shared" else frozen(model, old, new)
-
-    q, prior = tree_map(part, (before.q, before.prior), (after.q, after.prior))
-    return Local(q, prior, after.steps)
 
 
 def _gaussian(prior: Variational | Gaussian) -> Gaussian:
     return prior.gaussian if isinstance(prior, Variational) else prior
-
-
-def _from(start: int, g: Gaussian) -> Gaussian:
-    return Gaussian(g.mean[:, start:], g.sigma[:, start:])
-
-
-def of_likelihood(model: Model) -> Tensor:
-    """Which personal weights are the likelihood's own, such as a noise scale, ``[P_personal]`` bool.
-
-    These are no weights of the network: as wide as one, the exponential of a noise scale would span a factor of fifty.
-    """
-    own, factors = model.likelihood.parameters(), model.factors
-    parts = [torch.full((size,), n in own) for n, size in zip(factors.names, factors.sizes, strict=True)]
-    return factors.split(torch.cat(parts).to(model.initial.device))[1]
-
-
-def per_head(model: Model) -> float:
-    """What the prior's σ of a head weight is multiplied by: 1 for logits; in a regression, 1/√(number of weights).
-
-    Logits have no unit, targets do. A sum of a hundred features with weights of σ = 1 spreads far beyond the targets, and a
-    mean-field q, which cannot let the errors of its weights cancel, then explains the spread that is left as noise.
-    """
-    if isinstance(model.likelihood, Categorical):
-        return 1.0
-    return int((~of_likelihood(model)).sum()) ** -0.5

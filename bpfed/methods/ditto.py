@@ -75,8 +75,7 @@ class Ditto(Method):
         super().check()
         if self.personal != "none":
             raise UserError(f"personal is '{self.personal}', but Ditto shares all weights; leave it at 'none'.")
-        if not self.pull >= 0.0:
-            raise UserError(f"pull is {self.pull}, but must be 0 or more.")
+        self.require(pull="0 or more")
 
     def init(self, model: Model) -> Initial:
         return Initial(Weights(model.initial), Own.none(model.initial))

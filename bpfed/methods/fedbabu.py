@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, get_args
 
 from torch import Tensor
 
-from bpfed.errors import UserError, unknown
+from bpfed.errors import unknown
 from bpfed.methods.base import ADAPT, Phase
 from bpfed.methods.point import TUNE, Kept, Local, Point, Weights
 from bpfed.model import Model
@@ -45,8 +45,7 @@ class FedBABU(Point):
         super().check()
         if self.finetune not in get_args(Finetune):
             raise unknown("part to fine-tune", self.finetune, get_args(Finetune))
-        if self.tune_epochs < 0:
-            raise UserError(f"tune_epochs is {self.tune_epochs}, but must be 0 or more.")
+        self.require(tune_epochs="0 or more")
 
     def phases(self, epochs: int) -> tuple[Phase, ...]:
         return (Phase("shared", epochs),)

@@ -4,7 +4,11 @@ Collins et al.: Exploiting Shared Representations for Personalized Federated Lea
 a client takes many steps on its head; then, with the head held, few on the body, and uploads that. The authors' runs on
 CIFAR-10 have 10 passes for the head and then 5 for the body, as the defaults here; the head has the round's ``epochs``.
 
-It is ``BPFed.dirac(personal="head", order="alternating", body_epochs=...)``.
+The authors' steps are those of ``optimiser="sgd", lr=0.01, keep_adam=False``. In validation (20 % of the training data) these
+were as accurate as Adam's on `mnist-small` (92.5 % after 100 rounds) with a better NLL (0.24 against 0.35), and worse on
+`digits` (93.9 against 96.1 % after 30 rounds: few steps), so Adam is the default, as for the other methods.
+
+With Adam it is ``BPFed.dirac(personal="head", order="alternating", body_epochs=...)``.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from bpfed.errors import UserError
 from bpfed.methods.base import Phase
 from bpfed.methods.point import Point
 
@@ -35,8 +38,7 @@ class FedRep(Point):
 
     def check(self) -> None:
         super().check()
-        if self.body_epochs < 1:
-            raise UserError(f"body_epochs is {self.body_epochs}, but must be at least 1.")
+        self.require(body_epochs="at least 1")
 
     def phases(self, epochs: int) -> tuple[Phase, ...]:
         return (Phase("personal", epochs), Phase("shared", self.body_epochs))

@@ -156,15 +156,13 @@ class FedSOUL(Method):
         super().check()
         if self.personal == "none":
             raise UserError("personal is 'none', but FedSOUL samples personal factors; choose some, such as 'head'.")
-        for name, fits, range_ in (
-            ("gamma", self.gamma > 0.0, "above 0"),
-            ("samples", self.samples >= 1, "at least 1"),
-            ("thin", self.thin >= 1, "at least 1"),
-            ("prior_sigma", self.prior_sigma > 0.0, "above 0"),
-            ("prior_rate", 0.0 <= self.prior_rate <= 1.0, "from 0 to 1"),
-        ):
-            if not fits:
-                raise UserError(f"{name} is {getattr(self, name)}, but must be {range_}.")
+        self.require(
+            gamma="above 0",
+            samples="at least 1",
+            thin="at least 1",
+            prior_sigma="above 0",
+            prior_rate="from 0 to 1",
+        )
 
     def init(self, model: Model) -> Initial:
         body, head = model.factors.split(model.initial)

@@ -80,10 +80,7 @@ class PerFedAvg(Method):
             raise UserError(f"personal is '{self.personal}', but Per-FedAvg shares all weights; leave it at 'none'.")
         if self.order not in get_args(Order):
             raise unknown("order", self.order, get_args(Order))
-        if not self.inner_lr >= 0.0:
-            raise UserError(f"inner_lr is {self.inner_lr}, but must be 0 or more.")
-        if self.tuning_epochs < 1:
-            raise UserError(f"tuning_epochs is {self.tuning_epochs}, but must be at least 1.")
+        self.require(inner_lr="0 or more", tuning_epochs="at least 1")
 
     def tuning(self, epochs: int) -> tuple[Phase, ...]:
         return (Phase(TUNE, self.tuning_epochs),)

@@ -88,14 +88,7 @@ class PFedBayes(Method):
             )
         if self.estimator not in ESTIMATORS:
             raise unknown("estimator", self.estimator, ESTIMATORS)
-        for name, fits, range_ in (
-            ("zeta", self.zeta >= 0.0, "0 or more"),
-            ("sigma", self.sigma > 0.0, "above 0"),
-            ("draws", self.draws >= 1, "at least 1"),
-            ("beta", 0.0 < self.beta <= 1.0, "above 0 and at most 1"),
-        ):
-            if not fits:
-                raise UserError(f"{name} is {getattr(self, name)}, but must be {range_}.")
+        self.require(zeta="0 or more", sigma="above 0", draws="at least 1", beta="above 0 and at most 1")
 
     def init(self, model: Model) -> Initial:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))

@@ -72,14 +72,7 @@ class PFedMe(Method):
         super().check()
         if self.personal != "none":
             raise UserError(f"personal is '{self.personal}', but pFedMe shares all weights; leave it at 'none'.")
-        for name, fits, range_ in (
-            ("inner_lr", self.inner_lr >= 0.0, "0 or more"),
-            ("inner_steps", self.inner_steps >= 1, "at least 1"),
-            ("pull", self.pull >= 0.0, "0 or more"),
-            ("mixing", self.mixing >= 0.0, "0 or more"),
-        ):
-            if not fits:
-                raise UserError(f"{name} is {getattr(self, name)}, but must be {range_}.")
+        self.require(inner_lr="0 or more", inner_steps="at least 1", pull="0 or more", mixing="0 or more")
         for name in ("lr", "inner_lr"):
             if not getattr(self, name) * self.pull < 2.0:
                 raise UserError(

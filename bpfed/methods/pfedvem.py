@@ -116,15 +116,13 @@ class PFedVEM(Method):
         super().check()
         if self.personal == "none":
             raise UserError("personal is 'none', but pFedVEM has a head for each client; choose some, such as 'head'.")
-        for name, fits, range_ in (
-            ("rho", self.rho > 0.0, "above 0"),
-            ("sigma", self.sigma > 0.0, "above 0"),
-            ("head_rate", self.head_rate > 0.0, "above 0"),
-            ("draws", self.draws >= 1, "at least 1"),
-            ("body_share", 0.0 < self.body_share < 1.0, "between 0 and 1"),
-        ):
-            if not fits:
-                raise UserError(f"{name} is {getattr(self, name)}, but must be {range_}.")
+        self.require(
+            rho="above 0",
+            sigma="above 0",
+            head_rate="above 0",
+            draws="at least 1",
+            body_share="between 0 and 1",
+        )
 
     def phases(self, epochs: int) -> tuple[Phase, ...]:
         body = max(1, round(self.body_share * epochs))

@@ -1,28 +1,29 @@
 """Point-estimate weights, split into shared and personal: what FedAvg, FedPer, FedRep and their kin have in common.
 
-A local step is one of Adam's on the mean −log p of the batch. The methods differ in which weights are personal (`personal`)
-and in which of the two parts moves in which phase of a round (`phases`). Each is a Dirac case of BPFed, σ = 0 and no KL
-term together (``BPFed.dirac``): BPFed then follows n times the mean, and Adam, which divides by the gradient's own size,
-sees no difference but for its ε of 1e-8.
+A local step is one of Adam's, or of descent with momentum, on the mean −log p of the batch. The methods differ in which
+weights are personal (`personal`) and in which of the two parts moves in which phase of a round (`phases`). With Adam each is a
+Dirac case of BPFed, σ = 0 and no KL term together (``BPFed.dirac``): BPFed then follows n times the mean, and Adam, which
+divides by the gradient's own size, sees no difference but for its ε of 1e-8.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from bpfed.aggregate import weighted_mean
-from bpfed.errors import UserError
+from bpfed.errors import UserError, unknown
 from bpfed.estimators import Batch
 from bpfed.methods.base import ADAPT, Finished, Initial, Method, Phase, PointPredictive, Predictive
 from bpfed.methods.laplace import CURVATURE, Curvature, laplace
 from bpfed.methods.own import Own
 from bpfed.model import Model
-from bpfed.optim import Adam, adam
+from bpfed.optim import Adam, Velocity, adam, descent
 
+Optimiser = Literal["adam", "sgd"]
 #: Phase in which all weights are fine-tuned and the result is the client's own network.
 TUNE = "tune"
 #: Whether the shared and whether the personal weights move, by phase.
@@ -38,17 +39,18 @@ WHOLE = {"none": ("shares all weights", "fedavg"), "all": ("keeps all weights wi
 
 
 class Part(NamedTuple):
-    """Shared or personal weights in training, ``[S, P_part]``, with Adam's memory and the steps they have taken ``[S]``."""
+    """Shared or personal weights in training, ``[S, P_part]``, the optimiser's memory and the steps taken ``[S]``."""
 
     weights: Tensor
-    memory: Adam
+    memory: Adam | Velocity
     steps: Tensor
 
-    def moved(self, gradient: Tensor, rate: Tensor) -> Part:
-        """After one step of Adam."""
+    def moved(self, gradient: Tensor, hyper: dict[str, Tensor]) -> Part:
+        """After one step of the optimiser whose memory it has."""
         steps = self.steps + 1
-        weights, memory = adam(self.weights, gradient, self.memory, steps, rate)
-        return Part(weights, memory, steps)
+        if isinstance(self.memory, Velocity):
+            return Part(*descent(self.weights, gradient, self.memory, hyper["momentum"], hyper["lr"]), steps)
+        return Part(*adam(self.weights, gradient, self.memory, steps, hyper["lr"]), steps)
 
 
 class Local(NamedTuple):
@@ -79,10 +81,10 @@ class Weights(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Adam's memory of both parts, and the steps that each has taken so far, ``[S, 2]``."""
+    """The optimiser's memory of both parts, and the steps that each has taken so far, ``[S, 2]``."""
 
-    shared: Adam
-    personal: Adam
+    shared: Adam | Velocity
+    personal: Adam | Velocity
     steps: Tensor
 
 
@@ -91,7 +93,7 @@ class Kept(NamedTuple):
 
     Attributes:
         weights: Its personal weights, ``[S, P_personal]``.
-        memory: Adam's, where it is kept from round to round.
+        memory: The optimiser's, where it is kept from round to round.
         own: The fine-tuned network, where all weights are fine-tuned.
         curvature: Of the last layer, where the Laplace approximation is asked for.
     """
@@ -107,21 +109,27 @@ class Point(Method):
     """Base of the methods with point-estimate weights.
 
     Attributes:
-        keep_adam: Whether a client keeps Adam's memory from round to round; if not, every round starts without.
+        optimiser: ``adam``, or ``sgd``, descent with momentum.
+        momentum: With ``sgd``, how much of a step is in the next one.
+        keep_adam: Whether a client keeps the optimiser's memory from round to round; if not, every round starts without.
         laplace: Whether the last layer gets a Gaussian posterior after training, by the Laplace approximation.
         laplace_precision: With ``laplace``, the prior's precision; 0: chosen for each client by the marginal likelihood.
     """
 
     random_words: ClassVar[str] = "nothing (the last layer with laplace)"
+    numbers: ClassVar[tuple[str, ...]] = ("lr", "momentum")
 
+    optimiser: Optimiser = "adam"
+    momentum: float = 0.5
     keep_adam: bool = True
     laplace: bool = False
     laplace_precision: float = 300.0
 
     def check(self) -> None:
         super().check()
-        if not self.laplace_precision >= 0.0:
-            raise UserError(f"laplace_precision is {self.laplace_precision}, but must be 0 or more.")
+        if self.optimiser not in get_args(Optimiser):
+            raise unknown("optimiser", self.optimiser, get_args(Optimiser))
+        self.require(momentum="at least 0 and below 1", laplace_precision="0 or more")
         default = type(self).personal
         if default in tuple(WHOLE) and self.personal != default:
             raise UserError(
@@ -155,7 +163,7 @@ class Point(Method):
 
     def init(self, model: Model) -> Initial:
         shared, personal = model.factors.split(model.initial)
-        memory = Memory(Adam.like(shared), Adam.like(personal), shared.new_zeros(2))
+        memory = self._fresh(shared, personal)
         kept = Kept(
             personal,
             (memory,) if self.keep_adam else (),
@@ -164,10 +172,14 @@ class Point(Method):
         )
         return Initial(Weights(shared), kept)
 
+    def _fresh(self, shared: Tensor, personal: Tensor) -> Memory:
+        """Of no step yet, for weights ``[..., P_part]``."""
+        like = Velocity.like if self.optimiser == "sgd" else Adam.like
+        return Memory(like(shared), like(personal), shared.new_zeros(*shared.shape[:-1], 2))
+
     def begin(self, model: Model, shared: Weights, personal: Kept, hyper: dict[str, Tensor]) -> Local:
         mine, ours = personal.weights, shared.weights
-        none = Memory(Adam.like(ours), Adam.like(mine), ours.new_zeros(len(ours), 2))
-        memory = personal.memory[0] if personal.memory else none
+        memory = personal.memory[0] if personal.memory else self._fresh(ours, mine)
         return Local(
             Part(ours, memory.shared, memory.steps[:, 0]),
             Part(mine, memory.personal, memory.steps[:, 1]),
@@ -185,7 +197,7 @@ class Point(Method):
         count = batch.mask.sum(-1).clamp(min=1.0)
         gradients = model.factors.split(gradient / count[:, None])
         shared, personal = (
-            part.moved(g, hyper["lr"]) if moves else part
+            part.moved(g, hyper) if moves else part
             for part, g, moves in zip(local[:2], gradients, MOVES[phase], strict=True)
         )
         tuned = torch.ones_like(local.tuned) if phase == TUNE else local.tuned

@@ -55,6 +55,7 @@ class Population(Recipe):
 
     Attributes:
         head_sigma: s_h at the start.
+        head_gain: m_h at the start, in units of the head that all clients start with.
         head_rate: r, how far s_h² moves in a round.
     """
 
@@ -64,6 +65,7 @@ class Population(Recipe):
     population: ClassVar[bool] = True
 
     head_sigma: float = 0.3
+    head_gain: float = 0.0
     head_rate: float = 0.2
 
     def check(self) -> None:
@@ -75,8 +77,8 @@ class Population(Recipe):
 
     def init(self, model: Model) -> Initial:
         start = super().init(model)
-        none = torch.zeros_like(start.personal.head.mean)
-        return Initial(Server(start.shared, none, none + self.head_sigma**2), start.personal)
+        first = self.head_gain * start.personal.head.mean
+        return Initial(Server(start.shared, first, first.square() + self.head_sigma**2), start.personal)
 
     def newcomer(self, model: Model, shared: Server) -> Personal:  # type: ignore[override]
         return self.init(model).personal._replace(head=shared.heads)

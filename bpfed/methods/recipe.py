@@ -4,13 +4,15 @@ BPFed takes last round's posterior for this round's prior, and refits the same d
 and in the end the model is far too sure. Four things are different here; the personal factors never leave the client either
 way. With ζ = (m, σ̄) from the server, q = (q_w, q_h) over shared and personal factors, and K clients a client minimises
 
-    −E_q log p(D | w, h) + T · KL(q_w ‖ N(m, s²)) + T · KL(q_h ‖ N(0, s_h²)) + T/(2 K s_m²) ‖μ_w‖²
+    −E_q log p(D | w, h) + T · KL(q_w ‖ N(m, s²)) + T · KL(q_h ‖ N(g h0, s_h²)) + T/(2 K s_m²) ‖μ_w‖²
 
 1. The scale of the shared prior is discounted, 1/s² = a/σ̄² + (1 − a)/s0², so that the precision stays bounded.
 2. Its mean m follows the posterior, which alone would leave the size of the weights without a bound: estimating m without a
    prior of its own. The last term is that prior, m ~ N(0, s_m²), each client's part of it; ``anchor`` is 1/(K s_m²). It acts
    in every step, so it fades with the step size as the data's pull does.
-3. The prior of the personal factors is fixed, N(0, s_h²).
+3. The prior of the personal factors is fixed, N(g h0, s_h²), where h0 is the head that every client starts with: drawn once for
+   the run, the same for all, and never learnt. Heads that stay near a common one make features that mean the same everywhere,
+   which is what a population of heads is for; but nothing of a head is uploaded for it.
 4. T < 1, noise drawn per example (the ``local`` estimator), and a step size that falls along a cosine.
 
 There is no step on π (Eq. 10): η_i and the upload are taken from q. Settings were chosen on validation data cut from the
@@ -30,10 +32,14 @@ from bpfed.aggregate import mean
 from bpfed.errors import UserError, unknown
 from bpfed.estimators import ESTIMATORS, Batch, data_term
 from bpfed.gaussian import Gaussian, discounted, kl, kl_gradients_q
+from bpfed.likelihoods import Categorical
 from bpfed.methods.base import ADAPT, Finished, GaussianPredictive, Initial, Method, frozen
-from bpfed.methods.bpfed import NOISE_SIGMA, of_likelihood, per_head
+from bpfed.methods.heads import NOISE_SIGMA, of_likelihood, per_head
 from bpfed.methods.variational import Memory, Variational, join, split
 from bpfed.model import Model
+
+#: σ of a head's prior in a regression, times the root of the number of its weights.
+REGRESSION_SIGMA = 0.6
 
 
 class Local(NamedTuple):
@@ -61,8 +67,9 @@ class Recipe(Method):
         temperature: T, weight of all prior terms; 1 is the ELBO.
         discount: a, how much of the posterior's precision the next round's shared prior takes over.
         prior_sigma: s0, the scale of the rest of it.
-        head_sigma: s_h, the fixed scale of the personal factors' prior; in a regression it is divided by the root of the
-            number of the head's weights, and a noise scale has one of its own.
+        head_sigma: s_h, the fixed scale of the personal factors' prior. This and ``head_gain`` are for classes; in a regression the
+            prior is N(0, 0.6²) divided by the number of the head's weights, and a noise scale has one of its own.
+        head_gain: g, the prior mean of the personal factors in units of the head that all clients start with; 0: the mean is 0.
         anchor: 1/(K s_m²), pull of the shared factors' means towards 0.
         estimator: Of the data term, see BPFed.
         draws: Weight draws in a step.
@@ -81,16 +88,18 @@ class Recipe(Method):
         "discount",
         "prior_sigma",
         "head_sigma",
+        "head_gain",
         "anchor",
         "sigma",
     )
     schedule: ClassVar[str] = "cosine"
 
     sigma: float = 0.05
-    temperature: float = 0.2
+    temperature: float = 0.1
     discount: float = 0.9
-    prior_sigma: float = 0.1
-    head_sigma: float = 0.6
+    prior_sigma: float = 0.2
+    head_sigma: float = 0.05
+    head_gain: float = 6.0
     anchor: float = 1.0
     estimator: str = "local"
     draws: int = 1
@@ -124,21 +133,23 @@ class Recipe(Method):
     def newcomer(self, model: Model, shared: Gaussian) -> Personal:
         """A head that has seen no example is its prior."""
         start = self.init(model).personal
-        prior = self._head_prior(model, start.head, torch.tensor(self.head_sigma))
+        prior = self._head_prior(model, start.head, torch.tensor(self.head_gain), torch.tensor(self.head_sigma))
         return start._replace(head=prior)
 
     def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
         body = discounted(shared, hyper["discount"][:, None], hyper["prior_sigma"][:, None])
-        head = self._head_prior(model, personal.head, hyper["head_sigma"][:, None])
+        head = self._head_prior(model, personal.head, hyper["head_gain"][:, None], hyper["head_sigma"][:, None])
         q = Variational.at(join(shared, personal.head), personal.memory)
         return Local(q, join(body, head), personal.steps[:, 0])
 
-    def _head_prior(self, model: Model, like: Gaussian, scale: Tensor) -> Gaussian:
-        """N(0, s_h²) of a head's weights, with s_h in a regression divided by the root of their number."""
+    def _head_prior(self, model: Model, like: Gaussian, gain: Tensor, scale: Tensor) -> Gaussian:
+        """N(g h0, s_h²) of a head's weights. Logits have no unit, so a common head can be asked for; targets have one."""
         none = torch.zeros_like(like.mean)
+        if isinstance(model.likelihood, Categorical):
+            return Gaussian(none + gain * model.factors.split(model.initial)[1], none + scale)
         if self.personal != "head":
-            return Gaussian(none, none + scale)
-        return Gaussian(none, torch.where(of_likelihood(model), NOISE_SIGMA, none + scale * per_head(model)))
+            return Gaussian(none, none + REGRESSION_SIGMA)
+        return Gaussian(none, torch.where(of_likelihood(model), NOISE_SIGMA, none + REGRESSION_SIGMA * per_head(model)))
 
     def step(
         self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str

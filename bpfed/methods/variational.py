@@ -6,10 +6,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from bpfed.gaussian import Gaussian, softplus, softplus_inverse
+from bpfed.gaussian import Gaussian, kl_gradients_q, softplus, softplus_inverse
 from bpfed.model import Model
 from bpfed.optim import Adam, adam
+
+#: No step takes a σ below 1e-6, which is this ρ.
+RHO_FLOOR = -13.8155
 
 
 class Memory(NamedTuple):
@@ -47,6 +51,8 @@ class Variational(NamedTuple):
         """One step of Adam along gradients with respect to mean and σ; dσ/dρ = sigmoid(ρ)."""
         new_mean, adam_mean = adam(self.mean, mean, self.adam_mean, step, rate)
         new_rho, adam_rho = adam(self.rho, sigma * torch.sigmoid(self.rho), self.adam_rho, step, rate)
+        # Where data are counted again in every round σ falls without end; below the floor 1/σ² leaves float32. Points stay points.
+        new_rho = torch.maximum(new_rho, self.rho.clamp(max=RHO_FLOOR))
         return Variational(new_mean, new_rho, adam_mean, adam_rho)
 
 
@@ -59,3 +65,14 @@ def split(model: Model, g: Gaussian) -> tuple[Gaussian, Gaussian]:
     """Its shared and its personal part, ``[..., P_shared]`` and ``[..., P_personal]``."""
     parts = [model.factors.split(t) for t in g]
     return Gaussian(*(p[0] for p in parts)), Gaussian(*(p[1] for p in parts))
+
+
+def beyond(points: int, g: Gaussian) -> Gaussian:
+    """The Gaussian without its first weights, which are points, ``[S, P - points]``."""
+    return Gaussian(g.mean[:, points:], g.sigma[:, points:])
+
+
+def kl_gradients_beyond(points: int, q: Gaussian, prior: Gaussian) -> tuple[Tensor, Tensor]:
+    """Gradients of KL(q ‖ π) in q's mean and σ, ``[S, P]``; 0 for the first weights, which are points and have no KL term."""
+    mean, sigma = kl_gradients_q(beyond(points, q), beyond(points, prior))
+    return (pad(mean, (points, 0)), pad(sigma, (points, 0))) if points else (mean, sigma)

@@ -22,7 +22,7 @@ class Clients:
         self.method = method
         self.model = scenarios.model_of(module(), personal=method.personal)
         self.initial = method.init(self.model)
-        self.hyper = {"lr": torch.full((CLIENTS,), RATE)}
+        self.hyper = {"lr": torch.full((CLIENTS,), RATE), "momentum": torch.full((CLIENTS,), method.momentum)}
 
     def begin(self, shared=None, personal=None):
         shared = rows(self.initial.shared if shared is None else shared, CLIENTS)
@@ -54,21 +54,28 @@ def batch(t):
     return scenarios.random_batch(CLIENTS, 5, seed=t, used=[5, 3])
 
 
-def by_hand(model, client, parts, count=3, start=None):
-    """One client in float64: for each part (names of its layers) a new Adam, ``count`` steps on the mean loss."""
+def by_hand(model, client, parts, count=3, start=None, optimiser=torch.optim.Adam, **options):
+    """One client in float64: for each part (names of its layers) a new optimiser, ``count`` steps on the mean loss."""
     net = module().double()
     if start is not None:
         net.load_state_dict({n: p.double() for n, p in model.factors.unflatten(start).items()})
     t = 0
     for layers in parts:
-        optimiser = torch.optim.Adam([p for n, p in net.named_parameters() if n[0] in layers], lr=RATE)
+        steps = optimiser([p for n, p in net.named_parameters() if n[0] in layers], lr=RATE, **options)
         for _ in range(count):
             used = [5, 3][client]
-            optimiser.zero_grad()
+            steps.zero_grad()
             F.cross_entropy(net(batch(t).x[client, :used].double()), batch(t).y[client, :used]).backward()
-            optimiser.step()
+            steps.step()
             t += 1
     return model.factors.flatten(dict(net.named_parameters())).float()
+
+
+class Descent(torch.optim.SGD):
+    """Plain PyTorch's, at the step size of the test of momentum."""
+
+    def __init__(self, params, lr, momentum):
+        super().__init__(params, lr=100 * lr, momentum=momentum)
 
 
 def close(found, expected):
@@ -97,6 +104,19 @@ def test_a_round_is_that_of_plain_pytorch(method, parts):
         close(found[s], by_hand(clients.model, s, parts))
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_round_of_descent_with_momentum_is_that_of_plain_pytorch(momentum):
+    # Many times Adam's step size: an error in the momentum is then far above the tolerance.
+    method = FedRep(optimiser="sgd", momentum=momentum)
+    clients = Clients(method)
+    clients.hyper["lr"] *= 100
+    finished = clients.train(method.phases(1))
+    found = torch.cat([finished.upload.weights, finished.personal.weights], -1)
+    for s in range(CLIENTS):
+        expected = by_hand(clients.model, s, ["2", "0"], optimiser=Descent, momentum=momentum)
+        close(found[s], expected)
+
+
 def test_fedrep_trains_its_head_for_the_rounds_passes_and_its_body_for_few():
     assert FedRep(body_epochs=2).phases(10) == (Phase("personal", 10), Phase("shared", 2))
 
@@ -112,10 +132,11 @@ def test_a_part_that_does_not_move_is_not_touched_nor_are_its_memory_and_its_cou
         assert torch.equal(new.memory.first, old.memory.first) != moves
 
 
+@pytest.mark.parametrize("optimiser", ["adam", "sgd"])
 @pytest.mark.parametrize("keep", [True, False])
-def test_adams_memory_is_kept_over_rounds_where_asked(keep):
+def test_the_optimisers_memory_is_kept_over_rounds_where_asked(keep, optimiser):
     # Each client its own server: two rounds of three steps are then one round of six, if memory is kept.
-    clients = Clients(FedPer(keep_adam=keep))
+    clients = Clients(FedPer(keep_adam=keep, optimiser=optimiser))
     first = clients.method.finish(clients.model, clients.steps(clients.begin(), "all", range(3)), clients.hyper)
     local = clients.method.begin(clients.model, first.upload, first.personal, clients.hyper)
     found = clients.steps(local, "all", range(3, 6)).weights
@@ -201,6 +222,8 @@ def test_how_many_passes_of_tuning():
         (FedRep(body_epochs=0), "body_epochs is 0, but must be at least 1"),
         (FedBABU(finetune="heads"), "did you mean 'head'"),
         (FedBABU(tune_epochs=-1), "tune_epochs is -1, but must be 0 or more"),
+        (FedPer(optimiser="sdg"), "did you mean 'sgd'"),
+        (FedPer(momentum=1.0), "momentum is 1.0, but must be at least 0 and below 1"),
         (FedPer(laplace_precision=-1.0), "laplace_precision is -1.0, but must be 0 or more"),
     ],
     ids=str,
