@@ -69,16 +69,15 @@ def private_mean(
     return tree_map(lambda leaf: leaf[0], moved(method, shared, total[None] / expected))
 
 
-def noised(method: Method, shared: State, uploads: State, clip: float, noise: float, least: int, draw: Draw) -> State:
-    """Uploads as sites send them to a server that is not to see a clean one: each with its share of the noise.
+def noised(method: Method, shared: State, uploads: State, clip: float, noise: float, draw: Draw) -> State:
+    """Uploads as sites send them to a server that is not to see a clean one: each update cut to C, with noise z·C of its own.
 
-    The sum of ``least`` such updates has noise z·C, that of fewer has less. One alone has z·C/√least, and that is all that
-    stands between a server and the site's update, unless the uploads are summed in secret. A server that holds such
-    uploads must average updates and nothing else: `private_mean` with ``clip=inf`` and ``noise=0``.
+    Each is a Gaussian mechanism by itself, whatever the server makes of it and whatever others send. The mean of k of them
+    has noise z·C/√k, where a trusted server would need z·C/k for the same ε.
     """
     changes = shortened(updates(method, shared, uploads), clip)
-    share = torch.stack([draw(changes.shape[-1]).to(changes) for _ in changes])
-    return moved(method, shared, changes + clip * noise / math.sqrt(least) * share)
+    own = torch.stack([draw(changes.shape[-1]).to(changes) for _ in changes])
+    return moved(method, shared, changes + clip * noise * own)
 
 
 def secret_normal(count: int) -> Tensor:

@@ -131,12 +131,16 @@ def test_the_noise_is_that_of_the_multiplier_whoever_returned():
         assert float(found.std()) == pytest.approx(4.0 * 0.5 / 10, rel=0.03)
 
 
-def test_shares_of_the_noise_make_the_whole_noise_in_the_sum_of_enough_sites():
+def test_a_site_that_trusts_nobody_sends_its_clipped_update_with_noise_of_its_own():
     shared, method = Weights(torch.zeros(20_000)), FedAvg()
-    sent = noised(method, shared, Weights(torch.zeros(5, 20_000)), 0.5, 4.0, 5, secret_normal)
-    assert float(sent.weights[0].std()) == pytest.approx(4.0 * 0.5 / math.sqrt(5), rel=0.03)
-    mean = private_mean(method, shared, sent, math.inf, 0.0, 5, none)
-    assert float(mean.weights.std()) == pytest.approx(4.0 * 0.5 / 5, rel=0.03)
+    long = torch.full((5, 20_000), 3.0)
+    sent = noised(method, shared, Weights(long), 0.5, 4.0, secret_normal).weights
+    assert float(sent.std(dim=1).mean()) == pytest.approx(4.0 * 0.5, rel=0.03)
+    assert float(sent.mean()) == pytest.approx(0.0, abs=0.05)  # the update itself has norm 0.5, 0.0035 in each
+    quiet = noised(method, shared, Weights(long), 0.5, 0.0, secret_normal).weights
+    torch.testing.assert_close(quiet.norm(dim=1), torch.full((5,), 0.5), rtol=1e-4, atol=0.0)
+    mean = private_mean(method, shared, Weights(sent), math.inf, 0.0, 5, none).weights
+    assert float(mean.std()) == pytest.approx(4.0 * 0.5 / math.sqrt(5), rel=0.03)
 
 
 def test_secret_noise_is_standard_normal_and_never_the_same():

@@ -120,12 +120,14 @@ def run(folder: Folder) -> None:
     _flower()
     from bpfed.flower import control
     from bpfed.flower.deployed import RUN
+    from bpfed.flower.following import Following
     from bpfed.flower.plan import Plan, server_folder
     from bpfed.report.record import REPORT
 
     own = server_folder(folder)
     try:
-        record = control.run(own, Plan.read(own), _say, _progress)
+        with Following() as shown:
+            record = control.run(own, Plan.read(own), shown.say, shown.status, shown.waiting)
     except KeyboardInterrupt:
         _say("No longer watching; the run itself goes on. See it with 'bpfed deploy status'.")
         raise typer.Exit(130) from None
@@ -154,8 +156,12 @@ def status(folder: Folder) -> None:
     for site in plan.sites:
         seen = found["sites"].get(site, {})
         numbers = [str(seen.get(key, 0)) for key in ("counted", "refused", "lost")]
-        shown.add_row(site, "yes" if seen.get("online") else "no", *numbers)
+        online = "yes" if seen.get("online") else "joining" if seen.get("connected") else "no"
+        shown.add_row(site, online, *numbers)
     show.put(shown)
+    for site in plan.sites:
+        if why := found["sites"].get(site, {}).get("why"):
+            print(f"Last of site '{site}': {why}")
     print(_metrics(found))
 
 
@@ -171,6 +177,7 @@ def demo(
     from bpfed.config import Override, read
     from bpfed.flower import control, processes
     from bpfed.flower.deployed import RUN
+    from bpfed.flower.following import Following
     from bpfed.flower.plan import FILE, SERVER, Plan
     from bpfed.report.record import REPORT
 
@@ -185,20 +192,16 @@ def demo(
     control.make(out, plan, chosen)
     own = (out / SERVER).resolve()
     try:
-        with processes.until_told(), control.started(out.resolve(), plan, data, _say):
-            record = control.run(own, plan, _say, _progress)
-            _say("Stopping.")
+        with (
+            processes.until_told(),
+            Following() as shown,
+            control.started(out.resolve(), plan, data, shown.say, shown.waiting),
+        ):
+            record = control.run(own, plan, shown.say, shown.status, shown.waiting)
+            shown.say("Stopping.")
     except processes.Stopped:
         raise typer.Exit(130) from None
     show.result(record, out / SERVER / RUN / REPORT)
-
-
-def _progress(found: dict[str, Any]) -> None:
-    online = sum(site["online"] for site in found["sites"].values())
-    head = (
-        f"{found['state']}: {online} of {len(found['sites'])} sites online, round {found['round']} of {found['rounds']}"
-    )
-    _say(". ".join(part for part in (head, _metrics(found)) if part) + _because(found))
 
 
 def _metrics(found: dict[str, Any]) -> str:

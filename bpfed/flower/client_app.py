@@ -6,6 +6,7 @@ is running (a SuperNode that was started by hand), it does the work itself.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -39,9 +40,13 @@ def _answered(message: Message, context: Context) -> Message:
     if left <= 0:
         raise TimeoutError("The message is too old.")
     end_in_time(left)
+    number = message.metadata.group_id
+    say(f"Round {number}: asked, {age():.2f} s after the start of the process.")
     done = worker.ask(folder, frame.to_bytes(message.content), left)
     if done is not None:
-        return Message(frame.from_bytes(done), reply_to=message)
+        reply = Message(frame.from_bytes(done), reply_to=message)
+        say(f"Round {number}: answered.")
+        return reply
 
     from bpfed.flower.deployed import open_site
 
@@ -51,6 +56,15 @@ def _answered(message: Message, context: Context) -> Message:
         say(str(error))
         raise RuntimeError("The site cannot do its part; its own log says why.") from None
     return Message(site.answer(message.content), reply_to=message)
+
+
+def age() -> float:
+    """Seconds since this process was started; 0 where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def say(sentence: str) -> None:

@@ -19,13 +19,17 @@ from bpfed.files import to_toml, write_whole
 from bpfed.flower import keys, processes
 from bpfed.flower.app import write_app
 from bpfed.flower.deployed import CONFIG, RUN
+from bpfed.flower.journal import STATUS
 from bpfed.flower.plan import SERVER, Plan
 from bpfed.flower.processes import Say
-from bpfed.flower.server import STATUS
 from bpfed.report import RunRecord
 
 #: A run that stops this often without finishing a round is given up.
 RESTARTS = 5
+
+
+def _nobody(words: str) -> None:
+    """For words that nobody listens to."""
 
 
 def site_folder(folder: Path, site: str) -> Path:
@@ -66,25 +70,30 @@ def status(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def run(folder: Path, plan: Plan, say: Say, progress: Callable[[dict[str, Any]], None]) -> RunRecord:
+def run(
+    folder: Path, plan: Plan, say: Say, progress: Callable[[dict[str, Any]], None], waiting: Say = _nobody
+) -> RunRecord:
     """Run the rounds that are left, on the server's machine; a run that breaks off is taken up again.
 
     Args:
         folder: The server's folder.
         plan: Of the server.
         say: Told in words what happens.
-        progress: Called whenever the status is another.
+        progress: Called whenever the server has noted its status.
+        waiting: Told in words what is waited for.
     """
     failures, done = 0, -1
     while True:
+        waiting("the server is looked for")
         if not processes.healthy(folder, plan, 90.0):
             raise UserError(f"No server answers at {plan.address}; start it with: bpfed deploy server {folder.parent}")
         (folder / RUN / STATUS).unlink(missing_ok=True)
+        waiting("the run is being started")
         started = processes.ask(folder, plan, "run", str(write_app(folder / "app")))
         if not started.get("success"):
             raise UserError(f"The run could not be started: {started.get('error-message', started)}")
         number = str(started.get("run-id", started.get("run_id", "")))
-        state = _follow(folder, plan, number, say, progress)
+        state = _follow(folder, plan, number, progress)
         if state == "finished":
             return RunRecord.read(folder / RUN)
         last = status(folder) or {}
@@ -98,16 +107,14 @@ def run(folder: Path, plan: Plan, say: Say, progress: Callable[[dict[str, Any]],
         time.sleep(2.0)
 
 
-def _follow(folder: Path, plan: Plan, run_id: str, say: Say, progress: Callable[[dict[str, Any]], None]) -> str:
+def _follow(folder: Path, plan: Plan, run_id: str, progress: Callable[[dict[str, Any]], None]) -> str:
     """Until the run is finished or has broken off, which word is given back."""
-    shown: tuple[Any, ...] = ()
-    asked = time.monotonic()
+    noted, asked = 0.0, time.monotonic()
     while True:
         found = status(folder)
         if found is not None:
-            key = (found["state"], found["round"], sum(s["online"] for s in found["sites"].values()))
-            if key != shown:
-                shown = key
+            if found["at"] != noted:
+                noted = found["at"]
                 progress(found)
             if found["state"] == "finished":
                 return "finished"
@@ -144,13 +151,16 @@ def alive(process: int) -> bool:
 
 
 @contextlib.contextmanager
-def started(folder: Path, plan: Plan, data: str, say: Say) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def started(
+    folder: Path, plan: Plan, data: str, say: Say, waiting: Say = _nobody
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """All of a deployment on this machine, as a person would start it; stopped at the end. Processes by name."""
     bpfed = [sys.executable, "-m", "bpfed", "deploy"]
     env = dict(os.environ)
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:
         say("Starting the server.")
+        waiting("the server is starting")
         server = folder / SERVER
         running[SERVER] = processes.start([*bpfed, "server", str(folder)], env, server / "server.log")
         until = time.monotonic() + 180.0
@@ -164,6 +174,7 @@ def started(folder: Path, plan: Plan, data: str, say: Say) -> Iterator[dict[str,
             running[site] = processes.start([*bpfed, "client", str(own), "--data", data], env, own / "site.log")
         yield running
     finally:
+        waiting("server and sites are being stopped")
         for process in running.values():
             if process.poll() is None:
                 process.terminate()

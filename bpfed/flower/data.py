@@ -16,10 +16,12 @@ import torch
 
 from bpfed.config import Config
 from bpfed.data import FederatedData, load
+from bpfed.data.combine import combine
 from bpfed.data.folder import DataDir
 from bpfed.data.load import names
 from bpfed.data.own import TEST_FRACTION, examples, find_target, held_out
-from bpfed.data.preparation import Preparation, Summary, client_summary, combine
+from bpfed.data.preparation import Preparation
+from bpfed.data.summary import Summary, client_summary
 from bpfed.data.table import read_table
 from bpfed.errors import UserError
 from bpfed.flower.pattern import Refused

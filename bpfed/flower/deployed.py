@@ -9,6 +9,7 @@ from bpfed.config import read
 from bpfed.data.load import names
 from bpfed.errors import UserError
 from bpfed.flower.data import File, Part, Source
+from bpfed.flower.guard import Guard
 from bpfed.flower.keys import public_keys
 from bpfed.flower.plan import Plan
 from bpfed.flower.server import Server
@@ -41,4 +42,7 @@ def open_site(folder: Path, say: Callable[[str], None]) -> Site:
         source = File(plan.site, Path(wanted).expanduser(), config)
     else:
         raise UserError(f"Site '{plan.site}' has no data yet; say which by --data FILE.")
-    return Site(folder / STATE, plan.site, config, source, say=say)
+    guard = None
+    if plan.noise > 0.0:
+        guard = Guard(folder / STATE, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say)
+    return Site(folder / STATE, plan.site, config, source, guard, say)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from bpfed import __version__
@@ -176,7 +176,9 @@ _ANSWER: dict[str, type] = {
 
 def size(part: Any) -> int:
     """Bytes of a record as Flower writes it, all its parts together."""
-    return len(part.deflate()) + sum(size(child) for child in (part.children or {}).values())
+    inside = sum(size(child) for child in (part.children or {}).values())
+    # Flower sends equal pieces of an array once; what they fill is what counts.
+    return len(part.deflate()) + (max(inside, len(part.data)) if isinstance(part, Array) else inside)
 
 
 def _only(record: RecordDict, names: tuple[str, ...], tensors: int) -> None:

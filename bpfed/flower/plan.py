@@ -28,6 +28,10 @@ class Plan:
         attempts: How often a round is asked for again before the run stops.
         pause: Seconds between attempts.
         telemetry: Whether Flower may report its use to its makers and look for updates.
+        clip: Of a site's own: with ``noise``, the norm that its update may have.
+        noise: Of a site's own: noise on its update before it is sent, in units of ``clip`` (`bpfed.flower.guard`).
+        delta: With noise, the δ that ε is reckoned for.
+        epsilon: With noise, the site takes part until this ε is spent; 0: always.
     """
 
     sites: tuple[str, ...]
@@ -40,6 +44,10 @@ class Plan:
     attempts: int = 5
     pause: float = 10.0
     telemetry: bool = False
+    clip: float = 0.0
+    noise: float = 0.0
+    delta: float = 1e-5
+    epsilon: float = 0.0
 
     def check(self, where: str = "The deployment") -> Plan:
         """Return self, or say in one sentence what cannot be."""
@@ -53,11 +61,30 @@ class Plan:
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise UserError(f"{where} has the address '{self.address}'; write it as host:port.")
-        for name, least in (("timeout", 1.0), ("wait", 0.0), ("min_replies", 0), ("attempts", 1), ("pause", 0.0)):
+        for name, least in (
+            ("timeout", 1.0),
+            ("wait", 0.0),
+            ("min_replies", 0),
+            ("attempts", 1),
+            ("pause", 0.0),
+            ("clip", 0.0),
+            ("noise", 0.0),
+            ("epsilon", 0.0),
+        ):
             if not getattr(self, name) >= least:
                 raise UserError(f"{where} has {name} = {getattr(self, name)}, but it must be {least} or more.")
         if self.min_replies > len(self.sites):
             raise UserError(f"{where} needs {self.min_replies} replies of {len(self.sites)} sites; lower min_replies.")
+        if not 0.0 < self.delta < 1.0:
+            raise UserError(f"{where} has delta = {self.delta}, but it must be above 0 and below 1.")
+        if self.noise > 0.0 and not self.site:
+            raise UserError(f"{where} has noise, but that is a site's own; the server's is run.noise in config.toml.")
+        if self.noise > 0.0 and self.clip == 0.0:
+            raise UserError(
+                f"{where} has noise = {self.noise}, which is in units of clip, and that is 0; set clip too."
+            )
+        if self.noise == 0.0 and (self.clip > 0.0 or self.epsilon > 0.0):
+            raise UserError(f"{where} has clip or epsilon, but noise = 0, so they would do nothing; set noise too.")
         return self
 
     def write(self, folder: Path) -> None:

@@ -1,21 +1,39 @@
-"""Flower's grid as the post of a federation."""
+"""The post of a federation: what carries messages between the server and its sites, and Flower's grid as one."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
-
-from bpfed.flower.server import Node
 
 #: Seconds between looks for answers.
 POLL = 0.5
 
 
+class Node(NamedTuple):
+    """A site that is online: the address of its mail, and its public key (empty where sites have none)."""
+
+    id: int
+    key: bytes = b""
+
+
+class Post(Protocol):
+    """What carries messages to sites and back."""
+
+    def nodes(self) -> list[Node]:
+        """Who is online."""
+        ...
+
+    def exchange(self, asks: Mapping[int, RecordDict], round_: int, timeout: float) -> dict[int, RecordDict | str]:
+        """Send to each node and wait for its answer: a message, or in words why there is none; lost ones are left out."""
+        ...
+
+
 class GridPost:
-    """Carries messages over a Flower grid; see `bpfed.flower.server.Post`."""
+    """Carries messages over a Flower grid."""
 
     def __init__(self, grid: Grid, poll: float = POLL) -> None:
         self.grid, self.poll = grid, poll

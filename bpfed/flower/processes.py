@@ -161,7 +161,7 @@ def stop(process: subprocess.Popen[bytes], patience: float = 15.0) -> None:
 
 
 class Echo:
-    """Passes on what a process prints, by a thread, and notes whether its key was refused."""
+    """Passes on what a process prints, by a thread, with the time before it, and notes whether its key was refused."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process, self.refused = process, False
@@ -177,8 +177,14 @@ class Echo:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.refused = self.refused or NOT_LET_IN in line
-            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.write(stamp() + line)
             sys.stderr.buffer.flush()
+
+
+def stamp() -> bytes:
+    """The time of day, to milliseconds, before a line of a log."""
+    now = time.time()
+    return f"{time.strftime('%H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03d} ".encode()
 
 
 def watch(command: Callable[[], Sequence[str]], env: dict[str, str], say: Say, started: Callable[[], None]) -> None:

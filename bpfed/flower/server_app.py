@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import time
 from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from bpfed.errors import UserError
+from bpfed.files import append_line
 from bpfed.flower.ending import end_in_time
 
 #: Variable of the environment that names the server's folder. It is the server's machine that decides where files go, not
 #: whoever starts a run.
 FOLDER = "BPFED_DEPLOY_SERVER"
+
+#: What the server says of a run, line by line.
+LOG = "run.log"
 
 app = ServerApp()
 
@@ -29,13 +35,15 @@ def main(grid: Grid, context: Context) -> None:
     if not folder:
         raise RuntimeError(f"{FOLDER} is not set; start the server with 'bpfed deploy server'.")
     end_in_time()
+
+    def say(sentence: str) -> None:
+        """Flower keeps what this process prints to itself (``flwr log``), so it goes into a file of the server's too."""
+        print(f"bpfed: {sentence}", file=sys.stderr, flush=True)
+        with contextlib.suppress(UserError):  # a full disk: what must be kept says so itself
+            append_line(Path(folder) / LOG, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}")
+
     try:
         open_server(Path(folder), say).serve(GridPost(grid))
     except UserError as error:
         say(str(error))
         raise
-
-
-def say(sentence: str) -> None:
-    """To the server's log."""
-    print(f"bpfed: {sentence}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -62,7 +63,14 @@ class States:
     def _write(self, path: Path, round_: int, row: Tensor) -> None:
         plain = row.detach().cpu().float().contiguous()
         noted = {"site": self.site, "round": str(round_), "sha256": _digest(plain)}
-        write_whole(path, safetensors.torch.save({"personal": plain}, noted))
+        try:
+            write_whole(path, safetensors.torch.save({"personal": plain}, noted))
+        except UserError as error:
+            if getattr(error.__cause__, "errno", 0) not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(
+                f"The disk is full: '{path}' cannot be written; free some space, and the site takes part again by itself."
+            ) from error.__cause__
 
     def _read(self, round_: int) -> Tensor | None:
         try:

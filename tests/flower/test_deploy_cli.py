@@ -37,7 +37,7 @@ def test_init_makes_all_that_server_and_sites_need(bpfed, tmp_path):
     made = open_server(server, print)
     assert made.plan.sites == ("client-00", "client-01", "client-02")
     assert made.config.run.rounds == 7
-    assert set(made.named.values()) == set(made.plan.sites)
+    assert set(made.meeting.named.values()) == set(made.plan.sites)
     Plan.read(site)
     for secret in (server / keys.SERVER_KEY, server / keys.AUTHORITY_KEY, site / keys.SITE_KEY):
         assert stat.S_IMODE(secret.stat().st_mode) == 0o600

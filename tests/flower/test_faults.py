@@ -1,6 +1,8 @@
 """What goes wrong at sites, at the server and between them, and that a run survives it."""
 
+import errno
 import json
+import os
 
 import numpy as np
 import pytest
@@ -80,6 +82,7 @@ BAD = {
     "another shape": (lambda r, m: tensor(r, "mean", lambda v: v[:-1]), "has shape"),
     "another type": (lambda r, m: tensor(r, "mean", lambda v: v.astype("<f8")), "not as plain float32"),
     "oversized": (lambda r, m: tensor(r, "mean", lambda v: np.zeros(1_000_000, "<f4")), "bytes where"),
+    "of many equal pieces": (lambda r, m: tensor(r, "mean", lambda v: np.zeros(8_000_000, "<f4")), "it has 3200"),
     "an old round": (field("round", 1), "it is of round 1"),
     "another run": (field("run", "00"), "of run 00"),
     "another protocol": (field("protocol", 0), "protocol 0"),
@@ -115,6 +118,7 @@ def test_a_bad_answer_is_refused_named_and_counted_and_the_round_goes_on(fault, 
     server = deployed.serve()
     assert server.sites["site b"].refused == 1
     assert [s for s in deployed.said if "'site b'" in s and words in s]
+    assert words in json.loads((tmp_path / "server" / "status.json").read_text())["sites"]["site b"]["why"]
     same(server, *away_gaussian)  # as if it had been away
 
 
@@ -194,17 +198,21 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path):
 
 def test_a_full_disk_at_a_site_costs_its_contribution_only(tmp_path, away, monkeypatch):
     deployed = Deployed(tmp_path, FedAvg(), DATA, epochs=1, rounds=ROUNDS)
-    whole = States.put
+    sync, writing = os.fsync, []
 
-    def full(self, round_, row, counted):
-        if self.site == "site b" and round_ == 2:
-            raise UserError(f"The disk is full: '{self.folder}' cannot be written.")
-        whole(self, round_, row, counted)
+    def full(handle):
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        if "site b" in path and "round-000002" in path:
+            writing.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(handle)
 
-    monkeypatch.setattr(States, "put", full)
+    monkeypatch.setattr(os, "fsync", full)
     server = deployed.serve()
-    assert server.sites["site b"].refused == 1
+    assert server.sites["site b"].refused == len(writing) == 1
+    assert any("takes part again by itself" in sentence for sentence in deployed.said)
     assert b"disk is full" not in deployed.grid.bytes()  # the site's words stay at the site
+    assert not list((tmp_path / "site b").rglob("*.part"))
     same(server, *away)
 
 

@@ -13,7 +13,7 @@ from bpfed.methods import METHODS, BPFed
 def same(server, federation, history, tolerance=1e-6):
     for ours, theirs in zip(tree_leaves(server.federation.shared), tree_leaves(federation.shared), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
-    last = server.evaluation[0]
+    last = server.journal.evaluation[0]
     for name, score in history[-1][1].scores.items():
         assert last[name].clients == pytest.approx(score.clients, abs=tolerance), name
         assert last[name].pooled == pytest.approx(score.pooled, abs=tolerance), name

@@ -61,8 +61,8 @@ DATA = classification(sizes=(8, 8))
 def test_nothing_personal_is_in_any_byte(tmp_path):
     deployed = Deployed(tmp_path, BPFed(), DATA, rounds=2)
     server = deployed.serve()
-    assert len(list(secrets(deployed.sites, server.run))) > 100
-    assert seen(deployed, server.run) == []
+    assert len(list(secrets(deployed.sites, server.journal.run))) > 100
+    assert seen(deployed, server.journal.run) == []
 
 
 class Leaky(Site):
@@ -98,7 +98,7 @@ def test_a_planted_secret_is_found_and_refused(what, leak, tmp_path):
     server = deployed.server()
     with pytest.raises(Exception, match=r"sites came|uploads"):
         deployed.serve()
-    runs = {p.name for site in deployed.sites for p in (tmp_path / site).glob("*")} or {server.run}
+    runs = {p.name for site in deployed.sites for p in (tmp_path / site).glob("*")} or {server.journal.run}
     assert any(found.startswith(what) for run in runs for found in seen(deployed, run))
     assert any("has no place in it" in said for said in deployed.said)
 

@@ -1,0 +1,133 @@
+"""One exchange of messages: asks to sites, their answers let in or refused, and a line on what it cost."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from flwr.app import RecordDict
+
+from bpfed.flower.meeting import Seen
+from bpfed.flower.message import Answer, Ask, size
+from bpfed.flower.pattern import Pattern, Patterns, Refused
+from bpfed.flower.post import Post
+from bpfed.methods.base import State
+
+
+class Todo(NamedTuple):
+    """What a site is asked to do: to train in the round, to test the state that is sent."""
+
+    train: bool
+    test: bool
+
+
+class Exchanged(NamedTuple):
+    """What came of it.
+
+    Attributes:
+        answers: Those that are let in, by site.
+        seconds: From sending to the last answer.
+        line: Times and sizes, as plain data.
+    """
+
+    answers: dict[str, Answer]
+    seconds: float
+    line: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How the server of a run asks its sites.
+
+    Attributes:
+        sites: What is known of each site, by name; what is refused and lost is counted there.
+        fingerprint: Of the configuration.
+        run: The word for this run.
+        facts: What all sites' data have in common.
+        patterns: What travels.
+        cells: Rows and bins of `Sums`.
+        timeout: Seconds that a site has to answer.
+        say: Told in words what happens.
+    """
+
+    sites: dict[str, Seen]
+    fingerprint: str
+    run: str
+    facts: dict[str, Any]
+    patterns: Patterns
+    cells: tuple[int, int]
+    timeout: float
+    say: Callable[[str], None]
+
+    def __call__(self, post: Post, number: int, shared: State, todo: Mapping[str, Todo]) -> Exchanged:
+        """Ask these sites, in round ``number``, with the server's state."""
+        down, facts = self.patterns.down(number), json.dumps(self.facts, sort_keys=True)
+        asks = {
+            site: Ask(
+                self.fingerprint, self.run, number, what.train, what.test, self.sites[site].counted, facts, shared
+            ).write(down)
+            for site, what in todo.items()
+        }
+        sent, start = time.time(), time.perf_counter()
+        replies = self._send(post, asks, number)
+        seconds = time.perf_counter() - start
+        answers: dict[str, Answer] = {}
+        for site, reply in replies.items():
+            answer = self._let_in(site, reply, number, todo[site])
+            if answer is not None:
+                answers[site] = answer
+        slowest = max(answers.values(), key=lambda answer: answer.seconds, default=None)
+        line = {
+            "round": number,
+            "sent": round(sent, 3),
+            "at": round(time.time(), 3),
+            "asked": len(asks),
+            "answered": len(answers),
+            "seconds": round(seconds, 3),
+            "site_seconds": slowest.seconds if slowest else 0.0,
+            "site_work": slowest.work if slowest else 0.0,
+            "work": {site: answer.work for site, answer in answers.items()},
+            "down": max((size(ask) for ask in asks.values()), default=0),
+            "up": max((size(r) for r in replies.values() if isinstance(r, RecordDict)), default=0),
+            "tensors_down": down.bytes,
+            "tensors_up": self.patterns.upload.bytes,
+        }
+        return Exchanged(answers, seconds, line)
+
+    def _send(self, post: Post, asks: Mapping[str, RecordDict], number: int) -> dict[str, RecordDict | str]:
+        nodes = {node: site for site in asks if (node := self.sites[site].node) is not None}
+        found = post.exchange({node: asks[site] for node, site in nodes.items()}, number, self.timeout)
+        replies = {site: found[node] for node, site in nodes.items() if node in found}
+        for site in asks:
+            if site not in replies:
+                self.sites[site].lost += 1
+                self.sites[site].why = f"in round {number} it did not answer within {self.timeout:g} s."
+                self.say(f"Round {number}: site '{site}' did not answer within {self.timeout:g} s.")
+        return replies
+
+    def _let_in(self, site: str, reply: RecordDict | str, number: int, asked: Todo) -> Answer | None:
+        """The answer of a site, if all about it is as it should be; else it is counted and named in the log."""
+        try:
+            if isinstance(reply, str):
+                raise Refused(reply)
+            pattern: Pattern | None = self.patterns.upload if asked.train else None
+            answer = Answer.read(reply, pattern, self.cells if asked.test else None)
+            if answer.site != site:
+                raise Refused(f"it says it is '{answer.site[:40]}'.")
+            if answer.refused:
+                raise Refused(answer.refused[:300])
+            if (answer.run, answer.round) != (self.run, number):
+                raise Refused(f"it is of round {answer.round} of run {answer.run[:16]}, and this is round {number}.")
+            if answer.fingerprint != self.fingerprint:
+                raise Refused("it has another configuration; give all sites the same config.toml.")
+            if asked.train and answer.train < 1:
+                raise Refused("it says it has no training example.")
+            return answer
+        except Refused as refused:
+            self.sites[site].refused += 1
+            self.sites[site].why = f"its message of round {number} is not used: {refused}"
+            self.say(f"Round {number}: the message of site '{site}' is not used: {refused}")
+            return None

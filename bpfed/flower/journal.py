@@ -1,0 +1,210 @@
+"""The journal of a deployed run: what its server writes into the run folder, and reads back to go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bpfed import __version__
+from bpfed.config import Config
+from bpfed.engine import checkpoint
+from bpfed.engine.federation import Federation
+from bpfed.errors import UserError
+from bpfed.files import append_line, to_json, to_json_line, to_toml, write_whole
+from bpfed.flower.meeting import Seen
+from bpfed.metrics import Evaluation
+from bpfed.report import RunRecord, write
+from bpfed.report.record import CONFIG, EVALUATION, METRICS, REPORT, SUMMARY
+
+CHECKPOINT, STATUS, EXCHANGES = "checkpoint", "status.json", "exchanges.jsonl"
+
+
+class Journal:
+    """What is kept of a run beside the server's state of the method.
+
+    Attributes:
+        run: A word for this run.
+        facts: What all sites' data have in common.
+        history: A line of metrics for each round that was tested.
+        pending: What is known of the last round beside its scores.
+        seconds: Time that exchanges and aggregation took.
+        evaluation: Scores of the last round that was tested, and of which sites.
+
+    Args:
+        folder: The run folder.
+        config: What is computed.
+        fingerprint: Of that.
+        sites: What is known of each site, by name.
+        say: Told in words what happens.
+    """
+
+    def __init__(
+        self, folder: Path, config: Config, fingerprint: str, sites: dict[str, Seen], say: Callable[[str], None]
+    ) -> None:
+        self.folder, self.config, self.fingerprint, self.sites, self.say = folder, config, fingerprint, sites, say
+        self.run = secrets.token_hex(8)
+        self.facts: dict[str, Any] = {}
+        self.history: list[dict[str, Any]] = []
+        self.pending: dict[str, Any] = {}
+        self.seconds = 0.0
+        self.evaluation: tuple[Evaluation, list[str]] | None = None
+        self._state = "starting"
+
+    # --- going on -------------------------------------------------------------------------------------------------------
+
+    def kept(self) -> dict[str, Any] | None:
+        """What the newest readable checkpoint says beside its tensors; None: there is none."""
+        for path in sorted((self.folder / CHECKPOINT).glob("round-*.json"), reverse=True):
+            try:
+                record = json.loads(path.read_text())
+                if not path.with_suffix(".safetensors").exists():
+                    continue
+            except (OSError, ValueError):
+                continue
+            if record.get("fingerprint") != self.fingerprint:
+                raise UserError(
+                    f"The run in '{self.folder}' has another configuration; move that folder away to start a new run."
+                )
+            return dict(record)
+        return None
+
+    def restore(self, federation: Federation) -> None:
+        """Put the newest sound checkpoint into the federation, and what was kept beside it into this."""
+        restored = checkpoint.restore(self.folder / CHECKPOINT, federation)
+        assert restored is not None
+        for name in restored.damaged:
+            self.say(f"Checkpoint {name} is damaged; going on from the one before, round {restored.round}.")
+        kept = restored.extra
+        self.run, self.seconds, self.history, self.pending = (kept[k] for k in ("run", "seconds", "history", "pending"))
+        for site in self.sites.keys() & kept["sites"].keys():
+            self.sites[site] = Seen(**kept["sites"][site])
+        self.say(f"Going on after round {restored.round} of {self.config.run.rounds}.")
+
+    def save(self, federation: Federation) -> None:
+        """Write a checkpoint."""
+        sites = {s: {k: v for k, v in vars(seen).items() if k != "node"} for s, seen in self.sites.items()}
+        extra = {
+            "run": self.run,
+            "fingerprint": self.fingerprint,
+            "seconds": round(self.seconds, 3),
+            "facts": self.facts,
+            "pending": self.pending,
+            "sites": sites,
+            "history": self.history,
+        }
+        checkpoint.save(self.folder / CHECKPOINT, federation, extra)
+
+    # --- as it goes -----------------------------------------------------------------------------------------------------
+
+    def begin(self, federation: Federation) -> None:
+        """Before the first round of a new run."""
+        write_whole(self.folder / CONFIG, to_toml(self._config(federation)))
+        write_whole(self.folder / EXCHANGES, "")
+        self.save(federation)
+
+    def write_metrics(self) -> None:
+        """All lines of metrics so far, as they are known here."""
+        write_whole(self.folder / METRICS, "".join(to_json_line(r) + "\n" for r in self.history))
+
+    def note(self, exchange: dict[str, Any]) -> None:
+        """A line on an exchange."""
+        append_line(self.folder / EXCHANGES, to_json_line(exchange))
+
+    def score(self, round_: int, evaluation: Evaluation, order: list[str]) -> None:
+        """The line of metrics of a round, which these sites have tested."""
+        self.evaluation = evaluation, order
+        record = {"round": round_, **evaluation.record(), **self.pending}
+        record |= {"tested": len(order), "seconds": round(self.seconds, 3)}
+        self.history = [r for r in self.history if r["round"] != round_] + [record]
+        append_line(self.folder / METRICS, to_json_line(record))
+
+    def status(self, state: str | None, round_: int, error: BaseException | None = None) -> None:
+        """How the run is at this moment; ``state`` None: as it was."""
+        self._state = state or self._state
+        sites = {
+            site: {
+                "connected": seen.node is not None,
+                "online": seen.there,
+                "counted": seen.counted,
+                "refused": seen.refused,
+                "lost": seen.lost,
+                "why": seen.why,
+            }
+            for site, seen in self.sites.items()
+        }
+        status = {
+            "state": self._state,
+            "error": "" if error is None else str(error) if isinstance(error, UserError) else type(error).__name__,
+            "by_user_error": isinstance(error, UserError),
+            "pid": os.getpid(),
+            "at": time.time(),
+            "round": round_,
+            "rounds": self.config.run.rounds,
+            "sites": sites,
+            "metrics": self.history[-1] if self.history else None,
+        }
+        write_whole(self.folder / STATUS, to_json(status))
+
+    # --- the result -----------------------------------------------------------------------------------------------------
+
+    def finish(self, federation: Federation) -> RunRecord:
+        """The files of a finished run, and its report."""
+        assert self.evaluation is not None
+        evaluation, order = self.evaluation
+        sizes = [int((self.sites[site].facts or {}).get("train", 0)) for site in order]
+        write_whole(self.folder / EVALUATION, to_json(evaluation.detail(federation.round, order, sizes)))
+        write_whole(self.folder / SUMMARY, to_json(self._summary(federation.round)))
+        record = RunRecord.read(self.folder)
+        write(record, self.folder / REPORT)
+        self.save(federation)
+        return record
+
+    def _config(self, federation: Federation) -> dict[str, Any]:
+        asked, method, factors = self.config.data, self.config.method, federation.model.factors
+        return {
+            "bpfed": __version__,
+            "data": {
+                "name": asked.name,
+                "partition": asked.partition,
+                "clients": len(self.sites),
+                "test_fraction": asked.test_fraction,
+                "seed": asked.seed,
+            },
+            "method": {"name": method.name, **method.settings()},
+            "run": {**vars(self.config.run), "device": "cpu"},
+            "model": {
+                "network": type(federation.model.module).__name__,
+                "weights": factors.total,
+                "shared": factors.shared,
+                "personal": list(factors.personal_names),
+            },
+        }
+
+    def _summary(self, rounds: int) -> dict[str, Any]:
+        from bpfed.run import HIGHER_IS_BETTER
+
+        method, asked = self.config.method, self.config.data
+        record: dict[str, Any] = {
+            "method": method.name,
+            "title": method.title,
+            "data": asked.name,
+            "partition": asked.partition or "sites",
+            "protocol": "deployed",
+            "seed": self.config.run.seed,
+            "rounds": rounds,
+            "clients": len(self.sites),
+            "device": "cpu",
+            "seconds": round(self.seconds, 3),
+            "bins": self.config.run.bins,
+        }
+        last = self.history[-1]
+        for metric in (m for m in ("accuracy", "rmse", "nll", "brier", "ece", "mce") if m in last):
+            pooled = [r[metric]["pooled"] for r in self.history if r[metric]["pooled"] is not None]
+            best = (max if metric in HIGHER_IS_BETTER else min)(pooled, default=None)
+            record[metric] = {"last": last[metric]["pooled"], "best": best, "worst_client": last[metric]["worst"]}
+        return record

@@ -1,0 +1,134 @@
+"""The sites as the server meets them: which node is which site, who is there, and what each told of its data."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bpfed.flower.message import Answer, Ask
+from bpfed.flower.pattern import Refused
+from bpfed.flower.post import Post
+
+#: Seconds after which a node that did not introduce itself properly is asked again.
+GREET = 60.0
+
+
+@dataclass
+class Seen:
+    """What the server knows of a site.
+
+    Attributes:
+        node: Where it is reached now; None: it is not online.
+        facts: What it told of its data; None: nothing yet.
+        counted: The last round in which its upload was used.
+        refused: How many of its messages were refused.
+        lost: How many of its answers never came.
+        why: Of the last message that was refused or lost, what was said of it.
+    """
+
+    node: int | None = None
+    facts: dict[str, Any] | None = None
+    counted: int = 0
+    refused: int = 0
+    lost: int = 0
+    why: str = ""
+
+    @property
+    def there(self) -> bool:
+        """Whether it is online and has introduced itself."""
+        return self.node is not None and self.facts is not None
+
+
+class Meeting:
+    """Finds out which site each node is: by its key where sites have keys, else by what it says.
+
+    Args:
+        sites: What is known of each site, by name; kept up to date.
+        keys: The public key of each site, by name; empty: sites are believed.
+        fingerprint: Of the configuration.
+        timeout: Seconds that a site has to introduce itself.
+        say: Told in words what happens.
+    """
+
+    def __init__(
+        self,
+        sites: dict[str, Seen],
+        keys: Mapping[str, bytes],
+        fingerprint: str,
+        timeout: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self.sites, self.fingerprint, self.timeout, self.say = sites, fingerprint, timeout, say
+        self.named = {key: site for site, key in keys.items()}
+        self._greeted: dict[int, float] = {}
+
+    def look(self, post: Post) -> list[int]:
+        """See who is online; the nodes that are to be asked who they are and what data they have."""
+        nodes = post.nodes()
+        known = {seen.node: site for site, seen in self.sites.items() if seen.node is not None}
+        for site, seen in self.sites.items():
+            if seen.node is not None and seen.node not in {node.id for node in nodes}:
+                seen.node = None
+                self.say(f"Site '{site}' is gone.")
+        strangers = []
+        for node in nodes:
+            if self.named:
+                owner = self.named.get(node.key)
+                if owner is None:
+                    continue  # its key is none of the sites'
+                if self.sites[owner].node != node.id:
+                    self.sites[owner].node = node.id
+                    self.say(f"Site '{owner}' is there.")
+                if self.sites[owner].facts is None:
+                    strangers.append(node.id)
+            elif node.id not in known:
+                strangers.append(node.id)
+        # Who was refused is not asked in every round again: that would be one more exchange each time.
+        now = time.monotonic()
+        strangers = [node for node in strangers if now - self._greeted.get(node, -GREET) >= GREET]
+        self._greeted |= dict.fromkeys(strangers, now)
+        return strangers
+
+    def greet(self, post: Post, run: str, nodes: Iterable[int]) -> None:
+        """Ask these nodes who they are and what data they have. ``run`` is the word for this run."""
+        ask = Ask(self.fingerprint, run, 0).write()
+        by_key = {seen.node: site for site, seen in self.sites.items() if seen.node is not None}
+        for node, reply in post.exchange(dict.fromkeys(nodes, ask), 0, self.timeout).items():
+            claimed = ""
+            try:
+                if isinstance(reply, str):
+                    raise Refused(reply)
+                answer = Answer.read(reply, None, None)
+                claimed = answer.site[:64]
+                facts = self._facts(answer, run, node, by_key.get(node))
+                if self.sites[claimed].node is None:
+                    self.say(f"Site '{claimed}' is there.")
+                self.sites[claimed].node, self.sites[claimed].facts = node, facts
+            except (Refused, ValueError) as refused:
+                site = by_key.get(node, claimed)
+                if site in self.sites:
+                    self.sites[site].refused += 1
+                    self.sites[site].why = f"its greeting is refused: {refused}"
+                who = f"site '{site}'" if site else f"node {node}"
+                self.say(f"The greeting of {who} is refused: {refused}")
+
+    def _facts(self, answer: Answer, run: str, node: int, owner: str | None) -> dict[str, Any]:
+        """What a site tells of its data, if it is the site that it says it is; ``owner`` is whose key the node has."""
+        claimed = answer.site[:64]
+        if answer.refused:
+            raise Refused(answer.refused[:300])
+        if answer.round != 0 or answer.run != run or answer.fingerprint != self.fingerprint:
+            raise Refused("it is of another round or configuration.")
+        if claimed not in self.sites:
+            raise Refused("no such site belongs to this federation.")
+        if self.named and owner != claimed:
+            raise Refused("its key is not that site's.")
+        if self.sites[claimed].node not in (None, node):
+            raise Refused("a site of that name is there already.")
+        facts = json.loads(answer.facts)
+        if not isinstance(facts, dict) or not isinstance(facts.get("train"), int) or facts["train"] < 1:
+            raise Refused("what it says of its data is not readable.")
+        return facts

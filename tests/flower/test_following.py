@@ -1,0 +1,77 @@
+"""What whoever watches a deployment sees."""
+
+import io
+import time
+
+from rich.console import Console
+
+from bpfed.flower import following
+from bpfed.flower.following import Following, waited_for
+
+
+def status(state, round_, metrics=None, **sites):
+    words = {"no": (False, False), "joining": (True, False), "yes": (True, True)}
+    seen = {site: dict(zip(("connected", "online"), words[word], strict=True)) for site, word in sites.items()}
+    return {"state": state, "round": round_, "rounds": 3, "sites": seen, "metrics": metrics, "error": ""}
+
+
+def shown():
+    return Console(file=io.StringIO(), width=200)
+
+
+def test_who_joins_and_leaves_is_said_once():
+    console = shown()
+    with Following(console) as watched:
+        for found in (
+            status("waiting for sites", 0, a="no", b="no"),
+            status("waiting for sites", 0, a="joining", b="no"),
+            status("waiting for sites", 0, a="joining", b="no"),
+            status("waiting for sites", 0, a="yes", b="joining"),
+            status("running", 1, a="no", b="yes"),
+        ):
+            watched.status(found)
+    lines = [line.partition(" ")[2] for line in console.file.getvalue().splitlines()]
+    assert lines == [
+        "Waiting for sites, round 0 of 3 done.",
+        "Site 'a' has joined.",
+        "Site 'a' is ready.",
+        "Site 'b' has joined.",
+        "Site 'a' is gone.",
+        "Site 'b' is ready.",
+        "Running, round 1 of 3 done.",
+    ]
+
+
+def test_what_is_refused_is_said_with_the_reason():
+    console = shown()
+    found = status("running", 1, a="yes", b="yes")
+    found["sites"]["a"] |= {"refused": 1, "lost": 0, "why": "its message of round 2 is not used: no."}
+    with Following(console) as watched:
+        watched.status(found)
+        watched.status(found)
+    assert console.file.getvalue().count("Site 'a': its message of round 2 is not used: no.") == 1
+
+
+def test_silence_is_broken_with_what_is_waited_for_and_since_when(monkeypatch):
+    monkeypatch.setattr(following, "SILENCE", (0.0, 0.0))
+    console = shown()
+    with Following(console) as watched:
+        watched.status(status("waiting for sites", 0, a="yes", b="no"))
+        until = time.monotonic() + 20.0
+        while "now." not in console.file.getvalue() and time.monotonic() < until:
+            time.sleep(0.05)
+    assert "Waiting for 1 of 2 sites (b), for 0:0" in console.file.getvalue()
+
+
+def test_scores_come_with_the_round_they_are_of():
+    console = shown()
+    metrics = {"round": 1, "accuracy": {"pooled": 0.5}, "nll": {"pooled": 1.25}, "ece": {"pooled": 0.1}}
+    with Following(console) as watched:
+        watched.status(status("running", 2, metrics, a="yes"))
+    assert "Running, round 2 of 3 done. Round 1: accuracy 50" in console.file.getvalue()
+
+
+def test_what_is_waited_for():
+    assert waited_for(status("running", 1, a="yes")) == "round 2 of 3 is under way"
+    assert waited_for(status("running", 3, a="yes")) == "the last round's scores are under way"
+    assert waited_for(status("waiting for sites", 0, a="yes")) == "round 1 of 3 is under way"
