@@ -131,3 +131,15 @@ def test_mistakes_on_the_command_line_are_one_sentence(tmp_path, capsys):
         (["render", "--results", str(tmp_path / "none")], "no results"),
     ):
         assert words in bpfed("paper", *arguments).sentence
+
+
+def test_the_tables_are_shown(digits, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(protocol.ROUNDS, "small", 2)
+    bpfed = Command(capsys)
+    asked = ("--cells", "mnist-small", "--methods", "fedper", "--seeds", "1", "--device", "cpu", "--results", tmp_path)
+    shown = bpfed.ok("paper", "table2", *asked)
+    assert "nll" in shown.out
+    assert "FedPer" in shown.out
+    assert "Runs done now: 1, there already: 0" in shown.err
+    assert "Runs done now: 0, there already: 1" in bpfed.ok("paper", "table1", *asked).err
+    assert len(digits) == 1

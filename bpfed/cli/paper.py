@@ -253,18 +253,22 @@ def _count(missing: dict[Cell, list[int]], results: Path) -> None:
     run = sum(map(len, missing.values()))
     wanted = sum(len(cell.wanted) for cell in missing)
     Console(stderr=True).print(
-        f"{run} runs done, {wanted - run} were there already; they are in {results}.", highlight=False, soft_wrap=True
+        f"Runs done now: {run}, there already: {wanted - run}; the records are in {results}.",
+        highlight=False,
+        soft_wrap=True,
     )
 
 
 def _show_table(measure: str, partitions: str, results: Path) -> None:
     from bpfed.paper import protocol
     from bpfed.paper.markdown import measure_table
+    from bpfed.paper.published import TABLES
     from bpfed.paper.records import read_cells
 
     found = read_cells(results).get("paper", {})
     for partition in protocol.partitions(partitions):
-        text = measure_table(found.get(partition, {}), measure, beside=partition == "groups")
+        beside = partition == "groups" and measure in TABLES
+        text = measure_table(found.get(partition, {}), measure, beside)
         Console().print(Markdown(f"**{measure}, partition {partition}, last round**\n\n{text}"))
 
 

@@ -208,9 +208,10 @@ def _settings(entrant: Entrant) -> dict[str, Any]:
 
 
 def _differing(was: dict[str, Any], now: dict[str, Any]) -> str:
+    """What is no longer as it was, in words; a setting that came later is as it is by default."""
     words = []
     for table in ("method", "run"):
-        for name in sorted(was[table].keys() | now[table].keys()):
+        for name in sorted(was[table]):
             before, after = was[table].get(name), now[table].get(name)
             if before != after:
                 words.append(f"{name} {before}, now {after}")

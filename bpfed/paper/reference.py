@@ -1,9 +1,8 @@
 """The published protocol: BPFed and pFedBayes with the settings of the public reference code, the best of 800 test rounds.
 
-Only the reference picks its round on test data; that figure is given under this protocol's name and no other. Three things
-are as the paper states them and not as that code has them: every cell is tested on its own test examples (the code tests
-the small cells with the large cells' files), splits are stratified, and CIFAR-10 has 20 clients (there 16). And the test is
-in every tenth round, where the code tests in every one.
+Only the reference picks its round on test data; that figure is given under this protocol's name and no other. The split is that
+code's too (`bpfed.paper.slices`); its data are the same for all seeds. The test is in every tenth round, where the code tests in
+every one.
 
     python -m bpfed.paper.reference --cells mnist-small --methods bpfed --seeds 1 --out results
 """
@@ -32,6 +31,7 @@ from bpfed.files import to_json, write_whole
 from bpfed.methods.published import PUBLISHED, PublishedBPFed
 from bpfed.networks import LeNet, default
 from bpfed.paper.cell import seed_record, tests_on
+from bpfed.paper.slices import load_slices
 from bpfed.paper.training import Progress, Say, agrees, command, device_name, read, record, to_stderr
 from bpfed.run import Run, prepare, train_together
 
@@ -91,13 +91,16 @@ def train(
     seeds: Sequence[int],
     say: Say,
     what: str,
-    partition: str = PARTITION,
+    partition: str | None = None,
     one_pool: bool = True,
 ) -> list[Run]:
-    """The runs of these seeds side by side, on deals and networks of their own."""
+    """The runs of these seeds side by side, with networks of their own.
+
+    ``partition`` is one of the protocol ``paper``, dealt out anew for each seed; None: the reference's own split.
+    """
     runs = []
     for seed in seeds:
-        data = load(cell, partition=partition, seed=seed)
+        data = load_slices(cell) if partition is None else load(cell, partition=partition, seed=seed)
         module = network(data.input_shape, data.classes, seed, one_pool)
         data = tests_on(data, pick_device(how.device))
         runs.append(prepare(method, data, replace(how, seed=seed), module))
