@@ -84,7 +84,7 @@ def main() -> None:
     deployed.open_site = lambda folder, say: spoiling(honest(folder, say), folder / "spoil")
     threading.Thread(target=worker.work, args=(folder, say), daemon=True).start()
     env = processes.environment(folder / "flwr", plan)
-    processes.watch(lambda: processes.supernode(folder, plan), env, say, lambda: None)
+    processes.watch("The SuperNode", lambda: processes.supernode(folder, plan), env, say, lambda: None)
 
 
 if __name__ == "__main__":

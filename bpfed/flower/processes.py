@@ -29,6 +29,8 @@ from bpfed.flower.worker import SOCKET, STUCK, listens
 
 #: The SuperLink's own memory.
 DATABASE = "flower.db"
+#: What runs a command of Flower's so that it can be watched over.
+LAUNCH = (sys.executable, "-m", "bpfed.flower.launch")
 #: Flower's name for the connection that we configure.
 CONNECTION = "deployment"
 #: What a SuperNode prints whose key is not (or not yet again) let in; to the system it just failed.
@@ -70,6 +72,7 @@ def superlink(folder: Path, plan: Plan) -> list[str]:
     host, _, port = plan.address.rpartition(":")
     bind = host if host in ("127.0.0.1", "localhost", "::1") else "0.0.0.0"
     return [
+        *LAUNCH,
         "flower-superlink",
         *("--host", bind, "--port", port),
         *("--database", str(folder / DATABASE)),
@@ -84,6 +87,7 @@ def superlink(folder: Path, plan: Plan) -> list[str]:
 def supernode(folder: Path, plan: Plan) -> list[str]:
     """The command of a site's SuperNode."""
     return [
+        *LAUNCH,
         "flower-supernode",
         *("--superlink", plan.address),
         *("--root-certificates", str(folder / keys.AUTHORITY)),
@@ -187,10 +191,13 @@ def stamp() -> bytes:
     return f"{time.strftime('%H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03d} ".encode()
 
 
-def watch(command: Callable[[], Sequence[str]], env: dict[str, str], say: Say, started: Callable[[], None]) -> None:
+def watch(
+    name: str, command: Callable[[], Sequence[str]], env: dict[str, str], say: Say, started: Callable[[], None]
+) -> None:
     """Keep a process running until somebody asks for the end, which is then a clean one.
 
     Args:
+        name: What to call it.
         command: Its command, made anew for every start.
         env: Its environment.
         say: Told in words what happens.
@@ -223,7 +230,7 @@ def watch(command: Callable[[], Sequence[str]], env: dict[str, str], say: Say, s
                     "The server refuses this site's key; it is of another deployment, not registered, or in use elsewhere."
                 )
             why = "is not let in (its key may be held for a minute)" if shut_out else f"ended with code {code}"
-            say(f"{Path(process.args[0]).name} {why}; starting again in {wait:.0f} s.")  # type: ignore[index, arg-type]
+            say(f"{name} {why}; starting again in {wait:.0f} s.")
             try:
                 time.sleep(wait)
             except Stopped:
@@ -305,7 +312,7 @@ def serve(folder: Path, plan: Plan, say: Say) -> None:
         register(folder, plan, say)
         say(f"The server is ready at {plan.address}.")
 
-    watch(lambda: superlink(folder, plan), env, say, started)
+    watch("The SuperLink", lambda: superlink(folder, plan), env, say, started)
 
 
 def join(folder: Path, plan: Plan, say: Say) -> None:
@@ -315,7 +322,13 @@ def join(folder: Path, plan: Plan, say: Say) -> None:
     try:
         with until_told():
             worker.first(folder)
-        watch(lambda: supernode(folder, plan), env, say, lambda: say(f"Site '{plan.site}' joins {plan.address}."))
+        watch(
+            "The SuperNode",
+            lambda: supernode(folder, plan),
+            env,
+            say,
+            lambda: say(f"Site '{plan.site}' joins {plan.address}."),
+        )
     except Stopped:
         say("Stopping.")
     finally:

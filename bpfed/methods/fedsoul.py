@@ -13,7 +13,8 @@ Where this differs from the paper. (1) There a client sends gradients for φ, m 
 server takes one step a round. Here φ moves with the chain, by a step of Adam at the current z in every mini-batch, and the
 server averages, as for every method here. (2) m and s have a closed-form maximiser given the samples' moments (the M step of
 EM): m = mean of E z_i, s² = mean over clients and weights of Var z_i + (E z_i − m)². The server moves towards it by
-``prior_rate``. (3) γ = ``gamma`` / (n + 1/s²), so that one setting suits clients of all sizes.
+``prior_rate``. E z_i and Var z_i are those of the kept states, which reach back over rounds: neighbouring states are alike, and
+of those of one round alone the variance would be far too small, and s with it, until all heads are one. (3) γ = ``gamma`` / (n + 1/s²), so that one setting suits clients of all sizes.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from bpfed.optim import Adam, adam
 
 #: Word that sets the noise of Langevin steps apart from that of dropout.
 LANGEVIN = 0x50
+#: Least variance of a chain.
+SMALLEST = 1e-12
 
 
 class Shared(NamedTuple):
@@ -43,7 +46,7 @@ class Shared(NamedTuple):
     Attributes:
         body: φ, ``[P_shared]``.
         heads: The common prior N(m, s²) of the personal factors, ``[P_personal]`` (one s for all of them); as upload,
-            mean and standard deviation of a client's chain.
+            mean and standard deviation of the states that a client keeps.
     """
 
     body: Tensor
@@ -63,6 +66,15 @@ class Chain(NamedTuple):
     samples: Tensor
     number: Tensor
 
+    @property
+    def moments(self) -> Gaussian:
+        """Mean and standard deviation of the states kept, ``[S, P_personal]``."""
+        slots = torch.arange(self.samples.shape[1], device=self.samples.device)
+        share = (slots < self.number) / self.number.clamp(min=1.0, max=float(len(slots)))  # [S, K]
+        mean = (share[:, :, None] * self.samples).sum(1)
+        variance = (share[:, :, None] * (self.samples - mean[:, None]).square()).sum(1)
+        return Gaussian(mean, variance.clamp(min=SMALLEST).sqrt())
+
 
 class Personal(NamedTuple):
     """What a client keeps: its chain, Adam's memory of the body where it is kept, local steps so far ``[S, 1]``."""
@@ -79,8 +91,6 @@ class Local(NamedTuple):
         body: φ, ``[S, P_shared]``.
         memory: Adam's, of φ.
         chain: Of z.
-        total: Sum over this round's steps of z − m, ``[S, P_personal]``.
-        squares: Of its square.
         taken: Steps of this round, ``[S]``.
         steps: Steps that Adam's memory is of, ``[S]``.
         prior: The common prior, held.
@@ -89,8 +99,6 @@ class Local(NamedTuple):
     body: Tensor
     memory: Adam
     chain: Chain
-    total: Tensor
-    squares: Tensor
     taken: Tensor
     steps: Tensor
     prior: Gaussian
@@ -184,8 +192,6 @@ class FedSOUL(Method):
             body=shared.body,
             memory=personal.memory[0] if self.keep_adam else Adam.like(shared.body),
             chain=chain._replace(state=state),
-            total=torch.zeros_like(state),
-            squares=torch.zeros_like(state),
             taken=none,
             steps=steps if self.keep_adam else none,
             prior=shared.heads,
@@ -209,9 +215,7 @@ class FedSOUL(Method):
         body, memory = local.body, local.memory
         if phase != ADAPT:
             body, memory = adam(body, on_body / batch.size[:, None], memory, steps, hyper["lr"])
-        away = state - local.prior.mean
-        new = Local(body, memory, chain, local.total + away, local.squares + away.square(), taken, steps, local.prior)
-        return new, total * batch.scale / batch.size
+        return Local(body, memory, chain, taken, steps, local.prior), total * batch.scale / batch.size
 
     def _kept(self, chain: Chain, state: Tensor, taken: Tensor) -> Chain:
         """The chain at its new state, which is kept if it is its turn: in the place of the oldest."""
@@ -222,12 +226,10 @@ class FedSOUL(Method):
         return Chain(state, samples, chain.number + turn[:, None].float())
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
-        taken = local.taken[:, None].clamp(min=1.0)
-        away = local.total / taken
-        spread = (local.squares / taken - away.square()).clamp(min=0.0).sqrt()
-        heads = Gaussian(local.prior.mean + away, spread)
         memory = (local.memory,) if self.keep_adam else ()
-        return Finished(Shared(local.body, heads), Personal(local.chain, memory, local.steps[:, None]), {})
+        return Finished(
+            Shared(local.body, local.chain.moments), Personal(local.chain, memory, local.steps[:, None]), {}
+        )
 
     def aggregate(self, shared: Shared, uploads: Shared, weights: Tensor) -> Shared:
         likeliest = moments(uploads.heads, weights)

@@ -9,7 +9,7 @@ divides by the gradient's own size, sees no difference but for its ε of 1e-8.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -111,16 +111,18 @@ class Point(Method):
     Attributes:
         optimiser: ``adam``, or ``sgd``, descent with momentum.
         momentum: With ``sgd``, how much of a step is in the next one.
+        decay: a of the term a ‖w‖²/2 that is added to the mean −log p.
         keep_adam: Whether a client keeps the optimiser's memory from round to round; if not, every round starts without.
         laplace: Whether the last layer gets a Gaussian posterior after training, by the Laplace approximation.
         laplace_precision: With ``laplace``, the prior's precision; 0: chosen for each client by the marginal likelihood.
     """
 
     random_words: ClassVar[str] = "nothing (the last layer with laplace)"
-    numbers: ClassVar[tuple[str, ...]] = ("lr", "momentum")
+    numbers: ClassVar[tuple[str, ...]] = ("lr", "momentum", "decay")
 
     optimiser: Optimiser = "adam"
     momentum: float = 0.5
+    decay: float = 0.0
     keep_adam: bool = True
     laplace: bool = False
     laplace_precision: float = 300.0
@@ -129,7 +131,7 @@ class Point(Method):
         super().check()
         if self.optimiser not in get_args(Optimiser):
             raise unknown("optimiser", self.optimiser, get_args(Optimiser))
-        self.require(momentum="at least 0 and below 1", laplace_precision="0 or more")
+        self.require(momentum="at least 0 and below 1", decay="0 or more", laplace_precision="0 or more")
         default = type(self).personal
         if default in tuple(WHOLE) and self.personal != default:
             raise UserError(
@@ -141,6 +143,9 @@ class Point(Method):
                 f"personal is '{self.personal}', but {self.title} needs both shared and personal weights; the method that "
                 f"{what} is '{name}'."
             )
+
+    def structure(self) -> tuple[Any, ...]:
+        return (*super().structure(), self.decay > 0.0)
 
     def finetuning(self, epochs: int) -> tuple[Phase, ...]:
         """The part of `tuning` in which weights move."""
@@ -195,7 +200,10 @@ class Point(Method):
             return local._replace(curvature=(curvature,)), loss
         total, gradient = model.gradient(local.weights, batch.x, batch.y, batch.mask, batch.key)
         count = batch.mask.sum(-1).clamp(min=1.0)
-        gradients = model.factors.split(gradient / count[:, None])
+        gradient = gradient / count[:, None]
+        if self.decay > 0.0:
+            gradient = gradient + hyper["decay"][:, None] * local.weights
+        gradients = model.factors.split(gradient)
         shared, personal = (
             part.moved(g, hyper) if moves else part
             for part, g, moves in zip(local[:2], gradients, MOVES[phase], strict=True)

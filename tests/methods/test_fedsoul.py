@@ -137,22 +137,25 @@ def test_before_any_sample_heads_are_drawn_from_the_prior():
     assert (first != second).all()
 
 
-def test_the_chain_goes_on_where_it_was_and_its_moments_are_this_rounds():
-    method = FedSOUL()
+@pytest.mark.parametrize("samples", [3, 6])
+def test_the_chain_goes_on_where_it_was_and_the_moments_of_its_newest_states_are_uploaded(samples):
+    method = FedSOUL(samples=samples, thin=2)
     model, shared, personal = client(method)
+    personal = personal._replace(chain=personal.chain._replace(number=torch.zeros(CLIENTS, 1)))
     states = []
     for round_ in range(2):
         local = method.begin(model, shared, personal, hyper(method))
-        assert torch.equal(local.chain.state, personal.chain.state)
+        if round_:
+            assert torch.equal(local.chain.state, personal.chain.state)
         for t in range(4):
             batch = scenarios.random_batch(CLIENTS, 5, seed=10 * round_ + t)
             local, _ = method.step(model, local, batch, hyper(method), "all")
             states.append(local.chain.state)
         finished = method.finish(model, local, hyper(method))
         personal = finished.personal
-    last = torch.stack(states[4:])
-    torch.testing.assert_close(finished.upload.heads.mean, last.mean(0))
-    torch.testing.assert_close(finished.upload.heads.sigma, last.std(0, correction=0), rtol=1e-3, atol=1e-4)
+    kept = torch.stack(states[::2][-samples:])  # of both rounds
+    torch.testing.assert_close(finished.upload.heads.mean, kept.mean(0))
+    torch.testing.assert_close(finished.upload.heads.sigma, kept.std(0, correction=0))
 
 
 # --- the prior --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ class Clients:
         self.method = method
         self.model = scenarios.model_of(module(), personal=method.personal)
         self.initial = method.init(self.model)
-        self.hyper = {"lr": torch.full((CLIENTS,), RATE), "momentum": torch.full((CLIENTS,), method.momentum)}
+        self.hyper = {n: torch.full((CLIENTS,), v) for n, v in {**method.hyper(), "lr": RATE}.items()}
 
     def begin(self, shared=None, personal=None):
         shared = rows(self.initial.shared if shared is None else shared, CLIENTS)
@@ -74,8 +74,8 @@ def by_hand(model, client, parts, count=3, start=None, optimiser=torch.optim.Ada
 class Descent(torch.optim.SGD):
     """Plain PyTorch's, at the step size of the test of momentum."""
 
-    def __init__(self, params, lr, momentum):
-        super().__init__(params, lr=100 * lr, momentum=momentum)
+    def __init__(self, params, lr, **options):
+        super().__init__(params, lr=100 * lr, **options)
 
 
 def close(found, expected):
@@ -91,7 +91,7 @@ def close(found, expected):
         (FedPer(), ["02"]),
         (LGFedAvg(), ["02"]),
         (LocalOnly(), ["02"]),
-        (FedRep(), ["2", "0"]),  # the head, then the body with the new head
+        (FedRep(optimiser="adam", decay=0.0), ["2", "0"]),  # the head, then the body with the new head
         (FedBABU(), ["0"]),
     ],
     ids=lambda v: v.name if hasattr(v, "name") else "",
@@ -104,16 +104,16 @@ def test_a_round_is_that_of_plain_pytorch(method, parts):
         close(found[s], by_hand(clients.model, s, parts))
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_round_of_descent_with_momentum_is_that_of_plain_pytorch(momentum):
+@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.5, 0.1)])
+def test_a_round_of_descent_with_momentum_is_that_of_plain_pytorch(momentum, decay):
     # Many times Adam's step size: an error in the momentum is then far above the tolerance.
-    method = FedRep(optimiser="sgd", momentum=momentum)
+    method = FedRep(optimiser="sgd", momentum=momentum, decay=decay)
     clients = Clients(method)
     clients.hyper["lr"] *= 100
     finished = clients.train(method.phases(1))
     found = torch.cat([finished.upload.weights, finished.personal.weights], -1)
     for s in range(CLIENTS):
-        expected = by_hand(clients.model, s, ["2", "0"], optimiser=Descent, momentum=momentum)
+        expected = by_hand(clients.model, s, ["2", "0"], optimiser=Descent, momentum=momentum, weight_decay=decay)
         close(found[s], expected)
 
 
@@ -223,6 +223,7 @@ def test_how_many_passes_of_tuning():
         (FedBABU(finetune="heads"), "did you mean 'head'"),
         (FedBABU(tune_epochs=-1), "tune_epochs is -1, but must be 0 or more"),
         (FedPer(optimiser="sdg"), "did you mean 'sgd'"),
+        (FedPer(decay=-0.1), "decay is -0.1, but must be 0 or more"),
         (FedPer(momentum=1.0), "momentum is 1.0, but must be at least 0 and below 1"),
         (FedPer(laplace_precision=-1.0), "laplace_precision is -1.0, but must be 0 or more"),
     ],

@@ -28,14 +28,18 @@ def fedrep(**more):
     return dirac("head", order="alternating", body_epochs=2, **more)
 
 
+def fedrep_by_adam(**more):
+    return FedRep(body_epochs=2, optimiser="adam", lr=FedPer().lr, decay=0.0, **more)
+
+
 CASES = {
     "FedPer": (FedPer(), dirac("head")),
     "FedPer, Adam restarted": (FedPer(keep_adam=False), dirac("head", keep_adam=False)),
     "LG-FedAvg": (LGFedAvg(), dirac("not-head")),
     "FedAvg": (FedAvg(), dirac("none", keep_adam=False)),
     "local": (LocalOnly(), dirac("all")),
-    "FedRep": (FedRep(body_epochs=2), fedrep()),
-    "FedRep, Adam restarted": (FedRep(body_epochs=2, keep_adam=False), fedrep(keep_adam=False)),
+    "FedRep": (fedrep_by_adam(keep_adam=True), fedrep()),
+    "FedRep, Adam restarted": (fedrep_by_adam(keep_adam=False), fedrep(keep_adam=False)),
 }
 
 
