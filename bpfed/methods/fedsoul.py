@@ -13,8 +13,9 @@ Where this differs from the paper. (1) There a client sends gradients for φ, m 
 server takes one step a round. Here φ moves with the chain, by a step of Adam at the current z in every mini-batch, and the
 server averages, as for every method here. (2) m and s have a closed-form maximiser given the samples' moments (the M step of
 EM): m = mean of E z_i, s² = mean over clients and weights of Var z_i + (E z_i − m)². The server moves towards it by
-``prior_rate``. E z_i and Var z_i are those of the kept states, which reach back over rounds: neighbouring states are alike, and
-of those of one round alone the variance would be far too small, and s with it, until all heads are one. (3) γ = ``gamma`` / (n + 1/s²), so that one setting suits clients of all sizes.
+``prior_rate``. E z_i and Var z_i are those of the kept states, which reach back over rounds: neighbouring states are alike,
+and of those of one round alone the variance would be far too small, and s with it, until all heads are one. (3) γ = ``gamma``
+/ (n + 1/s²), so that one setting suits clients of all sizes.
 """
 
 from __future__ import annotations
@@ -152,9 +153,11 @@ class FedSOUL(Method):
     random_words: ClassVar[str] = "the last layer"
     numbers: ClassVar[tuple[str, ...]] = ("lr", "gamma", "prior_sigma", "prior_rate")
     population: ClassVar[bool] = True
+    #: φ must come to rest: as it grows, chains of a fixed step size get ever less stable.
+    schedule: ClassVar[str] = "cosine"
 
-    gamma: float = 0.01
-    samples: int = 10
+    gamma: float = 0.05
+    samples: int = 20
     thin: int = 5
     prior_sigma: float = 0.3
     prior_rate: float = 1.0
