@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import scenarios
 import torch
@@ -12,6 +13,7 @@ from bpfed.networks import LeNet
 from bpfed.paper import audit, reference
 from bpfed.paper.audit import DIFFERENCES, Variant, markdown, measured, variants
 from bpfed.paper.records import read_cell
+from bpfed.paper.slices import Slices, cut
 
 
 @pytest.fixture
@@ -24,7 +26,28 @@ def small(monkeypatch):
         return scenarios.classification(sizes=(12,) * 10, seed=seed)
 
     monkeypatch.setattr(reference, "load", load)
+    monkeypatch.setattr(reference, "load_slices", lambda cell: load(cell, "slices", 0))
     return asked
+
+
+# --- the reference's split ------------------------------------------------------------------------------------------------
+
+
+def test_slices_are_consecutive_and_each_image_is_with_one_client():
+    y = np.tile(np.arange(10), 60)
+    parts = cut(y, Slices(4, 3, 5))
+    rows = np.concatenate([np.concatenate(part) for part in parts])
+    assert len(set(rows)) == len(rows) == 4 * 5 * 8
+    assert [len(train) for train, _ in parts] == [15] * 4
+    assert set(y[np.concatenate(parts[0])]) == {0, 1, 2, 3, 4}
+    assert set(y[np.concatenate(parts[1])]) == {5, 6, 7, 8, 9}
+    first, third = (np.sort(np.concatenate(parts[i])) for i in (0, 2))
+    assert first.max() < third.min()  # the next slice of the same labels
+    assert all(
+        np.array_equal(a, b)
+        for one, two in zip(parts, cut(y, Slices(4, 3, 5)), strict=True)
+        for a, b in zip(one, two, strict=True)
+    )
 
 
 # --- what is switched -----------------------------------------------------------------------------------------------------
@@ -89,7 +112,8 @@ def test_a_cell_is_written_as_every_other_is_and_not_run_again(tmp_path, small, 
     assert said[-1].startswith("BPFed on mnist-small: best round's accuracy")
 
     reference.run(tmp_path, (0, 1), 2, "cpu", said.append, ["mnist-small"], ["bpfed"])
-    assert [seed for _, _, seed in small] == [0, 1]
+    assert len(small) == 2  # seed 0 was not run again
+    assert [run["seed"] for run in read_cell(path).runs] == [0, 1]
     assert read_cell(path).runs[0] == made.runs[0]
 
     monkeypatch.setattr(reference, "train", lambda *a: pytest.fail("It was there already."))

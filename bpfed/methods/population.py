@@ -70,8 +70,7 @@ class Population(Recipe):
 
     def check(self) -> None:
         super().check()
-        if not 0.0 <= self.head_rate <= 1.0:
-            raise UserError(f"head_rate is {self.head_rate}, but must be from 0 to 1.")
+        self.require(head_rate="from 0 to 1")
         if self.personal == "none":
             raise UserError("personal is 'none', but bpfed-population learns a prior of personal factors; choose some.")
 

@@ -129,16 +129,11 @@ class PublishedBPFed(Method):
         ):
             if getattr(self, name) not in get_args(choices):
                 raise unknown(f"value of {name}", str(getattr(self, name)), get_args(choices))
-        for name, fits, range_ in (
-            ("noise_scale", self.noise_scale >= 0.0, "0 or more"),
-            ("kl_weight", self.kl_weight is None or self.kl_weight >= 0.0, "0 or more, or left out for 1/n"),
-            ("batches", self.batches >= 0, "0 or more"),
-            ("inner", self.inner >= 1, "at least 1"),
-            ("sigma", self.sigma > 0.0, "above 0"),
-            ("draws", self.draws >= 1, "at least 1"),
-        ):
-            if not fits:
-                raise UserError(f"{name} is {getattr(self, name)}, but must be {range_}.")
+        self.require(
+            noise_scale="0 or more", batches="0 or more", inner="at least 1", sigma="above 0", draws="at least 1"
+        )
+        if self.kl_weight is not None and not self.kl_weight >= 0.0:
+            raise UserError(f"kl_weight is {self.kl_weight}, but must be 0 or more, or left out for 1/n.")
         if self.inner > 1 and not self.batches:
             raise UserError(f"inner is {self.inner}, but repeats a mini-batch of 'batches', which is 0; set that too.")
 

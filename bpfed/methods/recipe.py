@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bpfed.aggregate import mean
-from bpfed.errors import UserError, unknown
+from bpfed.errors import unknown
 from bpfed.estimators import ESTIMATORS, Batch, data_term
 from bpfed.gaussian import Gaussian, discounted, kl, kl_gradients_q
 from bpfed.likelihoods import Categorical
@@ -43,17 +43,26 @@ REGRESSION_SIGMA = 0.6
 
 
 class Local(NamedTuple):
-    """A client during a round: posterior q, the prior (held), number of steps taken ``[S]``."""
+    """A client during a round: posterior q, the prior (held), h0 ``[S, P_personal]``, number of steps taken ``[S]``."""
 
     q: Variational
     prior: Gaussian
+    first: Tensor
     steps: Tensor
 
 
 class Personal(NamedTuple):
-    """What a client keeps: its head's posterior ``[S, P_personal]``, Adam's memory, local steps so far ``[S, 1]``."""
+    """What a client keeps.
+
+    Attributes:
+        head: Its head's posterior, ``[S, P_personal]``.
+        first: h0, the head that all clients of the run started with, ``[S, P_personal]``.
+        memory: Adam's.
+        steps: Local steps so far, ``[S, 1]``.
+    """
 
     head: Gaussian
+    first: Tensor
     memory: Memory
     steps: Tensor
 
@@ -109,23 +118,21 @@ class Recipe(Method):
         super().check()
         if self.estimator not in ESTIMATORS:
             raise unknown("estimator", self.estimator, ESTIMATORS)
-        for name, fits, range_ in (
-            ("draws", self.draws >= 1, "at least 1"),
-            ("sigma", self.sigma > 0.0, "above 0"),
-            ("temperature", self.temperature >= 0.0, "0 or more"),
-            ("discount", 0.0 <= self.discount <= 1.0, "from 0 to 1"),
-            ("prior_sigma", self.prior_sigma > 0.0, "above 0"),
-            ("head_sigma", self.head_sigma > 0.0, "above 0"),
-            ("anchor", self.anchor >= 0.0, "0 or more"),
-            ("newcomer_lr", self.newcomer_lr >= 0.0, "0 or more"),
-        ):
-            if not fits:
-                raise UserError(f"{name} is {getattr(self, name)}, but must be {range_}.")
+        self.require(
+            draws="at least 1",
+            sigma="above 0",
+            temperature="0 or more",
+            discount="from 0 to 1",
+            prior_sigma="above 0",
+            head_sigma="above 0",
+            anchor="0 or more",
+            newcomer_lr="0 or more",
+        )
 
     def init(self, model: Model) -> Initial:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
         shared, head = split(model, start)
-        return Initial(shared, Personal(head, Variational.at(start).memory, model.initial.new_zeros(1)))
+        return Initial(shared, Personal(head, head.mean, Variational.at(start).memory, model.initial.new_zeros(1)))
 
     def adapting(self) -> Recipe:
         return replace(self, lr=self.newcomer_lr)
@@ -133,20 +140,20 @@ class Recipe(Method):
     def newcomer(self, model: Model, shared: Gaussian) -> Personal:
         """A head that has seen no example is its prior."""
         start = self.init(model).personal
-        prior = self._head_prior(model, start.head, torch.tensor(self.head_gain), torch.tensor(self.head_sigma))
+        prior = self._head_prior(model, start.first, torch.tensor(self.head_gain), torch.tensor(self.head_sigma))
         return start._replace(head=prior)
 
     def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
         body = discounted(shared, hyper["discount"][:, None], hyper["prior_sigma"][:, None])
-        head = self._head_prior(model, personal.head, hyper["head_gain"][:, None], hyper["head_sigma"][:, None])
+        head = self._head_prior(model, personal.first, hyper["head_gain"][:, None], hyper["head_sigma"][:, None])
         q = Variational.at(join(shared, personal.head), personal.memory)
-        return Local(q, join(body, head), personal.steps[:, 0])
+        return Local(q, join(body, head), personal.first, personal.steps[:, 0])
 
-    def _head_prior(self, model: Model, like: Gaussian, gain: Tensor, scale: Tensor) -> Gaussian:
+    def _head_prior(self, model: Model, first: Tensor, gain: Tensor, scale: Tensor) -> Gaussian:
         """N(g h0, s_h²) of a head's weights. Logits have no unit, so a common head can be asked for; targets have one."""
-        none = torch.zeros_like(like.mean)
+        none = torch.zeros_like(first)
         if isinstance(model.likelihood, Categorical):
-            return Gaussian(none + gain * model.factors.split(model.initial)[1], none + scale)
+            return Gaussian(gain * first, none + scale)
         if self.personal != "head":
             return Gaussian(none, none + REGRESSION_SIGMA)
         return Gaussian(none, torch.where(of_likelihood(model), NOISE_SIGMA, none + REGRESSION_SIGMA * per_head(model)))
@@ -164,12 +171,13 @@ class Recipe(Method):
         new = local.q.moved(on_mean, on_sigma, steps, hyper["lr"])
         if phase == ADAPT:
             new = new._replace(mean=frozen(model, local.q.mean, new.mean), rho=frozen(model, local.q.rho, new.rho))
-        return Local(new, local.prior, steps), data.nll
+        return local._replace(q=new, steps=steps), data.nll
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
         q = local.q.gaussian
         shared, head = split(model, q)
-        return Finished(shared, Personal(head, local.q.memory, local.steps[:, None]), {"kl": kl(q, local.prior)})
+        kept = Personal(head, local.first, local.q.memory, local.steps[:, None])
+        return Finished(shared, kept, {"kl": kl(q, local.prior)})
 
     def aggregate(self, shared: Gaussian, uploads: Gaussian, weights: Tensor) -> Gaussian:
         return mean(uploads, weights)

@@ -47,6 +47,8 @@ class Scale:
         if whole:
             step = max(1.0, round(step))
         first = math.ceil(self.low / step - 1e-9)
+        if self.log:
+            first = max(1, first)  # a logarithmic scale has no zero
         return [k * step for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 

@@ -1,0 +1,70 @@
+"""The recipe: its priors are what its equation says, seeds stacked or alone, and nothing of a head is uploaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import scenarios
+import torch
+from torch.utils._pytree import tree_flatten
+
+from bpfed.engine.federation import Federation
+from bpfed.engine.settings import Settings
+from bpfed.methods import Population, Recipe
+from bpfed.methods.base import rows
+from bpfed.run import prepare, train_together
+
+SETTINGS = Settings(rounds=2, epochs=2, batch=5, eval_draws=2, device="cpu", compile="off")
+
+
+def federation(method, seed=0, regression=False) -> Federation:
+    data = scenarios.regression() if regression else scenarios.classification(sizes=(12,) * 3)
+    return Federation.start(method, data, Settings(rounds=2, seed=seed, device="cpu"))
+
+
+def prior(method, state: Federation):
+    hyper = {name: torch.tensor([value]) for name, value in method.hyper().items()}
+    personal = state.personal(torch.tensor([0]))
+    return method.begin(state.model, rows(state.shared, 1), personal, hyper).prior
+
+
+def test_the_heads_prior_is_the_common_head_times_its_gain():
+    method = Recipe(head_gain=4.0, head_sigma=0.07)
+    state = federation(method)
+    start, count = state.model.initial, state.model.factors.shared
+    found = prior(method, state)
+    torch.testing.assert_close(found.mean[0, count:], 4.0 * start[count:])
+    torch.testing.assert_close(found.sigma[0, count:], torch.full_like(start[count:], 0.07))
+    torch.testing.assert_close(found.mean[0, :count], start[:count])
+
+
+def test_a_regressions_heads_are_around_zero():
+    method = Recipe(head_gain=4.0, head_sigma=0.07)
+    state = federation(method, regression=True)
+    assert torch.all(prior(method, state).mean[0, state.model.factors.shared :] == 0.0)
+
+
+@pytest.mark.parametrize("method", [Recipe(estimator="weights"), Population(estimator="weights", head_gain=2.0)])
+def test_seeds_side_by_side_are_what_each_is_alone(method):
+    """Each seed has a first head of its own, and keeps to it."""
+    data = scenarios.classification(sizes=(12,) * 3)
+
+    def ready(seed):
+        return prepare(method, data, replace(SETTINGS, seed=seed))
+
+    together = train_together([ready(0), ready(1)], [[], []])[1]
+    alone = ready(1).train()
+    for a, b in zip(
+        tree_flatten(together.federation.personal(torch.arange(3)))[0],
+        tree_flatten(alone.federation.personal(torch.arange(3)))[0],
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_of_a_head_is_uploaded():
+    method = Recipe()
+    run = prepare(method, scenarios.classification(sizes=(12,) * 3), SETTINGS)
+    shared = run.train().federation.shared
+    assert [t.shape[-1] for t in shared] == [run.federation.model.factors.shared] * 2
