@@ -18,13 +18,14 @@ import torch
 import bpfed
 from bpfed.callbacks.base import Callback
 from bpfed.comparison.entrants import Entrant, entrants
-from bpfed.data import Examples, FederatedData, load
+from bpfed.data import load
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
 from bpfed.paper import protocol
+from bpfed.paper.training import device_name, tests_on
 from bpfed.run import Run, prepare, train_together
 
 if TYPE_CHECKING:
@@ -154,21 +155,12 @@ def _last_test(run: Run) -> Run:
     return run
 
 
-def tests_on(data: FederatedData, device: torch.device) -> FederatedData:
-    """The same with its test examples on the device, so that an evaluation copies nothing."""
-    if device.type == "cpu":
-        return data
-    test = data.test
-    return replace(data, test=Examples(test.x.to(device), test.y.to(device), test.offsets))
-
-
 def _record(
     cell: Cell, entrant: Entrant, runs: list[Run], seconds: float, before: dict[str, Any] | None
 ) -> dict[str, Any]:
     """The record of a cell after these runs; earlier ones stay in it."""
     done = {} if before is None else {found["seed"]: found for found in before["runs"]}
     done |= {run.settings.seed: seed_record(run) for run in runs}
-    where = runs[0].federation.device
     return {
         "protocol": "paper",
         "partition": cell.partition,
@@ -178,7 +170,7 @@ def _record(
         "settings": _settings(entrant),
         "rounds": entrant.settings.rounds,
         "bins": entrant.settings.bins,
-        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU",
+        "device": device_name(entrant.settings.device),
         "seconds": round(seconds + (0.0 if before is None else before["seconds"]), 1),
         "bpfed": bpfed.__version__,
         "torch": torch.__version__,

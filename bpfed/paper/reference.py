@@ -30,9 +30,9 @@ from bpfed.errors import UserError, unknown
 from bpfed.files import to_json, write_whole
 from bpfed.methods.published import PUBLISHED, PublishedBPFed
 from bpfed.networks import LeNet, default
-from bpfed.paper.cell import seed_record, tests_on
+from bpfed.paper.cell import seed_record
 from bpfed.paper.slices import load_slices
-from bpfed.paper.training import Progress, Say, agrees, command, device_name, read, record, to_stderr
+from bpfed.paper.training import Progress, Say, agrees, command, device_name, read, record, tests_on, to_stderr
 from bpfed.run import Run, prepare, train_together
 
 ROUNDS = 800

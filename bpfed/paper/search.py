@@ -15,15 +15,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bpfed.data import FederatedData, load
 from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Settings
 from bpfed.files import to_json, write_whole
 from bpfed.methods import method
 from bpfed.paper import protocol
-from bpfed.paper.cell import tests_on
+from bpfed.paper.training import device_name, tests_on
 from bpfed.run import prepare, train_together
 
 #: Part of the training examples that is scored, and the seeds, which no table uses.
@@ -95,7 +93,7 @@ def search(
         "rounds": rounds,
         "seeds": list(seeds),
         "held": HELD,
-        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "CPU",
+        "device": device_name(device),
         "seconds": round(time.perf_counter() - start, 1),
         "tried": tried,
     }
