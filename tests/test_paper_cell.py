@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -143,3 +145,15 @@ def test_the_tables_are_shown(digits, tmp_path, capsys, monkeypatch):
     assert "Runs done now: 1, there already: 0" in shown.err
     assert "Runs done now: 0, there already: 1" in bpfed.ok("paper", "table1", *asked).err
     assert len(digits) == 1
+
+
+@pytest.mark.parametrize("name", ["novel", "theory", "published", "audit", "heterogeneity", "shift"])
+def test_a_command_calls_its_experiment_as_it_wants_to_be_called(name, tmp_path, capsys, monkeypatch):
+    module = import_module("bpfed.paper." + {"published": "reference"}.get(name, name))
+    wanted, called = inspect.signature(module.run), []
+    monkeypatch.setattr(module, "run", lambda *given, **named: called.append(wanted.bind(*given, **named).arguments))
+    Command(capsys).ok("paper", name, "--results", tmp_path, "--device", "cpu")
+    (given,) = called
+    assert given["out"] == (tmp_path / "theory.json" if name == "theory" else tmp_path)
+    assert given["device"] == "cpu"
+    assert callable(given["say"])

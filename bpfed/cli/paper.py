@@ -111,7 +111,7 @@ def theory(seeds: FewSeeds = 3, device: Device = "auto", results: Results = RESU
     from bpfed.paper import theory as experiment
 
     with _saying() as say:
-        experiment.run(results, seeds, device, say)
+        experiment.run(results / experiment.FILE, seeds, device, say)
 
 
 @app.command(epilog="Example: bpfed paper published --cells mnist-small --methods bpfed")

@@ -57,6 +57,8 @@ from bpfed.theory import Shape, epsilon_n, r_n, squared_hellinger
 
 Say = Callable[[str], None]
 
+FILE = "theory.json"
+
 #: What a draw of the data is for; a word of its key.
 _BODY, _HEAD, _STANDARD, _INPUTS, _NOISE, _FRESH = range(1, 7)
 #: Inputs that the teachers' mean and variance are taken over.
@@ -412,4 +414,4 @@ def _symmetric(key: Tensor, *shape: int) -> Tensor:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(Path("results/theory.json"), 3, "cpu", lambda sentence: print(sentence, file=sys.stderr, flush=True))
+    run(Path("results") / FILE, 3, "cpu", lambda sentence: print(sentence, file=sys.stderr, flush=True))
