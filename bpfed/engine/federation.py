@@ -164,7 +164,7 @@ class Federation:
 
     def hyper(self, round_: int) -> dict[str, float]:
         """The method's numbers in this round (from 1); the schedule acts on the step size."""
-        numbers = self.method.hyper()
+        numbers = self.method.hyper() | {"lr": self.method.step_size(self.settings.rounds * self.settings.epochs)}
         schedule = self.method.schedule if self.settings.schedule == "auto" else self.settings.schedule
         if schedule == "cosine":
             numbers["lr"] *= 0.5 * (1.0 + float(np.cos(np.pi * (round_ - 1) / self.settings.rounds)))

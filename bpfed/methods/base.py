@@ -161,6 +161,10 @@ class Method(ABC):
             if not RANGES[words](getattr(self, name)):
                 raise UserError(f"{name} is {getattr(self, name)}, but must be {words}.")
 
+    def step_size(self, passes: int) -> float:
+        """Step size of the first round of a run in which a client passes over its data so many times."""
+        return self.lr
+
     def phases(self, epochs: int) -> tuple[Phase, ...]:
         """The parts of a local round of ``epochs`` passes over the data."""
         return (Phase("all", epochs),)

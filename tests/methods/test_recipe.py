@@ -63,6 +63,14 @@ def test_seeds_side_by_side_are_what_each_is_alone(method):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("rounds", "wanted"), [(10, 0.01), (20, 0.01), (40, 0.005), (60, 0.005 * 2 / 3)])
+def test_more_rounds_take_smaller_steps_once_the_path_is_full(rounds, wanted):
+    method = Recipe(lr=0.01, path=1.0)
+    state = Federation.start(method, scenarios.classification(), Settings(rounds=rounds, epochs=5, device="cpu"))
+    assert state.hyper(1)["lr"] == pytest.approx(wanted)
+    assert state.hyper(1 + rounds // 2)["lr"] == pytest.approx(wanted / 2)
+
+
 def test_nothing_of_a_head_is_uploaded():
     method = Recipe()
     run = prepare(method, scenarios.classification(sizes=(12,) * 3), SETTINGS)
