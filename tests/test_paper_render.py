@@ -65,6 +65,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 put(folder, cell, method, [seed_result(s, [0.5, 0.8, 0.97, top - 0.002 * s]) for s in (0, 1)])
     put(folder, "mnist-small", "bpfed", [seed_result(0, [0.5, 0.8, 0.9, 0.94])], protocol="published", rounds=800)
     put(folder, "mnist-small", "bpfed", [seed_result(0, [0.5, 0.8, 0.9, 0.941])], tag="rounds-36", rounds=36)
+    put(folder, "mnist-small", "bpfed", [seed_result(0, [0.5, 0.8, 0.9, 0.91])], tag="rounds-100", rounds=100)
     three = {"accuracy": [[0.7, 0.8], [0.8, 0.9]], "nll": [[0.9, 0.8], [0.5, 0.4]], "ece": [[0.1, 0.1], [0.04, 0.02]]}
     for k, method in enumerate(("fedper", "bpfed")):
         path = folder / "novel/mnist-small" / f"{method}.json"
@@ -192,6 +193,7 @@ def test_the_other_tables(docs: Path) -> None:
     assert row(part(docs, "reference"), "BPFed, ECE %, printed")[1:] == ["4.4", "1.2", "8.9", "6.6", "42.8", "29.8"]
     assert row(part(docs, "effort"), "BPFed recipe")[1:4] == ["12 x 2, 30 s", "12 x 2, 30 s", "–"]
     assert "12 → 36 | 93.90 → 94.10 | 0.250 → 0.200 | 4.00 → 4.00 | −20.0 %" in part(docs, "longer")
+    assert row(part(docs, "hundred"), "BPFed")[1:3] == ["**91.00**", "**0.200**"]
     assert row(part(docs, "novel").split("| NLL |")[0], "BPFed")[1:3] == ["**86.00** ± 7.07", "–"]
     assert row(part(docs, "heterogeneity"), "FedAvg, NLL")[1:] == ["**0.850**", "**0.450**"]
     assert "20 clients, 9 rounds, 2 seeds, NVIDIA H200." in part(docs, "heterogeneity")

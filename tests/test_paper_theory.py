@@ -11,7 +11,8 @@ from bpfed.errors import UserError
 from bpfed.gaussian import Gaussian
 from bpfed.methods.base import GaussianPredictive
 from bpfed.paper import theory
-from bpfed.paper.theory import Setting, Teachers, measure, point, run, slope, start, summary, task, verdict
+from bpfed.paper.teachers import Setting, Teachers, task
+from bpfed.paper.theory import measure, point, run, slope, start, summary, verdict
 from bpfed.theory import epsilon_n, r_n
 
 SMALL = Setting(

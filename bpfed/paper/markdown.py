@@ -184,13 +184,13 @@ def reference(found: Results) -> str:
 def longer(found: Results) -> str:
     """Runs of more rounds than the protocol's, beside the protocol's."""
     rows = []
-    for rounds, records in sorted(found.longer.items()):
+    for rounds, records in sorted(found.others.items()):
         for protocol, partitions in records.items():
             for partition, cells in partitions.items():
                 for cell in [c for c in CELLS if c in cells]:
                     for name in lineup.ordered(cells[cell]):
                         first, then = found.of(protocol, partition).get(cell, {}).get(name), cells[cell][name]
-                        if first is None:
+                        if first is None or rounds <= first.rounds:
                             continue
                         row = [f"{then.title}, {lineup.cell_title(cell)}, `{partition}`", f"{first.rounds} → {rounds}"]
                         for measure in ("accuracy", "nll", "ece"):
@@ -201,6 +201,31 @@ def longer(found: Results) -> str:
                         rows.append([*row, f"{_signed(100 * change, 1)} %"])
     head = ["", "rounds", "accuracy %", "NLL", "ECE %", "change of NLL"]
     return table(head, rows) if rows else ""
+
+
+def hundred(found: Results) -> str:
+    """All methods on MNIST small after 100 rounds, the lowest NLL first."""
+    cells = found.others.get(100, {}).get("paper", {}).get("groups", {}).get("mnist-small", {})
+    records = sorted(cells.values(), key=lambda record: record.mean("nll"))
+    columns = []
+    for measure in ("accuracy", "nll", "brier", "ece"):
+        means = [record.mean(measure) for record in records]
+        spreads = [record.sd(measure) for record in records]
+        texts = [figures(mean, measure, sd) for mean, sd in zip(means, spreads, strict=True)]
+        columns.append(strong(means, texts, measure))
+    rows = [
+        [record.title, *(column[i] for column in columns), _halfway(record), str(len(record.runs)), record.device]
+        for i, record in enumerate(records)
+    ]
+    head = ["100 rounds", "accuracy %", "NLL", "Brier", "ECE %", "NLL at round 50", "seeds", "device"]
+    return table(head, rows) if rows else ""
+
+
+def _halfway(record: CellRecord) -> str:
+    """NLL after half of the rounds."""
+    rounds, values = record.curve("nll")
+    at = np.flatnonzero(rounds == record.rounds // 2)
+    return figures(float(values[:, at[0]].mean()), "nll") if at.size else NOTHING
 
 
 def novel(found: Results) -> str:
@@ -366,6 +391,7 @@ PARTS: dict[str, Callable[[Results], str]] = {
     "table2-random": _measured("ece", "random", False),
     **{f"{measure}-random": _measured(measure, "random", False) for measure in ("nll", "brier", "mce")},
     "longer": longer,
+    "hundred": hundred,
     "effort": effort,
     "convergence": _nothing,
     "reliability": _nothing,

@@ -17,7 +17,7 @@ class Results:
 
     Args:
         cells: The tables' cells, ``[protocol][partition][cell][method]``.
-        longer: The same with more rounds than the protocol's, by number of rounds.
+        others: The same with other rounds than the protocol's, by number of rounds.
         novel: By cell a sweep over ``steps`` and one over ``examples``.
         heterogeneity: Over Dirichlet α; None if it was not run.
         scale: Over the number of clients; None if it was not run.
@@ -26,7 +26,7 @@ class Results:
     """
 
     cells: Records
-    longer: Mapping[int, Records]
+    others: Mapping[int, Records]
     novel: Mapping[str, Mapping[str, Sweep]]
     heterogeneity: Sweep | None
     scale: Sweep | None
