@@ -37,6 +37,9 @@ Partitions = Annotated[str, typer.Option(metavar="A,B", help="groups (the paper'
 Seeds = Annotated[int | None, typer.Option(min=1, help="Number of seeds. [default: 5 for the recipes, 3 for others]")]
 FewSeeds = Annotated[int, typer.Option(min=1, help="Number of seeds.")]
 Rounds = Annotated[int | None, typer.Option(min=1, help="Rounds. [default: the experiment's own]")]
+Jobs = Annotated[
+    int, typer.Option(min=1, help="Cells at a time, each in a process of its own; a large GPU takes some 14.")
+]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")]
 Results = Annotated[Path, typer.Option("--results", help="Folder of results.")]
 Docs = Annotated[Path, typer.Option("--docs", help="Folder of the page of results and its figures.")]
@@ -49,11 +52,12 @@ def table1(
     partitions: Partitions = "groups",
     seeds: Seeds = None,
     rounds: Rounds = None,
+    jobs: Jobs = 1,
     device: Device = "auto",
     results: Results = RESULTS,
 ) -> None:
     """Table 1: accuracy of every method in every cell, beside the published numbers."""
-    _run_cells(cells, methods, partitions, seeds, rounds, device, results)
+    _run_cells(cells, methods, partitions, seeds, rounds, jobs, device, results)
     _show_table("accuracy", partitions, results)
 
 
@@ -64,11 +68,12 @@ def table2(
     partitions: Partitions = "groups",
     seeds: Seeds = None,
     rounds: Rounds = None,
+    jobs: Jobs = 1,
     device: Device = "auto",
     results: Results = RESULTS,
 ) -> None:
     """Table 2: calibration (ECE) of every method in every cell, and its NLL; the runs are those of Table 1."""
-    _run_cells(cells, methods, partitions, seeds, rounds, device, results)
+    _run_cells(cells, methods, partitions, seeds, rounds, jobs, device, results)
     for measure in ("ece", "nll"):
         _show_table(measure, partitions, results)
 
@@ -78,12 +83,13 @@ def figures(
     cells: Cells = None,
     methods: Methods = None,
     seeds: Seeds = None,
+    jobs: Jobs = 1,
     device: Device = "auto",
     results: Results = RESULTS,
     docs: Docs = DOCS,
 ) -> None:
     """Figures 3 to 6: convergence and reliability; the runs are those of Table 1."""
-    _run_cells(cells, methods, "groups", seeds, None, device, results)
+    _run_cells(cells, methods, "groups", seeds, None, jobs, device, results)
     _render(results, docs)
 
 
@@ -189,12 +195,13 @@ def everything(
     cells: Cells = None,
     methods: Methods = None,
     seeds: Seeds = None,
+    jobs: Jobs = 1,
     device: Device = "auto",
     results: Results = RESULTS,
     docs: Docs = DOCS,
 ) -> None:
     """Everything in turn, then the tables and figures. What is finished is not run again."""
-    _run_cells(cells, methods, "groups,random", seeds, None, device, results)
+    _run_cells(cells, methods, "groups,random", seeds, None, jobs, device, results)
     novel(cells, None, seeds or 3, None, device, results)
     published(cells, None, 1, None, device, results)
     audit(seeds=seeds or 3, device=device, results=results)
@@ -216,16 +223,17 @@ def _run_cells(
     partitions: str,
     seeds: int | None,
     rounds: int | None,
+    jobs: int,
     device: str,
     results: Path,
 ) -> None:
-    """Run what is missing of these cells, with one display for all."""
+    """Run what is missing of these cells, in turn or several at a time."""
     from bpfed.callbacks.progress import CellProgress
 
     display = CellProgress()
     try:
         display.doing("starting")
-        from bpfed.paper import protocol
+        from bpfed.paper import pool, protocol
         from bpfed.paper.cell import Cell, run
         from bpfed.paper.summary import write
 
@@ -238,9 +246,14 @@ def _run_cells(
             for method in protocol.methods(methods)
         ]
         missing = {cell: cell.missing(results) for cell in todo}  # all are looked at before one is run
-        display.expect([(cell.name, seed) for cell, left in missing.items() for seed in left])
-        for cell, left in missing.items():
-            if left:
+        left = [cell for cell, seeds_left in missing.items() if seeds_left]
+        display.expect([(cell.name, seed) for cell in left for seed in missing[cell]])
+        if jobs > 1:
+            display.close()
+            with _saying() as say:
+                pool.run(left, jobs, results, device, say)
+        else:
+            for cell in left:
                 display.doing(f"loading {cell.cell}")
                 run(cell, results, device, lambda sentence: None, display)
     finally:

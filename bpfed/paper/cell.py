@@ -133,7 +133,7 @@ def run(
         write_whole(path, to_json(record))
         if display is not None:
             display.finished()
-        say(f"{cell.name}: {_words(record)}")
+        say(f"{cell.name}: {words(record)}")
 
 
 def train(entrant: Entrant, cell: Cell, seeds: Sequence[int], callbacks: Sequence[Callback] = ()) -> list[Run]:
@@ -210,7 +210,8 @@ def _differing(was: dict[str, Any], now: dict[str, Any]) -> str:
     return "; ".join(words)
 
 
-def _words(record: dict[str, Any]) -> str:
+def words(record: dict[str, Any]) -> str:
+    """What a record says, in one line."""
     last = [found["last"] for found in record["runs"]]
     accuracy, nll, ece = (sum(found[m] for found in last) / len(last) for m in ("accuracy", "nll", "ece"))
     seeds = f"{len(last)} seed{'s' if len(last) > 1 else ''}"
