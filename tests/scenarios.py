@@ -197,11 +197,10 @@ ODD = (Tied, SharedBias, Words, Computed, Listed)
 def rows_of(federation, clients, round_=1):
     """These clients of a federation, about to train."""
     clients = torch.as_tensor(clients)
-    numbers = federation.hyper(round_).items()
     return Rows(
         shared=rows(federation.shared, len(clients)),
         personal=federation.personal(clients),
-        hyper={name: torch.full((len(clients),), value) for name, value in numbers},
+        hyper=federation.hyper(round_, clients),
         start=federation.data.train.offsets[clients],
         size=federation.data.train.sizes[clients],
         shuffle=federation.keys(round_, noise.Purpose.SHUFFLE, clients),

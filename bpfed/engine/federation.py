@@ -162,13 +162,22 @@ class Federation:
         """Keys of these clients, ``[S, 2]``, on the device."""
         return noise.keys(self.settings.seed, round_, purpose, self.ids[clients.numpy()]).to(self.device)
 
-    def hyper(self, round_: int) -> dict[str, float]:
-        """The method's numbers in this round (from 1); the schedule acts on the step size."""
-        numbers = self.method.hyper() | {"lr": self.method.step_size(self.settings.rounds * self.settings.epochs)}
+    def hyper(self, round_: int, clients: Tensor) -> dict[str, Tensor]:
+        """The method's numbers in this round (from 1) for these clients, ``[S]`` each; the schedule acts on the step size."""
+        settings = self.settings
+        batches = self.data.train.sizes[clients].add(settings.batch - 1) // settings.batch
+        first = self.method.step_size(settings.rounds, settings.epochs, batches)
+        return self._numbers(clients) | {"lr": (self._schedule(round_) * first).to(self.device)}
+
+    def _schedule(self, round_: int) -> float:
+        """What the step size is multiplied by in this round."""
         schedule = self.method.schedule if self.settings.schedule == "auto" else self.settings.schedule
         if schedule == "cosine":
-            numbers["lr"] *= 0.5 * (1.0 + float(np.cos(np.pi * (round_ - 1) / self.settings.rounds)))
-        return numbers
+            return 0.5 * (1.0 + float(np.cos(np.pi * (round_ - 1) / self.settings.rounds)))
+        return 1.0
+
+    def _numbers(self, clients: Tensor) -> dict[str, Tensor]:
+        return {n: torch.full((len(clients),), value, device=self.device) for n, value in self.method.hyper().items()}
 
     def personal(self, clients: Tensor) -> State:
         """Personal states of these clients, on the device."""
@@ -191,7 +200,7 @@ class Federation:
                 "without them before its last round; finish it first, with --resume."
             )
         key = self.keys(self.round, Purpose.TUNING, clients)
-        rows_ = self._rows(clients, self.method.hyper(), noise.fold(key, 0), noise.fold(key, 1))
+        rows_ = self._rows(clients, self._numbers(clients), noise.fold(key, 0), noise.fold(key, 1))
         weights, settings = self.model.factors.total, self.settings
         chunk = settings.chunk or chunk_size(len(clients), weights, self.device, settings.memory)
         phases = self.method.tuning(settings.epochs)
@@ -207,14 +216,14 @@ class Federation:
         """These clients, about to train in the next round."""
         number = self.round + 1
         shuffle, key = (self.keys(number, purpose, clients) for purpose in (Purpose.SHUFFLE, Purpose.WEIGHTS))
-        return self._rows(clients, self.hyper(number), shuffle, key)
+        return self._rows(clients, self.hyper(number, clients), shuffle, key)
 
-    def _rows(self, clients: Tensor, numbers: dict[str, float], shuffle: Tensor, key: Tensor) -> Rows:
+    def _rows(self, clients: Tensor, hyper: dict[str, Tensor], shuffle: Tensor, key: Tensor) -> Rows:
         count = len(clients)
         return Rows(
             shared=rows(self.shared, count),
             personal=self.personal(clients),
-            hyper={name: torch.full((count,), value, device=self.device) for name, value in numbers.items()},
+            hyper=hyper,
             start=(self.data.train.offsets[clients] + self.base).to(self.device),
             size=self.data.train.sizes[clients].to(self.device),
             shuffle=shuffle,

@@ -161,9 +161,15 @@ class Method(ABC):
             if not RANGES[words](getattr(self, name)):
                 raise UserError(f"{name} is {getattr(self, name)}, but must be {words}.")
 
-    def step_size(self, passes: int) -> float:
-        """Step size of the first round of a run in which a client passes over its data so many times."""
-        return self.lr
+    def step_size(self, rounds: int, epochs: int, batches: Tensor) -> Tensor:
+        """Step sizes of clients in the first round, ``[S]``.
+
+        Args:
+            rounds: Of the run.
+            epochs: Passes over the data in a round.
+            batches: Steps of each client in one pass, ``[S]``.
+        """
+        return torch.full(batches.shape, self.lr)
 
     def phases(self, epochs: int) -> tuple[Phase, ...]:
         """The parts of a local round of ``epochs`` passes over the data."""
