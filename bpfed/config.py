@@ -32,10 +32,11 @@ from bpfed.data.folder import DataDir
 from bpfed.document import Document
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError, hint
-from bpfed.methods import METHODS, Method, method
+from bpfed.methods import METHODS, Method, Recipe, method
 from bpfed.schema import PLACES, RECORDED, TABLES, DataSettings, Field, fields_of
 
-METHOD = "bpfed"
+#: Used where nothing is said.
+METHOD = Recipe.name
 
 
 class Override(NamedTuple):

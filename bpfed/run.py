@@ -28,7 +28,7 @@ from bpfed.engine.simulator import RoundInfo, Simulator
 from bpfed.errors import UserError, unknown
 from bpfed.files import to_toml
 from bpfed.likelihoods import Likelihood
-from bpfed.methods import BPFed
+from bpfed.methods import Recipe
 from bpfed.methods.base import Method
 from bpfed.metrics import Evaluation
 from bpfed.report import RunRecord, write
@@ -264,7 +264,7 @@ def fit(
     """Train a federation.
 
     Args:
-        method: E.g. ``bpfed.methods.BPFed()``, which is the default.
+        method: E.g. ``bpfed.methods.BPFed()``, the paper's; None: ``bpfed.methods.Recipe()``, what that became.
         data: A federated dataset or the name of one.
         model: Any module; None: a network that suits the data.
         likelihood: None: categorical for classes, Gaussian with learnt noise for numbers.
@@ -282,7 +282,7 @@ def fit(
     if isinstance(data, str):
         data = load(data, seed=settings.seed)
     shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []
-    run = prepare(method or BPFed(), data, settings, model, likelihood, folder, say or _to_stderr)
+    run = prepare(method or Recipe(), data, settings, model, likelihood, folder, say or _to_stderr)
     return run.train([*([folder] if folder else []), *shown, *callbacks])
 
 
@@ -313,7 +313,7 @@ def fit_seeds(
         own = replace(settings or Settings(), **{**changes, "seed": seed})
         folder = Folder(Path(out) / f"seed-{seed}", resume, overwrite) if out is not None else None
         dealt = load(data, seed=seed) if isinstance(data, str) else data
-        runs.append(prepare(method or BPFed(), dealt, own, model, likelihood, folder, say or _to_stderr))
+        runs.append(prepare(method or Recipe(), dealt, own, model, likelihood, folder, say or _to_stderr))
         keepers.append([folder] if folder else [])
     return train_together(runs, keepers)
 

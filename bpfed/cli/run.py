@@ -29,7 +29,7 @@ def run(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Method, see 'bpfed methods'. \\[default: bpfed]", show_default=False),
+        typer.Option(metavar="TEXT", help="Method, see 'bpfed methods'. \\[default: bpfed-recipe]", show_default=False),
     ] = None,
     settings: Annotated[
         list[str] | None,

@@ -106,6 +106,8 @@ class Recipe(Method):
         "head_gain",
         "anchor",
         "sigma",
+        "path",
+        "reach",
     )
     schedule: ClassVar[str] = "cosine"
 

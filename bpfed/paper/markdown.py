@@ -182,7 +182,7 @@ def reference(found: Results) -> str:
 
 
 def longer(found: Results) -> str:
-    """Runs of more rounds than the protocol's, beside the protocol's."""
+    """Runs of more rounds than the protocol's, beside the same seeds with the protocol's."""
     rows = []
     for rounds, records in sorted(found.others.items()):
         for protocol, partitions in records.items():
@@ -191,6 +191,9 @@ def longer(found: Results) -> str:
                     for name in lineup.ordered(cells[cell]):
                         first, then = found.of(protocol, partition).get(cell, {}).get(name), cells[cell][name]
                         if first is None or rounds <= first.rounds:
+                            continue
+                        first = first.only(then.seeds)
+                        if first.seeds != then.seeds:
                             continue
                         row = [f"{then.title}, {lineup.cell_title(cell)}, `{partition}`", f"{first.rounds} → {rounds}"]
                         for measure in ("accuracy", "nll", "ece"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,10 @@ class CellRecord:
     def seeds(self) -> list[int]:
         """The seeds, in the file's order."""
         return [run["seed"] for run in self.runs]
+
+    def only(self, seeds: list[int]) -> CellRecord:
+        """The same with these seeds alone."""
+        return replace(self, runs=tuple(run for run in self.runs if run["seed"] in seeds))
 
     def last(self, measure: str) -> np.ndarray:
         """A measure of the last round, ``[S]``; NaN where it is not in the file."""

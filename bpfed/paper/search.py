@@ -27,13 +27,13 @@ from bpfed.run import prepare, train_together
 #: Part of the training examples that is scored, and the seeds, which no table uses.
 HELD = 0.2
 SEEDS = (11, 12, 13)
-#: What is tried; the rounds are tried twice, since calibration must not depend on them.
+#: What is tried, by default around what was chosen; the rounds are tried twice, since calibration must not depend on them.
 GRID: tuple[dict[str, float], ...] = tuple(
-    {"temperature": t, "anchor": c, "lr": lr}
-    for lr in (0.001, 0.003)
-    for t, c in ((0.1, 1.0), (0.1, 3.0), (0.15, 1.5), (0.2, 1.0))
+    {"temperature": t, "anchor": c, "prior_sigma": s}
+    for t, c in ((0.1, 5.0), (0.05, 10.0), (0.05, 20.0))
+    for s in (0.1, 0.2)
 )
-ROUNDS = (200, 600)
+ROUNDS = (100, 300)
 #: The settings' short names in the tables.
 WORDS = {
     "temperature": "T",
@@ -134,7 +134,7 @@ def _table(name: str, rounds: int, found: Mapping[str, Mapping[str, Any]]) -> st
 
 
 def main() -> None:
-    """``python -m bpfed.paper.search --cells small --method bpfed-recipe --rounds 200``."""
+    """``python -m bpfed.paper.search --cells small --method bpfed-recipe --rounds 300``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cells", default="small")
     parser.add_argument("--method", default="bpfed-recipe")

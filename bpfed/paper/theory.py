@@ -256,10 +256,12 @@ def _kept(out: Path, setting: Setting, seeds: int) -> list[dict[str, Any]]:
     if not out.exists():
         return []
     try:
-        content = json.loads(out.read_text())
-        if content["setting"] != setting.record():
+        content, now = json.loads(out.read_text()), setting.record()
+        was, methods = content["setting"]["settings"], now["settings"]
+        if {**content["setting"], "settings": methods} != now:
             return []
-        enough = [p for p in content["points"] if len(p["hellinger"]) >= seeds]
+        same = {name for name in methods if was.get(name) == methods[name]}
+        enough = [p for p in content["points"] if p["method"] in same and len(p["hellinger"]) >= seeds]
         return [p | {name: p[name][:seeds] for name in ("hellinger", "of_mean")} for p in enough]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"'{out}' is not a results file of this experiment; remove it or choose another.") from error
