@@ -15,7 +15,7 @@ from command import PLAIN, SMALL, Command, files, metrics
 
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
-from bpfed.methods import METHODS, BPFed, FedAvg
+from bpfed.methods import METHODS, FedAvg, Recipe
 from bpfed.schema import fields_of
 
 
@@ -31,7 +31,7 @@ def bpfed(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytes
 
 def test_a_run_prints_a_table_and_keeps_everything_in_its_folder(bpfed: Command) -> None:
     outcome = bpfed.ok(*SMALL, "--rounds", "2", "--out", "first")
-    assert "BPFed on digits, 3 clients, 2 rounds, seed 0" in outcome.out
+    assert "BPFed recipe on digits, 3 clients, 2 rounds, seed 0" in outcome.out
     for metric in ("Accuracy", "NLL", "Brier", "ECE (10 bins, floor", "MCE"):
         assert metric in outcome.out
     assert outcome.out.endswith("Report: first/report.html\n")
@@ -75,7 +75,7 @@ def test_flags_come_before_the_file_and_the_file_before_the_defaults(bpfed: Comm
     bpfed.ok(*SMALL, "c.toml", "--rounds", "1", "--set", "method.temperature=0.3", "--out", "a")
     config = tomllib.loads(Path("a/config.toml").read_text())
     assert config["data"]["partition"] == "iid"
-    assert config["method"] == {"name": "bpfed"} | BPFed(temperature=0.3, lr=1.0).settings()
+    assert config["method"] == {"name": "bpfed-recipe"} | Recipe(temperature=0.3, lr=1.0).settings()
     assert (config["run"]["rounds"], config["run"]["batch"], config["run"]["bins"]) == (1, 20, Settings().bins)
 
 
@@ -151,15 +151,15 @@ def test_a_folder_of_something_else_is_never_written_to(bpfed: Command, flag: st
         ("--participants 4", "participants is 4, but there are 3 clients; choose 1 to 3."),
         ("--drop-rate nan", "--drop-rate: run.drop_rate is 'nan', but must be a number."),
         ("--compile yes", "--compile: run.compile is 'yes', but must be 'auto', 'on' or 'off'."),
-        ("--set method.prior_step=maybe", "--set: method.prior_step is 'maybe', but must be true or false."),
+        ("--method bpfed --set method.prior_step=maybe", "--set: method.prior_step is 'maybe', but must be true or false."),
         ("--set method.temprature=1", "--set: unknown key 'temprature' in [method]; did you mean 'temperature'?"),
         ("--set run.temperature=1", "--set: unknown key 'temperature' in [run]; did you mean 'method.temperature'?"),
         ("--set methd.lr=1", "--set: unknown table 'methd'; did you mean 'method'?"),
         ("--set lr=1", "--set: 'lr' names no table"),
         ("--set method.lr", "--set: 'method.lr' has no value"),
-        ("--set method.sigma=0", "sigma = 0 (the Dirac case)"),
+        ("--method bpfed --set method.sigma=0", "sigma = 0 (the Dirac case)"),
         ("--set method.personal=nosuch", "No parameter of the module matches personal 'nosuch'"),
-        ("--set method.rule=meen", "did you mean 'mean'?"),
+        ("--method bpfed --set method.rule=meen", "did you mean 'mean'?"),
         ("--track tensorbored", "Unknown tracker 'tensorbored'; did you mean 'tensorboard'?"),
         ("--data mnist --data-dir nowhere", "Dataset 'mnist' is not in 'nowhere'"),
         ("nosuch.toml", "There is no configuration file 'nosuch.toml'."),

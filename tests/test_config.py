@@ -12,7 +12,7 @@ from bpfed.config import Override, read
 from bpfed.document import Document
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
-from bpfed.methods import METHODS, BPFed, FedAvg
+from bpfed.methods import METHODS, BPFed, FedAvg, Recipe
 from bpfed.schema import TABLES, DataSettings, fields_of, words
 
 
@@ -29,7 +29,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_nothing_said_is_all_defaults() -> None:
     config = read()
-    assert (config.data, config.method, config.run) == (DataSettings(), BPFed(), Settings())
+    assert (config.data, config.method, config.run) == (DataSettings(), Recipe(), Settings())
 
 
 def test_a_file_says_it_all(write) -> None:
@@ -65,6 +65,7 @@ def test_what_is_typed_becomes_what_the_field_is(write) -> None:
         "run.drop_rate": "1e-1",
         "run.participants": "none",
         "run.device": "cpu",
+        "method.name": "bpfed",
         "method.prior_step": "off",
         "method.personal": '["a", "b"]',
         "method.lr": "1",
@@ -114,7 +115,7 @@ def test_the_last_word_counts() -> None:
         ("[run]\nrounds = true", "line 2: run.rounds is True, but must be a whole number."),
         ("[run]\ndrop_rate = nan", "line 2: run.drop_rate is nan, but must be a number."),
         ("[run]\nstore = 'disk'", "line 2: run.store is 'disk', but must be 'auto', 'memory' or 'file'."),
-        ("[method]\nprior_step = 1", "line 2: method.prior_step is 1, but must be true or false."),
+        ('[method]\nname = "bpfed"\nprior_step = 1', "line 3: method.prior_step is 1, but must be true or false."),
         ("[method]\npersonal = [1]", "line 2: method.personal is [1], but must be text or a list of text."),
         ("[data]\nclients = [\n 1,\n]\n", "line 2: data.clients is [1], but must be a whole number."),
         ("[run\nrounds = 5", "The configuration file 'c.toml' is not valid TOML: "),

@@ -145,8 +145,8 @@ def test_a_finished_run_says_so_and_shows_its_table_again(bpfed: Command, whole:
     ("arguments", "said"),
     [
         (["--rounds", "5"], "run.rounds is 4 there and 5 here. Resume"),
-        (["--set", "method.temperature=0.5"], "method.temperature is 1.0 there and 0.5 here. Resume"),
-        (["--method", "fedavg"], "method.name is 'bpfed' there and 'fedavg' here. Resume"),
+        (["--set", "method.temperature=0.5"], "method.temperature is 0.05 there and 0.5 here. Resume"),
+        (["--method", "fedavg"], "method.name is 'bpfed-recipe' there and 'fedavg' here. Resume"),
         (["--participants", "none"], "run.participants is 2 there and not set here. Resume"),
         (
             ["--clients", "4", "--bins", "5"],

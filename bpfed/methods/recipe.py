@@ -157,23 +157,29 @@ class Recipe(Method):
     def newcomer(self, model: Model, shared: Gaussian) -> Personal:
         """A head that has seen no example is its prior."""
         start = self.init(model).personal
-        prior = self._head_prior(model, start.first, torch.tensor(self.head_gain), torch.tensor(self.head_sigma))
-        return start._replace(head=prior)
+        alone = {name: torch.tensor([value]) for name, value in self.hyper().items()}
+        prior = self._head_prior(model, start.first[None], alone)
+        return start._replace(head=Gaussian(prior.mean[0], prior.sigma[0]))
 
     def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
         body = discounted(shared, hyper["discount"][:, None], hyper["prior_sigma"][:, None])
-        head = self._head_prior(model, personal.first, hyper["head_gain"][:, None], hyper["head_sigma"][:, None])
+        head = self._head_prior(model, personal.first, hyper)
         q = Variational.at(join(shared, personal.head), personal.memory)
         return Local(q, join(body, head), personal.first, personal.steps[:, 0])
 
-    def _head_prior(self, model: Model, first: Tensor, gain: Tensor, scale: Tensor) -> Gaussian:
-        """N(g h0, s_h²) of a head's weights. Logits have no unit, so a common head can be asked for; targets have one."""
+    def _head_prior(self, model: Model, first: Tensor, hyper: dict[str, Tensor]) -> Gaussian:
+        """N(g h0, s_h²) of heads, ``[S, P_personal]``. Logits have no unit, so a common head can be asked for; targets have one.
+
+        The prior of a noise scale is not tempered: few examples fit any head that T lets go free, and would leave no noise.
+        """
         none = torch.zeros_like(first)
         if isinstance(model.likelihood, Categorical):
-            return Gaussian(gain * first, none + scale)
+            return Gaussian(hyper["head_gain"][:, None] * first, none + hyper["head_sigma"][:, None])
         if self.personal != "head":
             return Gaussian(none, none + REGRESSION_SIGMA)
-        return Gaussian(none, torch.where(of_likelihood(model), NOISE_SIGMA, none + REGRESSION_SIGMA * per_head(model)))
+        untempered = NOISE_SIGMA * hyper["temperature"][:, None].clamp(min=1e-6).sqrt()
+        scale = torch.where(of_likelihood(model), untempered, none + REGRESSION_SIGMA * per_head(model))
+        return Gaussian(none, scale)
 
     def step(
         self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
