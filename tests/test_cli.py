@@ -151,7 +151,10 @@ def test_a_folder_of_something_else_is_never_written_to(bpfed: Command, flag: st
         ("--participants 4", "participants is 4, but there are 3 clients; choose 1 to 3."),
         ("--drop-rate nan", "--drop-rate: run.drop_rate is 'nan', but must be a number."),
         ("--compile yes", "--compile: run.compile is 'yes', but must be 'auto', 'on' or 'off'."),
-        ("--method bpfed --set method.prior_step=maybe", "--set: method.prior_step is 'maybe', but must be true or false."),
+        (
+            "--method bpfed --set method.prior_step=maybe",
+            "--set: method.prior_step is 'maybe', but must be true or false.",
+        ),
         ("--set method.temprature=1", "--set: unknown key 'temprature' in [method]; did you mean 'temperature'?"),
         ("--set run.temperature=1", "--set: unknown key 'temperature' in [run]; did you mean 'method.temperature'?"),
         ("--set methd.lr=1", "--set: unknown table 'methd'; did you mean 'method'?"),

@@ -186,7 +186,9 @@ def test_a_file_is_gone_on_with_point_by_point(tmp_path, monkeypatch):
     run(out, 1, "cpu", lambda _: None, replace(SMALL, noise=0.5))  # another setting: nothing is kept
     assert len(made) == 7 + 6
     content = json.loads(out.read_text())
-    content["setting"]["settings"]["bpfed"]["sigma"] = 0.5  # measured with other defaults of a method: nothing of that one
+    content["setting"]["settings"]["bpfed"]["sigma"] = (
+        0.5  # measured with other defaults of a method: nothing of that one
+    )
     out.write_text(json.dumps(content))
     said.clear()
     run(out, 1, "cpu", said.append, replace(SMALL, noise=0.5))
