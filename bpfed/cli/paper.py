@@ -27,16 +27,16 @@ DOCS = Path("docs")
 
 Cells = Annotated[
     str | None,
-    typer.Option(metavar="A,B", help="Cells, e.g. mnist-small, or mnist, small, large. [default: all six]"),
+    typer.Option(metavar="A,B", help="Cells, e.g. mnist-small, or mnist, small, large. \\[default: all six]"),
 ]
 Methods = Annotated[
     str | None,
-    typer.Option(metavar="A,B", help="Methods, e.g. bpfed,fedper+laplace; table: the paper's nine. [default: all]"),
+    typer.Option(metavar="A,B", help="Methods, e.g. bpfed,fedper+laplace; table: the paper's nine. \\[default: all]"),
 ]
 Partitions = Annotated[str, typer.Option(metavar="A,B", help="groups (the paper's), random, or both.")]
-Seeds = Annotated[int | None, typer.Option(min=1, help="Number of seeds. [default: 5 for the recipes, 3 for others]")]
+Seeds = Annotated[int | None, typer.Option(min=1, help="Number of seeds. \\[default: 5 for the recipes, 3 for others]")]
 FewSeeds = Annotated[int, typer.Option(min=1, help="Number of seeds.")]
-Rounds = Annotated[int | None, typer.Option(min=1, help="Rounds. [default: the experiment's own]")]
+Rounds = Annotated[int | None, typer.Option(min=1, help="Rounds. \\[default: the experiment's own]")]
 Jobs = Annotated[
     int, typer.Option(min=1, help="Cells at a time, each in a process of its own; a large GPU takes some 14.")
 ]
