@@ -13,16 +13,28 @@ from bpfed.flower.states import States
 from bpfed.methods import BPFed, FedAvg
 
 
+def personal_parts(site, name, run):
+    """Any four numbers in a row of a site's personal states, as bytes."""
+    states = States(site.folder, name, run)
+    for round_ in states.rounds():
+        row = states.at(round_)[1].numpy()
+        for start in range(0, len(row) - 3, 4):
+            part = row[start : start + 4]
+            if np.unique(part).size > 2:  # zeros and equal numbers are found anywhere
+                yield part.astype("<f4").tobytes()
+
+
 def secrets(sites, run):
-    """What must not be seen: personal tensors (any four numbers in a row), raw rows, label counts; as bytes."""
+    """What must not be seen: personal tensors (any four numbers in a row), raw rows, label counts; as bytes.
+
+    What the states of all sites hold alike, the head that everybody starts with, is nobody's.
+    """
+    parts = {name: list(personal_parts(site, name, run)) for name, site in sites.items()}
+    common = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
     for name, site in sites.items():
-        states = States(site.folder, name, run)
-        for round_ in states.rounds():
-            row = states.at(round_)[1].numpy()
-            for start in range(0, len(row) - 3, 4):
-                part = row[start : start + 4]
-                if np.unique(part).size > 2:  # zeros and equal numbers are found anywhere
-                    yield f"personal state of {name}", part.astype("<f4").tobytes()
+        for part in parts[name]:
+            if part not in common:
+                yield f"personal state of {name}", part
         own = site.source.own
         for rows in (own.train.x, own.test.x):
             for row in rows.flatten(1).numpy():
