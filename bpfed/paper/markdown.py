@@ -6,35 +6,21 @@ What stands between ``<!-- name -->`` and ``<!-- /name -->`` is written anew, al
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from bpfed.errors import UserError
 from bpfed.paper import lineup
 from bpfed.paper.panel import Line
 from bpfed.paper.published import CELLS, METHODS, TABLES, published
 from bpfed.paper.records import CellRecord, deviation
 from bpfed.paper.results import Results
 from bpfed.paper.sweeps import Sweep
+from bpfed.paper.typeset import NOTHING, figures, placed, signed, strong, table, unit
 
-#: What stands where there is no number.
-NOTHING = "–"
 MISSING = "Not run yet."
-#: Of a measure: whether it is shown in per cent, its decimals, and whether more is better.
-MEASURES = {
-    "accuracy": (True, 2, True),
-    "nll": (False, 3, False),
-    "brier": (False, 3, False),
-    "ece": (True, 2, False),
-    "mce": (True, 1, False),
-    "auroc": (True, 1, True),
-    "hellinger": (False, 4, False),
-}
-
 #: Decimals of the paper's own numbers.
 PRINTED = {"accuracy": 2, "ece": 1}
 
@@ -58,50 +44,9 @@ def fill(page: str, found: Results, pictures: Mapping[str, Sequence[str]]) -> st
     return page
 
 
-def placed(page: str, name: str, text: str) -> str:
-    """A page with the text of one part in its place.
-
-    Raises:
-        UserError: The part has no place on the page, or more than one.
-    """
-    place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-    if len(place.findall(page)) != 1:
-        raise UserError(
-            f"The page of results has no place for '{name}', or more than one; write <!-- {name} --> and <!-- /{name} --> "
-            "on two lines where it belongs."
-        )
-    return place.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", page)
-
-
 def blank() -> str:
     """A page with a place for every part and nothing else."""
     return "# Results\n\n" + "\n".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in PARTS)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(line) + " |" if line[0] != "---" else "|" + "|".join(line) + "|" for line in lines
-    )
-
-
-def figures(value: float, measure: str, sd: float = math.nan) -> str:
-    """A number as the tables show it: ``94.60 ± 0.36`` of a fraction in per cent; a dash if there is none."""
-    if not math.isfinite(value):
-        return NOTHING
-    per_cent, digits, _ = MEASURES[measure]
-    factor = 100 if per_cent else 1
-    return f"{factor * value:.{digits}f}" + (f" ± {factor * sd:.{digits}f}" if math.isfinite(sd) else "")
-
-
-def strong(values: Sequence[float], texts: Sequence[str], measure: str) -> list[str]:
-    """The texts, with the best number bold; so are all that look the same."""
-    finite = [v for v in values if math.isfinite(v)]
-    if not finite:
-        return list(texts)
-    best = figures(max(finite) if MEASURES[measure][2] else min(finite), measure)
-    return [f"**{best}**" + t.removeprefix(best) if t.split(" ")[0] == best else t for t in texts]
 
 
 def measure_table(cells: Cells, measure: str, beside: bool, value: Callable[[CellRecord], float] | None = None) -> str:
@@ -131,7 +76,7 @@ def measure_table(cells: Cells, measure: str, beside: bool, value: Callable[[Cel
             printed = [_printed(measure, name, cell) for name in order]
             column = [f"{t} ({p})" if p else t for t, p in zip(column, printed, strict=True)]
         columns.append(column)
-    head = [_unit(measure), *map(lineup.cell_title, CELLS)]
+    head = [unit(measure), *map(lineup.cell_title, CELLS)]
     return table(head, [[titles[name], *(column[i] for column in columns)] for i, name in enumerate(order)])
 
 
@@ -201,7 +146,7 @@ def longer(found: Results) -> str:
                                 f"{figures(first.mean(measure), measure)} → {figures(then.mean(measure), measure)}"
                             )
                         change = then.mean("nll") / first.mean("nll") - 1
-                        rows.append([*row, f"{_signed(100 * change, 1)} %"])
+                        rows.append([*row, f"{signed(100 * change, 1)} %"])
     head = ["", "rounds", "accuracy %", "NLL", "ECE %", "change of NLL"]
     return table(head, rows) if rows else ""
 
@@ -248,7 +193,7 @@ def novel(found: Results) -> str:
             texts = [figures(m, measure, deviation(v)) for m, v in zip(means, values, strict=True)]
             columns.append(strong(means, texts, measure))
         if names:
-            head = [_unit(measure), *map(lineup.cell_title, CELLS)]
+            head = [unit(measure), *map(lineup.cell_title, CELLS)]
             rows = [[lineup.title(name), *(column[i] for column in columns)] for i, name in enumerate(names)]
             parts.append(table(head, rows))
     return "\n\n".join(parts)
@@ -266,7 +211,7 @@ def sweep_table(found: Sweep | None) -> str:
             taken = [_at(line, value) for line in lines]
             means = [float(t.mean()) for t in taken]
             columns.append(strong(means, [figures(m, measure) for m in means], measure))
-        rows += [[f"{line.title}, {_unit(measure)}", *(c[i] for c in columns)] for i, line in enumerate(lines)]
+        rows += [[f"{line.title}, {unit(measure)}", *(c[i] for c in columns)] for i, line in enumerate(lines)]
     words = f"{_facts(found.facts)}.\n\n" if found.facts else ""
     return words + table([AXES.get(found.axis, found.axis), *(f"{v:g}" for v in values)], rows)
 
@@ -302,29 +247,15 @@ def theory(found: Results) -> str:
     rows = []
     for title in dict.fromkeys(titles):
         slopes = [found.theory.slopes[axis].get(title, (math.nan, math.nan)) for axis in axes]
-        rows.append([title, *(_signed(slope, 2) + (f" ± {se:.2f}" if se == se else "") for slope, se in slopes)])
+        rows.append([title, *(signed(slope, 2) + (f" ± {se:.2f}" if se == se else "") for slope, se in slopes)])
     parts = [table(["slope on log scales", *axes.values()], rows)]
     return "\n\n".join([*parts, *(sweep_table(sweep) for sweep in found.theory.sweeps.values())])
-
-
-def picture(name: str, caption: str, folder: str = "figures") -> str:
-    """A figure in Markdown: the PNG, and under it its caption with a link to the SVG."""
-    return f"![{caption}]({folder}/{name}.png)\n\n{caption} ([SVG]({folder}/{name}.svg))"
-
-
-def _signed(value: float, digits: int) -> str:
-    return f"{value:+.{digits}f}".replace("-", "−") if math.isfinite(value) else NOTHING
 
 
 def _printed(measure: str, method: str, cell: str) -> str:
     """The paper's number as it prints it; empty where it has none."""
     value = published(measure, method, cell)
     return "" if value is None else f"{100 * value:.{PRINTED[measure]}f}"
-
-
-def _unit(measure: str) -> str:
-    word = {"accuracy": "accuracy", "brier": "Brier", "hellinger": "error"}.get(measure, measure.upper())
-    return f"{word} %" if MEASURES[measure][0] else word
 
 
 def _effort(record: CellRecord, usual: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bpfed.errors import UserError
 from bpfed.files import write_whole
-from bpfed.paper import markdown
+from bpfed.paper import markdown, typeset
 from bpfed.paper.records import read
 from bpfed.paper.results import Results
 
@@ -49,7 +49,7 @@ def _tables(results: Path, docs: Path, say: Callable[[Path], None]) -> list[Path
     ):
         page = docs / name
         if page.exists() and source.exists():
-            write_whole(page, markdown.placed(_text(page), part, table()))
+            write_whole(page, typeset.placed(_text(page), part, table()))
             say(page)
             written.append(page)
     return written
@@ -70,7 +70,7 @@ def _draw(found: Results, folder: Path, say: Callable[[Path], None]) -> tuple[li
             for path in panel.save(figure, folder, picture.name):
                 written.append(path)
                 say(path)
-            pictures.setdefault(picture.part, []).append(markdown.picture(picture.name, picture.caption, FIGURES))
+            pictures.setdefault(picture.part, []).append(typeset.picture(picture.name, picture.caption, FIGURES))
     return written, pictures
 
 
