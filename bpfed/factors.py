@@ -67,6 +67,20 @@ class Factors:
         ends = torch.tensor([0, *self.sizes]).cumsum(0).tolist()
         return tuple(n for n, start in zip(self.names, ends, strict=False) if start >= self.shared)
 
+    def fan_in(self) -> Tensor:
+        """Of each weight the number of inputs that its unit sums over, ``[P]``; that of a bias is its layer's.
+
+        A layer without a matrix (a normalisation) sums over nothing, and counts as the widest one.
+        """
+        inputs = {
+            _layer(n): shape.numel() // shape[0]
+            for n, shape in zip(self.names, self.shapes, strict=True)
+            if len(shape) > 1
+        }
+        widest = max(inputs.values(), default=1)
+        counts = [float(inputs.get(_layer(n), widest)) for n in self.names]
+        return torch.cat([torch.full((size,), n) for size, n in zip(self.sizes, counts, strict=True)])
+
     def flatten(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Named parameters to one vector ``[P]``."""
         return torch.cat([parameters[n].detach().reshape(-1) for n in self.names])

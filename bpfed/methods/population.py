@@ -64,6 +64,8 @@ class Population(Recipe):
     shared_words: ClassVar[str] = "distribution of all but the last layer; a prior of last layers, from their moments"
     population: ClassVar[bool] = True
 
+    temperature: float = 0.1
+    anchor: float = 3.0
     head_sigma: float = 0.3
     head_gain: float = 0.0
     head_rate: float = 0.2

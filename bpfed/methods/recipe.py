@@ -6,7 +6,8 @@ way. With ζ = (m, σ̄) from the server, q = (q_w, q_h) over shared and persona
 
     −E_q log p(D | w, h) + T · KL(q_w ‖ N(m, s²)) + T · KL(q_h ‖ N(g h0, s_h²)) + T/(2 K s_m²) ‖μ_w‖²
 
-1. The scale of the shared prior is discounted, 1/s² = a/σ̄² + (1 − a)/s0², so that the precision stays bounded.
+1. The scale of the shared prior is discounted, 1/s² = a/σ̄² + (1 − a)/s0², so that the precision stays bounded. s0 of a layer
+   is ``prior_sigma`` over the root of its number of inputs: the sums of wide and narrow layers are then equally noisy.
 2. Its mean m follows the posterior, which alone would leave the size of the weights without a bound: estimating m without a
    prior of its own. The last term is that prior, m ~ N(0, s_m²), each client's part of it; ``anchor`` is 1/(K s_m²). It acts
    in every step, so it fades with the step size as the data's pull does.
@@ -79,7 +80,7 @@ class Recipe(Method):
         sigma: σ of every weight at the start.
         temperature: T, weight of all prior terms; 1 is the ELBO.
         discount: a, how much of the posterior's precision the next round's shared prior takes over.
-        prior_sigma: s0, the scale of the rest of it.
+        prior_sigma: s0 times the root of a unit's number of inputs, the scale of the rest of it.
         head_sigma: s_h, the fixed scale of the personal factors' prior. This and ``head_gain`` are for classes; in a regression the
             prior is N(0, 0.6²) divided by the number of the head's weights, and a noise scale has one of its own.
         head_gain: g, the prior mean of the personal factors in units of the head that all clients start with; 0: the mean is 0.
@@ -115,14 +116,14 @@ class Recipe(Method):
     sigma: float = 0.05
     temperature: float = 0.05
     discount: float = 0.9
-    prior_sigma: float = 0.1
+    prior_sigma: float = 2.8
     head_sigma: float = 0.05
     head_gain: float = 6.0
     anchor: float = 10.0
     estimator: str = "local"
     draws: int = 1
     path: float = 3.0
-    reach: float = 0.1
+    reach: float = 0.2
     newcomer_lr: float = 0.01
 
     def check(self) -> None:
@@ -157,12 +158,13 @@ class Recipe(Method):
     def newcomer(self, model: Model, shared: Gaussian) -> Personal:
         """A head that has seen no example is its prior."""
         start = self.init(model).personal
-        alone = {name: torch.tensor([value]) for name, value in self.hyper().items()}
+        alone = {name: model.initial.new_tensor([value]) for name, value in self.hyper().items()}
         prior = self._head_prior(model, start.first[None], alone)
         return start._replace(head=Gaussian(prior.mean[0], prior.sigma[0]))
 
     def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
-        body = discounted(shared, hyper["discount"][:, None], hyper["prior_sigma"][:, None])
+        fan_in = model.factors.split(model.factors.fan_in())[0].to(shared.mean.device)
+        body = discounted(shared, hyper["discount"][:, None], hyper["prior_sigma"][:, None] * fan_in.rsqrt())
         head = self._head_prior(model, personal.first, hyper)
         q = Variational.at(join(shared, personal.head), personal.memory)
         return Local(q, join(body, head), personal.first, personal.steps[:, 0])

@@ -24,9 +24,10 @@ from bpfed.paper import protocol
 from bpfed.paper.training import device_name, tests_on
 from bpfed.run import prepare, train_together
 
-#: Part of the training examples that is scored, and the seeds, which no table uses.
-HELD = 0.2
-SEEDS = (11, 12, 13)
+#: Part of the training examples that is scored, and the seeds, which no table uses. With a fifth held out, as at first, what
+#: is left is so much less that the model of all the examples comes out surer than the one that was chosen.
+HELD = 0.1
+SEEDS = (11, 12, 13, 14)
 #: What is tried, by default around what was chosen; the rounds are tried twice, since calibration must not depend on them.
 GRID: tuple[dict[str, float], ...] = tuple(
     {"temperature": t, "anchor": c, "prior_sigma": s}
@@ -39,6 +40,7 @@ WORDS = {
     "temperature": "T",
     "anchor": "c",
     "prior_sigma": "s0",
+    "fan_in_sigma": "k",
     "head_sigma": "s_h",
     "head_gain": "g",
     "discount": "a",

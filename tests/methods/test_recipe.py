@@ -79,3 +79,12 @@ def test_nothing_of_a_head_is_uploaded():
     run = prepare(method, scenarios.classification(sizes=(12,) * 3), SETTINGS)
     shared = run.train().federation.shared
     assert [t.shape[-1] for t in shared] == [run.federation.model.factors.shared] * 2
+
+
+@pytest.mark.parametrize("method", [Recipe(), Population()])
+def test_a_newcomer_is_where_its_model_is(method):
+    """A device that computes nothing is enough to see whether anything is left behind on another one."""
+    state = federation(method)
+    away = torch.utils._pytree.tree_map(lambda t: t.to("meta"), state.shared)
+    made = method.newcomer(replace(state.model, initial=state.model.initial.to("meta")), away)
+    assert {t.device.type for t in tree_flatten(made)[0]} == {"meta"}
