@@ -114,6 +114,15 @@ def normalised():
     )
 
 
+def test_a_weights_fan_in_is_what_its_unit_sums_over():
+    net = nn.Sequential(nn.Conv2d(3, 4, 5), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 2))
+    factors = Factors.of(parameters(net), "head")
+    of = {n: set(t.flatten().tolist()) for n, t in factors.unflatten(factors.fan_in()).items()}
+    assert of["0.weight"] == of["0.bias"] == {75.0}
+    assert of["3.weight"] == of["3.bias"] == {36.0}
+    assert of["1.weight"] == of["1.bias"] == {75.0}  # a normalisation: as the widest layer
+
+
 def test_batch_normalisation_becomes_group_normalisation_of_the_same_names_and_shapes():
     before = {n: p.shape for n, p in normalised().named_parameters()}
     module, replaced = without_running_statistics(normalised())

@@ -111,7 +111,8 @@ class Point(Method):
     Attributes:
         optimiser: ``adam``, or ``sgd``, descent with momentum.
         momentum: With ``sgd``, how much of a step is in the next one.
-        decay: a of the term a ‖w‖²/2 that is added to the mean −log p.
+        decay: a of the term a ‖w‖²/2 that is added to the summed −log p of a client's n examples: the prior N(0, 1/a) of its
+            weights, which weighs the less the more examples there are.
         keep_adam: Whether a client keeps the optimiser's memory from round to round; if not, every round starts without.
         laplace: Whether the last layer gets a Gaussian posterior after training, by the Laplace approximation.
         laplace_precision: With ``laplace``, the prior's precision; 0: chosen for each client by the marginal likelihood.
@@ -202,7 +203,7 @@ class Point(Method):
         count = batch.mask.sum(-1).clamp(min=1.0)
         gradient = gradient / count[:, None]
         if self.decay > 0.0:
-            gradient = gradient + hyper["decay"][:, None] * local.weights
+            gradient = gradient + (hyper["decay"] / batch.size.clamp(min=1.0))[:, None] * local.weights
         gradients = model.factors.split(gradient)
         shared, personal = (
             part.moved(g, hyper) if moves else part

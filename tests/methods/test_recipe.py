@@ -39,6 +39,15 @@ def test_the_heads_prior_is_the_common_head_times_its_gain():
     torch.testing.assert_close(found.mean[0, :count], start[:count])
 
 
+def test_layers_are_as_noisy_as_their_inputs_allow():
+    """Without a posterior's precision (a = 0) a shared weight's prior is s0 over the root of its unit's inputs."""
+    method = Recipe(discount=0.0, prior_sigma=3.0)
+    state = federation(method)
+    factors = state.model.factors
+    wanted = 3.0 / factors.split(factors.fan_in())[0].sqrt()
+    torch.testing.assert_close(prior(method, state).sigma[0, : factors.shared], wanted)
+
+
 def test_a_regressions_heads_are_around_zero():
     method = Recipe(head_gain=4.0, head_sigma=0.07)
     state = federation(method, regression=True)
