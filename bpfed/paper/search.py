@@ -1,6 +1,6 @@
 """The search for the recipe's settings, on validation data cut from the training data; no test example takes part.
 
-Of each client's training examples a fifth, of each class alike, is what is scored; the cell's test examples are thrown away before
+Of each client's training examples a tenth, of each class alike, is what is scored; the cell's test examples are thrown away before
 anything runs. All settings and all seeds are trained side by side, stacked along the client axis.
 """
 
@@ -32,7 +32,7 @@ SEEDS = (11, 12, 13, 14)
 GRID: tuple[dict[str, float], ...] = tuple(
     {"temperature": t, "anchor": c, "prior_sigma": s}
     for t, c in ((0.1, 5.0), (0.05, 10.0), (0.05, 20.0))
-    for s in (0.1, 0.2)
+    for s in (2.8, 4.0)
 )
 ROUNDS = (100, 300)
 #: The settings' short names in the tables.
