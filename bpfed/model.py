@@ -183,7 +183,7 @@ def _in_words(example: Tensor) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         if "random operation" in reason:
             raise UserError(
                 "The module draws random numbers that cannot be keyed to a client; nn.Dropout is what may be random."

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,15 +30,12 @@ from bpfed.files import to_toml
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Recipe
 from bpfed.methods.base import Method
-from bpfed.metrics import Evaluation
+from bpfed.metrics import BEST_IS_HIGH, Evaluation
 from bpfed.report import RunRecord, write
 
 if TYPE_CHECKING:
     from bpfed.adapt import NewClient
     from bpfed.loaded import LoadedRun
-
-#: Metrics of which more is better; of the others less is.
-HIGHER_IS_BETTER = {"accuracy"}
 
 
 class Run:
@@ -214,12 +211,7 @@ class Run:
         }
         if (epsilon := federation.epsilon()) is not None:
             record |= {"epsilon": epsilon, "delta": self.settings.delta}
-        for metric in (m for m in ("accuracy", "rmse", "nll", "brier", "ece", "mce") if m in self.history[-1]):
-            pooled = [r[metric]["pooled"] for r in self.history if r[metric]["pooled"] is not None]
-            best = (max if metric in HIGHER_IS_BETTER else min)(pooled, default=None)
-            last = self.history[-1][metric]
-            record[metric] = {"last": last["pooled"], "best": best, "worst_client": last["worst"]}
-        return record
+        return record | figures(self.history)
 
     def summary(self) -> str:
         """The last round in a few lines of text."""
@@ -361,13 +353,24 @@ def prepare(
     return run
 
 
+def figures(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """Of each metric its last value, its best, and that of the worst client, as in ``summary.json``."""
+    found: dict[str, dict[str, float | None]] = {}
+    for metric in (m for m in ("accuracy", "rmse", "nll", "brier", "ece", "mce") if m in history[-1]):
+        pooled = [r[metric]["pooled"] for r in history if r[metric]["pooled"] is not None]
+        best = (max if metric in BEST_IS_HIGH else min)(pooled, default=None)
+        last = history[-1][metric]
+        found[metric] = {"last": last["pooled"], "best": best, "worst_client": last["worst"]}
+    return found
+
+
 def fingerprint(data: FederatedData) -> str:
     """A short hash of all examples and who owns them."""
     digest = hashlib.blake2b(digest_size=8)
     digest.update("\0".join(data.clients).encode())
     for examples in (data.train, data.test, *([data.calibration] if data.calibration is not None else [])):
         for tensor in (examples.x, examples.y, examples.offsets):
-            digest.update(tensor.contiguous().numpy().data)
+            digest.update(tensor.cpu().contiguous().numpy().data)
     return digest.hexdigest()
 
 

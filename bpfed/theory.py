@@ -110,7 +110,7 @@ def kl_to_optimal_prior(posteriors: Gaussian) -> Tensor:
     Args:
         posteriors: ``[N, T]``.
     """
-    prior = optimal_prior(posteriors, torch.ones(len(posteriors.mean), dtype=posteriors.mean.dtype))
+    prior = optimal_prior(posteriors, posteriors.mean.new_ones(len(posteriors.mean)))
     return (torch.log(prior.sigma) - torch.log(posteriors.sigma).mean(0)).sum()
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_map, tree
 
 from bpfed.errors import UserError
 from bpfed.gaussian import softplus, softplus_inverse
-from bpfed.methods.base import Method, State, rows
+from bpfed.methods.base import Method, State, untrained
 from bpfed.model import Model
 
 #: A σ below this counts as this; ρ of 0 is −∞.
@@ -54,11 +54,7 @@ def clipped(method: Method, shared: State, uploads: State, limit: float) -> Stat
 
 def check_updates(method: Method, model: Model) -> None:
     """Raise a `UserError` where uploads of this method are no changed states of the server, so that there is no update."""
-    first = method.init(model)
-    hyper = {name: torch.full((1,), value, device=model.initial.device) for name, value in method.hyper().items()}
-    with torch.no_grad():
-        local = method.begin(model, rows(first.shared, 1), rows(first.personal, 1), hyper)
-        _paired(method, first.shared, method.finish(model, local, hyper).upload)
+    _paired(method, method.init(model).shared, untrained(method, model).upload)
 
 
 def _factors(changes: Tensor, limit: float) -> Tensor:

@@ -238,6 +238,15 @@ def test_a_buffer_that_stays_as_it_is_is_welcome():
     assert scenarios.model_of(module).factors.total == 15
 
 
+def test_a_bare_assertion_of_a_module_is_a_sentence():
+    class Picky(nn.Linear):
+        def forward(self, x):
+            raise AssertionError  # what 'assert x.ndim == 4' would do, had pytest not taught it to speak
+
+    with pytest.raises(UserError, match=r"^The module cannot take inputs of shape \[4\] .*: AssertionError\.$"):
+        scenarios.model_of(Picky(4, 3))
+
+
 def test_inputs_of_the_wrong_shape_are_one_sentence():
     with pytest.raises(UserError, match=r"^The module cannot take inputs of shape \[5\] \(a batch of 2\): .*[^.]\.$"):
         scenarios.model_of(scenarios.small_mlp(), (5,))

@@ -161,8 +161,9 @@ def test_file_of_a_method_and_a_second_run(tmp_path: Path) -> None:
     novel.run(tmp_path, ["mnist-small"], rounds=1, **ask)  # type: ignore[arg-type]
     assert told[-1] == "FedPer on mnist-small: done already"
     assert path.read_bytes() == before
-    novel.run(tmp_path, ["mnist-small"], rounds=2, **ask)  # type: ignore[arg-type]
-    assert json.loads(path.read_text())["rounds"] == 2
+    with pytest.raises(UserError, match=r"fedper.json' has is of other rounds, settings; delete it to measure anew"):
+        novel.run(tmp_path, ["mnist-small"], rounds=2, **ask)  # type: ignore[arg-type]
+    assert path.read_bytes() == before
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

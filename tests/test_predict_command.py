@@ -190,11 +190,16 @@ def test_arrays_of_a_built_in_dataset(bpfed: Command) -> None:
     np.savez("flat.npz", x=x.reshape(30, -1)[:, :60])
     np.savez("empty.npz", y=y)
     Path("b.npz").write_bytes(b"junk")
+    Path("cut.npz").write_bytes(Path("a.npz").read_bytes()[:-100])
+    with Path("array.npz").open("wb") as file:
+        np.save(file, x)
     Path("c.csv").write_text("a\n1\n")
     for name, said in (
         ("flat.npz", "but must be numbers of shape [n, "),
         ("empty.npz", "'empty.npz' has no array 'x'; it holds: y."),
-        ("b.npz", "cannot be read as NPZ"),
+        ("b.npz", "'b.npz' is no good NPZ file"),
+        ("cut.npz", "'cut.npz' is no good NPZ file"),
+        ("array.npz", "'array.npz' is no good NPZ file"),
         ("c.csv", "'digits' is arrays and no table; give an NPZ file with x of shape [n, "),
         ("d.npz", "There is no file 'd.npz'"),
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -55,5 +55,13 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments)
     except UserError as error:
-        Console(stderr=True).print(f"bpfed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _refuse(str(error))
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for its name
+            raise
+        _refuse("The GPU's memory is full; give it less at a time (--chunk, --memory, --jobs), or use --device cpu.")
+
+
+def _refuse(sentence: str) -> NoReturn:
+    Console(stderr=True).print(f"bpfed: {sentence}", style="red", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(2)

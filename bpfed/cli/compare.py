@@ -14,7 +14,7 @@ from rich.text import Text
 
 from bpfed.cli import show
 from bpfed.cli.flags import argument, flag, schema_fields, with_schema
-from bpfed.cli.run import RUNS, data_word, full_memory, loading
+from bpfed.cli.run import RUNS, data_word, loading
 from bpfed.errors import UserError, hint
 
 if TYPE_CHECKING:
@@ -104,9 +104,6 @@ def compare(
         again = _again(methods, seeds, rounds, reference, settings or [], out, data_dir, quiet, flags)
         progress.say(f"bpfed: Stopped; at most the current round is lost. Go on with: {again}")
         raise typer.Exit(130) from None
-    except RuntimeError as error:
-        full_memory(error)
-        raise
     finally:
         progress.close()
     _show(found)

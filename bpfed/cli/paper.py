@@ -58,7 +58,7 @@ def table1(
 ) -> None:
     """Table 1: accuracy of every method in every cell, beside the published numbers."""
     _run_cells(cells, methods, partitions, seeds, rounds, jobs, device, results)
-    _show_table("accuracy", partitions, results)
+    _show_table("accuracy", partitions, results, _tag(rounds))
 
 
 @app.command(epilog="Example: bpfed paper table2 --cells small --methods bpfed,bpfed-recipe,pfedbayes")
@@ -75,7 +75,7 @@ def table2(
     """Table 2: calibration (ECE) of every method in every cell, and its NLL; the runs are those of Table 1."""
     _run_cells(cells, methods, partitions, seeds, rounds, jobs, device, results)
     for measure in ("ece", "nll"):
-        _show_table(measure, partitions, results)
+        _show_table(measure, partitions, results, _tag(rounds))
 
 
 @app.command(epilog="Example: bpfed paper figures --cells mnist")
@@ -237,7 +237,7 @@ def _run_cells(
         from bpfed.paper.cell import Cell, run
         from bpfed.paper.summary import write
 
-        tag = "" if rounds is None else f"rounds-{rounds}"
+        tag = _tag(rounds)
         chosen = None if seeds is None else tuple(range(seeds))
         todo = [
             Cell(cell, method, partition, rounds, chosen, tag)
@@ -272,17 +272,23 @@ def _count(missing: dict[Cell, list[int]], results: Path) -> None:
     )
 
 
-def _show_table(measure: str, partitions: str, results: Path) -> None:
+def _tag(rounds: int | None) -> str:
+    """What runs beside the protocol's are kept under."""
+    return "" if rounds is None else f"rounds-{rounds}"
+
+
+def _show_table(measure: str, partitions: str, results: Path, tag: str) -> None:
     from bpfed.paper import protocol
     from bpfed.paper.markdown import measure_table
     from bpfed.paper.published import TABLES
     from bpfed.paper.records import read_cells
 
-    found = read_cells(results).get("paper", {})
+    found = read_cells(results, tag).get("paper", {})
     for partition in protocol.partitions(partitions):
-        beside = partition == "groups" and measure in TABLES
+        beside = partition == "groups" and measure in TABLES and not tag
         text = measure_table(found.get(partition, {}), measure, beside)
-        Console().print(Markdown(f"**{measure}, partition {partition}, last round**\n\n{text}"))
+        after = f" after {tag.removeprefix('rounds-')} rounds" if tag else ""
+        Console().print(Markdown(f"**{measure}, partition {partition}, last round{after}**\n\n{text}"))
 
 
 def _render(results: Path, docs: Path) -> None:

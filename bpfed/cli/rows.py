@@ -73,20 +73,20 @@ def _arrays(data: FederatedData, path: Path, labelled: bool) -> Rows:
     import numpy as np
     import torch
 
+    from bpfed.data.npz import read_arrays
+
     shape = ", ".join(["n", *map(str, data.input_shape)])
     if path.suffix.lower() != ".npz":
         raise UserError(f"'{data.name}' is arrays and no table; give an NPZ file with x of shape [{shape}].")
-    found: dict[str, Any] = {}
     try:
-        with np.load(path, allow_pickle=False) as file:
-            for name in ("x", "y") if labelled else ("x",):
-                if name not in file:
-                    raise UserError(f"'{path}' has no array '{name}'; it holds: {', '.join(file) or 'nothing'}.")
-                found[name] = file[name]
-    except (OSError, ValueError, EOFError, KeyError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise UserError(f"There is no file '{path}'; give one with --input.") from error
-        raise UserError(f"'{path}' cannot be read as NPZ; write it with numpy.savez.") from error
+        found = read_arrays(path)
+    except FileNotFoundError as error:
+        raise UserError(f"There is no file '{path}'; give one with --input.") from error
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read ({error.strerror}); give an NPZ file.") from error
+    for name in ("x", "y") if labelled else ("x",):
+        if name not in found:
+            raise UserError(f"'{path}' has no array '{name}'; it holds: {', '.join(found) or 'nothing'}.")
     x = found["x"]
     if x.dtype.kind not in "fiub" or x.shape[1:] != data.input_shape:
         raise UserError(f"x of '{path}' is {x.dtype} of shape {list(x.shape)}, but must be numbers of shape [{shape}].")

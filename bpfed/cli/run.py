@@ -89,21 +89,9 @@ def run(
         progress.close()
         progress.say(_stopped(out, data_dir, track or []))
         raise typer.Exit(130) from None
-    except RuntimeError as error:
-        full_memory(error)
-        raise
     finally:
         progress.close()
     show.result(trained.record(), folder.report)
-
-
-def full_memory(error: RuntimeError) -> None:
-    """Say in a sentence that the GPU's memory is full, if that is what the error means."""
-    if type(error).__name__ == "OutOfMemoryError":
-        raise UserError(
-            "The GPU's memory is full; start again with fewer clients side by side, by --chunk or --memory, or with "
-            "--device cpu."
-        ) from error
 
 
 def free(config: Config) -> Path:

@@ -78,8 +78,8 @@ def result(run: RunRecord, report: Path) -> None:
     )
     if "epsilon" in run.summary:
         console.print(
-            f"Privacy of a client: epsilon {run.summary['epsilon']:.3g}, delta {run.summary['delta']:g}, had the seed been "
-            "secret.",
+            f"Privacy of a client: epsilon {run.summary['epsilon']:.3g}, delta {run.summary['delta']:g}"
+            f"{'.' if run.summary['protocol'] == 'deployed' else ', had the seed been secret.'}",
             highlight=False,
         )
     console.print(f"Report: {report}", style="bold", highlight=False, markup=False, soft_wrap=True)

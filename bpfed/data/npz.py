@@ -20,7 +20,7 @@ INPUTS, TARGET = "x", "y"
 
 def read_npz(path: Path) -> Table:
     """Read arrays: ``x`` with one entry per row (numbers or images) beside ``y``, or one array ``[n]`` per column."""
-    arrays = _arrays(path)
+    arrays = read_arrays(path)
     if not arrays:
         raise UserError(f"'{path}' holds no arrays; give it '{INPUTS}' and '{TARGET}'.")
     inputs = arrays.pop(INPUTS, None)
@@ -70,7 +70,8 @@ def _images(x: np.ndarray, path: Path) -> np.ndarray:
     return np.ascontiguousarray(x)
 
 
-def _arrays(path: Path) -> dict[str, np.ndarray]:
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of an NPZ file by name."""
     try:
         with zipfile.ZipFile(path) as archive:
             infos = archive.infolist()

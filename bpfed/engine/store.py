@@ -114,18 +114,26 @@ class FileStore:
         self.kept = (self.slot.clone(), self.slot.clone())  # of the last two snapshots
 
     @cached_property
-    def file(self) -> FileIO:
-        """The open file; sparse, blocks are taken as clients take part."""
+    def _written(self) -> FileIO:
+        """The file, open for writing; sparse, blocks are taken as clients take part."""
         with said(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
             file.truncate(self.size)
             return file
 
+    @cached_property
+    def _read(self) -> FileIO:
+        """The file, open for reading: whoever only predicts need not be allowed to write."""
+        try:
+            return FileIO(self.path, "r")
+        except OSError as error:
+            raise UserError(f"'{self.path}' cannot be read ({error.strerror}); put it back from a copy.") from error
+
     def get(self, clients: Tensor) -> State:
         rows = self.first.repeat(len(clients), 1)
         for row, client, slot in zip(rows.numpy(), clients.tolist(), self.slot[clients].tolist(), strict=True):
-            if slot >= 0 and os.preadv(self.file.fileno(), [row], self._at(client, slot)) != row.nbytes:
+            if slot >= 0 and row.nbytes and os.preadv(self._read.fileno(), [row], self._at(client, slot)) != row.nbytes:
                 raise UserError(
                     f"'{self.path}' has been cut short, so the run cannot go on; start again with --overwrite."
                 )
@@ -139,13 +147,13 @@ class FileStore:
             data, at = row.tobytes(), self._at(client, slot)
             with said(self.path):
                 while data:
-                    done = os.pwrite(self.file.fileno(), data, at)
+                    done = os.pwrite(self._written.fileno(), data, at)
                     data, at = data[done:], at + done
         self.slot[clients] = free.to(torch.int8)
 
     def snapshot(self) -> dict[str, Tensor]:
         with said(self.path):
-            os.fsync(self.file.fileno())
+            os.fsync(self._written.fileno())
         self.kept = (self.slot.clone(), self.kept[0])
         return {"slot": self.kept[0], "older": self.kept[1]}
 

@@ -158,7 +158,7 @@ class Journal:
         evaluation, order = self.evaluation
         sizes = [int((self.sites[site].facts or {}).get("train", 0)) for site in order]
         write_whole(self.folder / EVALUATION, to_json(evaluation.detail(federation.round, order, sizes)))
-        write_whole(self.folder / SUMMARY, to_json(self._summary(federation.round)))
+        write_whole(self.folder / SUMMARY, to_json(self._summary(federation)))
         record = RunRecord.read(self.folder)
         write(record, self.folder / REPORT)
         self.save(federation)
@@ -185,8 +185,8 @@ class Journal:
             },
         }
 
-    def _summary(self, rounds: int) -> dict[str, Any]:
-        from bpfed.run import HIGHER_IS_BETTER
+    def _summary(self, federation: Federation) -> dict[str, Any]:
+        from bpfed.run import figures
 
         method, asked = self.config.method, self.config.data
         record: dict[str, Any] = {
@@ -196,15 +196,12 @@ class Journal:
             "partition": asked.partition or "sites",
             "protocol": "deployed",
             "seed": self.config.run.seed,
-            "rounds": rounds,
+            "rounds": federation.round,
             "clients": len(self.sites),
             "device": "cpu",
             "seconds": round(self.seconds, 3),
             "bins": self.config.run.bins,
         }
-        last = self.history[-1]
-        for metric in (m for m in ("accuracy", "rmse", "nll", "brier", "ece", "mce") if m in last):
-            pooled = [r[metric]["pooled"] for r in self.history if r[metric]["pooled"] is not None]
-            best = (max if metric in HIGHER_IS_BETTER else min)(pooled, default=None)
-            record[metric] = {"last": last[metric]["pooled"], "best": best, "worst_client": last[metric]["worst"]}
-        return record
+        if (epsilon := federation.epsilon(secret=False)) is not None:  # every site knows the seed, and so who was drawn
+            record |= {"epsilon": epsilon, "delta": self.config.run.delta}
+        return record | figures(self.history)

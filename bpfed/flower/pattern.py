@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_map, tree
 
 from bpfed.compress import Levels, from_levels, to_levels
 from bpfed.errors import UserError
-from bpfed.methods.base import Finished, Method, State, rows
+from bpfed.methods.base import Finished, Method, State, untrained
 from bpfed.model import Model
 
 #: How tensors are written: flat, little-endian.
@@ -173,11 +173,7 @@ def patterns(method: Method, model: Model, half: bool = False) -> Patterns:
     Raises:
         UserError: Clients of this method give nothing to the server.
     """
-    first = method.init(model)
-    hyper = {name: torch.full((1,), value) for name, value in method.hyper().items()}
-    with torch.no_grad():
-        local = method.begin(model, rows(first.shared, 1), rows(first.personal, 1), hyper)
-        upload = Upload.of(method.finish(model, local, hyper)).state
+    first, upload = method.init(model), Upload.of(untrained(method, model)).state
     made = Patterns(
         Pattern.of(first.shared, method.scales),
         Pattern.of(first.shared, method.scales, half),

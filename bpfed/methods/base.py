@@ -239,6 +239,15 @@ def rows(state: State, count: int) -> State:
     return torch.utils._pytree.tree_map(lambda t: t.expand(count, *t.shape), state)
 
 
+def untrained(method: Method, model: Model) -> Finished:
+    """What one client has at the end of a round without a step: the shapes of all that it gives and keeps."""
+    first = method.init(model)
+    hyper = {name: model.initial.new_full((1,), value) for name, value in method.hyper().items()}
+    with torch.no_grad():
+        local = method.begin(model, rows(first.shared, 1), rows(first.personal, 1), hyper)
+        return method.finish(model, local, hyper)
+
+
 def frozen(model: Model, before: Tensor, after: Tensor) -> Tensor:
     """The weights ``after`` a step, ``[S, P]``, with the shared ones as they were ``before``."""
     return torch.cat([before[:, : model.factors.shared], after[:, model.factors.shared :]], -1)

@@ -12,12 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from torch import Tensor
-
 from bpfed.errors import unknown
 from bpfed.methods.base import ADAPT, Phase
-from bpfed.methods.point import TUNE, Kept, Local, Point, Weights
-from bpfed.model import Model
+from bpfed.methods.point import TUNE, Point
 
 Finetune = Literal["head", "all"]
 
@@ -36,6 +33,7 @@ class FedBABU(Point):
     paper: ClassVar[str] = "Oh et al. 2022, arXiv 2106.06042"
     shared_words: ClassVar[str] = "all but the last layer"
     personal_words: ClassVar[str] = "the last layer, tuned after training"
+    begins_anew: ClassVar[bool] = True
 
     keep_adam: bool = False
     finetune: Finetune = "head"
@@ -52,7 +50,3 @@ class FedBABU(Point):
 
     def finetuning(self, epochs: int) -> tuple[Phase, ...]:
         return (Phase(TUNE if self.finetune == "all" else ADAPT, self.tune_epochs or epochs),)
-
-    def begin(self, model: Model, shared: Weights, personal: Kept, hyper: dict[str, Tensor]) -> Local:
-        head = model.factors.split(model.initial)[1]  # whatever head was tuned last
-        return super().begin(model, shared, personal._replace(weights=head.expand_as(personal.weights)), hyper)

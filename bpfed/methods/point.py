@@ -61,12 +61,14 @@ class Local(NamedTuple):
         personal: Its personal weights.
         tuned: Whether all weights have been fine-tuned, 0 or 1, ``[S]``.
         curvature: Of the last layer, where the Laplace approximation is asked for.
+        first: As in `Kept`.
     """
 
     shared: Part
     personal: Part
     tuned: Tensor
     curvature: tuple[Curvature, ...]
+    first: tuple[Tensor, ...]
 
     @property
     def weights(self) -> Tensor:
@@ -96,12 +98,14 @@ class Kept(NamedTuple):
         memory: The optimiser's, where it is kept from round to round.
         own: The fine-tuned network, where all weights are fine-tuned.
         curvature: Of the last layer, where the Laplace approximation is asked for.
+        first: The personal weights that all clients of the run were given at the start, where rounds begin with these.
     """
 
     weights: Tensor
     memory: tuple[Memory, ...]
     own: tuple[Own, ...]
     curvature: tuple[Curvature, ...]
+    first: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,8 @@ class Point(Method):
     """
 
     random_words: ClassVar[str] = "nothing (the last layer with laplace)"
+    #: Whether every round begins with the personal weights of the start.
+    begins_anew: ClassVar[bool] = False
     numbers: ClassVar[tuple[str, ...]] = ("lr", "momentum", "decay")
 
     optimiser: Optimiser = "adam"
@@ -175,6 +181,7 @@ class Point(Method):
             (memory,) if self.keep_adam else (),
             (Own.none(model.initial),) if self.keeps_network else (),
             (Curvature.zero(model),) if self.laplace else (),
+            (personal,) if self.begins_anew else (),
         )
         return Initial(Weights(shared), kept)
 
@@ -184,13 +191,14 @@ class Point(Method):
         return Memory(like(shared), like(personal), shared.new_zeros(*shared.shape[:-1], 2))
 
     def begin(self, model: Model, shared: Weights, personal: Kept, hyper: dict[str, Tensor]) -> Local:
-        mine, ours = personal.weights, shared.weights
+        mine, ours = personal.first[0] if personal.first else personal.weights, shared.weights
         memory = personal.memory[0] if personal.memory else self._fresh(ours, mine)
         return Local(
             Part(ours, memory.shared, memory.steps[:, 0]),
             Part(mine, memory.personal, memory.steps[:, 1]),
             ours.new_zeros(len(ours)),
             tuple(curvature.emptied() for curvature in personal.curvature),
+            personal.first,
         )
 
     def step(
@@ -210,7 +218,7 @@ class Point(Method):
             for part, g, moves in zip(local[:2], gradients, MOVES[phase], strict=True)
         )
         tuned = torch.ones_like(local.tuned) if phase == TUNE else local.tuned
-        return Local(shared, personal, tuned, local.curvature), total / count
+        return local._replace(shared=shared, personal=personal, tuned=tuned), total / count
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
         memory = Memory(
@@ -221,6 +229,7 @@ class Point(Method):
             (memory,) if self.keep_adam else (),
             (Own(local.weights, local.tuned[:, None]),) if self.keeps_network else (),
             local.curvature,
+            local.first,
         )
         return Finished(Weights(local.shared.weights), kept, {})
 

@@ -156,11 +156,12 @@ class Recipe(Method):
         return replace(self, lr=self.newcomer_lr)
 
     def newcomer(self, model: Model, shared: Gaussian) -> Personal:
-        """A head that has seen no example is its prior."""
+        """A head that has seen no example is its prior; and so is its noise scale, as it is without T."""
         start = self.init(model).personal
         alone = {name: model.initial.new_tensor([value]) for name, value in self.hyper().items()}
         prior = self._head_prior(model, start.first[None], alone)
-        return start._replace(head=Gaussian(prior.mean[0], prior.sigma[0]))
+        sigma = torch.where(of_likelihood(model), NOISE_SIGMA, prior.sigma[0])
+        return start._replace(head=Gaussian(prior.mean[0], sigma))
 
     def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
         fan_in = model.factors.split(model.factors.fan_in())[0].to(shared.mean.device)
@@ -172,16 +173,16 @@ class Recipe(Method):
     def _head_prior(self, model: Model, first: Tensor, hyper: dict[str, Tensor]) -> Gaussian:
         """N(g h0, s_h²) of heads, ``[S, P_personal]``. Logits have no unit, so a common head can be asked for; targets have one.
 
-        The prior of a noise scale is not tempered: few examples fit any head that T lets go free, and would leave no noise.
+        A noise scale's prior is around the likelihood's own, and is not tempered: few examples fit any head that T lets go free,
+        and would leave no noise.
         """
         none = torch.zeros_like(first)
         if isinstance(model.likelihood, Categorical):
             return Gaussian(hyper["head_gain"][:, None] * first, none + hyper["head_sigma"][:, None])
-        if self.personal != "head":
-            return Gaussian(none, none + REGRESSION_SIGMA)
+        noise = of_likelihood(model)
         untempered = NOISE_SIGMA * hyper["temperature"][:, None].clamp(min=1e-6).sqrt()
-        scale = torch.where(of_likelihood(model), untempered, none + REGRESSION_SIGMA * per_head(model))
-        return Gaussian(none, scale)
+        weights = none + REGRESSION_SIGMA * (per_head(model) if self.personal == "head" else 1.0)
+        return Gaussian(torch.where(noise, first, none), torch.where(noise, untempered, weights))
 
     def step(
         self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str

@@ -28,7 +28,7 @@ from bpfed.methods.published import PublishedBPFed
 from bpfed.paper import protocol
 from bpfed.paper.cell import seed_record
 from bpfed.paper.reference import BATCH, PARTITION, best, train
-from bpfed.paper.training import Say, agrees, command, device_name, read, to_stderr
+from bpfed.paper.training import Say, command, device_name, read, there, to_stderr
 from bpfed.paper.training import record as recorded
 
 FILE = "audit.json"
@@ -191,7 +191,7 @@ def _variant(
     }
     whole = read(path)
     found = whole.get("cells", {}).get(cell, {}).get(variant.name, {})
-    if agrees(found, asked):
+    if there(found, asked, path):
         say(f"{what}: there already")
         return
     start = time.perf_counter()
@@ -199,7 +199,8 @@ def _variant(
     kept = [{k: v for k, v in seed_record(one).items() if k != "reliability"} for one in runs]
     made = {**asked, "rounds": rounds, "device": device_name(how.device)}
     made |= {"seconds": round(time.perf_counter() - start, 1), "runs": kept}
-    whole = {"bpfed": bpfed.__version__, "torch": torch.__version__, "cells": whole.get("cells", {})}
+    cells = read(path).get("cells", {})  # others may have written meanwhile
+    whole = {"bpfed": bpfed.__version__, "torch": torch.__version__, "cells": cells}
     whole["cells"].setdefault(cell, {})[variant.name] = made
     write_whole(path, to_json(whole))
     figures = measured(made)

@@ -27,7 +27,6 @@ from bpfed.methods import method as method_of
 from bpfed.methods.base import Method
 from bpfed.paper.training import (
     Say,
-    agrees,
     command,
     device_name,
     parser,
@@ -37,6 +36,7 @@ from bpfed.paper.training import (
     settings_of,
     spoken,
     tests_on,
+    there,
     to_stderr,
     train,
 )
@@ -150,9 +150,7 @@ def sweep(path: Path, axis: str, methods: dict[str, Method], seeds: int, rounds:
         "seeds": list(range(seeds)),
     }
     found = read(path)
-    if found and not agrees(found, asked):
-        say(f"'{path}' is of other rounds, seeds or values, and is made anew")
-        found = {}
+    there(found, asked, path)
     done: dict[str, Any] = found.get("methods", {})
     settings = settings_of(rounds, DRAWS, device)
     for name, method in methods.items():
@@ -163,6 +161,7 @@ def sweep(path: Path, axis: str, methods: dict[str, Method], seeds: int, rounds:
         start = time.perf_counter()
         scores = measure(method, axis, seeds, rounds, device, say)
         seconds = round(time.perf_counter() - start, 1)
+        done = read(path).get("methods", {})  # others may have written meanwhile
         done[name] = {"title": method.title, **scores, "settings": told, "seconds": seconds}
         done[name]["device"] = device_name(device)
         ordered = {

@@ -33,7 +33,6 @@ from bpfed.noise import Purpose
 from bpfed.paper.training import (
     Progress,
     Say,
-    agrees,
     command,
     device_name,
     parser,
@@ -42,6 +41,7 @@ from bpfed.paper.training import (
     seeded,
     settings_of,
     spoken,
+    there,
     to_stderr,
     train,
 )
@@ -125,7 +125,7 @@ def run(
                 "rounds": rounds,
                 "settings": record(method, settings),
             }
-            if agrees(read(path), asked):
+            if there(read(path), asked, path):
                 say(f"{method.title} on {cell}: done already")
                 continue
             if not deals:

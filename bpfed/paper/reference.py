@@ -32,7 +32,7 @@ from bpfed.methods.published import PUBLISHED, PublishedBPFed
 from bpfed.networks import LeNet, default
 from bpfed.paper.cell import seed_record
 from bpfed.paper.slices import load_slices
-from bpfed.paper.training import Progress, Say, agrees, command, device_name, read, record, tests_on, to_stderr
+from bpfed.paper.training import Progress, Say, command, device_name, read, record, tests_on, there, to_stderr
 from bpfed.run import Run, prepare, train_together
 
 ROUNDS = 800
@@ -158,8 +158,7 @@ def _cell(out: Path, cell: str, name: str, seeds: tuple[int, ...], how: Settings
     method = PUBLISHED[name]()
     asked = {"cell": cell, "method": name, "settings": record(method, how), "rounds": how.rounds}
     found = read(path)
-    if not agrees(found, asked):
-        found = {}
+    there(found, asked, path)
     kept = {one["seed"]: one for one in found.get("runs", [])}
     missing = [seed for seed in seeds if seed not in kept]
     title = {"bpfed": "BPFed", "pfedbayes": "pFedBayes"}[name]

@@ -18,10 +18,11 @@ from typing import Any
 from bpfed.data import FederatedData, load
 from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Settings
+from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
 from bpfed.methods import method
 from bpfed.paper import protocol
-from bpfed.paper.training import device_name, tests_on
+from bpfed.paper.training import command, device_name, tests_on
 from bpfed.run import prepare, train_together
 
 #: Part of the training examples that is scored, and the seeds, which no table uses. With a fifth held out, as at first, what
@@ -135,7 +136,7 @@ def _table(name: str, rounds: int, found: Mapping[str, Mapping[str, Any]]) -> st
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """``python -m bpfed.paper.search --cells small --method bpfed-recipe --rounds 300``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cells", default="small")
@@ -144,8 +145,15 @@ def main() -> None:
     parser.add_argument("--grid", default=None, help="JSON list of settings; left out: the grid of this file")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("results/search"))
-    given = parser.parse_args()
-    grid = GRID if given.grid is None else json.loads(given.grid)
+    given = parser.parse_args(arguments)
+    command(lambda: _command(given))
+
+
+def _command(given: argparse.Namespace) -> None:
+    try:
+        grid = GRID if given.grid is None else json.loads(given.grid)
+    except ValueError as error:
+        raise UserError(f"--grid is no JSON ({error}); give a list of settings.") from None
     for cell in protocol.cells(given.cells):
         found = search(cell, given.method, grid, given.rounds, device=given.device)
         given.out.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,6 @@ from bpfed.noise import Purpose
 from bpfed.paper.training import (
     Progress,
     Say,
-    agrees,
     command,
     device_name,
     parser,
@@ -42,6 +41,7 @@ from bpfed.paper.training import (
     settings_of,
     spoken,
     tests_on,
+    there,
     to_stderr,
     train,
 )
@@ -94,9 +94,7 @@ def run(
             "seeds": list(range(seeds)),
         }
         found = read(path)
-        if found and not agrees(found, asked):
-            say(f"'{path}' is of other rounds, seeds or shifts, and is made anew")
-            found = {}
+        there(found, asked, path)
         done: dict[str, Any] = found.get("methods", {})
         deals: list[FederatedData] = []
         for name, method in chosen.items():
@@ -112,6 +110,7 @@ def run(
             federations = train(method, deals, seeded(settings, seeds), say, f"{method.title} on {cell}")
             scores = measure(federations, strange, say)
             seconds = round(time.perf_counter() - start, 1)
+            done = read(path).get("methods", {})  # others may have written meanwhile
             done[name] = {"title": method.title, **scores, "settings": told, "seconds": seconds}
             done[name]["device"] = device_name(device)
             ordered = {n: done[n] for n in (*METHODS, *done) if n in done}

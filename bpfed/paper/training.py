@@ -108,9 +108,19 @@ def tests_on(data: FederatedData, device: torch.device) -> FederatedData:
     return replace(data, test=Examples(test.x.to(device), test.y.to(device), test.offsets))
 
 
-def agrees(found: dict[str, Any], asked: dict[str, Any]) -> bool:
-    """Whether a result is of what is asked for."""
-    return all(found.get(name) == value for name, value in asked.items())
+def there(found: dict[str, Any], asked: dict[str, Any], path: Path) -> bool:
+    """Whether a result is there; ``found`` in ``path``, and empty if not.
+
+    Raises:
+        UserError: It is of something else than what is asked for: finished work is not written over for another request.
+    """
+    other = [name for name, value in asked.items() if found and found.get(name) != value]
+    if other:
+        raise UserError(
+            f"What '{path}' has is of other {', '.join(other)}; delete it to measure anew, or keep yours in another "
+            "folder of results."
+        )
+    return bool(found)
 
 
 def device_name(device: str) -> str:

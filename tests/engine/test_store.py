@@ -118,6 +118,18 @@ def test_a_new_store_takes_up_a_snapshot(make):
     assert holds(other, {3: 1.0, 5: 1.0})
 
 
+def test_whoever_only_reads_writes_nothing(tmp_path):
+    store = FileStore(FIRST, CLIENTS, tmp_path / "a" / "states")
+    put(store, [2], 1.0)
+    snapshot = store.snapshot()
+    before = (tmp_path / "a" / "states").stat()
+    reader = FileStore(FIRST, CLIENTS, tmp_path / "a" / "states")
+    reader.restore(snapshot)
+    assert holds(reader, {2: 1.0})
+    assert "_written" not in vars(reader)  # it was never opened for writing
+    assert (tmp_path / "a" / "states").stat().st_mtime_ns == before.st_mtime_ns
+
+
 def test_methods_that_keep_nothing_need_no_room(tmp_path):
     for kind in ("memory", "file"):
         store = make_store(kind, (), CLIENTS, torch.device("cpu"), tmp_path / kind)

@@ -7,10 +7,12 @@ import scenarios
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.estimators import Batch
 from bpfed.methods import METHODS, method
-from bpfed.methods.base import rows
+from bpfed.methods.base import rows, untrained
+from bpfed.run import prepare, train_together
 
 CLIENTS, STEPS = 3, 3
 
@@ -241,3 +243,38 @@ def test_settings_that_are_numbers_do_not_change_the_structure_and_others_do(cli
     assert dataclasses.replace(kind, personal="*.bias").structure() != kind.structure()
     with pytest.raises(dataclasses.FrozenInstanceError):
         kind.lr = 1.0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_seeds_side_by_side_are_what_each_is_alone(name):
+    """Stacked seeds share the first one's model; what is a seed's own, as its first head, must come from its states."""
+    made = METHODS[name]()
+    if "estimator" in made.settings():
+        made = dataclasses.replace(made, estimator="weights")  # one draw for a batch: equal but for rounding
+    data = scenarios.classification(sizes=(12,) * 3)
+    settings = Settings(rounds=2, epochs=2, batch=6, eval_draws=2, device="cpu", compile="off")
+
+    def ready(seed):
+        return prepare(made, data, dataclasses.replace(settings, seed=seed))
+
+    together = train_together([ready(0), ready(1)], [[], []])[1]
+    alone = ready(1).train()
+    assert together.history[-1]["nll"]["pooled"] == pytest.approx(alone.history[-1]["nll"]["pooled"], rel=1e-3)
+    for kind in ("shared", "personal"):
+        found, wanted = (
+            leaves(run.federation.shared if kind == "shared" else run.federation.personal(torch.arange(3)))
+            for run in (together, alone)
+        )
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_all_that_a_method_makes_is_where_its_model_is(name):
+    """On a device that computes nothing: what meets a tensor that was left on another one is an error, as on a GPU."""
+    client = Client(name)
+    away = client.model.to("meta")
+    made = [client.method.init(away), untrained(client.method, away)]
+    made.append(client.method.newcomer(away, made[0].shared))
+    made.append(client.method.predictive(away, rows(made[0].shared, 2), rows(made[0].personal, 2)))
+    assert {t.device.type for state in made for t in leaves(state) if isinstance(t, torch.Tensor)} == {"meta"}

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import scenarios
 import torch
+from scenarios import small_mlp
 from torch.utils._pytree import tree_flatten
 
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
+from bpfed.likelihoods import Normal
 from bpfed.methods import Population, Recipe
 from bpfed.methods.base import rows
+from bpfed.methods.heads import NOISE_SIGMA, of_likelihood
+from bpfed.model import Model
 from bpfed.run import prepare, train_together
 
 SETTINGS = Settings(rounds=2, epochs=2, batch=5, eval_draws=2, device="cpu", compile="off")
@@ -88,6 +93,16 @@ def test_nothing_of_a_head_is_uploaded():
     run = prepare(method, scenarios.classification(sizes=(12,) * 3), SETTINGS)
     shared = run.train().federation.shared
     assert [t.shape[-1] for t in shared] == [run.federation.model.factors.shared] * 2
+
+
+@pytest.mark.parametrize("personal", ["head", "all"])
+def test_a_newcomers_noise_scale_is_the_likelihoods_own(personal):
+    method = Recipe(personal=personal)
+    made = method.newcomer(model := Model.of(small_mlp(3, 1), Normal(0.1), torch.zeros(2, 3), personal), None)
+    at = of_likelihood(model)
+    assert made.head.mean[at].tolist() == pytest.approx([math.log(0.1)])
+    assert made.head.sigma[at].tolist() == pytest.approx([NOISE_SIGMA])
+    assert torch.all(made.head.mean[~at] == 0.0)
 
 
 @pytest.mark.parametrize("method", [Recipe(), Population()])
