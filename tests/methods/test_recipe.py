@@ -103,12 +103,3 @@ def test_a_newcomers_noise_scale_is_the_likelihoods_own(personal):
     assert made.head.mean[at].tolist() == pytest.approx([math.log(0.1)])
     assert made.head.sigma[at].tolist() == pytest.approx([NOISE_SIGMA])
     assert torch.all(made.head.mean[~at] == 0.0)
-
-
-@pytest.mark.parametrize("method", [Recipe(), Population()])
-def test_a_newcomer_is_where_its_model_is(method):
-    """A device that computes nothing is enough to see whether anything is left behind on another one."""
-    state = federation(method)
-    away = torch.utils._pytree.tree_map(lambda t: t.to("meta"), state.shared)
-    made = method.newcomer(replace(state.model, initial=state.model.initial.to("meta")), away)
-    assert {t.device.type for t in tree_flatten(made)[0]} == {"meta"}
