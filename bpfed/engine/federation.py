@@ -18,7 +18,7 @@ from bpfed.engine.settings import Settings
 from bpfed.engine.store import Store, make_store
 from bpfed.errors import UserError
 from bpfed.likelihoods import Categorical, Likelihood, Normal
-from bpfed.methods.base import Method, State, rows
+from bpfed.methods.base import Course, Method, State, rows
 from bpfed.model import Model
 from bpfed.networks import default
 from bpfed.noise import Purpose
@@ -46,6 +46,7 @@ class Federation:
         training: Local training, with what it has traced; made when first needed.
         base: Where this federation's training examples begin among those of ``training``, which others may share.
         taken: A round, and how often each client was drawn up to it, ``[N]``; counted when first needed.
+        part_of: The run, where this is one site of it by itself; None: all its clients are here.
     """
 
     method: Method
@@ -60,6 +61,7 @@ class Federation:
     training: LocalRound | None = None
     base: int = 0
     taken: tuple[int, np.ndarray] | None = None
+    part_of: Course | None = None
 
     @classmethod
     def start(
@@ -164,10 +166,16 @@ class Federation:
 
     def hyper(self, round_: int, clients: Tensor) -> dict[str, Tensor]:
         """The method's numbers in this round (from 1) for these clients, ``[S]`` each; the schedule acts on the step size."""
-        settings = self.settings
-        batches = self.data.train.sizes[clients].add(settings.batch - 1) // settings.batch
-        first = self.method.step_size(settings.rounds, settings.epochs, batches)
-        return self._numbers(clients) | {"lr": (self._schedule(round_) * first).to(self.device)}
+        batches = self.data.train.sizes[clients].add(self.settings.batch - 1) // self.settings.batch
+        numbers = self.method.hyper_in(self.course, batches)
+        numbers["lr"] = self._schedule(round_) * numbers["lr"]
+        return {n: values.to(self.device) for n, values in numbers.items()}
+
+    @property
+    def course(self) -> Course:
+        """The run, as the method's numbers know it."""
+        settings, all_here = self.settings, len(self)
+        return self.part_of or Course(all_here, settings.per_round(all_here), settings.rounds, settings.epochs)
 
     def _schedule(self, round_: int) -> float:
         """What the step size is multiplied by in this round."""

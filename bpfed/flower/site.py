@@ -25,7 +25,7 @@ from bpfed.flower.data import Source
 from bpfed.flower.message import Answer, Ask, fingerprint, shared_of
 from bpfed.flower.pattern import Patterns, Refused, Upload, patterns
 from bpfed.flower.states import States
-from bpfed.methods.base import State
+from bpfed.methods.base import Course, State
 from bpfed.metrics import Sums
 
 #: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same pattern.
@@ -122,14 +122,18 @@ class Site:
     def _start(self, facts: str) -> Federation:
         try:
             common: dict[str, Any] = json.loads(facts)
-        except ValueError:
+            sites, longest = (int(common[key]) for key in ("sites", "longest"))
+        except (ValueError, TypeError, KeyError):
             raise Refused("what it says of the sites' data is not readable.") from None
+        if min(sites, longest) < 1:
+            raise Refused(f"it says that there are {sites} sites with at most {longest} examples each.")
         data = self.source.data(common)
         settings = replace(self.config.run, participants=None, eval_clients=None, store="memory")
         federation = Federation.start(self.config.method, data, settings)
+        federation.part_of = Course(sites, self.config.run.per_round(sites), settings.rounds, settings.epochs)
         train, batch = data.train, settings.batch
         # Never compiled: the process ends with the round. The width is the simulator's for clients of any size.
-        width = min(batch, int(common["longest"]))
+        width = min(batch, longest)
         x, y = train.x.to(federation.device), train.y.to(federation.device)
         federation.training = LocalRound(
             self.config.method, federation.model, x, y, batch, settings.epochs, settings.compile == "on", width

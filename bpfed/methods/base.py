@@ -64,6 +64,27 @@ class Phase(NamedTuple):
     repeats: int = 1
 
 
+class Course(NamedTuple):
+    """A run, as far as a method's numbers may depend on it.
+
+    Attributes:
+        clients: In the federation, N.
+        participants: In a round.
+        rounds: Of the run.
+        epochs: Passes over the data in a local round.
+    """
+
+    clients: int
+    participants: int
+    rounds: int
+    epochs: int
+
+    @property
+    def passes(self) -> float:
+        """Over a client's data in the whole run, on average."""
+        return self.rounds * self.epochs * self.participants / self.clients
+
+
 class Initial(NamedTuple):
     """First states: the server's (no client axis) and one client's (no client axis)."""
 
@@ -161,16 +182,6 @@ class Method(ABC):
             if not RANGES[words](getattr(self, name)):
                 raise UserError(f"{name} is {getattr(self, name)}, but must be {words}.")
 
-    def step_size(self, rounds: int, epochs: int, batches: Tensor) -> Tensor:
-        """Step sizes of clients in the first round, ``[S]``.
-
-        Args:
-            rounds: Of the run.
-            epochs: Passes over the data in a round.
-            batches: Steps of each client in one pass, ``[S]``.
-        """
-        return torch.full(batches.shape, self.lr)
-
     def phases(self, epochs: int) -> tuple[Phase, ...]:
         """The parts of a local round of ``epochs`` passes over the data."""
         return (Phase("all", epochs),)
@@ -206,6 +217,15 @@ class Method(ABC):
     def hyper(self) -> dict[str, float]:
         """The numbers of ``numbers``; the engine hands them to `begin` and `step` as ``[S]`` tensors."""
         return {n: float(getattr(self, n)) for n in self.numbers}
+
+    def hyper_in(self, course: Course, batches: Tensor) -> dict[str, Tensor]:
+        """The numbers in the first round of a run, ``[S]`` each; a method may fit them to it.
+
+        Args:
+            course: The run.
+            batches: Steps of each client in one pass over its data, ``[S]``.
+        """
+        return {n: torch.full(batches.shape, value) for n, value in self.hyper().items()}
 
     @abstractmethod
     def init(self, model: Model) -> Initial:

@@ -78,7 +78,7 @@ class Population(Recipe):
 
     def init(self, model: Model) -> Initial:
         start = super().init(model)
-        first = self.head_gain * start.personal.head.mean
+        first = self.head_gain * start.personal.first
         return Initial(Server(start.shared, first, first.square() + self.head_sigma**2), start.personal)
 
     def newcomer(self, model: Model, shared: Server) -> Personal:  # type: ignore[override]

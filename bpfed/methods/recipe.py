@@ -20,6 +20,11 @@ way. With ζ = (m, σ̄) from the server, q = (q_w, q_h) over shared and persona
    with 125 images goes on growing for longer than anyone trains. And times a client's steps in one round (``reach``): a client
    that goes far alone leaves the others behind, and averages of such clients are poor.
 
+All this is for federations of up to `CHOSEN_WITH` clients. In one that is ``crowd`` times as large a client carries that much less of the
+prior of the means, more of the posterior's precision is carried on, as the posterior of all their data would have it (for a
+conjugate model its precision tends to 1/s0² + n/(T (1 − a)), n being one client's), and the steps may be larger, since a client
+takes part seldom. A client that takes few steps in the whole run starts with a head that is nearer to its prior.
+
 There is no step on π (Eq. 10): η_i and the upload are taken from q. Settings were chosen on validation data cut from the
 training data of the three small cells, one set for all (docs/recipe.md).
 """
@@ -38,10 +43,13 @@ from bpfed.errors import unknown
 from bpfed.estimators import ESTIMATORS, Batch, data_term
 from bpfed.gaussian import Gaussian, discounted, kl, kl_gradients_q
 from bpfed.likelihoods import Categorical
-from bpfed.methods.base import ADAPT, Finished, GaussianPredictive, Initial, Method, frozen
+from bpfed.methods.base import ADAPT, Course, Finished, GaussianPredictive, Initial, Method, frozen
 from bpfed.methods.heads import NOISE_SIGMA, of_likelihood, per_head
 from bpfed.methods.variational import Memory, Variational, join, split
 from bpfed.model import Model
+
+#: The settings were chosen with 10 and with 20 clients.
+CHOSEN_WITH = 20
 
 #: σ of a head's prior in a regression, times the root of the number of its weights.
 REGRESSION_SIGMA = 0.6
@@ -79,12 +87,12 @@ class Recipe(Method):
     Attributes:
         sigma: σ of every weight at the start.
         temperature: T, weight of all prior terms; 1 is the ELBO.
-        discount: a, how much of the posterior's precision the next round's shared prior takes over.
+        discount: a, how much of the posterior's precision the next round's shared prior takes over, with up to 20 clients.
         prior_sigma: s0 times the root of a unit's number of inputs, the scale of the rest of it.
         head_sigma: s_h, the fixed scale of the personal factors' prior. This and ``head_gain`` are for classes; in a regression the
             prior is N(0, 0.6²) divided by the number of the head's weights, and a noise scale has one of its own.
         head_gain: g, the prior mean of the personal factors in units of the head that all clients start with; 0: the mean is 0.
-        anchor: 1/(K s_m²), pull of the shared factors' means towards 0.
+        anchor: 1/(K s_m²), pull of the shared factors' means towards 0, with up to 20 clients.
         estimator: Of the data term, see BPFed.
         draws: Weight draws in a step.
         path: Most that the step size times the passes over the data in the whole run may be; longer runs take smaller steps.
@@ -146,11 +154,23 @@ class Recipe(Method):
     def init(self, model: Model) -> Initial:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
         shared, head = split(model, start)
-        return Initial(shared, Personal(head, head.mean, Variational.at(start).memory, model.initial.new_zeros(1)))
+        gain = (self.head_gain or 1.0) if isinstance(model.likelihood, Categorical) else 1.0
+        at_prior = Gaussian(gain * head.mean, head.sigma)
+        return Initial(shared, Personal(at_prior, head.mean, Variational.at(start).memory, model.initial.new_zeros(1)))
 
-    def step_size(self, rounds: int, epochs: int, batches: Tensor) -> Tensor:
-        whole, one = self.path / (rounds * epochs), self.reach / (epochs * batches.clamp(min=1))
-        return one.clamp(max=min(self.lr, whole))
+    def hyper(self) -> dict[str, float]:
+        """With how far a head may come in the whole run: a client by itself starts where its head is."""
+        return super().hyper() | {"way": 0.0}
+
+    def hyper_in(self, course: Course, batches: Tensor) -> dict[str, Tensor]:
+        numbers, batches = super().hyper_in(course, batches), batches.clamp(min=1)
+        crowd = max(1.0, course.clients / CHOSEN_WITH)
+        whole, one = crowd * self.path / (course.rounds * course.epochs), self.reach / (course.epochs * batches)
+        numbers["lr"] = one.clamp(max=min(self.lr, whole))
+        numbers["way"] = numbers["lr"] * course.passes * batches
+        numbers["discount"] = 1.0 - (1.0 - numbers["discount"]) / crowd
+        numbers["anchor"] = numbers["anchor"] / crowd
+        return numbers
 
     def adapting(self) -> Recipe:
         return replace(self, lr=self.newcomer_lr)
@@ -167,8 +187,20 @@ class Recipe(Method):
         fan_in = model.factors.split(model.factors.fan_in())[0].to(shared.mean.device)
         body = discounted(shared, hyper["discount"][:, None], hyper["prior_sigma"][:, None] * fan_in.rsqrt())
         head = self._head_prior(model, personal.first, hyper)
-        q = Variational.at(join(shared, personal.head), personal.memory)
+        q = Variational.at(join(shared, self._start(model, personal, hyper)), personal.memory)
         return Local(q, join(body, head), personal.first, personal.steps[:, 0])
+
+    def _start(self, model: Model, personal: Personal, hyper: dict[str, Tensor]) -> Gaussian:
+        """Where heads start a round, ``[S, P_personal]``: where they were; at first at h0, or as far from their prior as they can go.
+
+        A head that grows into its prior while the features are learnt makes better ones; but it has to get there.
+        """
+        if not isinstance(model.likelihood, Categorical):
+            return personal.head
+        size = personal.first.square().mean(-1).sqrt().clamp(min=1e-12)
+        gain = (hyper["head_gain"] - hyper["way"] / size).clamp(min=1.0)
+        begins = (personal.steps == 0.0) & (hyper["way"] > 0.0)[:, None]
+        return personal.head._replace(mean=torch.where(begins, gain[:, None] * personal.first, personal.head.mean))
 
     def _head_prior(self, model: Model, first: Tensor, hyper: dict[str, Tensor]) -> Gaussian:
         """N(g h0, s_h²) of heads, ``[S, P_personal]``. Logits have no unit, so a common head can be asked for; targets have one.

@@ -19,6 +19,7 @@ from bpfed.paper.records import CellRecord, deviation
 from bpfed.paper.results import Results
 from bpfed.paper.sweeps import Sweep
 from bpfed.paper.typeset import NOTHING, figures, placed, signed, strong, table, unit
+from bpfed.report.text import plural
 
 MISSING = "Not run yet."
 #: Decimals of the paper's own numbers.
@@ -291,9 +292,9 @@ def _facts(facts: Mapping[str, Any]) -> str:
     if facts.get("partition"):
         words.append(f"partition `{facts['partition']}`")
     if facts.get("newcomers"):
-        words.append(f"{len(facts['newcomers'])} newcomers")
+        words.append(plural(len(facts["newcomers"]), "newcomer"))
     if facts.get("seeds"):
-        words.append(f"{len(facts['seeds'])} seeds")
+        words.append(plural(len(facts["seeds"]), "seed"))
     return ", ".join([*words, *([facts["device"]] if facts.get("device") else [])])
 
 

@@ -45,6 +45,7 @@ WORDS = {
     "head_sigma": "s_h",
     "head_gain": "g",
     "discount": "a",
+    "mean_sigma": "s_m",
 }
 
 

@@ -13,6 +13,7 @@ from scenarios import classification
 from test_same_numbers import same
 
 from bpfed.errors import UserError
+from bpfed.flower.message import Answer, Ask
 from bpfed.flower.states import States
 from bpfed.methods import BPFed, FedAvg
 
@@ -247,6 +248,18 @@ def test_a_site_refuses_a_server_of_another_configuration(tmp_path):
     with pytest.raises(UserError, match="Only 0 of 3 sites came"):
         other.serve()
     assert any("another configuration" in s for s in other.said)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    ["", "[]", "{}", '{"sites": 0, "longest": 9}', '{"sites": "many", "longest": 9}', '{"sites": 3, "longest": -1}'],
+)
+def test_a_site_refuses_what_cannot_be_true_of_the_others_data(facts, tmp_path):
+    deployed = Deployed(tmp_path, FedAvg())
+    site = next(iter(deployed.sites.values()))
+    answer = Answer.read(site.answer(Ask(site.fingerprint, "run", 1, train=True, facts=facts).write()), None, None)
+    assert "refused the server's message" in answer.refused
+    assert "Traceback" not in "".join(deployed.said)
 
 
 def test_a_name_is_believed_only_with_its_key(tmp_path):

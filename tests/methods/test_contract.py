@@ -238,7 +238,7 @@ def test_a_newcomer_leaves_the_shared_factors_as_they_are(client):
 
 def test_settings_that_are_numbers_do_not_change_the_structure_and_others_do(client):
     kind = client.method
-    assert set(kind.hyper()) == set(kind.numbers) <= set(kind.settings())
+    assert set(kind.numbers) <= set(kind.hyper()) & set(kind.settings())
     assert dataclasses.replace(kind, lr=0.5 * kind.lr).structure() == kind.structure()
     assert dataclasses.replace(kind, personal="*.bias").structure() != kind.structure()
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
+from bpfed.gaussian import Gaussian, discounted
 from bpfed.likelihoods import Normal
 from bpfed.methods import Population, Recipe
 from bpfed.methods.base import rows
@@ -103,3 +104,62 @@ def test_a_newcomers_noise_scale_is_the_likelihoods_own(personal):
     assert made.head.mean[at].tolist() == pytest.approx([math.log(0.1)])
     assert made.head.sigma[at].tolist() == pytest.approx([NOISE_SIGMA])
     assert torch.all(made.head.mean[~at] == 0.0)
+
+
+def numbers_of(clients: int, method=None, **settings):
+    """The numbers of the first client in the first round, with so many clients."""
+    data = scenarios.classification(sizes=(10,) * clients)
+    settings = Settings(**{"rounds": 300, "epochs": 10, "device": "cpu", **settings})
+    found = Federation.start(method or Recipe(), data, settings).hyper(1, torch.arange(1))
+    return {name: value.item() for name, value in found.items()}
+
+
+def test_with_up_to_twenty_clients_the_settings_are_as_they_were_chosen():
+    method = Recipe()
+    for clients in (2, 20):
+        found = numbers_of(clients)
+        assert found["discount"] == pytest.approx(method.discount)
+        assert found["anchor"] == pytest.approx(method.anchor)
+        assert found["lr"] == pytest.approx(method.path / 3000)
+
+
+def test_in_a_crowd_each_carries_its_part_of_the_prior_and_all_data_count():
+    """Five times as many clients: the precision that 1/(1 - a) stands for and the one of the means' prior stay in proportion."""
+    few, many = numbers_of(20), numbers_of(100, participants=5)
+    assert many["anchor"] == pytest.approx(few["anchor"] / 5)
+    assert 1 / (1 - many["discount"]) == pytest.approx(5 / (1 - few["discount"]), rel=1e-4)
+    assert many["lr"] == pytest.approx(min(Recipe().lr, 5 * few["lr"]))
+
+
+def test_a_head_starts_where_it_can_still_reach_its_prior():
+    method = Recipe(head_gain=6.0)
+    state = federation(method)
+    personal = state.personal(torch.arange(2))
+    torch.testing.assert_close(personal.head.mean, 6.0 * personal.first)  # nothing seen: the prior
+    size = personal.first.square().mean(-1).sqrt()
+    for way, gain in ((100.0, 1.0), (2.0, 4.0), (0.0, 6.0)):  # in units of h0
+        hyper = {name: torch.full((2,), value) for name, value in method.hyper().items()} | {"way": way * size}
+        begun = method.begin(state.model, rows(state.shared, 2), personal, hyper)
+        torch.testing.assert_close(state.model.factors.split(begun.q.mean)[1], gain * personal.first)
+
+
+def test_a_head_that_has_been_trained_goes_on_where_it_was():
+    method = Recipe()
+    state = federation(method)
+    kept = state.personal(torch.arange(2))
+    kept = kept._replace(head=kept.head._replace(mean=0.3 * kept.first), steps=torch.ones_like(kept.steps))
+    begun = method.begin(state.model, rows(state.shared, 2), kept, state.hyper(2, torch.arange(2)))
+    torch.testing.assert_close(state.model.factors.split(begun.q.mean)[1], 0.3 * kept.first)
+
+
+@pytest.mark.parametrize("clients", [20, 100])
+def test_the_precision_that_is_carried_on_is_that_of_so_many_clients_data(clients):
+    """A conjugate model, whose precision grows by the same in every round: it tends to 1/s0² + (that) / (1 - a)."""
+    discount = torch.tensor(numbers_of(clients, participants=5)["discount"], dtype=torch.float64)
+    grows, prior_sigma = 3.0, torch.tensor(0.5, dtype=torch.float64)
+    posterior = Gaussian(torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64))
+    for _ in range(2000):
+        prior = discounted(posterior, discount, prior_sigma)
+        posterior = posterior._replace(sigma=(prior.sigma**-2 + grows).rsqrt())
+    counted = clients / 20 / (1 - Recipe().discount)
+    assert (posterior.sigma**-2).item() == pytest.approx(4.0 + grows * counted, rel=1e-4)
