@@ -135,10 +135,11 @@ def test_an_audit_keeps_each_variant_as_it_is_done(tmp_path, small, monkeypatch)
     before = (tmp_path / "audit.json").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(audit, "train", lambda *a: pytest.fail("It was there already."))
-        audit.run(tmp_path, (0, 1), 2, "cpu", lambda sentence: None, only=only)
+        for seeds in ((0, 1), (0,)):  # all of them, or more than are asked for
+            audit.run(tmp_path, seeds, 2, "cpu", lambda sentence: None, only=only)
     assert (tmp_path / "audit.json").read_bytes() == before
 
-    with pytest.raises(UserError, match="has is of other settings, seeds; delete it to measure anew"):
+    with pytest.raises(UserError, match="has is of other settings; delete it to measure anew"):
         audit.run(tmp_path, (0,), 1, "cpu", lambda sentence: None, only=["published"])
     assert (tmp_path / "audit.json").read_bytes() == before
 

@@ -6,16 +6,19 @@ import inspect
 import json
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 from command import Command
 
+from bpfed.cli import paper as commands
 from bpfed.data import load
 from bpfed.errors import UserError
 from bpfed.paper import cell as cells
 from bpfed.paper import protocol, search, summary
 from bpfed.paper.cell import Cell
+from bpfed.paper.training import Kept, there
 
 
 @pytest.fixture
@@ -157,3 +160,31 @@ def test_a_command_calls_its_experiment_as_it_wants_to_be_called(name, tmp_path,
     assert given["out"] == (tmp_path / "theory.json" if name == "theory" else tmp_path)
     assert given["device"] == "cpu"
     assert callable(given["say"])
+
+
+def test_all_goes_on_where_a_result_is_kept_and_says_so(monkeypatch, capsys, tmp_path):
+    """The audit's is of other rounds: what follows is run and rendered all the same, and a wrong name still stops at once."""
+    command, done = Command(capsys), []
+    for name in ("_run_cells", "novel", "published", "heterogeneity", "shift", "theory", "_render"):
+        monkeypatch.setattr(commands, name, lambda *a, name=name, **k: done.append(name))
+    path = tmp_path / "audit.json"
+    monkeypatch.setattr(commands, "audit", lambda **k: there({"rounds": 60, "seeds": [0]}, {"rounds": 200}, path))
+    assert "has is of other rounds" in command("paper", "all").sentence
+    assert done == ["_run_cells", "novel", "published", "heterogeneity", "shift", "theory", "_render"]
+
+    monkeypatch.undo()
+    assert "nknown cell" in command("paper", "all", "--cells", "nowhere", "--results", tmp_path).sentence
+
+
+def test_a_result_is_there_with_all_its_seeds_or_more_and_settings_that_came_later():
+    def asked(seeds, **method):
+        return {"seeds": list(range(seeds)), "settings": {"method": {"lr": 0.1, **method}, "run": {}}}
+
+    found, path = asked(3), Path("x.json")
+    assert not there({}, asked(3), path)
+    assert [there(found, asked(seeds), path) for seeds in (1, 3, 5)] == [True, True, False]
+    assert there(found, asked(3, momentum=0.5), path)
+    with pytest.raises(Kept, match="other settings"):
+        there(found, asked(3, lr=0.2), path)
+    with pytest.raises(Kept, match="other seeds"):
+        there(found, asked(5), path, more=False)

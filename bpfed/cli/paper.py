@@ -200,15 +200,29 @@ def everything(
     results: Results = RESULTS,
     docs: Docs = DOCS,
 ) -> None:
-    """Everything in turn, then the tables and figures. What is finished is not run again."""
-    _run_cells(cells, methods, "groups,random", seeds, None, jobs, device, results)
-    novel(cells, None, seeds or 3, None, device, results)
-    published(cells, None, 1, None, device, results)
-    audit(seeds=seeds or 3, device=device, results=results)
-    heterogeneity(seeds=seeds or 3, device=device, results=results)
-    shift(seeds=seeds or 3, device=device, results=results)
-    theory(seeds or 3, device, results)
+    """Everything in turn, then the tables and figures. What is finished is not run again.
+
+    Where a result is of another request than this one, as of other rounds, it is kept and said so, and the rest goes on.
+    """
+    from bpfed.paper.training import Kept
+
+    few, kept = seeds or 3, []
+    for part in (
+        lambda: _run_cells(cells, methods, "groups,random", seeds, None, jobs, device, results),
+        lambda: novel(cells, None, few, None, device, results),
+        lambda: published(cells, None, 1, None, device, results),
+        lambda: audit(seeds=few, device=device, results=results),
+        lambda: heterogeneity(seeds=few, device=device, results=results),
+        lambda: shift(seeds=few, device=device, results=results),
+        lambda: theory(few, device, results),
+    ):
+        try:
+            part()
+        except Kept as error:
+            kept.append(str(error))
     _render(results, docs)
+    if kept:
+        raise Kept(" ".join(kept))
 
 
 @app.command(epilog="Example: bpfed paper render")

@@ -46,7 +46,7 @@ class Federation:
         training: Local training, with what it has traced; made when first needed.
         base: Where this federation's training examples begin among those of ``training``, which others may share.
         taken: A round, and how often each client was drawn up to it, ``[N]``; counted when first needed.
-        part_of: The run, where this is one site of it by itself; None: all its clients are here.
+        run_of_all: The run, where this is one site of it by itself; None: all its clients are here.
     """
 
     method: Method
@@ -61,7 +61,7 @@ class Federation:
     training: LocalRound | None = None
     base: int = 0
     taken: tuple[int, np.ndarray] | None = None
-    part_of: Course | None = None
+    run_of_all: Course | None = None
 
     @classmethod
     def start(
@@ -175,7 +175,7 @@ class Federation:
     def course(self) -> Course:
         """The run, as the method's numbers know it."""
         settings, all_here = self.settings, len(self)
-        return self.part_of or Course(all_here, settings.per_round(all_here), settings.rounds, settings.epochs)
+        return self.run_of_all or Course(all_here, settings.per_round(all_here), settings.rounds, settings.epochs)
 
     def _schedule(self, round_: int) -> float:
         """What the step size is multiplied by in this round."""

@@ -138,7 +138,6 @@ def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, 
             "task": made.task,
             "classes": len(made.labels),
             "longest": longest,
-            "sites": len(facts),
             "preparation": replace(made, local={}).record(),
         }
     first, told = next(iter(facts.items()))
@@ -147,7 +146,7 @@ def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, 
             raise UserError(
                 f"The data of site '{site}' are of another shape or task than those of '{first}'; mend one."
             )
-    return {**{key: told[key] for key in ("shape", "task", "classes")}, "longest": longest, "sites": len(facts)}
+    return {**{key: told[key] for key in ("shape", "task", "classes")}, "longest": longest}
 
 
 def _target(facts: Mapping[str, Mapping[str, Any]]) -> str:

@@ -127,7 +127,7 @@ class Server:
         )
 
     def _start(self, facts: dict[str, Any]) -> None:
-        self.journal.facts = facts
+        self.journal.facts = facts = {**facts, "sites": len(self.plan.sites)}
         self.federation = without_examples(self.config, self.plan.sites, facts)
         self.patterns = patterns(self.config.method, self.federation.model, self.config.run.compression == "half")
 

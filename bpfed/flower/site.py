@@ -31,6 +31,9 @@ from bpfed.metrics import Sums
 #: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same pattern.
 UploadTransform = Callable[[Upload, State, int], Upload]
 
+#: More sites or examples than this are not believed.
+MOST = 10**9
+
 _ONLY = torch.tensor([0])
 
 
@@ -122,15 +125,15 @@ class Site:
     def _start(self, facts: str) -> Federation:
         try:
             common: dict[str, Any] = json.loads(facts)
-            sites, longest = (int(common[key]) for key in ("sites", "longest"))
+            sites, longest = common["sites"], common["longest"]
         except (ValueError, TypeError, KeyError):
             raise Refused("what it says of the sites' data is not readable.") from None
-        if min(sites, longest) < 1:
-            raise Refused(f"it says that there are {sites} sites with at most {longest} examples each.")
+        if not all(type(n) is int and 1 <= n <= MOST for n in (sites, longest)):
+            raise Refused("what it says of the number of sites and of their examples cannot be.")
         data = self.source.data(common)
         settings = replace(self.config.run, participants=None, eval_clients=None, store="memory")
         federation = Federation.start(self.config.method, data, settings)
-        federation.part_of = Course(sites, self.config.run.per_round(sites), settings.rounds, settings.epochs)
+        federation.run_of_all = Course(sites, self.config.run.per_round(sites), settings.rounds, settings.epochs)
         train, batch = data.train, settings.batch
         # Never compiled: the process ends with the round. The width is the simulator's for clients of any size.
         width = min(batch, longest)

@@ -219,7 +219,7 @@ class Method(ABC):
         return {n: float(getattr(self, n)) for n in self.numbers}
 
     def hyper_in(self, course: Course, batches: Tensor) -> dict[str, Tensor]:
-        """The numbers in the first round of a run, ``[S]`` each; a method may fit them to it.
+        """The numbers in the first round of a run, ``[S]`` each; a method may fit them to it. `tuning` and newcomers have `hyper`.
 
         Args:
             course: The run.

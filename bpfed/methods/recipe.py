@@ -15,15 +15,16 @@ way. With ζ = (m, σ̄) from the server, q = (q_w, q_h) over shared and persona
    the run, the same for all, and never learnt. Heads that stay near a common one make features that mean the same everywhere,
    which is what a population of heads is for; but nothing of a head is uploaded for it.
 4. T < 1, noise drawn per example (the ``local`` estimator), and a step size that falls along a cosine.
-5. The step size is bounded twice. Times the passes over the data in the whole run (``path``): with more rounds the steps are
+5. The step size is bounded twice. Times rounds and local epochs (``path``): with more rounds the steps are
    smaller, and training ends in the same place. The hyper-prior of 2 alone bounds networks with enough data; a convolutional one
    with 125 images goes on growing for longer than anyone trains. And times a client's steps in one round (``reach``): a client
    that goes far alone leaves the others behind, and averages of such clients are poor.
 
-All this is for federations of up to `CHOSEN_WITH` clients. In one that is ``crowd`` times as large a client carries that much less of the
-prior of the means, more of the posterior's precision is carried on, as the posterior of all their data would have it (for a
-conjugate model its precision tends to 1/s0² + n/(T (1 − a)), n being one client's), and the steps may be larger, since a client
-takes part seldom. A client that takes few steps in the whole run starts with a head that is nearer to its prior.
+The settings were chosen with 10 clients, all of them in every round, and with 20, half of them. In a federation that is
+``crowd`` times as large as that a client carries that much less of the prior of the means, and the precision counts that many more
+clients' data (for a conjugate model it tends to 1/s0² + n/(T (1 − a)) after many rounds, n being one client's). Where clients
+take part more seldom than in every other round, ``path`` is that much longer. A client that cannot get far in the whole run starts
+with a head nearer to its prior.
 
 There is no step on π (Eq. 10): η_i and the upload are taken from q. Settings were chosen on validation data cut from the
 training data of the three small cells, one set for all (docs/recipe.md).
@@ -48,8 +49,8 @@ from bpfed.methods.heads import NOISE_SIGMA, of_likelihood, per_head
 from bpfed.methods.variational import Memory, Variational, join, split
 from bpfed.model import Model
 
-#: The settings were chosen with 10 and with 20 clients.
-CHOSEN_WITH = 20
+#: Most clients, and how seldom they took part at most, where the settings were chosen.
+CHOSEN_WITH, CHOSEN_AT = 20, 0.5
 
 #: σ of a head's prior in a regression, times the root of the number of its weights.
 REGRESSION_SIGMA = 0.6
@@ -92,10 +93,11 @@ class Recipe(Method):
         head_sigma: s_h, the fixed scale of the personal factors' prior. This and ``head_gain`` are for classes; in a regression the
             prior is N(0, 0.6²) divided by the number of the head's weights, and a noise scale has one of its own.
         head_gain: g, the prior mean of the personal factors in units of the head that all clients start with; 0: the mean is 0.
+            Where other layers than the head are personal, 1 at most.
         anchor: 1/(K s_m²), pull of the shared factors' means towards 0, with up to 20 clients.
         estimator: Of the data term, see BPFed.
         draws: Weight draws in a step.
-        path: Most that the step size times the passes over the data in the whole run may be; longer runs take smaller steps.
+        path: Most that the step size times rounds times local epochs may be; longer runs take smaller steps.
         reach: Most that the step size times a client's steps in one round may be; clients with more data take smaller steps.
         newcomer_lr: Step size at which a client that joins later learns its head.
     """
@@ -154,18 +156,23 @@ class Recipe(Method):
     def init(self, model: Model) -> Initial:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
         shared, head = split(model, start)
-        gain = (self.head_gain or 1.0) if isinstance(model.likelihood, Categorical) else 1.0
-        at_prior = Gaussian(gain * head.mean, head.sigma)
-        return Initial(shared, Personal(at_prior, head.mean, Variational.at(start).memory, model.initial.new_zeros(1)))
+        gain = self.head_gain if self._grows(model) else 1.0
+        untrained = Gaussian(gain * head.mean, head.sigma)
+        return Initial(shared, Personal(untrained, head.mean, Variational.at(start).memory, model.initial.new_zeros(1)))
+
+    def _grows(self, model: Model) -> bool:
+        """Whether personal factors are heads that grow from h0 to their prior mean; other layers are not six times as large."""
+        return self.personal == "head" and self.head_gain > 1.0 and isinstance(model.likelihood, Categorical)
 
     def hyper(self) -> dict[str, float]:
-        """With how far a head may come in the whole run: a client by itself starts where its head is."""
+        """With ``way``, the most that a head may move in the whole run: a client by itself starts where its head is."""
         return super().hyper() | {"way": 0.0}
 
     def hyper_in(self, course: Course, batches: Tensor) -> dict[str, Tensor]:
         numbers, batches = super().hyper_in(course, batches), batches.clamp(min=1)
         crowd = max(1.0, course.clients / CHOSEN_WITH)
-        whole, one = crowd * self.path / (course.rounds * course.epochs), self.reach / (course.epochs * batches)
+        seldom = max(1.0, CHOSEN_AT * course.clients / course.participants)
+        whole, one = seldom * self.path / (course.rounds * course.epochs), self.reach / (course.epochs * batches)
         numbers["lr"] = one.clamp(max=min(self.lr, whole))
         numbers["way"] = numbers["lr"] * course.passes * batches
         numbers["discount"] = 1.0 - (1.0 - numbers["discount"]) / crowd
@@ -191,11 +198,11 @@ class Recipe(Method):
         return Local(q, join(body, head), personal.first, personal.steps[:, 0])
 
     def _start(self, model: Model, personal: Personal, hyper: dict[str, Tensor]) -> Gaussian:
-        """Where heads start a round, ``[S, P_personal]``: where they were; at first at h0, or as far from their prior as they can go.
+        """Where heads start a round, ``[S, P_personal]``: where they were; at first at h0, or at most ``way`` from their prior.
 
         A head that grows into its prior while the features are learnt makes better ones; but it has to get there.
         """
-        if not isinstance(model.likelihood, Categorical):
+        if not self._grows(model):
             return personal.head
         size = personal.first.square().mean(-1).sqrt().clamp(min=1e-12)
         gain = (hyper["head_gain"] - hyper["way"] / size).clamp(min=1.0)
@@ -210,7 +217,8 @@ class Recipe(Method):
         """
         none = torch.zeros_like(first)
         if isinstance(model.likelihood, Categorical):
-            return Gaussian(hyper["head_gain"][:, None] * first, none + hyper["head_sigma"][:, None])
+            gain = hyper["head_gain"] if self.personal == "head" else hyper["head_gain"].clamp(max=1.0)
+            return Gaussian(gain[:, None] * first, none + hyper["head_sigma"][:, None])
         noise = of_likelihood(model)
         untempered = NOISE_SIGMA * hyper["temperature"][:, None].clamp(min=1e-6).sqrt()
         weights = none + REGRESSION_SIGMA * (per_head(model) if self.personal == "head" else 1.0)

@@ -25,7 +25,7 @@ from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
 from bpfed.paper import protocol
-from bpfed.paper.training import device_name, tests_on
+from bpfed.paper.training import Kept, device_name, differing, tests_on
 from bpfed.run import Run, prepare, train_together
 
 if TYPE_CHECKING:
@@ -97,14 +97,14 @@ class Cell:
         """The seeds that its record does not hold.
 
         Raises:
-            UserError: The record was made with other settings than it would be now.
+            Kept: The record was made with other settings than it would be now.
         """
         record = self.record(results)
         if record is None:
             return list(self.wanted)
         settings = _settings(entrants([self.method], self.settings())[0])
-        if differs := _differing(record["settings"], settings):
-            raise UserError(
+        if differs := differing(record["settings"], settings):
+            raise Kept(
                 f"'{self.path(results)}' was made with other settings ({differs}); delete it to run the cell anew."
             )
         done = {found["seed"] for found in record["runs"]}
@@ -197,17 +197,6 @@ def _settings(entrant: Entrant) -> dict[str, Any]:
     kept = ("rounds", *protocol.RUN, "eval_draws", "scaling", "calibration")
     run = {name: getattr(entrant.settings, name) for name in kept} | {"last_draws": protocol.LAST_DRAWS}
     return json.loads(to_json({"method": entrant.method.settings(), "run": run}))
-
-
-def _differing(was: dict[str, Any], now: dict[str, Any]) -> str:
-    """What is no longer as it was, in words; a setting that came later is as it is by default."""
-    words = []
-    for table in ("method", "run"):
-        for name in sorted(was[table]):
-            before, after = was[table].get(name), now[table].get(name)
-            if before != after:
-                words.append(f"{name} {before}, now {after}")
-    return "; ".join(words)
 
 
 def words(record: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ from bpfed.paper.training import (
     Say,
     command,
     device_name,
+    differing,
     parser,
     read,
     record,
@@ -142,6 +143,8 @@ def run(
 
 def sweep(path: Path, axis: str, methods: dict[str, Method], seeds: int, rounds: int, device: str, say: Say) -> None:
     """Run methods over one axis and write the file after each of them; for the arguments see `run`."""
+    found = read(path)
+    seeds = max(seeds, len(found.get("seeds", ())))  # all methods of a file have the same
     asked: dict[str, Any] = {
         "axis": axis,
         "values": list(AXES[axis].values),
@@ -149,13 +152,12 @@ def sweep(path: Path, axis: str, methods: dict[str, Method], seeds: int, rounds:
         "rounds": rounds,
         "seeds": list(range(seeds)),
     }
-    found = read(path)
-    there(found, asked, path)
+    there(found, asked, path, more=False)
     done: dict[str, Any] = found.get("methods", {})
     settings = settings_of(rounds, DRAWS, device)
     for name, method in methods.items():
         told = record(method, settings)
-        if done.get(name, {}).get("settings") == told:
+        if name in done and not differing(done[name]["settings"], told):
             say(f"{method.title} over {axis}: done already")
             continue
         start = time.perf_counter()

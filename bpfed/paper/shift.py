@@ -34,6 +34,7 @@ from bpfed.paper.training import (
     Say,
     command,
     device_name,
+    differing,
     parser,
     read,
     record,
@@ -86,28 +87,29 @@ def run(
     settings = settings_of(rounds, DRAWS, device)
     for cell in cells:
         path = out / ("shift.json" if cell == "mnist-small" else f"shift-{cell}.json")
+        found = read(path)
+        many = max(seeds, len(found.get("seeds", ())))  # all methods of a file have the same
         asked: dict[str, Any] = {
             "data": cell,
             "other": OTHERS[CELLS[cell].source],
             "shifts": {kind: list(values) for kind, values in SHIFTS.items()},
             "rounds": rounds,
-            "seeds": list(range(seeds)),
+            "seeds": list(range(many)),
         }
-        found = read(path)
-        there(found, asked, path)
+        there(found, asked, path, more=False)
         done: dict[str, Any] = found.get("methods", {})
         deals: list[FederatedData] = []
         for name, method in chosen.items():
             told = record(method, settings)
-            if done.get(name, {}).get("settings") == told:
+            if name in done and not differing(done[name]["settings"], told):
                 say(f"{method.title} on {cell}: done already")
                 continue
             if not deals:
-                say(f"{cell}: loading {seeds} seed{'' if seeds == 1 else 's'}")
-                deals = [tests_on(load(cell, seed=seed), pick_device(device)) for seed in range(seeds)]
-                strange = [others(cell, seed) for seed in range(seeds)]
+                say(f"{cell}: loading {many} seed{'' if many == 1 else 's'}")
+                deals = [tests_on(load(cell, seed=seed), pick_device(device)) for seed in range(many)]
+                strange = [others(cell, seed) for seed in range(many)]
             start = time.perf_counter()
-            federations = train(method, deals, seeded(settings, seeds), say, f"{method.title} on {cell}")
+            federations = train(method, deals, seeded(settings, many), say, f"{method.title} on {cell}")
             scores = measure(federations, strange, say)
             seconds = round(time.perf_counter() - start, 1)
             done = read(path).get("methods", {})  # others may have written meanwhile

@@ -108,19 +108,49 @@ def tests_on(data: FederatedData, device: torch.device) -> FederatedData:
     return replace(data, test=Examples(test.x.to(device), test.y.to(device), test.offsets))
 
 
-def there(found: dict[str, Any], asked: dict[str, Any], path: Path) -> bool:
-    """Whether a result is there; ``found`` in ``path``, and empty if not.
+class Kept(UserError):
+    """A finished result is of something else than what is asked for; it is not written over for another request."""
+
+
+def there(found: dict[str, Any], asked: dict[str, Any], path: Path, more: bool = True) -> bool:
+    """Whether a result is there, with all seeds that are asked for; ``found`` in ``path``, and empty if not.
+
+    Args:
+        found: What there is.
+        asked: What it should be of; its ``seeds``, if any, are among those of ``found`` or the other way round.
+        path: Where it is.
+        more: Whether one of too few seeds may be measured anew.
 
     Raises:
-        UserError: It is of something else than what is asked for: finished work is not written over for another request.
+        Kept: It is of something else than what is asked for.
     """
-    other = [name for name, value in asked.items() if found and found.get(name) != value]
+    if not found:
+        return False
+    seeds = set(asked.get("seeds", ())) <= set(found.get("seeds", ()))
+    other = [name for name, value in asked.items() if name != "seeds" and not _same(name, found.get(name), value)]
+    if not (seeds or more):
+        other.append("seeds")
     if other:
-        raise UserError(
+        raise Kept(
             f"What '{path}' has is of other {', '.join(other)}; delete it to measure anew, or keep yours in another "
             "folder of results."
         )
-    return bool(found)
+    return seeds
+
+
+def _same(name: str, was: Any, now: Any) -> bool:
+    return was == now if name != "settings" or was is None else not differing(was, now)
+
+
+def differing(was: dict[str, Any], now: dict[str, Any]) -> str:
+    """What of the settings is no longer as it was, in words; a setting that came later is as it is by default."""
+    words = []
+    for table in ("method", "run"):
+        for name in sorted(was[table]):
+            before, after = was[table].get(name), now[table].get(name)
+            if before != after:
+                words.append(f"{name} {before}, now {after}")
+    return "; ".join(words)
 
 
 def device_name(device: str) -> str:

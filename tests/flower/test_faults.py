@@ -15,7 +15,7 @@ from test_same_numbers import same
 from bpfed.errors import UserError
 from bpfed.flower.message import Answer, Ask
 from bpfed.flower.states import States
-from bpfed.methods import BPFed, FedAvg
+from bpfed.methods import BPFed, FedAvg, Recipe
 
 DATA = classification(sizes=(8, 8, 8))
 ROUNDS = 3
@@ -250,16 +250,29 @@ def test_a_site_refuses_a_server_of_another_configuration(tmp_path):
     assert any("another configuration" in s for s in other.said)
 
 
-@pytest.mark.parametrize(
-    "facts",
-    ["", "[]", "{}", '{"sites": 0, "longest": 9}', '{"sites": "many", "longest": 9}', '{"sites": 3, "longest": -1}'],
-)
-def test_a_site_refuses_what_cannot_be_true_of_the_others_data(facts, tmp_path):
-    deployed = Deployed(tmp_path, FedAvg())
-    site = next(iter(deployed.sites.values()))
-    answer = Answer.read(site.answer(Ask(site.fingerprint, "run", 1, train=True, facts=facts).write()), None, None)
-    assert "refused the server's message" in answer.refused
+@pytest.mark.parametrize("field", ["sites", "longest"])
+@pytest.mark.parametrize("value", [None, 0, -1, 2.5, True, "3", float("inf"), 10**400])
+def test_a_site_refuses_what_cannot_be_true_of_the_others(field, value, tmp_path):
+    deployed = Deployed(tmp_path, FedAvg(), DATA, rounds=1)
+    facts = deployed.serve().journal.facts | {field: value}
+    site = deployed.sites["site b"]
+    answer = site.answer(Ask(site.fingerprint, "run", 1, train=True, facts=json.dumps(facts)).write())
+    assert "the number of sites" in Answer.read(answer, None, None).refused
     assert "Traceback" not in "".join(deployed.said)
+
+
+def test_a_site_knows_the_whole_run(tmp_path):
+    """Sites that are not there count too: the numbers of a method go by all of them, as in a simulation."""
+    data, method = classification(sizes=(8,) * 25), Recipe()
+    deployed = Deployed(tmp_path, method, data, rounds=1, epochs=1, participants=5)
+    deployed.serve()
+    state = simulated(method, data, rounds=1, epochs=1, participants=5)[0]
+    wanted = state.hyper(1, torch.tensor([0]))
+    asked = [site for site in deployed.sites.values() if site._federation is not None]
+    assert asked
+    for site in asked:
+        found = site._federation[1].hyper(1, torch.tensor([0]))
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def test_a_name_is_believed_only_with_its_key(tmp_path):

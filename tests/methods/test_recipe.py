@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_flatten
 
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
-from bpfed.gaussian import Gaussian, discounted
 from bpfed.likelihoods import Normal
 from bpfed.methods import Population, Recipe
 from bpfed.methods.base import rows
@@ -114,10 +113,10 @@ def numbers_of(clients: int, method=None, **settings):
     return {name: value.item() for name, value in found.items()}
 
 
-def test_with_up_to_twenty_clients_the_settings_are_as_they_were_chosen():
+def test_where_the_settings_were_chosen_they_are_as_they_are():
     method = Recipe()
-    for clients in (2, 20):
-        found = numbers_of(clients)
+    for clients, participants in ((2, None), (10, 10), (20, 10)):
+        found = numbers_of(clients, participants=participants)
         assert found["discount"] == pytest.approx(method.discount)
         assert found["anchor"] == pytest.approx(method.anchor)
         assert found["lr"] == pytest.approx(method.path / 3000)
@@ -125,10 +124,22 @@ def test_with_up_to_twenty_clients_the_settings_are_as_they_were_chosen():
 
 def test_in_a_crowd_each_carries_its_part_of_the_prior_and_all_data_count():
     """Five times as many clients: the precision that 1/(1 - a) stands for and the one of the means' prior stay in proportion."""
-    few, many = numbers_of(20), numbers_of(100, participants=5)
+    few, many = numbers_of(20), numbers_of(100)
     assert many["anchor"] == pytest.approx(few["anchor"] / 5)
     assert 1 / (1 - many["discount"]) == pytest.approx(5 / (1 - few["discount"]), rel=1e-4)
-    assert many["lr"] == pytest.approx(min(Recipe().lr, 5 * few["lr"]))
+
+
+@pytest.mark.parametrize(("clients", "participants", "longer"), [(100, 100, 1), (100, 50, 1), (100, 10, 5), (30, 3, 5)])
+def test_clients_that_take_part_seldom_may_take_larger_steps(clients, participants, longer):
+    found = numbers_of(clients, participants=participants, rounds=3000)
+    assert found["lr"] == pytest.approx(longer * Recipe().path / 30_000)
+
+
+def test_the_way_of_a_head_is_its_steps_in_the_whole_run():
+    """300 rounds of 10 passes of one batch, of which a client with one chance in four takes a quarter."""
+    for participants, part in ((None, 1.0), (2, 0.25)):
+        found = numbers_of(8, participants=participants)
+        assert found["way"] == pytest.approx(found["lr"] * 3000 * part)
 
 
 def test_a_head_starts_where_it_can_still_reach_its_prior():
@@ -155,11 +166,25 @@ def test_a_head_that_has_been_trained_goes_on_where_it_was():
 @pytest.mark.parametrize("clients", [20, 100])
 def test_the_precision_that_is_carried_on_is_that_of_so_many_clients_data(clients):
     """A conjugate model, whose precision grows by the same in every round: it tends to 1/s0² + (that) / (1 - a)."""
-    discount = torch.tensor(numbers_of(clients, participants=5)["discount"], dtype=torch.float64)
-    grows, prior_sigma = 3.0, torch.tensor(0.5, dtype=torch.float64)
-    posterior = Gaussian(torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64))
-    for _ in range(2000):
-        prior = discounted(posterior, discount, prior_sigma)
-        posterior = posterior._replace(sigma=(prior.sigma**-2 + grows).rsqrt())
-    counted = clients / 20 / (1 - Recipe().discount)
-    assert (posterior.sigma**-2).item() == pytest.approx(4.0 + grows * counted, rel=1e-4)
+    method = Recipe(prior_sigma=2.0)
+    data = scenarios.classification(sizes=(10,) * clients)
+    state = Federation.start(method, data, Settings(rounds=2, device="cpu"))
+    hyper = {name: value[:1].double() for name, value in state.hyper(1, torch.arange(1)).items()}
+    personal = state.personal(torch.arange(1))
+    count, grows, shared = state.model.factors.shared, 3.0, rows(state.shared, 1)
+    for _ in range(1500):
+        prior = method.begin(state.model, shared, personal, hyper).prior.sigma[:, :count].double()
+        shared = shared._replace(sigma=(prior**-2 + grows).rsqrt())
+    own = state.model.factors.split(state.model.factors.fan_in())[0].double() / 4.0  # 1/s0²
+    counted = clients / 20 / (1 - method.discount)
+    torch.testing.assert_close((shared.sigma**-2)[0], own + grows * counted, rtol=1e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("personal", ["all", "not-head", "*.bias"])
+def test_other_layers_than_heads_start_as_the_network_does(personal):
+    state = federation(Recipe(personal=personal))
+    found = state.personal(torch.arange(2))
+    torch.testing.assert_close(found.head.mean, found.first)
+    begun = state.method.begin(state.model, rows(state.shared, 2), found, state.hyper(1, torch.arange(2)))
+    for mean in (begun.q.mean, begun.prior.mean):
+        torch.testing.assert_close(state.model.factors.split(mean)[1], found.first)
