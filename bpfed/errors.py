@@ -18,5 +18,6 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
 def hint(name: str, known: Iterable[str]) -> str:
     """The nearest of the known names, or all of them: the end of a sentence about a name that does not exist."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = [n for n in names if n.lower() == name.lower()] or [n for n in names if n.startswith(name)]
+    near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean '{near[0]}'?" if near else f"known are: {', '.join(names)}."

@@ -209,6 +209,8 @@ class Run:
             "seconds": round(self.seconds, 3),
             "bins": self.settings.bins,
         }
+        if (participants := self.settings.per_round(len(data))) < len(data):
+            record |= {"participants": participants, "never_drawn": int((federation.times_drawn() == 0).sum())}
         if (epsilon := federation.epsilon()) is not None:
             record |= {"epsilon": epsilon, "delta": self.settings.delta}
         return record | figures(self.history)

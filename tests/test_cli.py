@@ -159,6 +159,7 @@ def test_a_folder_of_something_else_is_never_written_to(bpfed: Command, flag: st
         ("--set run.temperature=1", "--set: unknown key 'temperature' in [run]; did you mean 'method.temperature'?"),
         ("--set methd.lr=1", "--set: unknown table 'methd'; did you mean 'method'?"),
         ("--set lr=1", "--set: 'lr' names no table"),
+        ("--set participants=1", "did you mean 'run.participants'?"),
         ("--set method.lr", "--set: 'method.lr' has no value"),
         ("--method bpfed --set method.sigma=0", "sigma = 0 (the Dirac case)"),
         ("--set method.personal=nosuch", "No parameter of the module matches personal 'nosuch'"),

@@ -188,3 +188,10 @@ def test_a_result_is_there_with_all_its_seeds_or_more_and_settings_that_came_lat
         there(found, asked(3, lr=0.2), path)
     with pytest.raises(Kept, match="other seeds"):
         there(found, asked(5), path, more=False)
+
+
+def test_nothing_is_rendered_from_a_folder_without_results(capsys, tmp_path):
+    (tmp_path / "results").mkdir()
+    said = Command(capsys)("paper", "render", "--results", tmp_path / "results", "--docs", tmp_path / "docs").sentence
+    assert said.startswith("There are no results in")
+    assert not (tmp_path / "docs").exists()

@@ -219,3 +219,14 @@ def test_runs_of_several_seeds_are_the_runs_of_each_seed(tmp_path):
     assert runs[1].history[-1]["nll"]["pooled"] == pytest.approx(alone.history[-1]["nll"]["pooled"], abs=1e-6)
     assert runs[0].history[-1]["nll"] != runs[1].history[-1]["nll"]
     assert (tmp_path / "seed-0" / "report.html").exists()
+
+
+def test_a_run_says_who_was_never_drawn():
+    data = classification(sizes=(6,) * 9)
+    run = bpfed.fit(FedAvg(), data, rounds=2, participants=2, device="cpu", compile="off")
+    drawn = {i for round_ in (1, 2) for i in run.federation.participants(round_).tolist()}
+    record = run.record()
+    assert (record.summary["participants"], record.summary["never_drawn"]) == (2, 9 - len(drawn))
+    assert record.seldom.startswith(f"2 of the 9 clients are drawn in a round; {9 - len(drawn)} were never drawn")
+    whole = bpfed.fit(FedAvg(), data, rounds=1, device="cpu", compile="off").record()
+    assert whole.seldom == ""

@@ -47,7 +47,8 @@ def with_schema(function: Callable[..., None], without: Sequence[str] = ()) -> C
 
 
 def _parameter(key: str, field: Field) -> inspect.Parameter:
-    about = field.about if field.default is None else f"{field.about} \\[default: {field.default}]"
+    words = field.about.replace("None:", "left out:")
+    about = words if field.default is None else f"{words} \\[default: {field.default}]"
     option: Any = typer.Option(
         flag(key), metavar=field.short, help=about, rich_help_panel=PANELS[key.partition(".")[0]], show_default=False
     )

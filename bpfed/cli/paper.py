@@ -310,7 +310,7 @@ def _render(results: Path, docs: Path) -> None:
         from bpfed.paper import render as pages
         from bpfed.paper.summary import write
 
-        if not results.is_dir():
+        if all(path.name == "summary.json" for path in results.rglob("*.json")):
             raise UserError(f"There are no results in '{results}'; run 'bpfed paper table1' first, or name --results.")
         say(str(write(results)))
         pages.render(results, docs, lambda path: say(str(path)))

@@ -71,8 +71,9 @@ def result(run: RunRecord, report: Path) -> None:
         )
     put(shown)
     console = Console()
-    if run.untested:
-        console.print(run.untested.replace("\u202f", " "), highlight=False)
+    for sentence in (run.untested, run.seldom):
+        if sentence:
+            console.print(sentence.replace("\u202f", " "), highlight=False)
     console.print(
         f"Trained for {text.duration(value(run.summary, 'seconds'))} on {run.summary['device']}.", highlight=False
     )

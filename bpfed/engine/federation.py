@@ -152,13 +152,17 @@ class Federation:
             return None
         if settings.sampling == "poisson" and secret:
             return poisson_epsilon(settings.noise, count / len(self), self.round, settings.delta)
+        return gaussian_epsilon(settings.noise, int(self.times_drawn().max()), settings.delta)
+
+    def times_drawn(self) -> np.ndarray:
+        """How often each client was drawn in the rounds so far, ``[N]``."""
         done, taken = self.taken or (0, np.zeros(len(self), dtype=np.int64))
         if done > self.round:
             done, taken = 0, np.zeros_like(taken)
         for round_ in range(done + 1, self.round + 1):
             taken[self._drawn(round_)] += 1
         self.taken = self.round, taken
-        return gaussian_epsilon(settings.noise, int(taken.max()), settings.delta)
+        return taken
 
     def keys(self, round_: int, purpose: Purpose, clients: Tensor) -> Tensor:
         """Keys of these clients, ``[S, 2]``, on the device."""

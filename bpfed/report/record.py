@@ -95,6 +95,18 @@ class RunRecord:
         return f"{text.plural(total - tested, 'client')} {verb} in no figure."
 
     @property
+    def seldom(self) -> str:
+        """A sentence on how many clients take part in a round; empty where all do."""
+        if "participants" not in self.summary:
+            return ""
+        total, never = int(self.summary["clients"]), int(self.summary["never_drawn"])
+        drawn = f"{text.count(self.summary['participants'])} of the {text.count(total)} clients are drawn in a round"
+        if not never:
+            return f"{drawn}; each was at least once."
+        verb = "was never drawn and has" if never == 1 else "were never drawn and have"
+        return f"{drawn}; {text.count(never)} {verb} nothing personal yet (more --participants or --rounds)."
+
+    @property
     def rows(self) -> list[dict[str, Any]]:
         """One row per client, in the data's order."""
         rows: list[dict[str, Any]] = self.evaluation.get("clients", [])

@@ -210,7 +210,7 @@ def clients(run: RunRecord) -> str:
     ranking = table.ranked(run.rows, main)
     worst = table.worst_names(ranking, main)
     untested = sum(not row.get("test") for row in run.rows)
-    intro = f"{run.untested} " if run.untested else ""
+    intro = "".join(f"{sentence} " for sentence in (run.untested, run.seldom) if sentence)
     if worst:
         who = "The client" if len(worst) == 1 else f"The {len(worst)} clients"
         intro += f"{who} with the worst {main.in_words} {'is' if len(worst) == 1 else 'are'} marked. "
