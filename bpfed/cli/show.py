@@ -71,8 +71,8 @@ def result(run: RunRecord, report: Path) -> None:
         )
     put(shown)
     console = Console()
-    if run.untested:
-        console.print(run.untested.replace("\u202f", " "), highlight=False)
+    for note in filter(None, (run.untested, run.uncovered)):
+        console.print(note.replace("\u202f", " "), highlight=False)
     console.print(
         f"Trained for {text.duration(value(run.summary, 'seconds'))} on {run.summary['device']}.", highlight=False
     )

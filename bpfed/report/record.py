@@ -95,6 +95,19 @@ class RunRecord:
         return f"{text.plural(total - tested, 'client')} {verb} in no figure."
 
     @property
+    def uncovered(self) -> str:
+        """A sentence on the clients whose sets or intervals hold everything; empty where there are none."""
+        sizes = [int(row["calibration"]) for row in self.rows if row.get("test") and "calibration" in row]
+        least = int(self.evaluation.get("fewest_calibration", 0))
+        short = sum(size < least for size in sizes)
+        if not short:
+            return ""
+        kind = "intervals" if any(measure.name == "rmse" for measure in self.measures) else "sets"
+        start = text.few_calibration(short, len(sizes), least, kind, "tested client" if self.untested else "client")
+        own = f"{'their' if short > 1 else 'its'} {kind} hold everything"
+        return f"{start}; {own}{' and are left out of the coverage' if short < len(sizes) else ', so coverage says nothing'}."
+
+    @property
     def rows(self) -> list[dict[str, Any]]:
         """One row per client, in the data's order."""
         rows: list[dict[str, Any]] = self.evaluation.get("clients", [])

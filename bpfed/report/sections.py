@@ -188,18 +188,19 @@ def _in_use(run: RunRecord) -> str:
             f" Asked to answer only where they are 90 % sure, they abstain on {text.percent(abstained)} of the examples"
         )
         words += f" and are right in {text.percent(right)} of the rest." if math.isfinite(right) else "."
-    held, size = run.last("coverage"), run.last("set_size")
+    held, size, width = (run.last(name) for name in ("coverage", "set_size", "interval_width"))
     if math.isfinite(size):
         words += (
             f" The 90 % prediction sets, calibrated on examples held back, hold the right label in {text.percent(held)}"
         )
         words += f" and have {text.decimal(size, 2)} labels on average."
     elif math.isfinite(held):
+        wide = f" and are {text.decimal(width, 2)} wide on average" if math.isfinite(width) else ""
         words += (
             f" The calibrated 90 % intervals, widened or narrowed by what examples held back say, hold {text.percent(held)} "
-            "of the targets; the diagram and the numbers below are of the models’ own."
+            f"of the targets{wide}; the diagram and the numbers below are of the models’ own."
         )
-    return words
+    return f"{words} {run.uncovered}" if run.uncovered else words
 
 
 def clients(run: RunRecord) -> str:

@@ -47,7 +47,7 @@ def clients(ranking: Sequence[dict[str, Any]], measures: Sequence[Measure], wors
             f"{text.count(len(ranking) - LONGEST)} between them are left out.</p>"
         )
     main = measures[0]
-    columns = _columns(measures)
+    columns = _columns(measures, any("calibration" in row for row in ranking))
     longest = max((v for row in ranking if math.isfinite(v := value(row, main.name))), default=1.0)
     full = 1.0 if main.show is text.percent else longest
     head = "".join(
@@ -68,12 +68,14 @@ def clients(ranking: Sequence[dict[str, Any]], measures: Sequence[Measure], wors
 Column = tuple[str, str, Callable[[float], str], str]
 
 
-def _columns(measures: Sequence[Measure]) -> list[Column]:
+def _columns(measures: Sequence[Measure], held_back: bool) -> list[Column]:
     columns: list[Column] = [
         ("name", "Client", text.count, "The client's name"),
         ("train", "Train", text.count, "Training examples"),
         ("test", "Test", text.count, "Test examples"),
     ]
+    if held_back:
+        columns.insert(2, ("calibration", "Held back", text.count, "Examples held back to calibrate predictions"))
     for measure in measures:
         columns.append((measure.name, measure.label, measure.show, measure.explain))
         if measure.name == "ece":
