@@ -63,10 +63,12 @@ def result(run: RunRecord, report: Path) -> None:
         if measure.name == "ece":
             floor = MEASURES["ece"].typed(value(run.evaluation, "ece_floor"))
             name = f"ECE ({run.evaluation.get('bins')} bins, floor {floor})"
+        elif measure.name == "answered_accuracy" and run.sure:
+            name = f"{name} (of {text.count(run.sure)})".replace("\u202f", " ")
         shown.add_row(
             name,
             measure.typed(run.last(measure.name)),
-            measure.typed(run.last(measure.name, "worst")),
+            measure.typed(run.worst(measure.name)),
             text.MISSING if best is None else f"{measure.typed(best[1])} (round {best[0]})",
         )
     put(shown)
