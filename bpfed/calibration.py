@@ -94,11 +94,21 @@ def threshold(scores: Tensor, level: float) -> float:
     return float(scores[rank - 1]) if rank <= len(scores) else math.inf
 
 
+def fewest(level: float) -> int:
+    """The number of calibration examples below which every `threshold` at this level is infinite."""
+    _check(level)
+    return math.ceil(round(level / (1.0 - level), 9))
+
+
 def _rank(size: Tensor, level: float) -> Tensor:
-    if not 0.0 < level < 1.0:
-        raise UserError(f"The level of a prediction set is {level}, but must be above 0 and below 1, such as 0.9.")
+    _check(level)
     # Rounded first: (n + 1) · level that should be a whole number must not pass it by the last bit.
     return torch.round((size + 1.0) * level, decimals=9).ceil()
+
+
+def _check(level: float) -> None:
+    if not 0.0 < level < 1.0:
+        raise UserError(f"The level of a prediction set is {level}, but must be above 0 and below 1, such as 0.9.")
 
 
 def sorted_scores(scores: Tensor, offsets: Tensor) -> Tensor:

@@ -22,6 +22,9 @@ Floats = NDArray[np.float64]
 #: Scores of which more is better; of the others less is.
 BEST_IS_HIGH = frozenset({"accuracy", "answered_accuracy", "coverage"})
 
+#: Scores that a client with test examples may lack: it answered nothing, or has too few calibration examples.
+LACKING = frozenset({"answered_accuracy", "coverage", "set_size", "interval_width"})
+
 #: A prediction that is less sure than this counts as an abstention, and sets are tested at this level.
 SURE = 0.9
 #: A lower probability counts as this one, so that one wrong certainty costs 27.6 nats, not infinity. float32 holds it.
@@ -125,29 +128,51 @@ class Evaluation:
         """``{"accuracy": {"pooled": .., "mean": .., "worst": ..}, "nll": ..}``, ready for JSON."""
         return {name: score.record() for name, score in {**self.scores, **self.more}.items()}
 
-    def clients(self, names: Sequence[str], train_sizes: Sequence[int]) -> list[dict[str, Any]]:
-        """One row per client: name, train and test sizes, each metric and ``ece_floor`` (``None`` where untested)."""
+    def clients(
+        self, names: Sequence[str], train_sizes: Sequence[int], calibration_sizes: Sequence[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """One row per client: name, sizes, each metric and ``ece_floor`` (``None`` where untested).
+
+        The sizes are ``train`` and ``test`` and, where examples were held back, ``calibration``.
+        """
         columns = {name: score.clients.tolist() for name, score in self.scores.items()}
         columns["ece_floor"] = self.ece_floor.clients.tolist()
         columns |= {name: score.clients.tolist() for name, score in self.more.items()}
+        held = (
+            [{"calibration": int(n)} for n in calibration_sizes] if calibration_sizes is not None else [{}] * len(names)
+        )
         return [
             {"name": name, "train": int(train), "test": int(test)}
+            | held[i]
             | {metric: _json(values[i]) for metric, values in columns.items()}
             for i, (name, train, test) in enumerate(zip(names, train_sizes, self.sizes, strict=True))
         ]
 
-    def detail(self, round_: int, names: Sequence[str], train_sizes: Sequence[int]) -> dict[str, Any]:
+    def detail(
+        self,
+        round_: int,
+        names: Sequence[str],
+        train_sizes: Sequence[int],
+        calibration_sizes: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
         """Everything the report needs beyond the curves, ready for JSON."""
         return {
             "round": round_,
             "bins": self.bins,
-            "clients": self.clients(names, train_sizes),
+            "clients": self.clients(names, train_sizes, calibration_sizes),
             "reliability": self.reliability.record(),
             "ece_floor": _json(self.ece_floor.pooled),
         }
 
 
-def evaluate(probs: Tensor, y: Tensor, offsets: Tensor, bins: int = 10, sets: Tensor | None = None) -> Evaluation:
+def evaluate(
+    probs: Tensor,
+    y: Tensor,
+    offsets: Tensor,
+    bins: int = 10,
+    sets: Tensor | None = None,
+    bounded: Tensor | None = None,
+) -> Evaluation:
     """Score predicted class probabilities.
 
     - accuracy: share of examples whose most probable class is the right one;
@@ -168,6 +193,8 @@ def evaluate(probs: Tensor, y: Tensor, offsets: Tensor, bins: int = 10, sets: Te
         offsets: ``[N + 1]``; client i owns rows ``offsets[i]`` to ``offsets[i + 1]``.
         bins: Number of bins.
         sets: Prediction sets, ``[E, K]`` bool.
+        bounded: Which of the sets could leave out a label, ``[E]`` bool; the others count neither in coverage nor in
+            set_size, and a client with none of them has neither. None: all.
     """
     if probs.ndim != 2 or y.shape != probs.shape[:1]:
         raise ValueError(f"probs must be [E, K] and y [E], not {list(probs.shape)} and {list(y.shape)}.")
@@ -191,11 +218,13 @@ def evaluate(probs: Tensor, y: Tensor, offsets: Tensor, bins: int = 10, sets: Te
     sure = confidence >= torch.tensor(SURE, dtype=probs.dtype)  # rounded as the confidences were
     parts = [torch.ones_like(confidence), sure.double(), (sure & right).double()]
     if sets is not None:
-        parts += [sets.gather(1, y[:, None]).squeeze(1).double(), sets.sum(1).double()]
+        counted = torch.ones_like(right) if bounded is None else bounded
+        found = [sets.gather(1, y[:, None]).squeeze(1), sets.sum(1)]
+        parts += [counted.double(), *(part.double().where(counted, 0.0) for part in found)]
     total, answered, hit, *held = _with_pool(_sums(parts, owner, n_clients)[..., None])[..., 0]
     risk = [_risk(confidence, ~right, owner, n_clients), _risk(confidence, ~right, torch.zeros_like(owner), 1)]
     more = {"aurc": torch.cat(risk), "abstained": 1 - answered / total, "answered_accuracy": hit / answered}
-    more |= {name: part / total for name, part in zip(("coverage", "set_size"), held, strict=False)}
+    more |= {name: part / held[0] for name, part in zip(("coverage", "set_size"), held[1:], strict=False)}
     sums = Sums(cells.view(4, n_clients, bins), _sums([nll, brier], owner, n_clients))
     return _classified(sums, bins, more)
 
@@ -208,6 +237,8 @@ def evaluate_regression(
     offsets: Tensor,
     bins: int = 10,
     inside: Tensor | None = None,
+    width: Tensor | None = None,
+    bounded: Tensor | None = None,
 ) -> Evaluation:
     """Score predicted real values.
 
@@ -222,6 +253,9 @@ def evaluate_regression(
         offsets: ``[N + 1]``; client i owns rows ``offsets[i]`` to ``offsets[i + 1]``.
         bins: Sets the levels.
         inside: Whether the target is in its prediction interval, ``[E]`` bool; their share is ``coverage`` of ``more``.
+        width: Width of that interval, ``[E]``; the mean is ``interval_width`` of ``more``.
+        bounded: Which of the intervals are finite by right, ``[E]`` bool; the others count in neither, and a client with
+            none of them has neither. None: all.
     """
     if not mean.shape == scale.shape == nll.shape == y.shape or y.ndim != 1:
         raise ValueError("mean, scale, nll and y must all be [E].")
@@ -234,9 +268,12 @@ def evaluate_regression(
     cells = _sums([torch.ones_like(residual)], owner * groups + torch.bucketize(needed, levels), n_clients * groups)
     losses = _sums([residual.square(), nll.double()], owner, n_clients)
     more = {}
-    if inside is not None:
-        total, held = _with_pool(_sums([torch.ones_like(residual), inside.double()], owner, n_clients)[..., None])
-        more["coverage"] = (held / total)[:, 0]
+    given = {name: part for name, part in (("coverage", inside), ("interval_width", width)) if part is not None}
+    if given:
+        counted = torch.ones_like(y, dtype=torch.bool) if bounded is None else bounded
+        parts = [counted.double(), *(part.double().where(counted, 0.0) for part in given.values())]
+        total, *held = _with_pool(_sums(parts, owner, n_clients)[..., None])[..., 0]
+        more = {name: part / total for name, part in zip(given, held, strict=True)}
     return _regressed(Sums(cells.view(1, n_clients, groups), losses), bins, more)
 
 
@@ -379,7 +416,7 @@ def _evaluation(
 
     def score(row: Floats, name: str = "") -> Score:
         counts = sizes > 0
-        if name == "answered_accuracy":  # a client that answered nothing has none
+        if name in LACKING:
             counts &= ~np.isnan(row[:-1])
         tested = row[:-1][counts]
         if not len(tested):

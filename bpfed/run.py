@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 import bpfed
-from bpfed.calibration import Calibration
+from bpfed.calibration import Calibration, fewest
 from bpfed.callbacks.base import Callback
 from bpfed.callbacks.folder import Folder
 from bpfed.callbacks.progress import Progress
@@ -30,8 +30,8 @@ from bpfed.files import to_toml
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Recipe
 from bpfed.methods.base import Method
-from bpfed.metrics import BEST_IS_HIGH, Evaluation
-from bpfed.report import RunRecord, write
+from bpfed.metrics import BEST_IS_HIGH, SURE, Evaluation
+from bpfed.report import RunRecord, text, write
 
 if TYPE_CHECKING:
     from bpfed.adapt import NewClient
@@ -191,7 +191,11 @@ class Run:
             self.evaluation = evaluate_clients(self.federation)
         evaluation, clients = self.evaluation
         names = [self.data.clients[i] for i in clients.tolist()]
-        return evaluation.detail(self.federation.round, names, self.data.train.sizes[clients].tolist())
+        train, held = self.data.train.sizes[clients].tolist(), self.data.calibration
+        if held is None:
+            return evaluation.detail(self.federation.round, names, train)
+        found = evaluation.detail(self.federation.round, names, train, held.sizes[clients].tolist())
+        return found | {"fewest_calibration": fewest(SURE)}
 
     def summary_record(self) -> dict[str, Any]:
         """The run in figures, as in ``summary.json``; accuracy and ECE as fractions."""
@@ -352,6 +356,13 @@ def prepare(
     run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
     for note in run.federation.model.notes:
         say(note)
+    held, least = run.data.calibration, fewest(SURE)
+    if held is not None and (short := int((held.sizes < least).sum())):
+        kind = "sets" if data.task == "classification" else "intervals"
+        say(
+            f"{text.few_calibration(short, len(data), least, kind)}; raise the setting calibration or give them "
+            f"more examples, or ask for {kind} at a lower level."
+        )
     return run
 
 

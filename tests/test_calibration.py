@@ -14,12 +14,14 @@ from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax
 
 import bpfed
-from bpfed.calibration import PRIOR, Calibration, sorted_scores, temperatures, tempered, threshold
+from bpfed.calibration import PRIOR, Calibration, fewest, sorted_scores, temperatures, tempered, threshold
+from bpfed.cli import show
 from bpfed.engine.evaluate import calibrate, evaluate_clients
 from bpfed.errors import UserError
 from bpfed.methods import BPFed, FedAvg
 from bpfed.metrics import SURE
 from bpfed.predict import Classified, Regressed
+from bpfed.report import RunRecord
 from bpfed.run import Run
 
 
@@ -295,6 +297,70 @@ def test_a_regression_has_intervals():
         inside.append((low <= y) & (y <= high))
     assert torch.cat(inside).float().mean().item() == pytest.approx(0.8, abs=0.12)
     assert run.history[-1]["coverage"]["pooled"] > 0.75
+
+
+@pytest.mark.parametrize("level", [0.5, 0.8, 0.9, 0.95, 0.99])
+def test_the_fewest_examples_are_those_with_which_a_threshold_becomes_finite(level):
+    least = fewest(level)
+    assert math.isinf(threshold(torch.zeros(least - 1), level))
+    assert threshold(torch.zeros(least), level) == 0.0
+    with pytest.raises(UserError, match="below 1"):
+        fewest(1.0)
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_clients_with_too_few_calibration_examples_count_in_no_coverage(task, tmp_path, capsys):
+    sizes, said = (40, 8, 60, 9), []
+    data = getattr(scenarios, task)(sizes, test=40)
+    run = fitted(data, calibration=0.3, say=said.append, out=tmp_path / "run")
+    kind, size = ("sets", "set_size") if task == "classification" else ("intervals", "interval_width")
+    start = f"2 of 4 clients have fewer than the 9 calibration examples that 90 % {kind} need"
+    assert [sentence for sentence in said if sentence.startswith(start)]
+    rows = run.detail()["clients"]
+    assert [row["calibration"] for row in rows] == [12, 2, 18, 3]
+    for metric in ("coverage", size):
+        values = [row[metric] for row in rows]
+        assert values[1] is values[3] is None
+        found = run.history[-1][metric]
+        assert found["pooled"] == pytest.approx((values[0] + values[2]) / 2)
+        assert found["mean"] == pytest.approx(found["pooled"])
+        assert found["worst"] == pytest.approx((min if metric == "coverage" else max)(values[0], values[2]))
+    if task == "regression":
+        low, high = run.clients()[0].predict(run.data.test.client(0)[0]).interval(SURE)
+        assert rows[0][size] == pytest.approx((high - low).mean().item(), rel=1e-4)
+    sentence = f"{start}; their {kind} hold everything and are left out of the coverage."
+    show.result(RunRecord.read(tmp_path / "run"), tmp_path / "run" / "report.html")
+    assert sentence in " ".join(capsys.readouterr().out.split())
+    assert sentence in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_where_all_clients_have_too_few_there_is_no_coverage(task, capsys, tmp_path):
+    run = fitted(getattr(scenarios, task)((12, 8, 20), test=6), calibration=0.2)
+    kind, size = ("sets", "set_size") if task == "classification" else ("intervals", "interval_width")
+    for metric in ("coverage", size):
+        assert run.history[-1][metric] == {"pooled": None, "mean": None, "worst": None}
+    sentence = (
+        f"All 3 clients have fewer than the 9 calibration examples that 90 % {kind} need; their {kind} hold everything, "
+        "so coverage says nothing."
+    )
+    report = run.report(tmp_path / "report.html")
+    capsys.readouterr()
+    show.result(run.record(), report)
+    out = " ".join(capsys.readouterr().out.split())
+    assert sentence in out
+    assert f"Coverage of 90 % {kind} – – –" in out
+    assert sentence in report.read_text()
+    assert "calibrated 90 % intervals" not in report.read_text()
+    assert "The 90 % prediction sets" not in report.read_text()
+
+
+def test_enough_calibration_examples_need_no_word(run, tmp_path):
+    assert run.record().uncovered == ""
+    assert "calibration examples that" not in run.report(tmp_path / "report.html").read_text()
+    said = []
+    fitted(calibration=0.3, say=said.append)
+    assert not [sentence for sentence in said if "calibration" in sentence]
 
 
 def test_a_kept_calibration_serves_where_the_data_are_gone(run):

@@ -357,6 +357,26 @@ def test_sets_and_intervals_are_counted() -> None:
     inside = torch.arange(10) < 7
     result = evaluate_regression(numbers, numbers.abs(), numbers, numbers, offsets, inside=inside)
     assert result["coverage"].clients == pytest.approx([1.0, 0.5])
+    assert "interval_width" not in result.record()
+
+
+def test_sets_and_intervals_without_bounds_count_nowhere() -> None:
+    probs, y, offsets = made(0, [4, 6, 5], 3)
+    bounded = (torch.arange(15) >= 4) & (torch.arange(15) < 10)
+    sets = torch.ones(15, 3, dtype=torch.bool)
+    sets[torch.arange(8, 10), y[8:10]] = False
+    result = evaluate(probs, y, offsets, sets=sets, bounded=bounded)
+    assert result["coverage"].clients == pytest.approx([math.nan, 4 / 6, math.nan], nan_ok=True)
+    assert result["coverage"].record() == pytest.approx({"pooled": 4 / 6, "mean": 4 / 6, "worst": 4 / 6})
+    assert result["set_size"].record() == pytest.approx({"pooled": 16 / 6, "mean": 16 / 6, "worst": 16 / 6})
+    numbers = torch.randn(15)
+    width = torch.where(bounded, 2.0, math.inf)
+    inside = torch.arange(15) != 5
+    result = evaluate_regression(numbers, numbers.abs(), numbers, numbers, offsets, 10, inside, width, bounded)
+    assert result["coverage"].clients == pytest.approx([math.nan, 5 / 6, math.nan], nan_ok=True)
+    assert result["interval_width"].record() == {"pooled": 2.0, "mean": 2.0, "worst": 2.0}
+    none = evaluate(probs, y, offsets, sets=sets, bounded=torch.zeros(15, dtype=torch.bool))
+    assert none["coverage"].record() == {"pooled": None, "mean": None, "worst": None}
 
 
 @settings(max_examples=50, deadline=None)

@@ -63,17 +63,18 @@ def result(run: RunRecord, report: Path) -> None:
         if measure.name == "ece":
             floor = MEASURES["ece"].typed(value(run.evaluation, "ece_floor"))
             name = f"ECE ({run.evaluation.get('bins')} bins, floor {floor})"
+        elif measure.name == "answered_accuracy" and run.sure:
+            name = f"{name} (of {text.count(run.sure)})".replace("\u202f", " ")
         shown.add_row(
             name,
             measure.typed(run.last(measure.name)),
-            measure.typed(run.last(measure.name, "worst")),
+            measure.typed(run.worst(measure.name)),
             text.MISSING if best is None else f"{measure.typed(best[1])} (round {best[0]})",
         )
     put(shown)
     console = Console()
-    for sentence in (run.untested, run.seldom):
-        if sentence:
-            console.print(sentence.replace("\u202f", " "), highlight=False)
+    for note in filter(None, (run.untested, run.seldom, run.uncovered)):
+        console.print(note.replace("\u202f", " "), highlight=False)
     console.print(
         f"Trained for {text.duration(value(run.summary, 'seconds'))} on {run.summary['device']}.", highlight=False
     )

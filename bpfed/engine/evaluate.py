@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bpfed.calibration import Calibration, sorted_scores, temperatures, tempered
+from bpfed.calibration import Calibration, fewest, sorted_scores, temperatures, tempered
 from bpfed.data.federated import Examples
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import threads
@@ -55,18 +55,21 @@ def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
     calibration = _calibrate(federation, clients, tuned) if federation.data.calibration is not None else None
     bins, offsets = federation.settings.bins, found.offsets
     owner = torch.repeat_interleave(torch.arange(len(clients)), offsets.diff()).to(federation.device)
-    bound = None
+    bound = bounded = None
     if calibration is not None:
         bound = calibration.thresholds(SURE).to(federation.device)[owner]
+        bounded = (calibration.offsets.diff() >= fewest(SURE)).to(federation.device)[owner]
     if federation.data.task == "classification":
         (probs,) = found.outputs
         sets = 1.0 - probs <= bound[:, None] if bound is not None else None
         if calibration is not None and federation.settings.scaling == "client":
             probs = tempered(probs, calibration.temperatures.to(federation.device)[owner])
-        return evaluate(probs, found.y, offsets.to(federation.device), bins, sets), clients
+        return evaluate(probs, found.y, offsets.to(federation.device), bins, sets, bounded), clients
     mean, scale, nll = found.outputs
-    inside = (found.y - mean).abs() <= bound * scale if bound is not None else None
-    return evaluate_regression(mean, scale, nll, found.y, offsets.to(federation.device), bins, inside), clients
+    half = bound * scale if bound is not None else None
+    inside, width = ((found.y - mean).abs() <= half, 2.0 * half) if half is not None else (None, None)
+    offsets = offsets.to(federation.device)
+    return evaluate_regression(mean, scale, nll, found.y, offsets, bins, inside, width, bounded), clients
 
 
 def calibrate(

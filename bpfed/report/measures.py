@@ -76,10 +76,17 @@ _ALL = (
         "Mean number of labels in a calibrated 90 % prediction set; low is good.",
         title="Size of 90 % sets",
     ),
+    Measure(
+        "interval_width",
+        "Interval width",
+        text.decimal,
+        "Mean width of a calibrated 90 % prediction interval, in the unit of the targets as given; low is good.",
+        title="Width of 90 % intervals",
+    ),
 )
 
 #: Those that have no tile of their own and no best round.
-DETAILS = frozenset({"mce", "aurc", "abstained", "answered_accuracy", "coverage", "set_size"})
+DETAILS = frozenset({"mce", "aurc", "abstained", "answered_accuracy", "coverage", "set_size", "interval_width"})
 
 #: By name, in the order of the page; the first that a run has is its main one.
 MEASURES: dict[str, Measure] = {measure.name: measure for measure in _ALL}
@@ -100,6 +107,9 @@ def measures(present: Collection[str], standardised: bool = False) -> list[Measu
             if "nll" in found:
                 explain = "Negative log-likelihood of the standardised target, nats per example; low is good."
                 found["nll"] = replace(found["nll"], explain=explain)
+            if "interval_width" in found:
+                explain = "Mean width of a calibrated 90 % prediction interval, in standard deviations of the target."
+                found["interval_width"] = replace(found["interval_width"], explain=explain)
         if "coverage" in found:
             explain = "Share of targets inside their calibrated 90 % prediction interval."
             found["coverage"] = replace(found["coverage"], explain=explain, title="Coverage of 90 % intervals")

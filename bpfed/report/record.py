@@ -22,6 +22,8 @@ CONFIG, METRICS, EVALUATION, SUMMARY, REPORT = (
     "summary.json",
     "report.html",
 )
+#: What a client with fewer test examples than `JUDGED` shows by chance alone.
+CALIBRATION, JUDGED = frozenset({"ece", "mce"}), 10
 #: So many clients are tested where nothing else is said.
 LARGEST = 1000
 
@@ -107,6 +109,19 @@ class RunRecord:
         return f"{drawn}; {text.count(never)} {verb} nothing personal yet (more --participants or --rounds)."
 
     @property
+    def uncovered(self) -> str:
+        """A sentence on the clients whose sets or intervals hold everything; empty where there are none."""
+        sizes = [int(row["calibration"]) for row in self.rows if row.get("test") and "calibration" in row]
+        least = int(self.evaluation.get("fewest_calibration", 0))
+        short = sum(size < least for size in sizes)
+        if not short:
+            return ""
+        kind = "intervals" if any(measure.name == "rmse" for measure in self.measures) else "sets"
+        start = text.few_calibration(short, len(sizes), least, kind, "tested client" if self.untested else "client")
+        own = f"{'their' if short > 1 else 'its'} {kind} hold everything"
+        return f"{start}; {own}{' and are left out of the coverage' if short < len(sizes) else ', so coverage says nothing'}."
+
+    @property
     def rows(self) -> list[dict[str, Any]]:
         """One row per client, in the data's order."""
         rows: list[dict[str, Any]] = self.evaluation.get("clients", [])
@@ -124,6 +139,19 @@ class RunRecord:
     def last(self, metric: str, part: str = "pooled") -> float:
         """A metric at the last evaluated round (NaN if it was not measured)."""
         return value(self.history[-1], metric, part) if self.history else math.nan
+
+    def worst(self, metric: str) -> float:
+        """The worst client's at the last evaluated round; of ECE and MCE among the clients that `judged` lets count."""
+        if metric not in CALIBRATION or not any(metric in row for row in self.rows):
+            return self.last(metric, "worst")
+        seen = [v for row in self.rows if math.isfinite(v := judged(row, metric))]
+        return max(seen, default=math.nan)
+
+    @property
+    def sure(self) -> int:
+        """How many test examples the models are 90 % sure of at the last evaluated round; 0 where none was measured."""
+        shares = ((row.get("test") or 0, value(row, "abstained")) for row in self.rows)
+        return sum(round(test * (1.0 - share)) for test, share in shares if math.isfinite(share))
 
     def best(self, metric: str) -> tuple[int, float] | None:
         """The round at which the pooled metric was best, and what it was then."""
@@ -150,3 +178,9 @@ def value(entry: dict[str, Any], metric: str, part: str | None = None) -> float:
     if part is not None:
         found = found.get(part) if isinstance(found, dict) else None
     return float(found) if isinstance(found, int | float) else math.nan
+
+
+def judged(row: dict[str, Any], metric: str) -> float:
+    """A number of a client's row; NaN for ECE and MCE where there are too few test examples to judge them by."""
+    few = metric in CALIBRATION and (row.get("test") or 0) < JUDGED
+    return math.nan if few else value(row, metric)

@@ -53,7 +53,7 @@ def _tile(run: RunRecord, measure: Measure, total: int) -> str:
         lines.append((f"floor, {run.evaluation.get('bins', '?')} bins", show(floor)))
     if len(run.rows) != 1:
         lines.append(("client mean", show(run.last(measure.name, "mean"))))
-        lines.append(("worst client", show(run.last(measure.name, "worst"))))
+        lines.append(("worst client", show(run.worst(measure.name))))
     # A round's calibration error alone ranks nothing: an untrained model that says so is calibrated.
     if measure.name != "ece" and (best := run.best(measure.name)):
         lines.append((f"best, round {best[0]}", show(best[1])))
@@ -182,24 +182,25 @@ def _verdict(found: dict[str, Any], intervals: bool) -> str:
 def _in_use(run: RunRecord) -> str:
     """What the predictions are worth to who acts on them, in a sentence or two."""
     abstained, right = run.last("abstained"), run.last("answered_accuracy")
-    words = ""
+    words, rest = "", f" ({text.plural(run.sure, 'example')})" if run.sure else ""
     if math.isfinite(abstained):
         words += (
             f" Asked to answer only where they are 90 % sure, they abstain on {text.percent(abstained)} of the examples"
         )
-        words += f" and are right in {text.percent(right)} of the rest." if math.isfinite(right) else "."
-    held, size = run.last("coverage"), run.last("set_size")
+        words += f" and are right in {text.percent(right)} of the rest{rest}." if math.isfinite(right) else "."
+    held, size, width = (run.last(name) for name in ("coverage", "set_size", "interval_width"))
     if math.isfinite(size):
         words += (
             f" The 90 % prediction sets, calibrated on examples held back, hold the right label in {text.percent(held)}"
         )
         words += f" and have {text.decimal(size, 2)} labels on average."
     elif math.isfinite(held):
+        wide = f" and are {text.decimal(width, 2)} wide on average" if math.isfinite(width) else ""
         words += (
             f" The calibrated 90 % intervals, widened or narrowed by what examples held back say, hold {text.percent(held)} "
-            "of the targets; the diagram and the numbers below are of the models’ own."
+            f"of the targets{wide}; the diagram and the numbers below are of the models’ own."
         )
-    return words
+    return f"{words} {run.uncovered}" if run.uncovered else words
 
 
 def clients(run: RunRecord) -> str:

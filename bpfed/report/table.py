@@ -10,7 +10,7 @@ from typing import Any
 from bpfed.report import svg, text
 from bpfed.report.measures import Measure
 from bpfed.report.plots import wilson
-from bpfed.report.record import value
+from bpfed.report.record import CALIBRATION, JUDGED, judged, value
 
 #: With more columns than this, each has less room.
 ROOMY = 9
@@ -47,7 +47,7 @@ def clients(ranking: Sequence[dict[str, Any]], measures: Sequence[Measure], wors
             f"{text.count(len(ranking) - LONGEST)} between them are left out.</p>"
         )
     main = measures[0]
-    columns = _columns(measures)
+    columns = _columns(measures, any("calibration" in row for row in ranking))
     longest = max((v for row in ranking if math.isfinite(v := value(row, main.name))), default=1.0)
     full = 1.0 if main.show is text.percent else longest
     head = "".join(
@@ -68,14 +68,17 @@ def clients(ranking: Sequence[dict[str, Any]], measures: Sequence[Measure], wors
 Column = tuple[str, str, Callable[[float], str], str]
 
 
-def _columns(measures: Sequence[Measure]) -> list[Column]:
+def _columns(measures: Sequence[Measure], held_back: bool) -> list[Column]:
     columns: list[Column] = [
         ("name", "Client", text.count, "The client's name"),
         ("train", "Train", text.count, "Training examples"),
         ("test", "Test", text.count, "Test examples"),
     ]
+    if held_back:
+        columns.insert(2, ("calibration", "Held back", text.count, "Examples held back to calibrate predictions"))
     for measure in measures:
-        columns.append((measure.name, measure.label, measure.show, measure.explain))
+        few = f" A dash: fewer than {JUDGED} test examples." if measure.name in CALIBRATION else ""
+        columns.append((measure.name, measure.label, measure.show, measure.explain + few))
         if measure.name == "ece":
             floor = "What perfect calibration would show on so few examples, on average"
             columns.append(("ece_floor", "ECE floor", text.percent, floor))
@@ -90,7 +93,7 @@ def _row(row: dict[str, Any], columns: Sequence[Column], main: Measure, full: fl
     mark = ' <span class="tag">worst</span>' if bad else ""
     cells = [f'<th scope="row">{escape(str(row["name"]))}{mark}</th>']
     for key, _, show, _ in columns[1:]:
-        v = value(row, key)
+        v = judged(row, key)
         number = show(v)
         if key == main.name and math.isfinite(v):
             bar = svg.box(0, 0, 100 * max(0.0, min(1.0, v / full if full else 0.0)), 8, "fill")

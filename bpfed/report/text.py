@@ -35,6 +35,15 @@ def plural(n: int, one: str) -> str:
     return f"{count(n)} {one}" if n == 1 else f"{count(n)} {one}s"
 
 
+def few_calibration(short: int, total: int, least: int, kind: str, who: str = "client") -> str:
+    """``3 of 8 clients have fewer than the 9 calibration examples that 90 % sets need``."""
+    if short < total:
+        subject = f"{count(short)} of {plural(total, who)} {'has' if short == 1 else 'have'}"
+    else:
+        subject = f"All {plural(total, who)} have" if total > 1 else f"The only {who} has"
+    return f"{subject} fewer than the {least} calibration examples that 90 % {kind} need"
+
+
 def duration(seconds: float) -> str:
     """``41 s``, ``3 min 20 s``, ``1 h 12 min``."""
     if not math.isfinite(seconds):

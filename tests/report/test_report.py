@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from bpfed.cli import show
 from bpfed.errors import UserError
 from bpfed.metrics import evaluate, evaluate_regression
 from bpfed.report import RunRecord, render, write
@@ -159,6 +160,39 @@ def test_clients_that_count_in_no_figure_are_told() -> None:
     )
     assert replace(left_out, summary=run.summary | {"clients": 7}).untested == ""
     assert replace(run, config={"run": {"eval_clients": 7}}).untested == "Tested were 7 of the 8 clients."
+
+
+def test_calibration_of_clients_with_few_test_examples_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    run = record()
+    few = {"test": 9, "ece": 0.987, "mce": 0.986}
+    rows = [run.rows[0] | few, *run.rows[1:]]
+    some = replace(run, evaluation=run.evaluation | {"clients": rows})
+    assert some.worst("ece") == max(row["ece"] for row in rows if row["test"] >= 10)
+    assert some.worst("nll") == run.last("nll", "worst")
+    assert "98.7" not in plain(Page(render(some)).text)
+    enough = replace(run, evaluation=run.evaluation | {"clients": [rows[0] | {"test": 10}, *run.rows[1:]]})
+    assert enough.worst("ece") == 0.987
+    assert "98.7 %" in plain(Page(render(enough)).text)
+    none = replace(run, evaluation=run.evaluation | {"clients": [row | few for row in rows]})
+    show.result(none, Path("report.html"))
+    ece = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("MCE"))
+    assert ece.split()[-2:] == ["–", "–"]
+
+
+def test_the_examples_behind_the_accuracy_if_sure_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    run = record()
+    sure = sum(round(row["test"] * (1 - row["abstained"])) for row in run.rows if row["test"])
+    show.result(run, Path("report.html"))
+    assert f"Accuracy if sure (of {sure}) " in capsys.readouterr().out
+    assert f"of the rest ({sure} examples)." in plain(Page(render(run)).text)
+    unsure = {"abstained": 1.0, "answered_accuracy": None}
+    last = run.history[-1] | {"abstained": {"pooled": 1.0}, "answered_accuracy": {"pooled": None}}
+    rows = [row | unsure for row in run.rows]
+    none = replace(run, history=[last], evaluation=run.evaluation | {"clients": rows})
+    show.result(none, Path("report.html"))
+    line = next(line for line in capsys.readouterr().out.splitlines() if "Accuracy if sure" in line)
+    assert line.split() == ["Accuracy", "if", "sure", "–", "–", "–"]
+    assert "of the rest" not in Page(render(none)).text
 
 
 def test_only_a_protocol_that_says_something_is_named() -> None:
