@@ -20,6 +20,7 @@ from bpfed.card import without_examples
 from bpfed.engine import checkpoint
 from bpfed.engine.federation import Federation, pick_device
 from bpfed.errors import UserError
+from bpfed.flower.plan import SERVER, part
 from bpfed.likelihoods import Likelihood
 from bpfed.report.record import CONFIG, METRICS, SUMMARY, RunRecord
 from bpfed.run import Run
@@ -62,9 +63,12 @@ def load_run(
     folder: Path, model: nn.Module | None, likelihood: Likelihood | None, say: Callable[[str], None]
 ) -> LoadedRun:
     """See `Run.load`."""
+    whole = (folder / DATA).is_file() and (folder / MODEL).is_file()
+    if not whole and (deployed := part(folder)):
+        raise UserError(_of_a_deployment(folder, deployed))
     if not (folder / CONFIG).is_file():
         raise UserError(f"'{folder}' is not a run folder: it has no {CONFIG}.")
-    if not (folder / DATA).is_file() or not (folder / MODEL).is_file():
+    if not whole:
         raise UserError(
             f"'{folder}' lacks what prediction needs ({DATA}, {MODEL}); add it by: bpfed run --out {folder} --resume"
         )
@@ -94,6 +98,17 @@ def load_run(
         run.calibration = _calibration(folder / CALIBRATION)
     run.history = [r for r in lines(folder / METRICS) if r["round"] <= found.round]
     return run
+
+
+def _of_a_deployment(folder: Path, deployed: str) -> str:
+    """Why nothing can be predicted from a folder of a deployment."""
+    lacks = "keeps its personal state but not the shared one"
+    if deployed == SERVER:
+        lacks = "has neither the sites' personal factors nor any examples"
+    return (
+        f"'{folder}' is of a deployment's {deployed}, which {lacks}, so it can neither predict nor take a newcomer in; "
+        "predicting with a deployed model is not built yet, but each site's scores are in the report of 'bpfed deploy run'."
+    )
 
 
 def _calibration(path: Path) -> Calibration:

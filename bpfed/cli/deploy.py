@@ -62,6 +62,7 @@ def init(
     """Make certificates, one key pair per site and the configuration, ready to be brought to the sites."""
     _flower()
     from bpfed.config import read
+    from bpfed.data.load import names
     from bpfed.flower import control
     from bpfed.flower.plan import Plan
 
@@ -73,8 +74,9 @@ def init(
     control.make(folder, plan, chosen)
     print(f"Made '{folder}' for {len(plan.sites)} sites. Next:")
     print(f"  bpfed deploy server {folder}            # on the server")
-    first = control.site_folder(folder, plan.sites[0])
-    print(f"  bpfed deploy client {first} --data FILE    # at each site, with its own folder brought there")
+    first, own = control.site_folder(folder, plan.sites[0]), control.data_of(chosen, plan.sites[0])
+    whose = "folder brought there" if own in names() else "folder and its own file"
+    print(f"  bpfed deploy client {first} --data {own}    # at each site, with its own {whose}")
     print(f"  bpfed deploy run {folder}               # on the server")
 
 
@@ -93,25 +95,26 @@ def server(folder: Folder) -> None:
 def client(
     folder: Annotated[Path, typer.Argument(metavar="SITE", help="The site's folder.")],
     data: Annotated[
-        str | None, typer.Option(help="The site's file, or the name of a dataset that it has a part of.")
+        str | None,
+        typer.Option(
+            help="The site's file, or the name of a dataset that it has a part of. \\[default: the last one]",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Run a site, in the foreground, until SIGTERM or Ctrl-C."""
     _flower()
-    from dataclasses import replace
-
     from bpfed.flower import processes
     from bpfed.flower.plan import Plan
 
     own = folder.resolve()
     plan = Plan.read(own)
-    if data is not None:
-        path = Path(data).expanduser()
-        plan = replace(plan, data=str(path.resolve()) if path.exists() else data)
     if not plan.site:
         raise UserError(f"'{folder}' is not the folder of a site; give one such as '{folder / 'site-a'}'.")
-    plan.write(own)
-    processes.join(own, plan, _say)
+    if data is not None and (path := Path(data).expanduser()).exists():
+        data = str(path.resolve())
+    if not processes.join(own, plan, _say, data):
+        raise typer.Exit(2)
 
 
 @app.command("run", epilog="Example: bpfed deploy run fed")
@@ -205,13 +208,10 @@ def demo(
 
 
 def _metrics(found: dict[str, Any]) -> str:
+    from bpfed.callbacks.progress import figures
+
     metrics = found.get("metrics") or {}
-    scores = [
-        f"{name} {metrics[name]['pooled']:.4f}"
-        for name in ("accuracy", "rmse", "nll", "ece")
-        if (metrics.get(name) or {}).get("pooled") is not None
-    ]
-    return f"Round {metrics['round']}: {', '.join(scores)}" if scores else ""
+    return f"Round {metrics['round']}: {figures(metrics)}" if metrics else ""
 
 
 def _because(found: dict[str, Any]) -> str:

@@ -14,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from bpfed.config import Config
+from bpfed.data.load import names
+from bpfed.data.own import PREFIX
+from bpfed.data.table import ENDINGS
 from bpfed.errors import UserError
 from bpfed.files import to_toml, write_whole
 from bpfed.flower import keys, processes
 from bpfed.flower.app import write_app
-from bpfed.flower.deployed import CONFIG, RUN
+from bpfed.flower.deployed import CONFIG, RUN, open_server
 from bpfed.flower.journal import STATUS
 from bpfed.flower.plan import SERVER, Plan
 from bpfed.flower.processes import Say
 from bpfed.report import RunRecord
+from bpfed.report.record import REPORT
 
 #: A run that stops this often without finishing a round is given up.
 RESTARTS = 5
@@ -70,6 +74,22 @@ def status(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def finished(folder: Path) -> RunRecord | None:
+    """What came out of the server's run; None: there are rounds left, or sites that have not tested the last one.
+
+    Raises:
+        UserError: The run was of another configuration.
+    """
+    last = status(folder) or {}
+    if last.get("state") != "finished" or not (folder / RUN / REPORT).is_file():
+        return None
+    server = open_server(folder, _nobody)
+    wanted = min(server.config.run.eval_clients or 1000, len(server.sites))
+    if server.journal.kept() is None or (last.get("metrics") or {}).get("tested", 0) < wanted:
+        return None
+    return RunRecord.read(folder / RUN)
+
+
 def run(
     folder: Path, plan: Plan, say: Say, progress: Callable[[dict[str, Any]], None], waiting: Say = _nobody
 ) -> RunRecord:
@@ -82,6 +102,10 @@ def run(
         progress: Called whenever the server has noted its status.
         waiting: Told in words what is waited for.
     """
+    if (found := finished(folder)) is not None:
+        rounds = found.summary["rounds"]
+        say(f"The run in '{folder / RUN}' is finished already: all {rounds} rounds are done.")
+        return found
     failures, done = 0, -1
     while True:
         waiting("the server is looked for")
@@ -180,6 +204,19 @@ def started(
                 process.terminate()
         for process in running.values():
             processes.stop(process, 20.0)
+
+
+def data_of(config: Config, site: str) -> str:
+    """What a site may give as ``--data``: the named dataset, or its file of the folder; else the word ``FILE``."""
+    name = config.data.name
+    if name in names():
+        return name
+    if name.startswith(PREFIX):
+        place = Path(name.removeprefix(PREFIX))
+        for ending in ENDINGS:
+            if (place.expanduser() / f"{site}{ending}").is_file():
+                return str(place / f"{site}{ending}")
+    return "FILE"
 
 
 def named_sites(config: Config, given: Sequence[str]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from bpfed.config import read
@@ -24,9 +25,17 @@ def open_server(folder: Path, say: Callable[[str], None]) -> Server:
     return Server(folder / RUN, plan, read(folder / CONFIG), public_keys(folder, plan.sites), say=say)
 
 
-def open_site(folder: Path, say: Callable[[str], None]) -> Site:
-    """The site of a deployment's site folder."""
+def open_site(folder: Path, say: Callable[[str], None], data: str | None = None) -> Site:
+    """The site of a deployment's site folder.
+
+    Args:
+        folder: The site's.
+        say: Told in words what the site's owner should know.
+        data: What its examples are from now on, remembered once they could be read; None: what is remembered.
+    """
     plan = Plan.read(folder)
+    if data is not None:
+        plan = replace(plan, data=data)
     if not plan.site:
         raise UserError(f"'{folder}' is not the folder of a site; give one such as '{folder.parent / 'site-a'}'.")
     config = read(folder / CONFIG)
@@ -42,6 +51,8 @@ def open_site(folder: Path, say: Callable[[str], None]) -> Site:
         source = File(plan.site, Path(wanted).expanduser(), config)
     else:
         raise UserError(f"Site '{plan.site}' has no data yet; say which by --data FILE.")
+    if data is not None:
+        plan.write(folder)
     guard = None
     if plan.noise > 0.0:
         guard = Guard(folder / STATE, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say)

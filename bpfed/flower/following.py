@@ -92,7 +92,7 @@ def waited_for(found: Mapping[str, Any]) -> str:
     """What a run in this state waits for."""
     absent = [site for site, seen in found["sites"].items() if not seen["online"]]
     if found["state"] == "waiting for sites" and absent:
-        named = [f"{site}, which has joined" if found["sites"][site].get("connected") else site for site in absent]
+        named = [f"{site}: joined, getting ready" if found["sites"][site].get("connected") else site for site in absent]
         few = "; ".join(named[:6]) + ("; ..." if len(absent) > 6 else "")
         return f"waiting for {len(absent)} of {len(found['sites'])} sites ({few})"
     if found["round"] < found["rounds"]:

@@ -17,11 +17,12 @@ from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
 from bpfed.files import append_line, to_json, to_json_line, to_toml, write_whole
 from bpfed.flower.meeting import Seen
+from bpfed.flower.plan import EXCHANGES
 from bpfed.metrics import Evaluation
 from bpfed.report import RunRecord, write
 from bpfed.report.record import CONFIG, EVALUATION, METRICS, REPORT, SUMMARY
 
-CHECKPOINT, STATUS, EXCHANGES = "checkpoint", "status.json", "exchanges.jsonl"
+CHECKPOINT, STATUS = "checkpoint", "status.json"
 
 
 class Journal:

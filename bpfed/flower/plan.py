@@ -11,6 +11,8 @@ from bpfed.errors import UserError, hint
 from bpfed.files import to_toml, write_whole
 
 FILE, SERVER = "deploy.toml", "server"
+#: What each exchange cost, in the run folder of a server; no other run has such a file.
+EXCHANGES = "exchanges.jsonl"
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,17 @@ class Plan:
         if "sites" not in found or not all(isinstance(s, str) for s in found["sites"]):
             raise UserError(f'\'{path}\' must list the sites\' names, as in sites = ["a", "b"].')
         return cls(**{**found, "sites": tuple(found["sites"])}).check(f"'{path}'")
+
+
+def part(folder: Path) -> str:
+    """Which part of a deployment a folder is, or is directly in: ``site`` or ``server``; empty: of none."""
+    folder = folder.resolve()
+    if (folder / EXCHANGES).is_file():
+        return SERVER
+    for place in (folder, folder.parent, folder / SERVER):
+        if (place / FILE).is_file():
+            return "site" if Plan.read(place).site else SERVER
+    return ""
 
 
 def server_folder(folder: Path) -> Path:

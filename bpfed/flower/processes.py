@@ -315,13 +315,25 @@ def serve(folder: Path, plan: Plan, say: Say) -> None:
     watch("The SuperLink", lambda: superlink(folder, plan), env, say, started)
 
 
-def join(folder: Path, plan: Plan, say: Say) -> None:
-    """Run a site's SuperNode, and its worker beside it, until somebody asks for the end."""
+def join(folder: Path, plan: Plan, say: Say, data: str | None = None) -> bool:
+    """Run a site's SuperNode, and its worker beside it, until somebody asks for the end.
+
+    Args:
+        folder: The site's.
+        plan: Of the site.
+        say: Told in words what happens.
+        data: What its examples are, if that is to be remembered; None: what is remembered.
+
+    Returns:
+        False: the site cannot take part, and its worker has said why.
+    """
     env = environment(folder / "flwr", plan)
-    worker = Kept([sys.executable, "-m", "bpfed.flower.worker", str(folder)], env, say, folder / STUCK)
+    command = [sys.executable, "-m", "bpfed.flower.worker", str(folder), *([] if data is None else [data])]
+    worker = Kept(command, env, say, folder / STUCK)
     try:
         with until_told():
-            worker.first(folder)
+            if not worker.first(folder):
+                return False
         watch(
             "The SuperNode",
             lambda: supernode(folder, plan),
@@ -334,6 +346,7 @@ def join(folder: Path, plan: Plan, say: Say) -> None:
     finally:
         worker.close()
         (folder / SOCKET).unlink(missing_ok=True)
+    return True
 
 
 class Kept:
@@ -345,12 +358,13 @@ class Kept:
         self.thread = threading.Thread(target=self._keep, daemon=True)
         self.thread.start()
 
-    def first(self, folder: Path) -> None:
-        """Wait until the worker listens, or raise if it never will."""
+    def first(self, folder: Path) -> bool:
+        """Wait until the worker listens; False: it never will, and has said why."""
         while not listens(folder):
             if self.failed:
-                raise UserError("The site cannot take part, for the reason given above.")
+                return False
             time.sleep(0.2)
+        return True
 
     def close(self) -> None:
         """End it for good."""

@@ -78,11 +78,11 @@ def ask(folder: Path, data: bytes, timeout: float) -> bytes | None:
         return found
 
 
-def work(folder: Path, say: Callable[[str], None]) -> None:
-    """Answer messages, one after the other, until the end of the process."""
+def work(folder: Path, say: Callable[[str], None], data: str | None = None) -> None:
+    """Answer messages, one after the other, until the end of the process. For ``data`` see `open_site`."""
     from bpfed.flower.deployed import open_site
 
-    site = open_site(folder, say)
+    site = open_site(folder, say, data)
     place = address(folder)
     Path(place).unlink(missing_ok=True) if not place.startswith("\0") else None
     with socket.socket(socket.AF_UNIX) as listening:
@@ -93,21 +93,21 @@ def work(folder: Path, say: Callable[[str], None]) -> None:
             link, _ = listening.accept()
             with link:
                 try:
-                    if data := frame.receive(link):
-                        frame.send(link, frame.to_bytes(site.answer(frame.from_bytes(data))))
+                    if asked := frame.receive(link):
+                        frame.send(link, frame.to_bytes(site.answer(frame.from_bytes(asked))))
                 except OSError as error:
                     say(f"The answer could not be handed over ({error}).")
 
 
 def main() -> None:
-    """``python -m bpfed.flower.worker FOLDER``."""
+    """``python -m bpfed.flower.worker FOLDER [DATA]``."""
     from bpfed.errors import UserError
 
     def say(sentence: str) -> None:
         print(f"bpfed: {sentence}", file=sys.stderr, flush=True)
 
     try:
-        work(Path(sys.argv[1]), say)
+        work(Path(sys.argv[1]), say, *sys.argv[2:3])
     except UserError as error:
         say(str(error))
         sys.exit(2)

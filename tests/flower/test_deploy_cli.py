@@ -1,6 +1,8 @@
 """The commands, as far as they go without processes; and the way between a site's app and its worker."""
 
+import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -8,16 +10,18 @@ import threading
 import time
 
 import pytest
-from command import Command
+from command import Command, files
 from cryptography import x509
 from federations import Deployed
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from loopgrid import LoopGrid, node_of
 
 from bpfed.errors import UserError
 from bpfed.flower import control, frame, keys, processes, worker
 from bpfed.flower.deployed import open_server, open_site
 from bpfed.flower.message import Answer, Ask, fingerprint
 from bpfed.flower.plan import Plan
+from bpfed.flower.post import GridPost
 from bpfed.methods import FedAvg
 
 
@@ -65,6 +69,93 @@ def test_what_cannot_be_is_said_in_one_sentence(bpfed, tmp_path):
     assert "No run yet" in bpfed.ok("deploy", "status", fed).out
     (fed / "server" / "deploy.toml").write_text('sites = ["a"]\ntimeuot = 3\n')
     assert "did you mean 'timeout'" in bpfed("deploy", "status", fed).sentence
+
+
+def test_init_says_what_each_site_is_started_with(bpfed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("bonn", "cleveland"):
+        path = tmp_path / "hospitals" / f"{name}.csv"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("age,disease\n" + "".join(f"{40 + k},{'yn'[k % 2]}\n" for k in range(8)))
+    said = bpfed.ok("deploy", "init", "a", "--data", "folder:hospitals", "--target", "disease").out
+    assert "deploy client a/site-bonn --data hospitals/bonn.csv " in said
+    assert "and its own file" in said
+    said = bpfed.ok("deploy", "init", "b", "--sites", "bonn,cleveland").out
+    assert "deploy client b/site-bonn --data FILE " in said
+    assert "and its own file" in said
+    said = bpfed.ok("deploy", "init", "c", "--data", "digits", "--clients", "2").out
+    assert "deploy client c/site-client-00 --data digits " in said
+    assert "file" not in said
+
+
+def test_data_is_remembered_once_it_could_be_read(tmp_path, capfd):
+    bpfed, fed = Command(capfd), tmp_path / "fed"
+    bpfed.ok("deploy", "init", fed, "--data", "digits", "--clients", "2")
+    site = fed / "site-client-00"
+    before = files(site)
+    assert bpfed("deploy", "client", site, "--data", "nosuch.csv").sentence == (
+        "There is no file 'nosuch.csv', and no dataset of that name; give one by --data."
+    )
+    assert files(site) == before
+    open_site(site, print, "digits")
+    assert Plan.read(site).data == "digits"
+    with pytest.raises(UserError, match="no file 'nosuch"):
+        open_site(site, print, "nosuch.csv")
+    assert open_site(site, print).name == "client-00"
+
+
+def test_a_finished_run_is_not_run_again_and_cannot_predict(bpfed, tmp_path):
+    fed = tmp_path / "fed"
+    bpfed.ok(
+        "deploy",
+        "init",
+        fed,
+        "--data",
+        "digits",
+        "--clients",
+        "2",
+        "--rounds",
+        "1",
+        "--epochs",
+        "1",
+        "--method",
+        "fedavg",
+    )
+    server = fed / "server"
+    made = open_server(server, print)
+    sites = {name: open_site(control.site_folder(fed, name), print, "digits") for name in made.plan.sites}
+    nodes = {name: k for k, name in enumerate(sites)}
+    grid = LoopGrid({nodes[name]: node_of(site) for name, site in sites.items()})
+    grid.keys = {nodes[name]: key for key, name in made.meeting.named.items()}
+    assert control.finished(server) is None
+    made.serve(GridPost(grid, poll=0.01))
+
+    kept = files(server)
+    again = bpfed.ok("deploy", "run", fed)  # and no server answers
+    assert "is finished already: all 1 rounds are done." in again.err
+    assert "Trained for" in again.out
+    assert files(server) == kept
+    assert re.search(r"Round 1: accuracy \d+\.\d %  NLL \d\.\d{3}", bpfed.ok("deploy", "status", fed).out)
+
+    for folder in (server / "run", server, fed):
+        for command in (("predict", folder, "--client", "client-00"), ("adapt", folder)):
+            said = bpfed(*command, "--input", "x.csv").sentence
+            assert "is of a deployment's server, which has neither the sites' personal factors" in said
+            assert "not built yet" in said
+            assert "--resume" not in said
+    said = bpfed("predict", fed / "site-client-00", "--client", "client-00", "--input", "x.csv").sentence
+    assert "is of a deployment's site, which keeps its personal state but not the shared one" in said
+    elsewhere = (server / "run").rename(tmp_path / "copied")
+    assert "deployment's server" in bpfed("predict", elsewhere, "--client", "client-00", "--input", "x.csv").sentence
+    elsewhere.rename(server / "run")
+
+    last = control.status(server)
+    (server / "run" / "status.json").write_text(json.dumps(last | {"metrics": last["metrics"] | {"tested": 1}}))
+    assert control.finished(server) is None  # a site was away when the last round was tested
+    (server / "run" / "status.json").write_text(json.dumps(last))
+    config = server / "config.toml"
+    config.write_text(config.read_text().replace("rounds = 1", "rounds = 2"))
+    assert "has another configuration" in bpfed("deploy", "run", fed).sentence
 
 
 def test_flower_tells_its_makers_nothing_unless_allowed(tmp_path):

@@ -74,4 +74,6 @@ def test_scores_come_with_the_round_they_are_of():
 def test_what_is_waited_for():
     assert waited_for(status("running", 1, a="yes")) == "round 2 of 3 is under way"
     assert waited_for(status("running", 3, a="yes")) == "the last round's scores are under way"
+    waiting = status("waiting for sites", 0, a="joining", b="no", c="yes")
+    assert waited_for(waiting) == "waiting for 2 of 3 sites (a: joined, getting ready; b)"
     assert waited_for(status("waiting for sites", 0, a="yes")) == "round 1 of 3 is under way"
