@@ -20,7 +20,7 @@ from bpfed.card import without_examples
 from bpfed.engine import checkpoint
 from bpfed.engine.federation import Federation, pick_device
 from bpfed.errors import UserError
-from bpfed.flower.plan import SERVER, part
+from bpfed.flower.plan import RUN, SERVER, part
 from bpfed.likelihoods import Likelihood
 from bpfed.report.record import CONFIG, METRICS, SUMMARY, RunRecord
 from bpfed.run import Run
@@ -63,6 +63,8 @@ def load_run(
     folder: Path, model: nn.Module | None, likelihood: Likelihood | None, say: Callable[[str], None]
 ) -> LoadedRun:
     """See `Run.load`."""
+    if part(folder) and (folder / RUN / DATA).is_file():  # of a site, whose own model is a folder below
+        folder = folder / RUN
     whole = (folder / DATA).is_file() and (folder / MODEL).is_file()
     if not whole and (deployed := part(folder)):
         raise UserError(_of_a_deployment(folder, deployed))
@@ -102,12 +104,14 @@ def load_run(
 
 def _of_a_deployment(folder: Path, deployed: str) -> str:
     """Why nothing can be predicted from a folder of a deployment."""
-    lacks = "keeps its personal state but not the shared one"
     if deployed == SERVER:
-        lacks = "has neither the sites' personal factors nor any examples"
+        return (
+            f"'{folder}' is of a deployment's server, which has neither the sites' personal factors nor any examples, so it "
+            "can neither predict nor take a newcomer in; do so at a site, with its own folder."
+        )
     return (
-        f"'{folder}' is of a deployment's {deployed}, which {lacks}, so it can neither predict nor take a newcomer in; "
-        "predicting with a deployed model is not built yet, but each site's scores are in the report of 'bpfed deploy run'."
+        f"'{folder}' is of a deployment's site, which has no model yet: it keeps one when the run is finished and the site "
+        "has told its last scores; run 'bpfed deploy run' while it is there."
     )
 
 

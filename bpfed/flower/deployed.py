@@ -12,11 +12,11 @@ from bpfed.errors import UserError
 from bpfed.flower.data import File, Part, Source
 from bpfed.flower.guard import Guard
 from bpfed.flower.keys import public_keys
-from bpfed.flower.plan import Plan
+from bpfed.flower.plan import RUN, Plan
 from bpfed.flower.server import Server
 from bpfed.flower.site import Site
 
-CONFIG, RUN, STATE = "config.toml", "run", "state"
+CONFIG, STATE = "config.toml", "state"
 
 
 def open_server(folder: Path, say: Callable[[str], None]) -> Server:
@@ -56,4 +56,4 @@ def open_site(folder: Path, say: Callable[[str], None], data: str | None = None)
     guard = None
     if plan.noise > 0.0:
         guard = Guard(folder / STATE, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say)
-    return Site(folder / STATE, plan.site, config, source, guard, say)
+    return Site(folder / STATE, plan.site, config, source, guard, say, folder / RUN)

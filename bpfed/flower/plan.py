@@ -10,7 +10,8 @@ from typing import Any
 from bpfed.errors import UserError, hint
 from bpfed.files import to_toml, write_whole
 
-FILE, SERVER = "deploy.toml", "server"
+#: A part's own file; the server's folder in that of a deployment; the run folder of the server, and of a site's own model.
+FILE, SERVER, RUN = "deploy.toml", "server", "run"
 #: What each exchange cost, in the run folder of a server; no other run has such a file.
 EXCHANGES = "exchanges.jsonl"
 

@@ -23,10 +23,11 @@ from bpfed.engine.store import Layout
 from bpfed.errors import UserError
 from bpfed.flower.data import Source
 from bpfed.flower.message import Answer, Ask, fingerprint, shared_of
+from bpfed.flower.own import keep
 from bpfed.flower.pattern import Patterns, Refused, Upload, patterns
 from bpfed.flower.states import States
 from bpfed.methods.base import Course, State
-from bpfed.metrics import Sums
+from bpfed.metrics import Evaluation, Sums
 
 #: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same pattern.
 UploadTransform = Callable[[Upload, State, int], Upload]
@@ -47,6 +48,7 @@ class Site:
         source: Its examples.
         transform: Applied to every upload before it is sent; None: nothing is.
         say: Told in words what the site's owner should know. None of it is sent.
+        own: Run folder for the site's own model once the run is finished; None: none is kept.
     """
 
     def __init__(
@@ -57,9 +59,10 @@ class Site:
         source: Source,
         transform: UploadTransform | None = None,
         say: Callable[[str], None] = lambda sentence: None,
+        own: Path | None = None,
     ) -> None:
         self.folder, self.name, self.config, self.source = folder, name, config, source
-        self.transform, self.say = transform, say
+        self.transform, self.say, self.own = transform, say, own
         self.fingerprint = fingerprint(config)
         self.patterns: Patterns | None = None
         self._federation: tuple[str, Federation] | None = None
@@ -148,11 +151,21 @@ class Site:
         start = time.perf_counter()
         if federation.finished:
             federation.settle()
-        evaluation, _ = evaluate_clients(federation)
+        evaluated = evaluate_clients(federation)
         self._work += time.perf_counter() - start
         if federation.finished:  # what the site predicts with from now on
             self._states(ask).settle(federation.round, self._row(federation, federation.store.get(_ONLY)))
-        return Sums(*(t.cpu() for t in evaluation.sums))
+            self._keep(federation, evaluated)
+        return Sums(*(t.cpu() for t in evaluated[0].sums))
+
+    def _keep(self, federation: Federation, evaluated: tuple[Evaluation, Tensor]) -> None:
+        if self.own is None:
+            return
+        try:
+            keep(self.own, federation, evaluated, self.say)
+            self.say(f"This site's own model is in '{self.own}'; predict with it by: bpfed predict {self.own} ...")
+        except (OSError, UserError) as error:  # the scores are as good without it
+            self.say(f"This site's own model could not be kept ({error}).")
 
     def _train(self, federation: Federation, ask: Ask) -> tuple[Upload, dict[str, float]]:
         assert federation.training is not None

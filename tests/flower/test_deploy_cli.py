@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from bpfed.flower.message import Answer, Ask, fingerprint
 from bpfed.flower.plan import Plan
 from bpfed.flower.post import GridPost
 from bpfed.methods import FedAvg
+from bpfed.run import Run
 
 
 @pytest.fixture
@@ -104,7 +106,7 @@ def test_data_is_remembered_once_it_could_be_read(tmp_path, capfd):
     assert open_site(site, print).name == "client-00"
 
 
-def test_a_finished_run_is_not_run_again_and_cannot_predict(bpfed, tmp_path):
+def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_path):
     fed = tmp_path / "fed"
     bpfed.ok(
         "deploy",
@@ -141,10 +143,11 @@ def test_a_finished_run_is_not_run_again_and_cannot_predict(bpfed, tmp_path):
         for command in (("predict", folder, "--client", "client-00"), ("adapt", folder)):
             said = bpfed(*command, "--input", "x.csv").sentence
             assert "is of a deployment's server, which has neither the sites' personal factors" in said
-            assert "not built yet" in said
-            assert "--resume" not in said
+            assert "at a site, with its own folder" in said
+    assert Run.load(fed / "site-client-00").client("client-00").name == "client-00"
+    shutil.rmtree(fed / "site-client-00" / "run")
     said = bpfed("predict", fed / "site-client-00", "--client", "client-00", "--input", "x.csv").sentence
-    assert "is of a deployment's site, which keeps its personal state but not the shared one" in said
+    assert "is of a deployment's site, which has no model yet" in said
     elsewhere = (server / "run").rename(tmp_path / "copied")
     assert "deployment's server" in bpfed("predict", elsewhere, "--client", "client-00", "--input", "x.csv").sentence
     elsewhere.rename(server / "run")

@@ -4,6 +4,8 @@ import csv
 
 import numpy as np
 import pytest
+import torch
+from command import Command
 from federations import Deployed, simulated
 from loopgrid import node_of
 from test_same_numbers import same
@@ -13,7 +15,8 @@ from bpfed.data.table import read_table
 from bpfed.errors import UserError
 from bpfed.flower.data import File
 from bpfed.flower.site import Site
-from bpfed.methods import FedAvg
+from bpfed.methods import FedAvg, Recipe
+from bpfed.run import Run
 
 ROUNDS = 2
 
@@ -39,7 +42,8 @@ def deployed(folder, files, method):
     data = federate("files", {name: read_table(path) for name, path in files.items()})
     made = Deployed(folder, method, data, rounds=ROUNDS)
     for i, name in enumerate(data.clients):
-        site = Site(folder / name, name, made.config, File(name, files[name], made.config), say=made.said.append)
+        source = File(name, files[name], made.config)
+        site = Site(folder / name, name, made.config, source, say=made.said.append, own=folder / "own" / name)
         made.sites[name] = site
         made.grid.clients[100 + i] = node_of(site)
     return made, data
@@ -71,3 +75,41 @@ def test_a_file_without_a_target_is_refused_at_the_start(tmp_path):
     config = Deployed(tmp_path, FedAvg()).config
     with pytest.raises(UserError, match="--target"):
         File("a", path, config)
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Recipe()])
+def test_a_site_ends_with_a_model_of_its_own(tmp_path, files, method, capsys):
+    """Its run folder predicts for the site's client as the simulated run does, and is the site's alone."""
+    made, data = deployed(tmp_path, files, method)
+    made.serve()
+    state = simulated(method, data, rounds=ROUNDS)[0]
+    state.settle()
+    for i, name in enumerate(data.clients):
+        run = Run.load(tmp_path / "own" / name)
+        assert run.finished
+        assert run.data.clients == (name,)
+        x = data.test.x[data.test.offsets[i] : data.test.offsets[i + 1]]
+        wanted = Run(state).client(name).predict(x)
+        torch.testing.assert_close(run.client(name).predict(x).probs, wanted.probs, rtol=1e-4, atol=1e-5)
+    told = Command(capsys).ok(
+        "predict",
+        tmp_path / "own" / "north",
+        "--client",
+        "north",
+        "--input",
+        files["north"],
+        "--out",
+        tmp_path / "p.csv",
+    )
+    assert told.code == 0
+    assert len((tmp_path / "p.csv").read_text().splitlines()) == 21
+
+
+def test_a_model_that_cannot_be_kept_costs_no_score(tmp_path, files):
+    made, _ = deployed(tmp_path, files, FedAvg())
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "south").write_text("no folder")
+    server = made.serve()
+    assert not server.sites["south"].refused
+    assert any("own model could not be kept" in sentence for sentence in made.said)
+    assert (tmp_path / "own" / "south").read_text() == "no folder"
