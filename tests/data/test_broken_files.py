@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "UTF-16": (raw(GOOD.encode("utf-16")), "is UTF-16"),
     "target missing in a row": (text(GOOD + "40,f,\n50,m,NaN\n"), "2 of the 14 rows of .* have no 'y', first row 13"),
     "target column missing": (text(GOOD.replace("y\n", "z\n", 1)), "b.csv' has no column 'y'"),
-    "target column by another case": (text(GOOD.replace("y\n", "Y\n", 1)), "has no column 'y'; known are: Y, age, sex"),
+    "target column by another case": (text(GOOD.replace("y\n", "Y\n", 1)), "has no column 'y'; did you mean 'Y'"),
     "only the target": (text("y\nno\nyes\n"), "has no column but 'y'"),
     "target numbers here and words there": (text(GOOD.replace("no", "0").replace("yes", "1")), "numbers at 'b' but words"),
     "column of numbers as words": (text(GOOD.replace("30", "thirty")), "'age' .* but for 'thirty' in row 1"),
