@@ -121,8 +121,8 @@ def test_nothing_personal_is_on_the_socket_until_it_is_planted(tmp_path, monkeyp
     sites, marked, lock = {}, [], threading.Lock()
     proxy = Proxy(port)
 
-    def opened(own, say):
-        site = open_site(own, say)
+    def opened(own, say, data=None):
+        site = open_site(own, say, data)
         sites[site.name] = site
         one_at_a_time(site, lock)
         if site.name == leaky:
