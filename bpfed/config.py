@@ -189,12 +189,9 @@ def _recorded(tables: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def _split(override: Override) -> tuple[str, str]:
     table, dot, key = override.key.partition(".")
     if not dot:
-        tables = [f"run.{name}" for name in fields_of(Settings) if name == override.key]
-        advice = (
-            f"did you mean '{tables[0]}'?"
-            if tables
-            else "write it as in --set method.lr=0.01, with data, method or run."
-        )
+        advice = "write it as in --set method.lr=0.01, with data, method or run."
+        if override.key in fields_of(Settings):
+            advice = f"did you mean 'run.{override.key}'?"
         raise UserError(f"{override.flag}: '{override.key}' names no table; {advice}")
     if table not in ("data", "method", "run"):
         raise UserError(f"{override.flag}: unknown table '{table}'; {hint(table, ('data', 'method', 'run'))}")

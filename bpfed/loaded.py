@@ -63,7 +63,7 @@ def load_run(
     folder: Path, model: nn.Module | None, likelihood: Likelihood | None, say: Callable[[str], None]
 ) -> LoadedRun:
     """See `Run.load`."""
-    if part(folder) and (folder / RUN / DATA).is_file():  # of a site, whose own model is a folder below
+    if (folder / RUN / DATA).is_file() and part(folder):  # of a site, whose own model is a folder below
         folder = folder / RUN
     whole = (folder / DATA).is_file() and (folder / MODEL).is_file()
     if not whole and (deployed := part(folder)):

@@ -26,7 +26,7 @@ from bpfed.flower.journal import STATUS
 from bpfed.flower.plan import SERVER, Plan
 from bpfed.flower.processes import Say
 from bpfed.report import RunRecord
-from bpfed.report.record import REPORT
+from bpfed.report.record import LARGEST, REPORT
 
 #: A run that stops this often without finishing a round is given up.
 RESTARTS = 5
@@ -84,7 +84,7 @@ def finished(folder: Path) -> RunRecord | None:
     if last.get("state") != "finished" or not (folder / RUN / REPORT).is_file():
         return None
     server = open_server(folder, _nobody)
-    wanted = min(server.config.run.eval_clients or 1000, len(server.sites))
+    wanted = min(server.config.run.eval_clients or LARGEST, len(server.sites))
     if server.journal.kept() is None or (last.get("metrics") or {}).get("tested", 0) < wanted:
         return None
     return RunRecord.read(folder / RUN)
