@@ -57,6 +57,13 @@ def test_a_cell_is_run_once_and_more_seeds_are_added(digits, tmp_path):
     assert len(said) == 2
 
 
+def test_a_record_names_every_device_that_a_seed_ran_on(digits, tmp_path, monkeypatch):
+    for seeds, device in (((0,), "CPU"), ((0, 1), "a GPU"), ((0, 1, 2), "CPU")):
+        monkeypatch.setattr(cells, "device_name", lambda asked, device=device: device)
+        cells.run(tiny(seeds=seeds), tmp_path, "cpu", lambda sentence: None)
+    assert tiny().record(tmp_path)["device"] == "CPU, a GPU"
+
+
 def test_a_record_of_other_settings_is_refused(digits, tmp_path):
     cells.run(tiny(), tmp_path, "cpu", lambda sentence: None)
     with pytest.raises(UserError, match="rounds 2, now 3"):

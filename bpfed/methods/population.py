@@ -68,6 +68,7 @@ class Population(Recipe):
     anchor: float = 3.0
     head_sigma: float = 0.3
     head_gain: float = 0.0
+    path: float = 4.0
     head_rate: float = 0.2
 
     def check(self) -> None:

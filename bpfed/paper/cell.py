@@ -170,12 +170,18 @@ def _record(
         "settings": _settings(entrant),
         "rounds": entrant.settings.rounds,
         "bins": entrant.settings.bins,
-        "device": device_name(entrant.settings.device),
+        "device": _devices(device_name(entrant.settings.device), before),
         "seconds": round(seconds + (0.0 if before is None else before["seconds"]), 1),
         "bpfed": bpfed.__version__,
         "torch": torch.__version__,
         "runs": [done[seed] for seed in sorted(done)],
     }
+
+
+def _devices(now: str, before: dict[str, Any] | None) -> str:
+    """All that the seeds of a record ran on."""
+    earlier = [] if before is None else before["device"].split(", ")
+    return ", ".join(dict.fromkeys([*earlier, now]))
 
 
 def seed_record(run: Run) -> dict[str, Any]:
