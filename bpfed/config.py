@@ -22,21 +22,23 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 
 from bpfed import __version__
-from bpfed.data import FederatedData, load
-from bpfed.data.folder import DataDir
 from bpfed.document import Document
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError, hint
-from bpfed.methods import METHODS, Method, Recipe, method
 from bpfed.schema import PLACES, RECORDED, TABLES, DataSettings, Field, fields_of
 
+if TYPE_CHECKING:
+    from bpfed.data import FederatedData
+    from bpfed.data.folder import DataDir
+    from bpfed.methods import Method
+
 #: Used where nothing is said.
-METHOD = Recipe.name
+METHOD = "bpfed-recipe"
 
 
 class Override(NamedTuple):
@@ -75,6 +77,8 @@ class Config:
 
     def load_data(self, data_dir: DataDir = None) -> FederatedData:
         """Load the data that is asked for."""
+        from bpfed.data import load
+
         seed = self.run.seed if self.data.seed is None else self.data.seed
         return load(
             self.data.name,
@@ -116,6 +120,11 @@ def read(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
     document = Document.read(path)
     tables = _tables(document)
     said = [(table, key, o) for o in overrides for table, key in [_split(o)]]
+    schema = {table: fields_of(cls) for table, cls in TABLES.items()}
+    for table, key, override in said:  # what needs no method is looked at before torch is imported, which takes seconds
+        if key in schema.get(table, ()):
+            _from_text(override, table, schema[table][key])
+    from bpfed.methods import METHODS, method
 
     name = str(tables["method"].pop("name", METHOD))
     named = [o.text for table, key, o in said if (table, key) == ("method", "name")]
@@ -128,7 +137,7 @@ def read(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
         place = document.where("method", "name") if not named and path is not None else ""
         raise UserError(f"{place}Unknown method '{name}'; {hint(name, METHODS)}")
 
-    schema = {table: fields_of(cls) for table, cls in {**TABLES, "method": method(name)}.items()}
+    schema["method"] = fields_of(method(name))
     recorded = _recorded(tables)
     for table, keys in tables.items():
         for key in keys:

@@ -16,6 +16,7 @@ from bpfed.cli import show
 from bpfed.cli.flags import argument, flag, schema_fields, with_schema
 from bpfed.cli.run import RUNS, data_word, loading
 from bpfed.errors import UserError, hint
+from bpfed.names import check_data, check_method
 
 if TYPE_CHECKING:
     from bpfed.comparison import Comparison, Entrant
@@ -79,7 +80,10 @@ def compare(
     try:
         if not quiet:
             progress.doing("starting")
-        # The display is up before torch is imported, which takes seconds.
+        # The display is up before torch is imported, which takes seconds, and names are looked at before that.
+        for word in filter(None, map(str.strip, methods.split(","))):
+            check_method(None if word == "all" else word.partition("+")[0])
+        check_data(flags["data"])
         from bpfed.comparison.cells import REPORT, run_cells
 
         who, first = _entrants(methods, rounds, settings or [], flags)

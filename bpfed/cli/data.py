@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bpfed.cli import show
+from bpfed.names import check_data
 
 if TYPE_CHECKING:
     from bpfed.data import FederatedData
@@ -43,6 +44,7 @@ def list_(data_dir: DataDir = None) -> None:
 @app.command(epilog="Example: bpfed data fetch mnist")
 def fetch(name: Name, data_dir: DataDir = None) -> None:
     """Make sure that a dataset's files are present, downloading them if not."""
+    check_data(name)
     from bpfed.data import fetch as get
 
     place = get(name, data_dir)
@@ -81,6 +83,7 @@ def inspect(
     plot: Annotated[Path | None, typer.Option(help="Draw it, too, as .png, .svg or .pdf.", show_default=False)] = None,
 ) -> None:
     """Show how many examples each client would have, of which classes, and what is missing; nothing is trained."""
+    check_data(name)
     with Console(stderr=True).status(f"reading {name}"):
         from bpfed.data.load import is_table, load, tables
         from bpfed.data.overview import missing
@@ -134,6 +137,7 @@ def export(
     data_dir: DataDir = None,
 ) -> None:
     """Write the tables of a dataset as CSV files, one per client, to be used as folder:PATH."""
+    check_data(name)
     with Console(stderr=True).status(f"reading {name}"):
         from bpfed.data.csvfile import write_folder
         from bpfed.data.load import tables

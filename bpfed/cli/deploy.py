@@ -14,6 +14,7 @@ from bpfed.cli import show
 from bpfed.cli.flags import with_schema
 from bpfed.cli.run import _overrides
 from bpfed.errors import UserError
+from bpfed.names import check_data, check_method
 
 app = typer.Typer(
     name="deploy",
@@ -60,6 +61,7 @@ def init(
     **flags: str | None,
 ) -> None:
     """Make certificates, one key pair per site and the configuration, ready to be brought to the sites."""
+    check_method(method)
     _flower()
     from bpfed.config import read
     from bpfed.data.load import names
@@ -176,6 +178,7 @@ def demo(
     data: Annotated[str, typer.Option(help="A named dataset, dealt out to the sites.")] = "digits",
 ) -> None:
     """Run a server and four sites on this machine, over TLS and with keys, and write the report."""
+    check_data(data)
     _flower()
     from bpfed.config import Override, read
     from bpfed.flower import control, processes

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from bpfed.cli import show
+from bpfed.names import check_method
 
 EXAMPLE = "Example: bpfed methods bpfed"
 
@@ -17,6 +18,7 @@ def methods(
     name: Annotated[str | None, typer.Argument(help="Show the settings of this one.", show_default=False)] = None,
 ) -> None:
     """List the methods, or the settings of one of them."""
+    check_method(name)
     show.put(_one(name) if name is not None else _all())
     if name is not None:
         Console().print(f"Set one with e.g. bpfed run --method {name} --set method.lr=0.01", highlight=False)

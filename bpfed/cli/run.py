@@ -12,6 +12,7 @@ import typer
 from bpfed.cli import show
 from bpfed.cli.flags import argument, flag, schema_fields, with_schema
 from bpfed.errors import UserError, unknown
+from bpfed.names import check_data, check_method
 
 if TYPE_CHECKING:
     from bpfed.callbacks import Callback, Progress
@@ -63,13 +64,16 @@ def run(
     try:
         if not quiet:
             progress.doing("starting")
-        # The display is up before torch is imported, which takes seconds.
-        from bpfed.callbacks import Folder
+        # The display is up before torch is imported, which takes seconds, and what was typed is looked at before that.
+        check_method(method)
+        check_data(flags["data"])
         from bpfed.config import read
-        from bpfed.run import prepare
 
         source, overrides = config or _own(out, resume), _overrides(method, settings or [], flags)
         chosen = read(source, overrides)
+        from bpfed.callbacks import Folder
+        from bpfed.run import prepare
+
         out = out or free(chosen)
         folder = Folder(out, resume, overwrite)
         if resume and source is None and not any(override.key == "data.name" for override in overrides):

@@ -15,13 +15,13 @@ from bpfed.data.federated import Examples, FederatedData, Task
 from bpfed.data.folder import DataDir
 from bpfed.data.layout import client_names, lay_out, streams
 from bpfed.data.natural import NATURAL
-from bpfed.data.own import PREFIX
 from bpfed.data.partition import Partition, parse_partition
 from bpfed.data.preparation import Standardise
 from bpfed.data.sources import SOURCES, Source
 from bpfed.data.split import split
 from bpfed.data.table import Table
-from bpfed.errors import UserError, unknown
+from bpfed.errors import UserError
+from bpfed.names import PREFIX, check_data
 
 PARTITION = "groups"
 TEST_FRACTION = 0.5
@@ -88,7 +88,7 @@ def load(
         if clients not in (None, len(data)):
             raise UserError(f"'{name}' has {len(data)} clients of its own, not {clients}; leave their number out.")
         return data
-    _known(name)
+    check_data(name, names())
     scaling = None if standardise == "federated" else standardise
     _no_table(name, target=target, client_column=client_column, task=task, standardise=scaling, ignore=ignore)
     dealt = parse_partition(partition if partition is not None else PARTITION)
@@ -111,7 +111,7 @@ def tables(
     if name.startswith(PREFIX):
         return own.read_clients(name.removeprefix(PREFIX), client_column)
     if name not in NATURAL:
-        _known(name)
+        check_data(name, names())
         raise UserError(f"'{name}' is no table; tables are {', '.join(NATURAL)} and {PREFIX}PATH.")
     if client_column is not None:
         raise UserError(f"'{name}' has clients of its own; leave --client-column out.")
@@ -124,7 +124,7 @@ def fetch(name: str, data_dir: DataDir = None) -> Path | None:
     Returns:
         The folder (or archive) they are in; None for a dataset that is built in.
     """
-    _known(name)
+    check_data(name, names())
     source = source_of(name)
     place = sources.obtain(source, data_dir)
     return place if sources.entry(source).files.wanted else None
@@ -133,13 +133,6 @@ def fetch(name: str, data_dir: DataDir = None) -> Path | None:
 def source_of(name: str) -> str:
     """The source that a dataset of this name takes its examples from."""
     return CELLS[name].source if name in CELLS else name
-
-
-def _known(name: str) -> None:
-    if name not in names():
-        if Path(name).exists():
-            raise UserError(f"Unknown dataset '{name}'; to use the files there, write '{PREFIX}{name}'.")
-        raise unknown("dataset", name, names())
 
 
 def _natural_only(name: str, partition: str | None) -> None:

@@ -18,8 +18,6 @@ from bpfed.data.table import ENDINGS, Table, Words, read_table
 from bpfed.errors import UserError
 from bpfed.noise import client_ids
 
-#: How a path is told from a dataset's name.
-PREFIX = "folder:"
 #: Names that a column to predict goes by.
 TARGETS = ("target", "label", "y")
 TEST_FRACTION = 0.3

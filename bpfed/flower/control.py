@@ -15,7 +15,6 @@ from typing import Any
 
 from bpfed.config import Config
 from bpfed.data.load import names
-from bpfed.data.own import PREFIX
 from bpfed.data.table import ENDINGS
 from bpfed.errors import UserError
 from bpfed.files import to_toml, write_whole
@@ -25,6 +24,7 @@ from bpfed.flower.deployed import CONFIG, RUN, open_server
 from bpfed.flower.journal import STATUS
 from bpfed.flower.plan import SERVER, Plan
 from bpfed.flower.processes import Say
+from bpfed.names import PREFIX
 from bpfed.report import RunRecord
 from bpfed.report.record import LARGEST, REPORT
 

@@ -1,0 +1,39 @@
+"""Names of methods and datasets, so that a misspelt one is refused before torch is imported, which takes seconds.
+
+They are those of `bpfed.methods.METHODS` and `bpfed.data.names`; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from bpfed.errors import UserError, unknown
+
+# fmt: off
+METHODS = (
+    "bpfed", "bpfed-recipe", "bpfed-population", "fedavg", "fedavg-ft", "local", "perfedavg", "pfedme", "pfedbayes",
+    "fedper", "lg-fedavg", "fedrep", "fedsoul", "pfedvem", "ditto", "fedbabu",
+)
+DATASETS = (
+    "digits", "mnist", "fmnist", "cifar10", "heart-disease", "wisdm", "mnist-small", "mnist-large", "fmnist-small",
+    "fmnist-large", "cifar10-small", "cifar10-large",
+)
+# fmt: on
+#: How a path is told from a dataset's name.
+PREFIX = "folder:"
+
+
+def check_method(name: str | None) -> None:
+    """Raise a `UserError` unless there is a method of that name; None is left to the default."""
+    if name is not None and name not in METHODS:
+        raise unknown("method", name, METHODS)
+
+
+def check_data(name: str | None, known: Collection[str] = DATASETS) -> None:
+    """Raise a `UserError` unless there is a dataset of that name or it is ``folder:PATH``; None is left to the default."""
+    if name is None or name in known or name.startswith(PREFIX):
+        return
+    if Path(name).exists():
+        raise UserError(f"Unknown dataset '{name}'; to use the files there, write '{PREFIX}{name}'.")
+    raise unknown("dataset", name, known)
