@@ -296,6 +296,16 @@ def test_every_command_has_help_with_an_example(bpfed: Command, command: list[st
     assert "Example: bpfed" in bpfed.ok(*command, "--help").out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "near"), [("runn", "run"), ("data lst", "list"), ("deploy dmo", "demo"), ("paper tabel1", "table1")]
+)
+def test_a_command_that_does_not_exist_is_refused_with_the_nearest_one_named_once(
+    bpfed: Command, arguments: str, near: str
+) -> None:
+    typed = arguments.split()
+    assert bpfed(*typed).sentence == f"Unknown command '{typed[-1]}'; did you mean '{near}'?"
+
+
 def test_the_version(bpfed: Command) -> None:
     assert re.fullmatch(r"bpfed \d+\.\d+\.\d+\n", bpfed.ok("--version").out)
 

@@ -11,10 +11,12 @@ from rich.console import Console
 
 from bpfed import __version__
 from bpfed.cli import adapt, compare, data, deploy, methods, paper, predict, report, run
+from bpfed.cli.group import Group
 from bpfed.errors import UserError
 
 app = typer.Typer(
     name="bpfed",
+    cls=Group,
     help="Bayesian personalised federated learning: every client its own model, and each model knows how sure it is.",
     epilog="Example: bpfed run --data digits --rounds 30 --seed 0",
     no_args_is_help=True,

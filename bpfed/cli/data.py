@@ -10,13 +10,16 @@ from rich.console import Console
 from rich.text import Text
 
 from bpfed.cli import show
+from bpfed.cli.group import Group
 from bpfed.names import check_data
 
 if TYPE_CHECKING:
     from bpfed.data import FederatedData
     from bpfed.data.overview import Missing
 
-app = typer.Typer(help="List, fetch and inspect datasets.", epilog="Example: bpfed data list", no_args_is_help=True)
+app = typer.Typer(
+    cls=Group, help="List, fetch and inspect datasets.", epilog="Example: bpfed data list", no_args_is_help=True
+)
 
 Name = Annotated[str, typer.Argument(help="Name of the dataset, see 'bpfed data list'.")]
 DataDir = Annotated[

@@ -12,12 +12,14 @@ import typer
 
 from bpfed.cli import show
 from bpfed.cli.flags import with_schema
+from bpfed.cli.group import Group
 from bpfed.cli.run import _overrides
 from bpfed.errors import UserError
 from bpfed.names import check_data, check_method
 
 app = typer.Typer(
     name="deploy",
+    cls=Group,
     help="A federation of real sites, on Flower: same methods, same numbers, nothing personal on the wire.",
     epilog="Example: bpfed deploy demo",
     no_args_is_help=True,

@@ -11,12 +11,14 @@ import typer
 from rich.console import Console
 from rich.markdown import Markdown
 
+from bpfed.cli.group import Group
 from bpfed.errors import UserError
 
 if TYPE_CHECKING:
     from bpfed.paper.cell import Cell
 
 app = typer.Typer(
+    cls=Group,
     help="The paper's experiments: run them, and make their tables and figures.",
     epilog="Example: bpfed paper table1 --cells small --methods bpfed,bpfed-recipe,fedper --seeds 3",
     no_args_is_help=True,
