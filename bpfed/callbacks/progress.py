@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -39,7 +38,7 @@ class Progress(Callback):
     Args:
         console: Where to show it; None: stderr, so that what is piped stays clean.
         delay: Show nothing in a run that takes less than so many seconds.
-        patience: Elsewhere than on a terminal, say in a line what has been going on for so many seconds; None: do not.
+        patience: Elsewhere than on a terminal, say in a line what is going on after so many silent seconds; None: do not.
     """
 
     def __init__(self, console: Console | None = None, delay: float = 0.0, patience: float | None = None) -> None:
@@ -47,7 +46,7 @@ class Progress(Callback):
         self.delay, self.patience = delay, patience
         self.title, self.words, self.figures = "", "", ""
         self.done, self.rounds = 0, 0
-        self._began = self._last = time.perf_counter()
+        self._began = self._last = self._spoke = time.perf_counter()
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._spinner = Spinner("dots", style="cyan")
         self._live: Live | None = None
@@ -59,11 +58,11 @@ class Progress(Callback):
         """Say what is going on before the first round is done, such as ``loading digits``."""
         self.words = words
         self._open()
-        if self.patience is not None and not self.console.is_terminal:
-            self._wait(self.patience, partial(self.console.print, f"{words} …", markup=False, highlight=False))
+        self._announce()
 
     def say(self, sentence: str) -> None:
         """Print a sentence without breaking the display."""
+        self._spoke = time.perf_counter()
         self.console.print(sentence, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def pause(self) -> None:
@@ -90,11 +89,13 @@ class Progress(Callback):
         step = "compiling the local step, once" if run.compiled else "tracing the local step, once"
         self.words = f"round {self.done + 1}: {step}" if self.done < self.rounds else "evaluating"
         self._open()
+        self._announce()
 
     def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
         self._advance(run, record)
         if record is not None and not self.console.is_terminal and self._last - self._began >= self.delay:
             line = f"round {self.done}/{self.rounds}  {self.figures}  {clock(run.seconds)}"
+            self._spoke = self._last
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def _advance(self, run: Run, record: dict[str, Any] | None) -> None:
@@ -103,12 +104,14 @@ class Progress(Callback):
             self.words = ""  # the first round of a sitting traces or compiles: its time says nothing of the others
         else:
             self._recent.append(now - self._last)
+        self._announce()
         self._last, self.done = now, run.federation.round
         if record is not None:
             self.figures = figures(record)
 
     def end(self, run: Run) -> None:
         self.words = "writing the report"
+        self._announce()
 
     def stop(self, run: Run) -> None:
         self.close()
@@ -128,6 +131,24 @@ class Progress(Callback):
             self._wait(self.delay, self._go_live)
         else:
             self._go_live()
+
+    def _announce(self) -> None:
+        """Elsewhere than on a terminal, say what is going on once it has been silent for too long."""
+        if self.patience is None or self.console.is_terminal:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        left = self._spoke + self.patience - time.perf_counter()
+        if self.words and left > 0.0:
+            self._wait(left, self._tell)
+        elif self.words:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.words and not self._closed:
+            self._spoke = time.perf_counter()
+            words = f"{self.title}, {self.words}" if self.title else self.words
+            self.console.print(f"{words} …", markup=False, highlight=False, soft_wrap=True)
 
     def _wait(self, seconds: float, then: Callable[[], None]) -> None:
         """Do something later, unless the display is closed or something else is waited for by then."""
@@ -182,13 +203,14 @@ class CellProgress(Progress):
     Args:
         console: Where to show it; None: stderr.
         delay: Show nothing before so many seconds.
+        patience: As of `Progress`, for what comes before the first round of a cell.
     """
 
     #: Seconds without a line after which a round gets one, where there is no terminal.
     SILENCE = 10.0
 
-    def __init__(self, console: Console | None = None, delay: float = 0.0) -> None:
-        super().__init__(console, delay)
+    def __init__(self, console: Console | None = None, delay: float = 0.0, patience: float | None = None) -> None:
+        super().__init__(console, delay, patience)
         self._waiting: list[tuple[str, int]] = []
         self._current: list[tuple[str, int]] = []
         self._took: dict[str, list[float]] = {}
@@ -217,7 +239,8 @@ class CellProgress(Progress):
         """The current cells are done."""
         took = time.perf_counter() - self._cell_began
         self._took.setdefault(self._current[0][0], []).append(took / len(self._current))
-        self._current, self.rounds, self.title = [], 0, ""
+        self._current, self.rounds, self.title, self.words = [], 0, "", ""
+        self._announce()
         left = "" if self.left is None else f", about {clock(self.left)} left"
         self._line(f"cell {self._over}/{self._cells}  {self._entrant}  {self.figures}  {clock(took)}{left}")
 
@@ -260,7 +283,7 @@ class CellProgress(Progress):
     def _line(self, line: str) -> None:
         now = time.perf_counter()
         if not self.console.is_terminal and now - self._began >= self.delay:
-            self._said = now
+            self._said = self._spoke = now
             self.console.print(line, highlight=False, soft_wrap=True)
 
 

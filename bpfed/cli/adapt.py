@@ -10,6 +10,7 @@ from rich.console import Console
 
 from bpfed.cli import show
 from bpfed.cli.predict import ADAPTED, finished_run
+from bpfed.cli.run import PATIENCE
 from bpfed.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def adapt(
         out = folder / ADAPTED / f"{name}.safetensors"
     if out.exists() and not overwrite:
         raise UserError(f"'{out}' exists already; add --overwrite to replace it, or give another --name or --out.")
-    progress = Progress(patience=2.0)
+    progress = Progress(patience=PATIENCE)
     try:
         progress.doing(f"loading {folder}")
         run = finished_run(folder, progress.say)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from bpfed.cli import show
 from bpfed.cli.flags import argument, flag, schema_fields, with_schema
-from bpfed.cli.run import RUNS, data_word, loading
+from bpfed.cli.run import PATIENCE, RUNS, data_word, loading
 from bpfed.errors import UserError, hint
 from bpfed.names import check_data, check_method
 
@@ -76,7 +76,7 @@ def compare(
     """
     from bpfed.callbacks.progress import CellProgress
 
-    progress = CellProgress()
+    progress = CellProgress(patience=PATIENCE)
     try:
         if not quiet:
             progress.doing("starting")
@@ -91,7 +91,7 @@ def compare(
 
         def deal(seed: int) -> FederatedData:
             if not quiet:
-                loading(progress, first, data_dir)
+                loading(progress, first.data.name, data_dir)
             return replace(first, run=replace(first.run, seed=seed)).load_data(data_dir)
 
         found = run_cells(

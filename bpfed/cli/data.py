@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,9 +13,11 @@ from rich.text import Text
 
 from bpfed.cli import show
 from bpfed.cli.group import Group
+from bpfed.cli.run import PATIENCE, loading
 from bpfed.names import check_data
 
 if TYPE_CHECKING:
+    from bpfed.callbacks import Progress
     from bpfed.data import FederatedData
     from bpfed.data.overview import Missing
 
@@ -48,9 +52,11 @@ def list_(data_dir: DataDir = None) -> None:
 def fetch(name: Name, data_dir: DataDir = None) -> None:
     """Make sure that a dataset's files are present, downloading them if not."""
     check_data(name)
-    from bpfed.data import fetch as get
+    with _busy(name) as progress:
+        from bpfed.data import fetch as get
 
-    place = get(name, data_dir)
+        loading(progress, name, data_dir)
+        place = get(name, data_dir)
     told = f"'{name}' is built in." if place is None else f"'{name}' is in {place}."
     Console().print(told, highlight=False, markup=False, soft_wrap=True)
 
@@ -87,13 +93,14 @@ def inspect(
 ) -> None:
     """Show how many examples each client would have, of which classes, and what is missing; nothing is trained."""
     check_data(name)
-    with Console(stderr=True).status(f"reading {name}"):
+    with _busy(name) as progress:
         from bpfed.data.load import is_table, load, tables
         from bpfed.data.overview import missing
         from bpfed.data.picture import check_ending, draw
 
         if plot is not None:
             check_ending(plot)
+        loading(progress, name, data_dir)
         read = tables(name, client_column=client_column, data_dir=data_dir) if is_table(name) else {}
         data = load(
             name,
@@ -110,6 +117,7 @@ def inspect(
         )
         gaps = missing(read)
         if plot is not None:
+            progress.doing(f"drawing {plot}")
             draw(data, gaps, plot)
     console = Console()
     if data.task == "classification":
@@ -141,12 +149,28 @@ def export(
 ) -> None:
     """Write the tables of a dataset as CSV files, one per client, to be used as folder:PATH."""
     check_data(name)
-    with Console(stderr=True).status(f"reading {name}"):
+    with _busy(name) as progress:
         from bpfed.data.csvfile import write_folder
         from bpfed.data.load import tables
 
-        written = write_folder(tables(name, data_dir=data_dir), folder)
+        loading(progress, name, data_dir)
+        read = tables(name, data_dir=data_dir)
+        progress.doing(f"writing {folder}")
+        written = write_folder(read, folder)
     _say(f"{len(written)} files in {folder}, such as {written[0].name}.")
+
+
+@contextmanager
+def _busy(name: str) -> Iterator[Progress]:
+    """Show what is going on, from before torch is imported on."""
+    from bpfed.callbacks.progress import Progress
+
+    progress = Progress(patience=PATIENCE)
+    try:
+        progress.doing(f"loading {name}")
+        yield progress
+    finally:
+        progress.close()
 
 
 def _say(sentence: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from bpfed.cli.run import PATIENCE
 from bpfed.errors import UserError, unknown
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def predict(
         raise UserError(f"--level is {level:g}, but must be above 0 and below 1, such as 0.9.")
     if abstain is not None and not 0.0 <= abstain <= 1.0:
         raise UserError(f"--abstain is {abstain:g}, but must be a probability, such as 0.9.")
-    progress = Progress(patience=2.0)
+    progress = Progress(patience=PATIENCE)
     try:
         progress.doing(f"loading {folder}")
         run = finished_run(folder, progress.say)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: bpfed run --data digits --rounds 30 --seed 0 --set method.temperature=0.3 --out runs/first"
 RUNS = Path("runs")
 TRACKERS = ("mlflow", "tensorboard")
+#: Seconds that a command may be silent where there is no terminal to show a display on.
+PATIENCE = 2.0
 
 
 @with_schema
@@ -60,7 +62,7 @@ def run(
 
     if out is None and (resume or overwrite):
         raise UserError(f"--{'resume' if resume else 'overwrite'} needs the run folder, such as --out {_latest()}.")
-    progress = Progress()
+    progress = Progress(patience=PATIENCE)
     try:
         if not quiet:
             progress.doing("starting")
@@ -85,7 +87,7 @@ def run(
             progress.say(note)
         if not quiet:
             callbacks.append(progress)
-            loading(progress, chosen, data_dir)
+            loading(progress, chosen.data.name, data_dir)
         trained = prepare(chosen.method, chosen.load_data(data_dir), chosen.run, folder=folder, say=progress.say)
         chosen.confirm(trained.config())
         trained.train(callbacks)
@@ -145,16 +147,17 @@ def _trackers(names: list[str], out: Path) -> list[Callback]:
     return found
 
 
-def loading(progress: Progress, chosen: Config, data_dir: Path | None) -> None:
-    """Show that the data is being loaded."""
+def loading(progress: Progress, name: str, data_dir: Path | None) -> None:
+    """Show that the data of this name is being loaded."""
     from bpfed.data.load import names, source_of
     from bpfed.data.sources import locate
 
-    name = chosen.data.name
-    if name in names() and locate(source_of(name), data_dir) is None:
+    if name not in names() or locate(source_of(name), data_dir) is not None:
+        progress.doing(f"loading {name}")
+    elif progress.console.is_terminal:
         progress.pause()  # a download has a display of its own
     else:
-        progress.doing(f"loading {name}")
+        progress.doing(f"downloading {source_of(name)}")
 
 
 def _stopped(out: Path | None, data_dir: Path | None, track: list[str]) -> str:

@@ -120,7 +120,7 @@ def test_a_longer_one_opens_it_from_a_timer() -> None:
 
 def test_elsewhere_what_takes_long_gets_a_line() -> None:
     console = Console(file=io.StringIO(), width=90)
-    progress = Progress(console, patience=0.001)
+    progress = Progress(console, patience=0.3)
     progress.doing("adapting [ward]")
     assert progress._timer is not None
     progress._timer.join()
@@ -130,6 +130,32 @@ def test_elsewhere_what_takes_long_gets_a_line() -> None:
     progress._timer.join()  # the timer is gone, too
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == "adapting [ward] …\n"
+
+
+def test_elsewhere_the_time_before_the_first_round_gets_a_line() -> None:
+    console = Console(file=io.StringIO(), width=90)
+
+    class Quick(Callback):
+        def round(self, run: bpfed.Run, info: object, record: object) -> None:
+            progress.patience = 3600.0
+
+    progress = Progress(console, patience=0.0)
+    bpfed.fit(FedAvg(), classification(), rounds=2, epochs=1, progress=False, callbacks=[progress, Quick()])
+    assert isinstance(console.file, io.StringIO)
+    first, *rounds = console.file.getvalue().splitlines()
+    assert re.fullmatch(r"FedAvg on .+ clients, cpu, round 1: (tracing|compiling) the local step, once …", first)
+    assert [line.split("  ")[0] for line in rounds] == ["round 1/2", "round 2/2"]
+
+
+def test_it_is_silence_that_is_cut_short_not_a_single_step() -> None:
+    console = Console(file=io.StringIO(), width=90)
+    progress = Progress(console, patience=3600.0)
+    progress.doing("starting")
+    progress._spoke -= 3600.0
+    progress.doing("loading digits")
+    progress.close()
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "loading digits …\n"
 
 
 def test_it_is_taken_down_when_a_run_breaks() -> None:
