@@ -136,7 +136,7 @@ def run(folder: Folder) -> None:
         with Following() as shown:
             record = control.run(own, Plan.read(own), shown.say, shown.status, shown.waiting)
     except KeyboardInterrupt:
-        _say("No longer watching; the run itself goes on. See it with 'bpfed deploy status'.")
+        _say("No longer watching; a run that has begun goes on. See it with 'bpfed deploy status'.")
         raise typer.Exit(130) from None
     show.result(record, own / RUN / REPORT)
 

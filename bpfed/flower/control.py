@@ -30,6 +30,8 @@ from bpfed.report.record import LARGEST, REPORT
 
 #: A run that stops this often without finishing a round is given up.
 RESTARTS = 5
+#: Seconds that a server is waited for: one that may be starting, and one that was there and may be started again.
+STARTING, AGAIN = 20.0, 90.0
 
 
 def _nobody(words: str) -> None:
@@ -106,11 +108,13 @@ def run(
         rounds = found.summary["rounds"]
         say(f"The run in '{folder / RUN}' is finished already: all {rounds} rounds are done.")
         return found
-    failures, done = 0, -1
+    failures, done, patience = 0, -1, STARTING
     while True:
-        waiting("the server is looked for")
-        if not processes.healthy(folder, plan, 90.0):
-            raise UserError(f"No server answers at {plan.address}; start it with: bpfed deploy server {folder.parent}")
+        start = f"bpfed deploy server {folder.parent}"
+        waiting(f"waiting up to {patience:.0f} s for the server at {plan.address}, which '{start}' starts")
+        if not processes.healthy(folder, plan, patience):
+            raise UserError(f"No server answers at {plan.address}; start it with: {start}")
+        patience = AGAIN
         (folder / RUN / STATUS).unlink(missing_ok=True)
         waiting("the run is being started")
         started = processes.ask(folder, plan, "run", str(write_app(folder / "app")))

@@ -32,6 +32,20 @@ def bpfed(capsys):
     return Command(capsys)
 
 
+def test_without_a_server_run_soon_says_where_it_looked(bpfed, tmp_path, monkeypatch):
+    fed = tmp_path / "fed"
+    address = f"127.0.0.1:{processes.free_port()}"
+    bpfed.ok("deploy", "init", fed, "--sites", "north,south", "--address", address)
+    assert control.STARTING <= 20.0
+    monkeypatch.setattr(control, "STARTING", 1.0)
+    monkeypatch.setattr("bpfed.flower.following.SILENCE", (0.1, 60.0))
+    outcome = bpfed("deploy", "run", fed)
+    waits, *_, refuses = outcome.err.splitlines()
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"Waiting up to 1 s for the server at {address}, which 'bpfed deploy server {fed}' starts, for 0:0" in waits
+    assert refuses == f"bpfed: No server answers at {address}; start it with: bpfed deploy server {fed}"
+
+
 def test_init_makes_all_that_server_and_sites_need(bpfed, tmp_path):
     fed = tmp_path / "fed"
     said = bpfed.ok(
