@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,20 +81,48 @@ class Sums(NamedTuple):
         cells: ``[M, N, B]``. For classification, of each bin of the confidence: examples, confidences, hits, variances
             c (1 - c). For regression, the examples whose central interval just holds the target, by nominal level.
         losses: ``[2, N]``. NLL and Brier score, or squared error and NLL.
+        further: ``[N]`` each, by name. For classification ``sure``, the examples that it is 90 % sure of, ``sure_right``,
+            those of them that are right, and ``risk``, the summed error rates behind `aurc`. Where predictions are
+            calibrated, ``counted``, the examples whose set or interval counts, and of these what ``coverage`` and
+            ``set_size`` or ``interval_width`` are the mean of.
     """
 
     cells: Tensor
     losses: Tensor
+    further: dict[str, Tensor]
 
     @classmethod
     def join(cls, parts: Sequence[Sums]) -> Sums:
         """The clients of several, in that order."""
-        return cls(torch.cat([p.cells for p in parts], 1), torch.cat([p.losses for p in parts], 1))
+        further = {name: torch.cat([p.further[name] for p in parts]) for name in parts[0].further}
+        return cls(torch.cat([p.cells for p in parts], 1), torch.cat([p.losses for p in parts], 1), further)
 
-    @staticmethod
-    def shape(classification: bool, bins: int) -> tuple[int, int]:
-        """M and B of ``cells``."""
-        return (4, bins) if classification else (1, len(_levels(bins)) + 1)
+    def cpu(self) -> Sums:
+        """The same in main memory."""
+        return Sums(self.cells.cpu(), self.losses.cpu(), {name: part.cpu() for name, part in self.further.items()})
+
+
+class Form(NamedTuple):
+    """What `Sums` of a run look like.
+
+    Attributes:
+        rows: M of ``cells``.
+        bins: B of ``cells``.
+        further: Names of ``further``.
+    """
+
+    rows: int
+    bins: int
+    further: tuple[str, ...]
+
+    @classmethod
+    def of(cls, classification: bool, bins: int, calibrated: bool) -> Form:
+        """Of a run with so many bins, and with calibration examples or without."""
+        size = "set_size" if classification else "interval_width"
+        held = ("counted", "coverage", size) if calibrated else ()
+        if classification:
+            return cls(4, bins, ("sure", "sure_right", "risk", *held))
+        return cls(1, len(_levels(bins)) + 1, held)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,17 +243,14 @@ def evaluate(
         [torch.ones_like(confidence), confidence, right.double(), confidence * (1 - confidence)], cell, n_clients * bins
     )
     sure = confidence >= torch.tensor(SURE, dtype=probs.dtype)  # rounded as the confidences were
-    parts = [torch.ones_like(confidence), sure.double(), (sure & right).double()]
+    parts = {"sure": sure.double(), "sure_right": (sure & right).double()}
     if sets is not None:
-        counted = torch.ones_like(right) if bounded is None else bounded
-        found = [sets.gather(1, y[:, None]).squeeze(1), sets.sum(1)]
-        parts += [counted.double(), *(part.double().where(counted, 0.0) for part in found)]
-    total, answered, hit, *held = _with_pool(_sums(parts, owner, n_clients)[..., None])[..., 0]
-    risk = [_risk(confidence, ~right, owner, n_clients), _risk(confidence, ~right, torch.zeros_like(owner), 1)]
-    more = {"aurc": torch.cat(risk), "abstained": 1 - answered / total, "answered_accuracy": hit / answered}
-    more |= {name: part / held[0] for name, part in zip(("coverage", "set_size"), held[1:], strict=False)}
-    sums = Sums(cells.view(4, n_clients, bins), _sums([nll, brier], owner, n_clients))
-    return _classified(sums, bins, more)
+        found = {"coverage": sets.gather(1, y[:, None]).squeeze(1), "set_size": sets.sum(1)}
+        parts |= _counted(found, bounded)
+    further = dict(zip(parts, _sums(list(parts.values()), owner, n_clients), strict=True))
+    further["risk"] = _risk(confidence, ~right, owner, n_clients)
+    sums = Sums(cells.view(4, n_clients, bins), _sums([nll, brier], owner, n_clients), further)
+    return _classified(sums, bins, _risk(confidence, ~right, torch.zeros_like(owner), 1))
 
 
 def evaluate_regression(
@@ -267,22 +291,42 @@ def evaluate_regression(
     groups = len(levels) + 1  # the last one is what no level holds
     cells = _sums([torch.ones_like(residual)], owner * groups + torch.bucketize(needed, levels), n_clients * groups)
     losses = _sums([residual.square(), nll.double()], owner, n_clients)
-    more = {}
     given = {name: part for name, part in (("coverage", inside), ("interval_width", width)) if part is not None}
-    if given:
-        counted = torch.ones_like(y, dtype=torch.bool) if bounded is None else bounded
-        parts = [counted.double(), *(part.double().where(counted, 0.0) for part in given.values())]
-        total, *held = _with_pool(_sums(parts, owner, n_clients)[..., None])[..., 0]
-        more = {name: part / total for name, part in zip(given, held, strict=True)}
-    return _regressed(Sums(cells.view(1, n_clients, groups), losses), bins, more)
+    parts = _counted(given, bounded) if given else {}
+    further = dict(zip(parts, _sums(list(parts.values()), owner, n_clients), strict=True)) if parts else {}
+    return _regressed(Sums(cells.view(1, n_clients, groups), losses, further), bins)
 
 
 def evaluate_sums(sums: Sums, bins: int = 10) -> Evaluation:
-    """What `evaluate` or `evaluate_regression` would give for all these clients' examples together."""
-    return _classified(sums, bins) if len(sums.cells) == 4 else _regressed(sums, bins)
+    """What `evaluate` or `evaluate_regression` would give for all these clients' examples together.
+
+    But for the pooled ``aurc`` of several clients, which is NaN: it needs all confidences in one order.
+    """
+    if len(sums.cells) != 4:
+        return _regressed(sums, bins)
+    risk = sums.further["risk"]
+    return _classified(sums, bins, risk if len(risk) == 1 else torch.full_like(risk[:1], math.nan))
 
 
-def _classified(sums: Sums, bins: int, more: Mapping[str, Tensor] = MappingProxyType({})) -> Evaluation:
+def _counted(found: Mapping[str, Tensor], bounded: Tensor | None) -> dict[str, Tensor]:
+    """Which examples' sets or intervals count, and what is found of these, ``[E]`` each."""
+    counted = torch.ones_like(next(iter(found.values())), dtype=torch.bool) if bounded is None else bounded
+    return {"counted": counted.double()} | {n: part.double().where(counted, 0.0) for n, part in found.items()}
+
+
+def _shares(sums: Sums, total: Tensor, risk: Tensor | None = None) -> dict[str, Tensor]:
+    """What the further sums say, ``[N + 1]`` each; ``risk`` is that of all clients together, ``[1]``."""
+    parts = {name: torch.cat([part, part.sum(0, keepdim=True)]) for name, part in sums.further.items()}
+    found: dict[str, Tensor] = {}
+    if risk is not None:
+        found["aurc"] = torch.cat([sums.further["risk"], risk]) / total
+        found["abstained"] = 1 - parts["sure"] / total
+        found["answered_accuracy"] = parts["sure_right"] / parts["sure"]
+    held = [name for name in ("coverage", "set_size", "interval_width") if name in parts]
+    return found | {name: parts[name] / parts["counted"] for name in held}
+
+
+def _classified(sums: Sums, bins: int, risk: Tensor) -> Evaluation:
     count, claimed, hit, variance = _with_pool(sums.cells)
     total = count.sum(-1)
     loss = _with_pool(sums.losses) / total
@@ -304,10 +348,10 @@ def _classified(sums: Sums, bins: int, more: Mapping[str, Tensor] = MappingProxy
         "mce": worst_gap,
     }
     pooled = torch.stack([count[-1], claimed[-1] / count[-1], hit[-1] / count[-1]])
-    return _evaluation(values, floor, total, pooled, bins, sums, more)
+    return _evaluation(values, floor, total, pooled, bins, sums, _shares(sums, total, risk))
 
 
-def _regressed(sums: Sums, bins: int, more: Mapping[str, Tensor] = MappingProxyType({})) -> Evaluation:
+def _regressed(sums: Sums, bins: int) -> Evaluation:
     count = _with_pool(sums.cells)[0]
     levels = _levels(bins).to(count.device, non_blocking=True)
     total = count.sum(-1)
@@ -317,7 +361,7 @@ def _regressed(sums: Sums, bins: int, more: Mapping[str, Tensor] = MappingProxyT
 
     values = {"rmse": square.sqrt(), "nll": loss, "ece": (observed - levels).abs().mean(-1)}
     pooled = torch.stack([total[-1].expand_as(levels), levels, observed[-1]])
-    return _evaluation(values, floor, total, pooled, bins, sums, more)
+    return _evaluation(values, floor, total, pooled, bins, sums, _shares(sums, total))
 
 
 def _levels(bins: int) -> Tensor:
@@ -338,11 +382,11 @@ def aurc(probs: Tensor, y: Tensor) -> Tensor:
         A scalar, 0 (no error) to 1.
     """
     confidence, guess = probs.max(1)
-    return _risk(confidence, guess != y, torch.zeros_like(y), 1)[0]
+    return _risk(confidence, guess != y, torch.zeros_like(y), 1)[0] / len(y)
 
 
 def _risk(confidence: Tensor, wrong: Tensor, owner: Tensor, n_clients: int) -> Tensor:
-    """`aurc` of each client, ``[N]`` float64, NaN for one without examples."""
+    """`aurc` of each client times its number of examples, ``[N]`` float64."""
     order = confidence.argsort(descending=True)
     order = order[owner[order].argsort(stable=True)]
     confidence, owner, errors = confidence[order], owner[order], wrong.double()[order]
@@ -355,7 +399,7 @@ def _risk(confidence: Tensor, wrong: Tensor, owner: Tensor, n_clients: int) -> T
     total, everyone = _sums([errors, ones], owner, n_clients)
     before = torch.stack([total, everyone]).cumsum(1) - torch.stack([total, everyone])
     errors, place = expected - before[0][owner], torch.arange(1, len(order) + 1, device=order.device) - before[1][owner]
-    return _sums([errors / place], owner, n_clients)[0] / everyone
+    return _sums([errors / place], owner, n_clients)[0]
 
 
 def ood_auroc(inside: Tensor, outside: Tensor) -> Tensor:

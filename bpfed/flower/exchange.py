@@ -15,6 +15,7 @@ from bpfed.flower.message import Answer, Ask, size
 from bpfed.flower.pattern import Pattern, Patterns, Refused
 from bpfed.flower.post import Post
 from bpfed.methods.base import State
+from bpfed.metrics import Form
 
 
 class Todo(NamedTuple):
@@ -48,7 +49,7 @@ class Exchange:
         run: The word for this run.
         facts: What all sites' data have in common.
         patterns: What travels.
-        cells: Rows and bins of `Sums`.
+        form: What sums look like.
         timeout: Seconds that a site has to answer.
         say: Told in words what happens.
     """
@@ -58,7 +59,7 @@ class Exchange:
     run: str
     facts: dict[str, Any]
     patterns: Patterns
-    cells: tuple[int, int]
+    form: Form
     timeout: float
     say: Callable[[str], None]
 
@@ -114,7 +115,7 @@ class Exchange:
             if isinstance(reply, str):
                 raise Refused(reply)
             pattern: Pattern | None = self.patterns.upload if asked.train else None
-            answer = Answer.read(reply, pattern, self.cells if asked.test else None)
+            answer = Answer.read(reply, pattern, self.form if asked.test else None)
             if answer.site != site:
                 raise Refused(f"it says it is '{answer.site[:40]}'.")
             if answer.refused:

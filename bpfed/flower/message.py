@@ -16,10 +16,10 @@ from bpfed import __version__
 from bpfed.config import Config
 from bpfed.flower.pattern import Pattern, Refused, Upload, listed
 from bpfed.methods.base import State
-from bpfed.metrics import Sums
+from bpfed.metrics import Form, Sums
 
 #: Raised whenever a message changes its meaning.
-PROTOCOL = 1
+PROTOCOL = 2
 #: A message may hold so many bytes beside its tensors.
 BESIDE = 1 << 20
 #: Settings of a run that have no part in what a site computes.
@@ -119,22 +119,23 @@ class Answer:
             assert isinstance(self.upload, Upload)
             record["upload"] = pattern.write(self.upload.state)
         if self.sums is not None:
-            cells, losses = self.sums
-            record["sums"] = MetricRecord({"cells": cells.flatten().tolist(), "losses": losses.flatten().tolist()})
+            cells, losses, further = self.sums
+            named = {"cells": cells, "losses": losses, **further}
+            record["sums"] = MetricRecord({name: part.flatten().tolist() for name, part in named.items()})
         if self.info:
             record["info"] = MetricRecord({name: float(v) for name, v in self.info.items()})
         return record
 
     @classmethod
-    def read(cls, record: RecordDict, pattern: Pattern | None, cells: tuple[int, int] | None) -> Answer:
+    def read(cls, record: RecordDict, pattern: Pattern | None, form: Form | None) -> Answer:
         """Of a message, or `Refused`.
 
         Args:
             record: The message.
             pattern: What an upload must look like; None: there must be none.
-            cells: Rows and bins of `Sums`; None: there must be none.
+            form: What sums must look like; None: there must be none.
         """
-        allowed = ("answer", *(("upload", "info") if pattern else ()), *(("sums",) if cells else ()))
+        allowed = ("answer", *(("upload", "info") if pattern else ()), *(("sums",) if form else ()))
         _only(record, allowed, pattern.bytes if pattern else 0)
         plain = _plain(record, "answer", _ANSWER)
         if plain["refused"]:
@@ -142,7 +143,7 @@ class Answer:
         if not (plain["train"] >= 0 and math.isfinite(plain["seconds"]) and math.isfinite(plain["work"])):
             raise Refused("its number of examples or its time is no such number.")
         upload = Upload(pattern.read(_part(record, "upload", ArrayRecord))) if pattern else None
-        sums = _sums(_part(record, "sums", MetricRecord), *cells) if cells else None
+        sums = _sums(_part(record, "sums", MetricRecord), form) if form else None
         info: dict[str, float] = {}
         if pattern and "info" in record:
             for name, value in _part(record, "info", MetricRecord).items():
@@ -213,14 +214,17 @@ def _part(record: RecordDict, name: str, kind: type) -> Any:
     return part
 
 
-def _sums(record: MetricRecord, rows_: int, bins: int) -> Sums:
-    made: list[Tensor] = []
-    for name, shape in (("cells", (rows_, 1, bins)), ("losses", (2, 1))):
+def _sums(record: MetricRecord, form: Form) -> Sums:
+    made: dict[str, Tensor] = {}
+    wanted = {"cells": (form.rows, 1, form.bins), "losses": (2, 1), **dict.fromkeys(form.further, (1,))}
+    if strange := [name for name in record if name not in wanted]:
+        raise Refused(f"its sums hold {listed(strange)}, which has no place in them.")
+    for name, shape in wanted.items():
         values = record.get(name)
         if not isinstance(values, list) or len(values) != math.prod(shape):
             raise Refused(f"its '{name}' are not {math.prod(shape)} numbers.")
         tensor = torch.tensor(values, dtype=torch.float64)
-        if not bool(torch.isfinite(tensor).all()) or (name == "cells" and bool((tensor < 0).any())):
+        if not bool(torch.isfinite(tensor).all()) or (name != "losses" and bool((tensor < 0).any())):
             raise Refused(f"its '{name}' are not sums.")
-        made.append(tensor.reshape(shape))
-    return Sums(*made)
+        made[name] = tensor.reshape(shape)
+    return Sums(made.pop("cells"), made.pop("losses"), made)

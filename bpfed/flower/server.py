@@ -33,7 +33,7 @@ from bpfed.flower.plan import Plan
 from bpfed.flower.post import Post
 from bpfed.likelihoods import Categorical, Normal
 from bpfed.methods.base import State
-from bpfed.metrics import Sums, evaluate_sums
+from bpfed.metrics import Form, Sums, evaluate_sums
 from bpfed.model import Model
 from bpfed.networks import default
 from bpfed.privacy import secret_normal
@@ -121,7 +121,9 @@ class Server:
             self.journal.run,
             self.journal.facts,
             self.patterns,
-            Sums.shape(self.journal.facts["task"] == "classification", self.config.run.bins),
+            Form.of(
+                self.journal.facts["task"] == "classification", self.config.run.bins, self.config.run.calibration > 0.0
+            ),
             self.plan.timeout,
             self.say,
         )

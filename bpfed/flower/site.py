@@ -156,7 +156,7 @@ class Site:
         if federation.finished:  # what the site predicts with from now on
             self._states(ask).settle(federation.round, self._row(federation, federation.store.get(_ONLY)))
             self._keep(federation, evaluated)
-        return Sums(*(t.cpu() for t in evaluated[0].sums))
+        return evaluated[0].sums.cpu()
 
     def _keep(self, federation: Federation, evaluated: tuple[Evaluation, Tensor]) -> None:
         if self.own is None:

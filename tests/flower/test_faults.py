@@ -70,6 +70,14 @@ def without(key):
     return change
 
 
+def summed(name, value):
+    def change(record, m):
+        record["sums"][name] = [value]
+        return record
+
+    return change
+
+
 def added(record, m):
     record["more"] = ConfigRecord({"x": b"0" * 10})
     return record
@@ -93,6 +101,8 @@ BAD = {
     "no examples": (field("train", 0), "no training example"),
     "no upload": (without("upload"), "no 'upload'"),
     "no scores": (without("sums"), "no 'sums'"),
+    "a score too many": (summed("labels", 1.0), "its sums hold 'labels'"),
+    "a score below 0": (summed("sure", -1.0), "its 'sure' are not sums"),
     "something more": (added, "no place in it"),
     "a field too many": (field("labels", [1, 2, 3]), "fields are not"),
     "an error of Flower's": (lambda r, m: Message(Error(0, "boom"), reply_to=m), "boom"),
