@@ -137,7 +137,7 @@ class Site:
         settings = replace(self.config.run, participants=None, eval_clients=None, store="memory")
         federation = Federation.start(self.config.method, data, settings)
         federation.run_of_all = Course(sites, self.config.run.per_round(sites), settings.rounds, settings.epochs)
-        train, batch = data.train, settings.batch
+        train, batch = federation.data.train, settings.batch  # without what is held back for calibration
         # Never compiled: the process ends with the round. The width is the simulator's for clients of any size.
         width = min(batch, longest)
         x, y = train.x.to(federation.device), train.y.to(federation.device)

@@ -9,7 +9,7 @@ from scenarios import classification, regression
 from torch.utils._pytree import tree_leaves
 
 from bpfed.errors import UserError
-from bpfed.methods import METHODS, BPFed
+from bpfed.methods import METHODS, BPFed, FedAvg
 
 
 def same(server, federation, history, tolerance=1e-6):
@@ -52,6 +52,14 @@ def test_a_site_that_is_down_for_a_round(tmp_path):
 def test_regression_weighted_by_size(tmp_path):
     deployed = Deployed(tmp_path, BPFed(), regression(), weighting="size", rounds=3)
     same(deployed.serve(), *simulated(BPFed(), regression(), weighting="size", rounds=3))
+
+
+@pytest.mark.parametrize("data", [classification(sizes=(60, 70)), regression(sizes=(60, 70))], ids=lambda d: d.task)
+def test_calibrated_sets_and_intervals(data, tmp_path):
+    deployed = Deployed(tmp_path, FedAvg(), data, rounds=2, calibration=0.3)
+    server = deployed.serve()
+    same(server, *simulated(FedAvg(), data, rounds=2, calibration=0.3))
+    assert server.history[-1]["coverage"]["pooled"] > 0.5
 
 
 def test_a_method_that_shares_nothing_is_refused(tmp_path):
