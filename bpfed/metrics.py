@@ -82,9 +82,9 @@ class Sums(NamedTuple):
             c (1 - c). For regression, the examples whose central interval just holds the target, by nominal level.
         losses: ``[2, N]``. NLL and Brier score, or squared error and NLL.
         further: ``[N]`` each, by name. For classification ``sure``, the examples that it is 90 % sure of, ``sure_right``,
-            those of them that are right, and ``risk``, the summed error rates behind `aurc`. Where predictions are
-            calibrated, ``counted``, the examples whose set or interval counts, and of these what ``coverage`` and
-            ``set_size`` or ``interval_width`` are the mean of.
+            those of them that are right, and ``risk``, the summed error rates behind `aurc`. For regression ``baseline``,
+            the squared error of a constant. Where predictions are calibrated, ``counted``, the examples whose set or
+            interval counts, and of these what ``coverage`` and ``set_size`` or ``interval_width`` are the mean of.
     """
 
     cells: Tensor
@@ -122,7 +122,7 @@ class Form(NamedTuple):
         held = ("counted", "coverage", size) if calibrated else ()
         if classification:
             return cls(4, bins, ("sure", "sure_right", "risk", *held))
-        return cls(1, len(_levels(bins)) + 1, held)
+        return cls(1, len(_levels(bins)) + 1, ("baseline", *held))
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,6 +263,7 @@ def evaluate_regression(
     inside: Tensor | None = None,
     width: Tensor | None = None,
     bounded: Tensor | None = None,
+    baseline: Tensor | None = None,
 ) -> Evaluation:
     """Score predicted real values.
 
@@ -280,6 +281,7 @@ def evaluate_regression(
         width: Width of that interval, ``[E]``; the mean is ``interval_width`` of ``more``.
         bounded: Which of the intervals are finite by right, ``[E]`` bool; the others count in neither, and a client with
             none of them has neither. None: all.
+        baseline: What would be predicted without a model, ``[E]``; its RMSE is ``baseline`` of ``more``.
     """
     if not mean.shape == scale.shape == nll.shape == y.shape or y.ndim != 1:
         raise ValueError("mean, scale, nll and y must all be [E].")
@@ -292,7 +294,8 @@ def evaluate_regression(
     cells = _sums([torch.ones_like(residual)], owner * groups + torch.bucketize(needed, levels), n_clients * groups)
     losses = _sums([residual.square(), nll.double()], owner, n_clients)
     given = {name: part for name, part in (("coverage", inside), ("interval_width", width)) if part is not None}
-    parts = _counted(given, bounded) if given else {}
+    parts = {"baseline": (y.double() - baseline.double()).square()} if baseline is not None else {}
+    parts |= _counted(given, bounded) if given else {}
     further = dict(zip(parts, _sums(list(parts.values()), owner, n_clients), strict=True)) if parts else {}
     return _regressed(Sums(cells.view(1, n_clients, groups), losses, further), bins)
 
@@ -322,6 +325,8 @@ def _shares(sums: Sums, total: Tensor, risk: Tensor | None = None) -> dict[str, 
         found["aurc"] = torch.cat([sums.further["risk"], risk]) / total
         found["abstained"] = 1 - parts["sure"] / total
         found["answered_accuracy"] = parts["sure_right"] / parts["sure"]
+    if "baseline" in parts:
+        found["baseline"] = (parts["baseline"] / total).sqrt()
     held = [name for name in ("coverage", "set_size", "interval_width") if name in parts]
     return found | {name: parts[name] / parts["counted"] for name in held}
 

@@ -192,10 +192,13 @@ class Run:
         evaluation, clients = self.evaluation
         names = [self.data.clients[i] for i in clients.tolist()]
         train, held = self.data.train.sizes[clients].tolist(), self.data.calibration
-        if held is None:
-            return evaluation.detail(self.federation.round, names, train)
-        found = evaluation.detail(self.federation.round, names, train, held.sizes[clients].tolist())
-        return found | {"fewest_calibration": fewest(SURE)}
+        kept = held.sizes[clients].tolist() if held is not None else None
+        found = evaluation.detail(self.federation.round, names, train, kept)
+        if held is not None:
+            found["fewest_calibration"] = fewest(SURE)
+        if self.data.task == "regression" and (made := self.data.preparation) is not None:
+            found["target"] = {"name": made.target, "scale": made.target_scale}
+        return found
 
     def summary_record(self) -> dict[str, Any]:
         """The run in figures, as in ``summary.json``; accuracy and ECE as fractions."""

@@ -246,6 +246,11 @@ def test_regression_by_hand() -> None:
     assert result.reliability.count == [4] * 10
     assert result["ece"].pooled == pytest.approx(np.mean(np.abs(np.subtract(levels, observed))))
     assert list(result.record()) == ["rmse", "nll", "ece"]
+    baseline = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    result = evaluate_regression(mean, scale, gaussian_nll(mean, scale, y), y, offsets_of(2, 0, 2), baseline=baseline)
+    assert result["baseline"].clients == pytest.approx([math.sqrt(0.625), math.nan, math.sqrt(5)], nan_ok=True)
+    assert result["baseline"].pooled == pytest.approx(math.sqrt((1 + 0.25 + 1 + 9) / 4))
+    assert result["baseline"].worst == pytest.approx(math.sqrt(5))
 
 
 def test_regression_floor_is_the_mean_of_calibrated_predictions() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -113,6 +114,10 @@ def test_numbers_are_in_their_own_units_with_intervals(bpfed: Command, numbers: 
     shutil.copytree(numbers, ".", dirs_exist_ok=True)
     out = bpfed.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--level", "0.8", "--out", "p.csv")
     assert out.out == "7 predictions of 'bern': p.csv\n"
+    shown = " ".join(bpfed.ok("report", "run").out.split())  # it may be wrapped
+    assert "RMSE in SD of 'outcome'" in shown
+    assert json.loads(Path("run/evaluation.json").read_text())["target"]["name"] == "outcome"
+    assert "RMSE of own training mean" in shown
     assert "infinite" not in out.err
     found = read(Path("p.csv").read_text())
     assert list(found[0]) == ["mean", "sd", "epistemic", "aleatoric", "low(0.8)", "high(0.8)"]

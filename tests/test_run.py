@@ -57,7 +57,11 @@ def test_a_report_without_a_folder(run: bpfed.Run, tmp_path: Path) -> None:
 
 
 def test_the_folder_holds_what_the_run_says(tmp_path: Path) -> None:
-    run = bpfed.fit(FedAvg(), regression(), out=tmp_path / "a", **QUICK)
+    data = regression()
+    run = bpfed.fit(FedAvg(), data, out=tmp_path / "a", **QUICK)
+    for i, row in enumerate(run.detail()["clients"]):
+        (_, own), (_, tested) = data.train.client(i), data.test.client(i)
+        assert row["baseline"] == pytest.approx(float((tested - own.mean()).square().mean().sqrt()), rel=1e-5)
     read = RunRecord.read(tmp_path / "a")
     assert read == run.record()
     assert read.summary["rmse"]["last"] == run.history[-1]["rmse"]["pooled"]

@@ -69,7 +69,15 @@ def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
     half = bound * scale if bound is not None else None
     inside, width = ((found.y - mean).abs() <= half, 2.0 * half) if half is not None else (None, None)
     offsets = offsets.to(federation.device)
-    return evaluate_regression(mean, scale, nll, found.y, offsets, bins, inside, width, bounded), clients
+    baseline = training_means(federation.data.train)[clients].to(federation.device)[owner]
+    return evaluate_regression(mean, scale, nll, found.y, offsets, bins, inside, width, bounded, baseline), clients
+
+
+def training_means(train: Examples) -> Tensor:
+    """The mean target of each client's training examples, ``[N]`` float64; that of all where a client has none."""
+    sizes, y = train.sizes, train.y.cpu().double()
+    sums = torch.cat([y.new_zeros(1), y.cumsum(0)])[train.offsets].diff()
+    return torch.where(sizes > 0, sums / sizes.clamp(min=1), y.sum() / max(1, len(y)))
 
 
 def calibrate(

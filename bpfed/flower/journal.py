@@ -158,7 +158,10 @@ class Journal:
         assert self.evaluation is not None
         evaluation, order = self.evaluation
         sizes = [int((self.sites[site].facts or {}).get("train", 0)) for site in order]
-        write_whole(self.folder / EVALUATION, to_json(evaluation.detail(federation.round, order, sizes)))
+        detail = evaluation.detail(federation.round, order, sizes)
+        if self.facts["task"] == "regression" and (made := self.facts.get("preparation")) is not None:
+            detail["target"] = {"name": made["target"], "scale": made["target_scale"]}
+        write_whole(self.folder / EVALUATION, to_json(detail))
         write_whole(self.folder / SUMMARY, to_json(self._summary(federation)))
         record = RunRecord.read(self.folder)
         write(record, self.folder / REPORT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
@@ -46,6 +47,13 @@ class Measure:
 _ALL = (
     Measure("accuracy", "Accuracy", text.percent, "Share of test examples whose most probable class is right.", True),
     Measure("rmse", "RMSE", text.decimal, "Root of the mean squared error, in the unit of the targets as given."),
+    Measure(
+        "baseline",
+        "RMSE of mean",
+        text.decimal,
+        "RMSE of always saying the mean of the client's own training targets: a model that is not below it is no use.",
+        title="RMSE of own training mean",
+    ),
     Measure("nll", "NLL", text.decimal, "Negative log-likelihood of the truth, nats per example; low is good."),
     Measure(
         "brier", "Brier", text.decimal, "Squared distance of the probabilities from the truth, 0 to 2; low is good."
@@ -86,24 +94,32 @@ _ALL = (
 )
 
 #: Those that have no tile of their own and no best round.
-DETAILS = frozenset({"mce", "aurc", "abstained", "answered_accuracy", "coverage", "set_size", "interval_width"})
+DETAILS = frozenset(
+    {"baseline", "mce", "aurc", "abstained", "answered_accuracy", "coverage", "set_size", "interval_width"}
+)
 
 #: By name, in the order of the page; the first that a run has is its main one.
 MEASURES: dict[str, Measure] = {measure.name: measure for measure in _ALL}
 
 
-def measures(present: Collection[str], standardised: bool = False) -> list[Measure]:
+def measures(
+    present: Collection[str], standardised: bool = False, target: str = "", scale: float = math.nan
+) -> list[Measure]:
     """Those of these names in the order of the page, worded for the run.
 
     Args:
         present: Names that a run has.
         standardised: Whether a regression's targets were brought to mean 0 and standard deviation 1.
+        target: What a regression predicts; empty: it has no name.
+        scale: Its standard deviation before that; NaN: not known.
     """
     found = {name: measure for name, measure in MEASURES.items() if name in present}
     if "rmse" in found:
         if standardised:
-            explain = "Root of the mean squared error, in standard deviations of the target."
-            found["rmse"] = replace(found["rmse"], explain=explain, title="RMSE in SD of the target")
+            name = f"'{target}'" if target else "the target"
+            unit = f" (1 SD = {text.figure(scale)})" if math.isfinite(scale) else ""
+            explain = f"Root of the mean squared error, in standard deviations of {name}{unit}."
+            found["rmse"] = replace(found["rmse"], explain=explain, title=f"RMSE in SD of {name}{unit}")
             if "nll" in found:
                 explain = "Negative log-likelihood of the standardised target, nats per example; low is good."
                 found["nll"] = replace(found["nll"], explain=explain)

@@ -35,7 +35,8 @@ class RunRecord:
     Attributes:
         config: All settings, nested.
         history: One dict per evaluated round, as in ``metrics.jsonl``.
-        evaluation: The last evaluated round in detail: ``round, bins, clients, reliability, ece_floor``.
+        evaluation: The last evaluated round in detail: ``round, bins, clients, reliability, ece_floor``; of a
+            regression on tables ``target``, its name and standard deviation.
         summary: ``method, data, partition, protocol, seed, rounds, clients, device, seconds`` and figures.
     """
 
@@ -76,13 +77,19 @@ class RunRecord:
         """The metrics this run was scored with, the main one first."""
         present = {name for entry in self.history for name, value in entry.items() if isinstance(value, dict)}
         present |= {name for row in self.rows for name in row}
-        return measures(present, self.standardised)
+        return measures(present, self.standardised, *self.target)
 
     @property
     def standardised(self) -> bool:
         """Whether a regression's targets are in standard deviations: so it is for tables, and not for arrays."""
         data = self.config.get("data", {})
-        return data.get("target") is not None or str(data.get("name", "")).startswith("folder:")
+        return bool(self.target[0]) or str(data.get("name", "")).startswith("folder:")
+
+    @property
+    def target(self) -> tuple[str, float]:
+        """Of tables, the column that is predicted and its standard deviation, as far as they are known."""
+        known = self.evaluation.get("target", {})
+        return str(known.get("name") or self.config.get("data", {}).get("target") or ""), value(known, "scale")
 
     @property
     def untested(self) -> str:

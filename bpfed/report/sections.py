@@ -51,6 +51,8 @@ def _tile(run: RunRecord, measure: Measure, total: int) -> str:
     if measure.name == "ece":
         floor = value(run.evaluation, "ece_floor")
         lines.append((f"floor, {run.evaluation.get('bins', '?')} bins", show(floor)))
+    if measure.name == "rmse" and math.isfinite(baseline := run.last("baseline")):
+        lines.append(("own training mean", show(baseline)))
     if len(run.rows) != 1:
         lines.append(("client mean", show(run.last(measure.name, "mean"))))
         lines.append(("worst client", show(run.worst(measure.name))))

@@ -25,6 +25,11 @@ def percent(x: float, digits: int = 1) -> str:
     return f"{100 * x:.{digits}f}{_NARROW}%".replace("-", _MINUS) if math.isfinite(x) else MISSING
 
 
+def figure(x: float) -> str:
+    """``51.78``, ``0.00123``: three digits or more, of a number of any size."""
+    return decimal(x, 2) if not 0 < abs(x) < 1 else f"{x:.3g}".replace("-", _MINUS)
+
+
 def count(n: float) -> str:
     """``12 345``."""
     return grouped(f"{n:.0f}") if math.isfinite(n) else MISSING

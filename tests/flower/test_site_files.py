@@ -16,6 +16,7 @@ from bpfed.errors import UserError
 from bpfed.flower.data import File
 from bpfed.flower.site import Site
 from bpfed.methods import FedAvg, Recipe
+from bpfed.report import RunRecord
 from bpfed.run import Run
 
 ROUNDS = 2
@@ -57,6 +58,21 @@ def test_the_numbers_are_those_of_a_simulation_and_no_row_travels(tmp_path, file
         for row in list(csv.reader(path.open()))[1:]:
             assert row[0].encode() not in wire
             assert row[1].encode() not in wire
+
+
+def test_the_target_of_a_regression_is_named_with_its_spread_and_what_its_mean_would_give(tmp_path, files):
+    for path in files.values():
+        path.write_text(path.read_text().replace("age,height,ward,target", "target,height,ward,sick"))
+    made, data = deployed(tmp_path, files, FedAvg())
+    assert data.task == "regression"
+    server = made.serve()
+    same(server, *simulated(FedAvg(), data, rounds=ROUNDS))
+    record = RunRecord.read(server.journal.folder)
+    assert record.target == ("target", pytest.approx(data.preparation.target_scale))
+    assert [row["baseline"] > 0 for row in record.rows] == [True] * 3
+    assert "RMSE in SD of 'target' (1 SD = " in (server.journal.folder / "report.html").read_text().replace(
+        "&#x27;", "'"
+    )
 
 
 def test_sites_whose_columns_contradict_each_other_are_told_so(tmp_path, files):

@@ -135,9 +135,31 @@ def test_few_clients_and_a_single_round(n: int, task: str) -> None:
 def test_the_unit_of_the_error_is_said(data: dict[str, str]) -> None:
     run = record(task="regression")
     words = Page(render(replace(run, config={"data": data}))).text
-    assert ("RMSE in SD of the target" in words) == (data["name"] != "arrays")
-    assert ("in standard deviations of the target" in words) == (data["name"] != "arrays")
+    name = f"'{data['target']}'" if "target" in data else "the target"
+    assert (f"RMSE in SD of {name}" in words) == (data["name"] != "arrays")
+    assert (f"in standard deviations of {name}" in words) == (data["name"] != "arrays")
     assert ("in the unit of the targets as given" in words) == (data["name"] == "arrays")
+
+
+@pytest.mark.parametrize(("scale", "shown"), [(51.776, "51.78"), (0.001234, "0.00123"), (12345.6, "12\u202f346")])
+def test_the_unit_is_said_in_numbers_where_it_is_known(scale: float, shown: str) -> None:
+    run = record(task="regression")
+    run.evaluation["target"] = {"name": "chol", "scale": scale}
+    assert f"RMSE in SD of 'chol' (1 SD = {shown})" in Page(render(run)).text
+
+
+def test_the_error_stands_beside_that_of_the_training_mean() -> None:
+    run = record(task="regression")
+    assert "training mean" not in Page(render(run)).text
+    for entry in run.history:
+        entry["baseline"] = {"pooled": 1.234, "mean": 1.3, "worst": 2.345}
+    for row in run.evaluation["clients"]:
+        row["baseline"] = 1.567
+    page = render(run)
+    assert "<dt>own training mean</dt><dd>1.234</dd>" in page
+    assert '<button type="button">RMSE of mean</button>' in page
+    assert page.count("1.567") >= len(run.evaluation["clients"])
+    assert "<h3>RMSE of own training mean</h3>" not in page  # it is no result of the run
 
 
 def test_own_intervals_and_calibrated_ones_are_told_apart() -> None:
