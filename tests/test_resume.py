@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -135,16 +136,23 @@ def test_no_run_to_resume_and_nothing_to_start(bpfed: Command) -> None:
 
 def test_a_finished_run_says_so_and_shows_its_table_again(bpfed: Command, whole: Path) -> None:
     before = files(Path(shutil.copytree(whole, "run")))
-    again = bpfed.ok("run", "--resume", "--out", "run")
+    again = bpfed.ok("run", "--resume", "--out", "run", "-q")
     assert again.out == bpfed.ok("report", "run").out
     assert again.err == "The run in 'run' is finished already: all 4 rounds are done.\n"
     assert files(Path("run")) == before
+
+
+def test_the_help_says_that_rounds_cannot_be_added(bpfed: Command) -> None:
+    shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", bpfed.ok("run", "--help").out).split())
+    assert "Its number of rounds cannot be changed" in shown
+    assert "to the last of the rounds it began with" in shown
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--rounds", "5"], "run.rounds is 4 there and 5 here. Resume"),
+        (["--rounds", "3"], "run.rounds is 4 there and 3 here. Resume"),
         (["--set", "method.temperature=0.5"], "method.temperature is 0.05 there and 0.5 here. Resume"),
         (["--method", "fedavg"], "method.name is 'bpfed-recipe' there and 'fedavg' here. Resume"),
         (["--participants", "none"], "run.participants is 2 there and not set here. Resume"),

@@ -41,7 +41,9 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Run folder. \\[default: a new runs/DATA-METHOD-SEED]", show_default=False)
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out, to the last of the rounds it began with.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in --out.")] = False,
     data_dir: Annotated[
         Path | None,
@@ -57,6 +59,7 @@ def run(
     """Train a federation. Settings come from flags, else from the TOML file, else from the defaults.
 
     With --resume and no file they are those of the run in --out.
+    Its number of rounds cannot be changed: where the step size falls over them, as the recipe's, more is another run.
     """
     from bpfed.callbacks.progress import Progress
 
