@@ -226,7 +226,8 @@ class Run:
         """The last round in a few lines of text."""
         record = self.summary_record()
         head = (
-            f"{self.federation.method.title} on {record['data']}: {record['clients']} clients, round {record['rounds']}"
+            f"{self.federation.method.title} on {record['data']}: {text.many(record['clients'], 'client')}, "
+            f"round {record['rounds']}"
         )
         lines = [f"{head}, seed {record['seed']}, {record['seconds']:.1f} s"]
         for name, value in record.items():

@@ -16,6 +16,7 @@ from command import PLAIN, SMALL, Command, files, metrics
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
 from bpfed.methods import METHODS, FedAvg, Recipe
+from bpfed.run import Run
 from bpfed.schema import fields_of
 
 
@@ -292,6 +293,25 @@ def test_without_a_terminal_what_takes_long_gets_a_line(bpfed: Command, monkeypa
     run = bpfed.ok(*(a for a in PLAIN if a != "--quiet"), "--rounds", "1").err
     assert "loading digits …\n" in run
     assert "FedAvg on digits, 3 clients, cpu, round 1: tracing the local step, once …\n" in run
+
+
+def test_one_is_no_plural(bpfed: Command) -> None:
+    Path("own").mkdir()
+    Path("own/bern.csv").write_text("x,y\n" + "1,no\n2,yes\n" * 9)
+    data = ("--data", "folder:own", "--target", "y")
+    assert "1 client; " in bpfed.ok("data", "inspect", "folder:own", "--target", "y").out
+    assert bpfed.ok("data", "export", "folder:own", "out").out == "1 file in out, such as bern.csv.\n"
+    run = ("run", "--method", "fedavg", "--epochs", "1", "--rounds", "1", *data, "--out", "a")
+    assert "FedAvg on folder:own, 1 client, 1 round, seed 0" in bpfed.ok(*run, "--quiet").out
+    again = bpfed.ok("run", "--out", "a", "--resume", "--quiet").err
+    assert again == "The run in 'a' is finished already: its only round is done.\n"
+    assert Run.load("a").summary().startswith("FedAvg on folder:own: 1 client, round 1, ")
+    Path("new.csv").write_text("x\n1\n")
+    assert bpfed.ok("predict", "a", "--client", "bern", "--input", "new.csv", "--out", "p.csv").out == (
+        "1 prediction of 'bern': p.csv\n"
+    )
+    compared = bpfed.ok("compare", *data, "--methods", "fedavg,local", "--seeds", "1", "--rounds", "1", "-q").out
+    assert "one seed with 1 client is too little" in " ".join(compared.split())
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])

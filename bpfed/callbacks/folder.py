@@ -15,6 +15,7 @@ from bpfed.engine import checkpoint
 from bpfed.engine.evaluate import calibrate
 from bpfed.errors import UserError
 from bpfed.files import append_line, clear_parts, is_part, lock, said, to_json, to_json_line, to_toml, write_whole
+from bpfed.report import text
 from bpfed.report.record import CONFIG, EVALUATION, METRICS, REPORT, SUMMARY
 from bpfed.schema import RECORDED
 
@@ -141,7 +142,7 @@ class Folder(Callback):
         self._describe(run)
         done, rounds = run.federation.round, run.settings.rounds
         if done >= rounds:
-            run.say(f"The run in '{self.path}' is finished already: all {rounds} rounds are done.")
+            run.say(f"The run in '{self.path}' is finished already: {text.done(rounds)}.")
             return
         (self.path / SUMMARY).unlink(missing_ok=True)  # if its last checkpoint was damaged, it is not finished any more
         if done:

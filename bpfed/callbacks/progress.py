@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bpfed.callbacks.base import Callback
+from bpfed.report import text
 from bpfed.report.measures import MEASURES
 from bpfed.report.record import value
 
@@ -81,7 +82,8 @@ class Progress(Callback):
 
     def start(self, run: Run) -> None:
         settings, federation = run.settings, run.federation
-        self.title = f"{federation.method.title} on {run.data.name}, {len(run.data)} clients, {federation.device.type}"
+        clients = text.many(len(run.data), "client")
+        self.title = f"{federation.method.title} on {run.data.name}, {clients}, {federation.device.type}"
         self.rounds, self.done = settings.rounds, federation.round
         if run.history:
             self.figures = figures(run.history[-1])

@@ -12,6 +12,7 @@ from bpfed.cli import show
 from bpfed.cli.predict import ADAPTED, finished_run
 from bpfed.cli.run import PATIENCE
 from bpfed.errors import UserError
+from bpfed.report import text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +90,7 @@ def _shown(before: NewClient, after: NewClient, x: Tensor, y: Tensor) -> show.Ta
 
     data, preparation = after.run.data, after.run.data.preparation
     found = [client.predict(x) for client in (before, after)]
-    title = f"{after.name}: how sure of its {len(y)} examples"
+    title = f"{after.name}: how sure of its {text.many(len(y), 'example')}"
     shown = show.table("", "examples", "before", "after", title=title, right=3)
     for k, label in enumerate(data.labels or map(str, range(data.classes))):
         if after.examples[k]:

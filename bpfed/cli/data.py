@@ -15,6 +15,7 @@ from bpfed.cli import show
 from bpfed.cli.group import Group
 from bpfed.cli.run import PATIENCE, loading
 from bpfed.names import check_data
+from bpfed.report import text
 
 if TYPE_CHECKING:
     from bpfed.callbacks import Progress
@@ -128,11 +129,13 @@ def inspect(
     if not all(len(word) <= SHORT for word in data.labels):
         _say("Classes: " + ", ".join(f"{i} {word}" for i, word in enumerate(data.labels)))
     of = f" of {data.classes} classes" if data.task == "classification" else ""
-    total = f"{len(data.train.y)} training and {len(data.test.y)} test examples{of}"
+    total = f"{len(data.train.y)} training and {text.many(len(data.test.y), 'test example')}{of}"
     cut = f", {ROWS} of {len(data)} shown" if len(data) > ROWS else ""
     shape = " x ".join(map(str, data.input_shape))
-    inputs = f"{shape} inputs each" if len(data.input_shape) == 1 else f"inputs of {shape} each"
-    _say(f"{len(data)} clients{cut}; {total}; {inputs}.")
+    inputs = (
+        f"{text.many(data.input_shape[0], 'input')} each" if len(data.input_shape) == 1 else f"inputs of {shape} each"
+    )
+    _say(f"{text.many(len(data), 'client')}{cut}; {total}; {inputs}.")
     if gaps.columns:
         show.put(_missing(gaps))
     elif read:
@@ -157,7 +160,7 @@ def export(
         read = tables(name, data_dir=data_dir)
         progress.doing(f"writing {folder}")
         written = write_folder(read, folder)
-    _say(f"{len(written)} files in {folder}, such as {written[0].name}.")
+    _say(f"{text.many(len(written), 'file')} in {folder}, such as {written[0].name}.")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from bpfed.cli.group import Group
 from bpfed.cli.run import _overrides
 from bpfed.errors import UserError
 from bpfed.names import check_data, check_method
+from bpfed.report import text
 
 app = typer.Typer(
     name="deploy",
@@ -76,7 +77,7 @@ def init(
     chosen = read(config, _overrides(method, settings or [], flags))
     plan = Plan(control.named_sites(chosen, given), address)
     control.make(folder, plan, chosen)
-    print(f"Made '{folder}' for {len(plan.sites)} sites. Next:")
+    print(f"Made '{folder}' for {text.many(len(plan.sites), 'site')}. Next:")
     print(f"  bpfed deploy server {folder}            # on the server")
     first, own = control.site_folder(folder, plan.sites[0]), control.data_of(chosen, plan.sites[0])
     whose = "folder brought there" if own in names() else "folder and its own file"

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from bpfed.cli.run import PATIENCE
 from bpfed.errors import UserError, unknown
+from bpfed.report.text import many
 
 if TYPE_CHECKING:
     from bpfed.client import Client
@@ -75,7 +76,7 @@ def predict(
 
         data = who.run.data
         x = read_rows(data, rows, who.name, progress.say).x
-        progress.doing(f"predicting {len(x)} rows")
+        progress.doing(f"predicting {many(len(x), 'row')}")
         found = who.predict(x, draws=draws)
         if found.scores is None:
             progress.say(f"No sets or intervals: {_why(run, who)}.")
@@ -91,7 +92,11 @@ def predict(
 
         write_whole(out, text)
         Console().print(
-            f"{len(x)} predictions of '{who.name}': {out}", style="bold", highlight=False, markup=False, soft_wrap=True
+            f"{many(len(x), 'prediction')} of '{who.name}': {out}",
+            style="bold",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
 
 
@@ -104,7 +109,7 @@ def _endless(found: Classified | Regressed, level: float, name: str) -> str | No
         return None
     what = "sets hold every label" if isinstance(found, Classified) else "intervals are infinite"
     least = math.ceil(round(level / (1.0 - level), 9))
-    has = f"{len(found.scores)} calibration example{'' if len(found.scores) == 1 else 's'}"
+    has = many(len(found.scores), "calibration example")
     return (
         f"The {what}: '{name}' has {has}, and a level of {level:g} needs at least {least}; give a lower --level, or train "
         "with a larger --calibration."

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bpfed.report.text import many
+
 #: Fewer clients than this say nothing about other clients.
 FEWEST = 5
 #: Resamples of the bootstrap.
@@ -67,7 +69,7 @@ def difference(ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Map
         low, high = _bootstrap(every)
         how = f"bootstrap over {len(every)} clients of one seed"
     else:
-        low, high, how = math.nan, math.nan, f"none: one seed and {len(every)} clients are too few"
+        low, high, how = math.nan, math.nan, f"none: one seed and {many(len(every), 'client')} are too few"
     return Difference(centre, low, high, how, means, int((every < 0).sum()), int((every > 0).sum()), len(every))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bpfed.comparison.paired import Difference, difference
 from bpfed.errors import UserError, unknown
+from bpfed.report import text
 from bpfed.report.measures import MEASURES, Measure
 from bpfed.report.record import RunRecord, value
 
@@ -63,7 +64,7 @@ class Comparison:
             (facts.get("clients", 0), "client"),
             (facts.get("rounds", 0), "round"),
         )
-        words = ", ".join(f"{n} {one}" if n == 1 else f"{n} {one}s" for n, one in counted)
+        words = ", ".join(text.many(n, one) for n, one in counted)
         return f"Comparison on {facts.get('data', 'unnamed data')}: {words}"
 
     @property

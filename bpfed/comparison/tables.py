@@ -72,7 +72,7 @@ def pairing(comparison: Comparison) -> str:
         return words.strip()
     if len(seeds) == 1:
         if not math.isfinite(found.low):
-            return words + f"No interval: one seed with {found.pairs} clients is too little."
+            return words + f"No interval: one seed with {text.many(found.pairs, 'client')} is too little."
         return words + (
             f"95 % intervals: bootstrap over the {found.pairs} clients. One seed says nothing of other splits or other "
             "training."

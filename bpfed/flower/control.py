@@ -25,7 +25,7 @@ from bpfed.flower.journal import STATUS
 from bpfed.flower.plan import SERVER, Plan
 from bpfed.flower.processes import Say
 from bpfed.names import PREFIX
-from bpfed.report import RunRecord
+from bpfed.report import RunRecord, text
 from bpfed.report.record import LARGEST, REPORT
 
 #: A run that stops this often without finishing a round is given up.
@@ -106,7 +106,7 @@ def run(
     """
     if (found := finished(folder)) is not None:
         rounds = found.summary["rounds"]
-        say(f"The run in '{folder / RUN}' is finished already: all {rounds} rounds are done.")
+        say(f"The run in '{folder / RUN}' is finished already: {text.done(rounds)}.")
         return found
     failures, done, patience = 0, -1, STARTING
     while True:
@@ -196,7 +196,7 @@ def started(
             if running[SERVER].poll() is not None or time.monotonic() > until:
                 raise UserError(f"The server did not start; see '{server / 'server.log'}'.")
             time.sleep(0.2)
-        say(f"Starting {len(plan.sites)} sites.")
+        say(f"Starting {text.many(len(plan.sites), 'site')}.")
         for site in plan.sites:
             own = site_folder(folder, site)
             running[site] = processes.start([*bpfed, "client", str(own), "--data", data], env, own / "site.log")

@@ -26,6 +26,7 @@ from bpfed.flower import keys
 from bpfed.flower.plan import Plan
 from bpfed.flower.server_app import FOLDER
 from bpfed.flower.worker import SOCKET, STUCK, listens
+from bpfed.report import text
 
 #: The SuperLink's own memory.
 DATABASE = "flower.db"
@@ -299,7 +300,7 @@ def register(folder: Path, plan: Plan, say: Say) -> None:
             raise UserError(f"The key of site '{site}' could not be registered: {answer.get('error-message', answer)}")
         known[site] = paths[site].read_text()
     write_whole(noted, json.dumps(known))
-    say(f"{len(plan.sites)} sites may join.")
+    say(f"{text.many(len(plan.sites), 'site')} may join.")
 
 
 def serve(folder: Path, plan: Plan, say: Say) -> None:

@@ -66,8 +66,7 @@ class RunRecord:
         facts = [f"{name} on {self.summary.get('data', 'unnamed data')}"]
         for key, one in (("clients", "client"), ("rounds", "round")):
             if key in self.summary:
-                n = self.summary[key]
-                facts.append(f"{n} {one}" if n == 1 else f"{n} {one}s")
+                facts.append(text.many(self.summary[key], one))
         if "seed" in self.summary:
             facts.append(f"seed {self.summary['seed']}")
         return ", ".join(facts)

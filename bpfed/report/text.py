@@ -40,6 +40,16 @@ def plural(n: int, one: str) -> str:
     return f"{count(n)} {one}" if n == 1 else f"{count(n)} {one}s"
 
 
+def many(n: int, one: str) -> str:
+    """``1 client``, ``12345 clients``: `plural` with digits as a keyboard has them, for terminals and logs."""
+    return f"{n} {one}" if n == 1 else f"{n} {one}s"
+
+
+def done(rounds: int) -> str:
+    """``all 30 rounds are done``."""
+    return "its only round is done" if rounds == 1 else f"all {rounds} rounds are done"
+
+
 def few_calibration(short: int, total: int, least: int, kind: str, who: str = "client") -> str:
     """``3 of 8 clients have fewer than the 9 calibration examples that 90 % sets need``."""
     if short < total:

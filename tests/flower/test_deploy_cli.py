@@ -148,7 +148,7 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
 
     kept = files(server)
     again = bpfed.ok("deploy", "run", fed)  # and no server answers
-    assert "is finished already: all 1 rounds are done." in again.err
+    assert "is finished already: its only round is done." in again.err
     assert "Trained for" in again.out
     assert files(server) == kept
     assert re.search(r"Round 1: accuracy \d+\.\d %  NLL \d\.\d{3}", bpfed.ok("deploy", "status", fed).out)
