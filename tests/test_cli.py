@@ -295,11 +295,20 @@ def test_without_a_terminal_what_takes_long_gets_a_line(bpfed: Command, monkeypa
     assert "FedAvg on digits, 3 clients, cpu, round 1: tracing the local step, once …\n" in run
 
 
+def test_who_the_clients_are_is_said_in_words(bpfed: Command) -> None:
+    Path("all.csv").write_text("ward,x,y\n" + "east,1,no\nwest,2,yes\neast,2,yes\nwest,1,no\n" * 9)
+    shown = bpfed.ok("data", "inspect", "folder:all.csv", "--target", "y", "--client-column", "ward").out
+    assert "folder:all.csv, a client for each 'ward':" in shown
+    assert "digits, partition groups: training" in bpfed.ok("data", "inspect", "digits").out
+
+
 def test_one_is_no_plural(bpfed: Command) -> None:
     Path("own").mkdir()
     Path("own/bern.csv").write_text("x,y\n" + "1,no\n2,yes\n" * 9)
     data = ("--data", "folder:own", "--target", "y")
-    assert "1 client; " in bpfed.ok("data", "inspect", "folder:own", "--target", "y").out
+    shown = bpfed.ok("data", "inspect", "folder:own", "--target", "y").out
+    assert "1 client; " in shown
+    assert "folder:own, a client for each file:" in shown
     assert bpfed.ok("data", "export", "folder:own", "out").out == "1 file in out, such as bern.csv.\n"
     run = ("run", "--method", "fedavg", "--epochs", "1", "--rounds", "1", *data, "--out", "a")
     assert "FedAvg on folder:own, 1 client, 1 round, seed 0" in bpfed.ok(*run, "--quiet").out

@@ -14,7 +14,7 @@ from rich.text import Text
 from bpfed.cli import show
 from bpfed.cli.group import Group
 from bpfed.cli.run import PATIENCE, loading
-from bpfed.names import check_data
+from bpfed.names import PREFIX, check_data
 from bpfed.report import text
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _clients(data: FederatedData, bars: bool, classes: bool) -> show.Table:
     rows = look(data)
     what = "training examples of each class" if classes else "number of classes it trains on"
     what = f"mean and standard deviation of {_target(data)} in training" if numbers else what
-    shown = show.table(*columns, title=f"{data.name}, partition {data.partition}: {what}", right=len(columns))
+    shown = show.table(*columns, title=f"{data.name}, {_dealt(data)}: {what}", right=len(columns))
     for column in shown.columns[: 4 if bars else 1]:
         column.justify = "left" if column.header in ("client", "") else "right"
     shown.padding = (0, 1, 0, 0)
@@ -204,6 +204,15 @@ def _clients(data: FederatedData, bars: bool, classes: bool) -> show.Table:
         mix = _spread(data, index) if numbers else mix
         shown.add_row(row.client, str(row.train), str(row.test), *([bar] if bars else []), *mix)
     return shown
+
+
+def _dealt(data: FederatedData) -> str:
+    """Who the clients are, in words."""
+    if data.partition != "natural":
+        return f"partition {data.partition}"
+    if data.preparation is not None and data.preparation.client_column is not None:
+        return f"a client for each '{data.preparation.client_column}'"
+    return "a client for each file" if data.name.startswith(PREFIX) else "clients as the data has them"
 
 
 def _target(data: FederatedData) -> str:

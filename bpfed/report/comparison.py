@@ -43,8 +43,8 @@ def _headline(comparison: Comparison) -> str:
     from bpfed.comparison.tables import caption
 
     run = comparison.first.summary
-    said = {key: run[key] for key in ("protocol", "partition") if run.get(key)}
-    facts = [f"{v} {key}" for key, v in said.items() if (key, v) != ("protocol", "own")]
+    facts = [f"{run['protocol']} protocol"] if run.get("protocol", "own") != "own" else []
+    facts += [text.dealt(run["partition"])] if run.get("partition") else []
     facts += [f"seeds {', '.join(map(str, comparison.seeds))}", f"on {run.get('device', 'an unknown device')}"]
     line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
     return (

@@ -19,7 +19,7 @@ _KL = Measure("train_kl", "KL to the prior", text.decimal, "How far training mov
 def headline(run: RunRecord) -> str:
     """The title, where and how it ran, and the figures of the last round."""
     known = {key: v for key, v in run.summary.items() if v not in (None, "") and (key, v) != ("protocol", "own")}
-    facts = [words.format(known[key]) for key, words in _FACTS if key in known]
+    facts = [words(known[key]) for key, words in _FACTS if key in known]
     if math.isfinite(seconds := value(run.summary, "seconds")):
         facts.append(text.duration(seconds))
     line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
@@ -38,7 +38,7 @@ def headline(run: RunRecord) -> str:
     )
 
 
-_FACTS = (("protocol", "{} protocol"), ("partition", "{} partition"), ("device", "on {}"))
+_FACTS = (("protocol", "{} protocol".format), ("partition", text.dealt), ("device", "on {}".format))
 
 
 def _tile(run: RunRecord, measure: Measure, total: int) -> str:

@@ -50,6 +50,12 @@ def done(rounds: int) -> str:
     return "its only round is done" if rounds == 1 else f"all {rounds} rounds are done"
 
 
+def dealt(partition: str) -> str:
+    """``groups:5 partition``; where nothing was dealt out, whose the examples are."""
+    own = {"natural": "clients as the data has them", "sites": "each site with its own data"}
+    return own.get(partition, f"{partition} partition")
+
+
 def few_calibration(short: int, total: int, least: int, kind: str, who: str = "client") -> str:
     """``3 of 8 clients have fewer than the 9 calibration examples that 90 % sets need``."""
     if short < total:

@@ -131,6 +131,21 @@ def test_few_clients_and_a_single_round(n: int, task: str) -> None:
     assert f"{n} client{'s' * (n > 1)}, 1 round, " in words
 
 
+@pytest.mark.parametrize(
+    ("partition", "said"),
+    [
+        ("groups:5", "groups:5 partition"),
+        ("natural", "clients as the data has them"),
+        ("sites", "each site with its own data"),
+    ],
+)
+def test_clients_of_their_own_are_no_partition(partition: str, said: str) -> None:
+    run = record()
+    words = Page(render(replace(run, summary=run.summary | {"partition": partition}))).text
+    assert said in words
+    assert ("partition" in words) == (partition == "groups:5")
+
+
 @pytest.mark.parametrize("data", [{"name": "folder:sites"}, {"name": "heart", "target": "age"}, {"name": "arrays"}])
 def test_the_unit_of_the_error_is_said(data: dict[str, str]) -> None:
     run = record(task="regression")
