@@ -77,8 +77,9 @@ def _columns(measures: Sequence[Measure], held_back: bool) -> list[Column]:
     if held_back:
         columns.insert(2, ("calibration", "Held back", text.count, "Examples held back to calibrate predictions"))
     for measure in measures:
-        few = f" A dash: fewer than {JUDGED} test examples." if measure.name in CALIBRATION else ""
-        columns.append((measure.name, measure.label, measure.show, measure.explain + few))
+        more = f" A dash: fewer than {JUDGED} test examples." if measure.name in CALIBRATION else ""
+        more = " In brackets its 95 % interval, by the number of test examples." if measure.name == "coverage" else more
+        columns.append((measure.name, measure.label, measure.show, measure.explain + more))
         if measure.name == "ece":
             floor = "What perfect calibration would show on so few examples, on average"
             columns.append(("ece_floor", "ECE floor", text.percent, floor))
@@ -99,6 +100,9 @@ def _row(row: dict[str, Any], columns: Sequence[Column], main: Measure, full: fl
             bar = svg.box(0, 0, 100 * max(0.0, min(1.0, v / full if full else 0.0)), 8, "fill")
             meter = f'<svg class="meter" viewBox="0 0 100 8" aria-hidden="true">{bar}</svg>'
             number = f'{meter}<span class="beside">{number}</span>'
+        elif key == "coverage" and math.isfinite(v) and row.get("test"):
+            low, high = wilson(v, row["test"])
+            number += f" ({100 * low:.0f}–{100 * high:.0f})"
         # A measured number sorts by itself, not by how it is printed.
         data = f' data-v="{v:.6g}"' if math.isfinite(v) else ""
         cells.append(f"<td{data}>{number}</td>")

@@ -131,6 +131,16 @@ def test_few_clients_and_a_single_round(n: int, task: str) -> None:
     assert f"{n} client{'s' * (n > 1)}, 1 round, " in words
 
 
+def test_coverage_of_few_examples_shows_how_little_they_say() -> None:
+    run = record(2)
+    for row, test, coverage in zip(run.rows, (9, 900), (8 / 9, 0.9), strict=True):
+        row |= {"test": test, "coverage": coverage}
+    page = render(run)
+    assert '<td data-v="0.888889">88.9\u202f% (56–98)</td>' in page
+    assert '<td data-v="0.9">90.0\u202f% (88–92)</td>' in page
+    assert "In brackets its 95 % interval" in page
+
+
 @pytest.mark.parametrize(
     ("partition", "said"),
     [
