@@ -16,8 +16,7 @@ from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, roc_auc_
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from bpfed import metrics
-from bpfed.metrics import Evaluation, aurc, evaluate, evaluate_regression, ood_auroc
+from bpfed.metrics import Evaluation, aurc, chance, evaluate, evaluate_regression, ood_auroc
 
 METRICS = ("accuracy", "nll", "brier", "ece", "mce")
 MORE = ("aurc", "abstained", "answered_accuracy")
@@ -210,7 +209,7 @@ def test_binomial_deviation_is_exact() -> None:
     for n in (0, 1, 2, 7, 50, 3000):
         for p in (0.0, 1e-9, 0.2, 0.5, 0.95, 1 - 1e-12, 1.0):
             exact = float(np.sum(np.abs(np.arange(n + 1) - n * p) * binom.pmf(np.arange(n + 1), n, p)))
-            mine = metrics._binomial_deviation(*torch.tensor([n, p], dtype=torch.float64))
+            mine = chance.binomial_deviation(*torch.tensor([n, p], dtype=torch.float64))
             assert float(mine) == pytest.approx(exact, rel=1e-6, abs=1e-12)
 
 

@@ -1,0 +1,143 @@
+"""Scores of predicted class probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from bpfed.metrics.chance import binomial_deviation
+from bpfed.metrics.evaluation import Evaluation, evaluation
+from bpfed.metrics.sums import Sums, counting, owners, summed, with_pool
+
+#: A prediction that is less sure than this counts as an abstention, and sets are tested at this level.
+SURE = 0.9
+#: A lower probability counts as this one, so that one wrong certainty costs 27.6 nats, not infinity. float32 holds it.
+SMALLEST = 1e-12
+
+
+def evaluate(
+    probs: Tensor,
+    y: Tensor,
+    offsets: Tensor,
+    bins: int = 10,
+    sets: Tensor | None = None,
+    bounded: Tensor | None = None,
+) -> Evaluation:
+    """Score predicted class probabilities.
+
+    - accuracy: share of examples whose most probable class is the right one;
+    - nll: nats per example;
+    - brier: sum over classes of (p - one hot)², mean over examples, 0 to 2;
+    - ece, mce: mean (by examples) and largest gap between confidence and accuracy over equal-width bins [a, b) of the
+      top-label confidence, the last one closed; empty bins are skipped.
+
+    And as ``more``, for who acts on the predictions:
+
+    - aurc: see `aurc`;
+    - abstained: share of examples whose confidence is below 0.9; answered_accuracy: accuracy on the others, NaN without;
+    - coverage, set_size: share of prediction sets that hold the right class, and their mean size, if they are given.
+
+    Args:
+        probs: ``[E, K]``, rows sum to 1.
+        y: Classes, ``[E]`` int64.
+        offsets: ``[N + 1]``; client i owns rows ``offsets[i]`` to ``offsets[i + 1]``.
+        bins: Number of bins.
+        sets: Prediction sets, ``[E, K]`` bool.
+        bounded: Which of the sets could leave out a label, ``[E]`` bool; the others count neither in coverage nor in
+            set_size, and a client with none of them has neither. None: all.
+    """
+    if probs.ndim != 2 or y.shape != probs.shape[:1]:
+        raise ValueError(f"probs must be [E, K] and y [E], not {list(probs.shape)} and {list(y.shape)}.")
+    if probs.dtype != torch.float64:
+        probs = probs.float()
+    owner, n_clients = owners(offsets, y)
+    confidence, guess = probs.max(1)
+    confidence = confidence.clamp(0, 1)  # a mean over draws may come to 1.0000001
+    right = (guess == y) & confidence.isfinite()
+    likelihood = probs.gather(1, y[:, None]).squeeze(1)
+    nll = -likelihood.clamp(SMALLEST, 1).double().log()
+    brier = probs.scatter_add(1, y[:, None], probs.new_full((len(y), 1), -1)).double().square().sum(1)
+
+    # Edges in the confidences' own precision, so that a float32 0.7 lies in the bin that begins at 0.7.
+    edges = torch.arange(1, bins, device=probs.device, dtype=torch.float64).div(bins).to(confidence.dtype)
+    cell = owner * bins + torch.bucketize(confidence, edges, right=True)
+    confidence = confidence.double()
+    cells = summed(
+        [torch.ones_like(confidence), confidence, right.double(), confidence * (1 - confidence)], cell, n_clients * bins
+    )
+    sure = confidence >= torch.tensor(SURE, dtype=probs.dtype)  # rounded as the confidences were
+    parts = {"sure": sure.double(), "sure_right": (sure & right).double()}
+    if sets is not None:
+        found = {"coverage": sets.gather(1, y[:, None]).squeeze(1), "set_size": sets.sum(1)}
+        parts |= counting(found, bounded)
+    further = dict(zip(parts, summed(list(parts.values()), owner, n_clients), strict=True))
+    further["risk"] = _risk(confidence, ~right, owner, n_clients)
+    sums = Sums(cells.view(4, n_clients, bins), summed([nll, brier], owner, n_clients), further)
+    return classified(sums, bins, _risk(confidence, ~right, torch.zeros_like(owner), 1))
+
+
+def classified(sums: Sums, bins: int, risk: Tensor) -> Evaluation:
+    """The metrics that these sums give; ``risk`` is that of all clients together, ``[1]``."""
+    count, claimed, hit, variance = with_pool(sums.cells)
+    total = count.sum(-1)
+    loss = with_pool(sums.losses) / total
+    gap = (hit - claimed).abs()
+    worst_gap = (gap / count.clamp(min=1)).amax(-1).where(total > 0, math.nan)
+
+    # Chance alone: each bin's hits as a binomial at the bin's mean confidence, widened or narrowed to the variance that
+    # the single confidences imply. Exact for bins of one example and for equal confidences.
+    mean = (claimed / count.clamp(min=1)).clamp(0, 1)
+    binomial = count * mean * (1 - mean)
+    spread = (variance / binomial).sqrt().where(binomial > 0, 1)
+    floor = (binomial_deviation(count, mean) * spread).sum(-1) / total
+
+    values = {
+        "accuracy": hit.sum(-1) / total,
+        "nll": loss[0],
+        "brier": loss[1],
+        "ece": gap.sum(-1) / total,
+        "mce": worst_gap,
+    }
+    pooled = torch.stack([count[-1], claimed[-1] / count[-1], hit[-1] / count[-1]])
+    sure = sums.pooled("sure")
+    more = {
+        "aurc": torch.cat([sums.further["risk"], risk]) / total,
+        "abstained": 1 - sure / total,
+        "answered_accuracy": sums.pooled("sure_right") / sure,
+    }
+    return evaluation(values, floor, total, pooled, bins, sums, more | sums.shares())
+
+
+def aurc(probs: Tensor, y: Tensor) -> Tensor:
+    """Area under the risk-coverage curve: the error rate if only the surest k of E examples are answered, mean over k.
+
+    Equally sure examples are answered in any order, so each carries the mean error of its tie.
+
+    Args:
+        probs: ``[E, K]``, rows sum to 1.
+        y: Classes, ``[E]`` int64.
+
+    Returns:
+        A scalar, 0 (no error) to 1.
+    """
+    confidence, guess = probs.max(1)
+    return _risk(confidence, guess != y, torch.zeros_like(y), 1)[0] / len(y)
+
+
+def _risk(confidence: Tensor, wrong: Tensor, owner: Tensor, n_clients: int) -> Tensor:
+    """`aurc` of each client times its number of examples, ``[N]`` float64."""
+    order = confidence.argsort(descending=True)
+    order = order[owner[order].argsort(stable=True)]
+    confidence, owner, errors = confidence[order], owner[order], wrong.double()[order]
+    ones = torch.ones_like(errors)
+    tie = torch.ones_like(order)
+    tie[1:] = (confidence.diff() != 0) | (owner.diff() != 0)
+    tie = tie.cumsum(0) - 1
+    tied, size = summed([errors, ones], tie, len(order))
+    expected = (tied / size)[tie].cumsum(0)
+    total, everyone = summed([errors, ones], owner, n_clients)
+    before = torch.stack([total, everyone]).cumsum(1) - torch.stack([total, everyone])
+    errors, place = expected - before[0][owner], torch.arange(1, len(order) + 1, device=order.device) - before[1][owner]
+    return summed([errors / place], owner, n_clients)[0]
