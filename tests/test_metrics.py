@@ -336,6 +336,32 @@ def test_risk_coverage_of_each_client_is_that_of_its_examples_alone(case, coarse
         assert result["aurc"].pooled == pytest.approx(aurc(probs, y).item())
 
 
+@given(st.integers(0, 2**31), st.lists(st.integers(0, 40), min_size=1, max_size=5), st.booleans())
+def test_two_classes_have_an_auroc_and_it_is_scikit_learns(seed, sizes, coarse) -> None:
+    probs, y, offsets = made(seed, sizes, 2, 1.0)
+    if coarse:  # many ties
+        probs = torch.stack([1 - (probs[:, 1] * 4).round() / 4, (probs[:, 1] * 4).round() / 4], 1)
+    found = evaluate(probs, y, offsets)["auroc"]
+    parts = [slice(a, b) for a, b in itertools.pairwise(offsets.tolist())]
+    for own, part in zip([*found.clients, found.pooled], [*parts, slice(None)], strict=True):
+        if len(y[part].unique()) < 2:
+            assert math.isnan(own)
+        else:
+            assert own == pytest.approx(roc_auc_score(y[part], probs[part, 1]))
+
+
+def test_without_a_model_the_classes_own_shares_are_predicted() -> None:
+    probs, y = torch.full((5, 2), 0.5), torch.tensor([0, 0, 1, 1, 1])
+    shares = torch.tensor([[0.75, 0.25], [0.4, 0.6]])
+    found = evaluate(probs, y, offsets_of(3, 2), shares=shares)
+    assert found["majority"].clients.tolist() == pytest.approx([2 / 3, 1.0])
+    assert found["majority"].worst == pytest.approx(2 / 3)
+    nll = [-(2 * math.log(0.75) + math.log(0.25)) / 3, -math.log(0.6)]
+    assert found["shares_nll"].clients.tolist() == pytest.approx(nll)
+    assert found["shares_nll"].pooled == pytest.approx((3 * nll[0] + 2 * nll[1]) / 5)
+    assert "majority" not in evaluate(probs, y, offsets_of(3, 2)).more
+
+
 def test_abstention_by_hand() -> None:
     probs = torch.tensor([[0.9, 0.1], [0.95, 0.05], [0.3, 0.7], [0.89, 0.11], [0.6, 0.4]])
     result = evaluate(probs, torch.tensor([0, 1, 1, 0, 0]), offsets_of(3, 1, 1))

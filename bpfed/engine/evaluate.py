@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from bpfed.calibration import Calibration, fewest, sorted_scores, temperatures, tempered
 from bpfed.data.federated import Examples
+from bpfed.engine.baseline import class_shares, mean_targets
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import threads
 from bpfed.errors import UserError
@@ -64,20 +65,14 @@ def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
         sets = 1.0 - probs <= bound[:, None] if bound is not None else None
         if calibration is not None and federation.settings.scaling == "client":
             probs = tempered(probs, calibration.temperatures.to(federation.device)[owner])
-        return evaluate(probs, found.y, offsets.to(federation.device), bins, sets, bounded), clients
+        shares = class_shares(federation.data.train, federation.data.classes)[clients].to(federation.device)
+        return evaluate(probs, found.y, offsets.to(federation.device), bins, sets, bounded, shares), clients
     mean, scale, nll = found.outputs
     half = bound * scale if bound is not None else None
     inside, width = ((found.y - mean).abs() <= half, 2.0 * half) if half is not None else (None, None)
     offsets = offsets.to(federation.device)
-    baseline = training_means(federation.data.train)[clients].to(federation.device)[owner]
+    baseline = mean_targets(federation.data.train)[clients].to(federation.device)[owner]
     return evaluate_regression(mean, scale, nll, found.y, offsets, bins, inside, width, bounded, baseline), clients
-
-
-def training_means(train: Examples) -> Tensor:
-    """The mean target of each client's training examples, ``[N]`` float64; that of all where a client has none."""
-    sizes, y = train.sizes, train.y.cpu().double()
-    sums = torch.cat([y.new_zeros(1), y.cumsum(0)])[train.offsets].diff()
-    return torch.where(sizes > 0, sums / sizes.clamp(min=1), y.sum() / max(1, len(y)))
 
 
 def calibrate(

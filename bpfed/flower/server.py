@@ -121,9 +121,7 @@ class Server:
             self.journal.run,
             self.journal.facts,
             self.patterns,
-            Form.of(
-                self.journal.facts["task"] == "classification", self.config.run.bins, self.config.run.calibration > 0.0
-            ),
+            Form.of(self.journal.facts["classes"], self.config.run.bins, self.config.run.calibration > 0.0),
             self.plan.timeout,
             self.say,
         )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from bpfed.metrics.chance import binomial_deviation
 from bpfed.metrics.evaluation import Evaluation, evaluation
+from bpfed.metrics.ranks import in_order, risk
 from bpfed.metrics.sums import Sums, counting, owners, summed, with_pool
 
 #: A prediction that is less sure than this counts as an abstention, and sets are tested at this level.
@@ -24,6 +26,7 @@ def evaluate(
     bins: int = 10,
     sets: Tensor | None = None,
     bounded: Tensor | None = None,
+    shares: Tensor | None = None,
 ) -> Evaluation:
     """Score predicted class probabilities.
 
@@ -37,6 +40,9 @@ def evaluate(
 
     - aurc: see `aurc`;
     - abstained: share of examples whose confidence is below 0.9; answered_accuracy: accuracy on the others, NaN without;
+    - auroc, of two classes: the chance that an example of the second has a higher probability of it than one of the first, a
+      tie counting half; NaN where a class is missing;
+    - majority, shares_nll: accuracy and NLL without a model, if ``shares`` are given;
     - coverage, set_size: share of prediction sets that hold the right class, and their mean size, if they are given.
 
     Args:
@@ -47,6 +53,7 @@ def evaluate(
         sets: Prediction sets, ``[E, K]`` bool.
         bounded: Which of the sets could leave out a label, ``[E]`` bool; the others count neither in coverage nor in
             set_size, and a client with none of them has neither. None: all.
+        shares: What would be predicted without a model, each client's class shares, ``[N, K]`` above 0.
     """
     if probs.ndim != 2 or y.shape != probs.shape[:1]:
         raise ValueError(f"probs must be [E, K] and y [E], not {list(probs.shape)} and {list(y.shape)}.")
@@ -72,14 +79,24 @@ def evaluate(
     if sets is not None:
         found = {"coverage": sets.gather(1, y[:, None]).squeeze(1), "set_size": sets.sum(1)}
         parts |= counting(found, bounded)
+    if shares is not None:
+        parts["majority"] = (shares.argmax(1)[owner] == y).double()
+        parts["shares_nll"] = -shares[owner, y].double().log()
+    if probs.shape[1] == 2:
+        parts["positive"] = y.double()
     further = dict(zip(parts, summed(list(parts.values()), owner, n_clients), strict=True))
-    further["risk"] = _risk(confidence, ~right, owner, n_clients)
+    everyone = torch.zeros_like(owner)
+    further["risk"] = risk(confidence, ~right, owner, n_clients)
+    ordered = {"risk": risk(confidence, ~right, everyone, 1)}
+    if probs.shape[1] == 2:
+        further["in_order"] = in_order(probs[:, 1], y == 1, owner, n_clients)
+        ordered["in_order"] = in_order(probs[:, 1], y == 1, everyone, 1)
     sums = Sums(cells.view(4, n_clients, bins), summed([nll, brier], owner, n_clients), further)
-    return classified(sums, bins, _risk(confidence, ~right, torch.zeros_like(owner), 1))
+    return classified(sums, bins, ordered)
 
 
-def classified(sums: Sums, bins: int, risk: Tensor) -> Evaluation:
-    """The metrics that these sums give; ``risk`` is that of all clients together, ``[1]``."""
+def classified(sums: Sums, bins: int, ordered: Mapping[str, Tensor]) -> Evaluation:
+    """The metrics that these sums give; ``ordered`` are ``risk`` and ``in_order`` of all clients together, ``[1]`` each."""
     count, claimed, hit, variance = with_pool(sums.cells)
     total = count.sum(-1)
     loss = with_pool(sums.losses) / total
@@ -103,10 +120,15 @@ def classified(sums: Sums, bins: int, risk: Tensor) -> Evaluation:
     pooled = torch.stack([count[-1], claimed[-1] / count[-1], hit[-1] / count[-1]])
     sure = sums.pooled("sure")
     more = {
-        "aurc": torch.cat([sums.further["risk"], risk]) / total,
+        "aurc": torch.cat([sums.further["risk"], ordered["risk"]]) / total,
         "abstained": 1 - sure / total,
         "answered_accuracy": sums.pooled("sure_right") / sure,
     }
+    if "in_order" in ordered:
+        positive = sums.pooled("positive")
+        pairs = positive * (total - positive)
+        more["auroc"] = torch.cat([sums.further["in_order"], ordered["in_order"]]) / pairs
+    more |= {name: sums.pooled(name) / total for name in ("majority", "shares_nll") if name in sums.further}
     return evaluation(values, floor, total, pooled, bins, sums, more | sums.shares())
 
 
@@ -123,21 +145,4 @@ def aurc(probs: Tensor, y: Tensor) -> Tensor:
         A scalar, 0 (no error) to 1.
     """
     confidence, guess = probs.max(1)
-    return _risk(confidence, guess != y, torch.zeros_like(y), 1)[0] / len(y)
-
-
-def _risk(confidence: Tensor, wrong: Tensor, owner: Tensor, n_clients: int) -> Tensor:
-    """`aurc` of each client times its number of examples, ``[N]`` float64."""
-    order = confidence.argsort(descending=True)
-    order = order[owner[order].argsort(stable=True)]
-    confidence, owner, errors = confidence[order], owner[order], wrong.double()[order]
-    ones = torch.ones_like(errors)
-    tie = torch.ones_like(order)
-    tie[1:] = (confidence.diff() != 0) | (owner.diff() != 0)
-    tie = tie.cumsum(0) - 1
-    tied, size = summed([errors, ones], tie, len(order))
-    expected = (tied / size)[tie].cumsum(0)
-    total, everyone = summed([errors, ones], owner, n_clients)
-    before = torch.stack([total, everyone]).cumsum(1) - torch.stack([total, everyone])
-    errors, place = expected - before[0][owner], torch.arange(1, len(order) + 1, device=order.device) - before[1][owner]
-    return summed([errors / place], owner, n_clients)[0]
+    return risk(confidence, guess != y, torch.zeros_like(y), 1)[0] / len(y)

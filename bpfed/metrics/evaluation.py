@@ -17,10 +17,10 @@ from bpfed.metrics.sums import Sums
 Floats = NDArray[np.float64]
 
 #: Scores of which more is better; of the others less is.
-BEST_IS_HIGH = frozenset({"accuracy", "answered_accuracy", "coverage"})
+BEST_IS_HIGH = frozenset({"accuracy", "answered_accuracy", "auroc", "coverage", "majority"})
 
-#: Scores that a client with test examples may lack: it answered nothing, or has too few calibration examples.
-LACKING = frozenset({"answered_accuracy", "coverage", "set_size", "interval_width"})
+#: Scores that a client with test examples may lack: it answered nothing, was tested on one class, or has too few calibration examples.
+LACKING = frozenset({"answered_accuracy", "auroc", "coverage", "set_size", "interval_width"})
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,9 @@ class Sums(NamedTuple):
             c (1 - c). For regression, the examples whose central interval just holds the target, by nominal level.
         losses: ``[2, N]``. NLL and Brier score, or squared error and NLL.
         further: ``[N]`` each, by name. For classification ``sure``, the examples that it is 90 % sure of, ``sure_right``,
-            those of them that are right, and ``risk``, the summed error rates behind `aurc`. For regression ``baseline``,
+            those of them that are right, ``risk``, the summed error rates behind `aurc`, and ``majority`` and ``shares_nll``, the
+            hits and the NLL without a model; of two classes ``positive``, the examples of the second, and ``in_order``, the pairs
+            behind the AUROC. For regression ``baseline``,
             the squared error of a constant. Where predictions are calibrated, ``counted``, the examples whose set or
             interval counts, and of these what ``coverage`` and ``set_size`` or ``interval_width`` are the mean of.
     """
@@ -61,12 +63,13 @@ class Form(NamedTuple):
     further: tuple[str, ...]
 
     @classmethod
-    def of(cls, classification: bool, bins: int, calibrated: bool) -> Form:
-        """Of a run with so many bins, and with calibration examples or without."""
-        size = "set_size" if classification else "interval_width"
+    def of(cls, classes: int, bins: int, calibrated: bool) -> Form:
+        """Of a run with so many classes (0: a regression) and bins, and with calibration examples or without."""
+        size = "set_size" if classes else "interval_width"
         held = ("counted", "coverage", size) if calibrated else ()
-        if classification:
-            return cls(4, bins, ("sure", "sure_right", "risk", *held))
+        if classes:
+            pairs = ("positive", "in_order") if classes == 2 else ()
+            return cls(4, bins, ("sure", "sure_right", "risk", "majority", "shares_nll", *pairs, *held))
         return cls(1, len(levels(bins)) + 1, ("baseline", *held))
 
 

@@ -15,9 +15,11 @@ from bpfed.metrics.sums import Sums
 def evaluate_sums(sums: Sums, bins: int = 10) -> Evaluation:
     """What `evaluate` or `evaluate_regression` would give for all these clients' examples together.
 
-    But for the pooled ``aurc`` of several clients, which is NaN: it needs all confidences in one order.
+    But for the pooled ``aurc`` and ``auroc`` of several clients, which are NaN: they need all examples in one order.
     """
     if len(sums.cells) != 4:
         return regressed(sums, bins)
-    risk = sums.further["risk"]
-    return classified(sums, bins, risk if len(risk) == 1 else torch.full_like(risk[:1], math.nan))
+    ordered = {name: part for name, part in sums.further.items() if name in ("risk", "in_order")}
+    if sums.losses.shape[1] > 1:
+        ordered = {name: torch.full_like(part[:1], math.nan) for name, part in ordered.items()}
+    return classified(sums, bins, ordered)

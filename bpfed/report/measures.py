@@ -46,6 +46,15 @@ class Measure:
 
 _ALL = (
     Measure("accuracy", "Accuracy", text.percent, "Share of test examples whose most probable class is right.", True),
+    Measure(
+        "majority",
+        "Most frequent",
+        text.percent,
+        "Accuracy of always saying the most frequent class of the client's own training examples: a model that is not "
+        "above it names nothing else rightly.",
+        True,
+        "Accuracy of most frequent class",
+    ),
     Measure("rmse", "RMSE", text.decimal, "Root of the mean squared error, in the unit of the targets as given."),
     Measure(
         "baseline",
@@ -55,6 +64,21 @@ _ALL = (
         title="RMSE of own training mean",
     ),
     Measure("nll", "NLL", text.decimal, "Negative log-likelihood of the truth, nats per example; low is good."),
+    Measure(
+        "shares_nll",
+        "NLL of shares",
+        text.decimal,
+        "NLL of saying the class shares of the client's own training examples every time: a model that is not below it "
+        "is no use.",
+        title="NLL of own class shares",
+    ),
+    Measure(
+        "auroc",
+        "AUROC",
+        text.decimal,
+        "Chance that an example of the second class is given a higher probability of it than one of the first; 0.5 is no use.",
+        True,
+    ),
     Measure(
         "brier", "Brier", text.decimal, "Squared distance of the probabilities from the truth, 0 to 2; low is good."
     ),
@@ -95,7 +119,8 @@ _ALL = (
 
 #: Those that have no tile of their own and no best round.
 DETAILS = frozenset(
-    {"baseline", "mce", "aurc", "abstained", "answered_accuracy", "coverage", "set_size", "interval_width"}
+    {"majority", "baseline", "shares_nll", "auroc", "mce", "aurc", "abstained", "answered_accuracy"}
+    | {"coverage", "set_size", "interval_width"}
 )
 
 #: By name, in the order of the page; the first that a run has is its main one.

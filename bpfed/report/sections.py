@@ -41,6 +41,14 @@ def headline(run: RunRecord) -> str:
 _FACTS = (("protocol", "{} protocol".format), ("partition", text.dealt), ("device", "on {}".format))
 
 
+#: What a figure is without a model: the measure, and what is then always said.
+WITHOUT_A_MODEL = {
+    "accuracy": ("majority", "most frequent class"),
+    "rmse": ("baseline", "own training mean"),
+    "nll": ("shares_nll", "own class shares"),
+}
+
+
 def _tile(run: RunRecord, measure: Measure, total: int) -> str:
     fine = total >= 1000
 
@@ -51,8 +59,9 @@ def _tile(run: RunRecord, measure: Measure, total: int) -> str:
     if measure.name == "ece":
         floor = value(run.evaluation, "ece_floor")
         lines.append((f"floor, {run.evaluation.get('bins', '?')} bins", show(floor)))
-    if measure.name == "rmse" and math.isfinite(baseline := run.last("baseline")):
-        lines.append(("own training mean", show(baseline)))
+    name, words = WITHOUT_A_MODEL.get(measure.name, ("", ""))
+    if math.isfinite(without := run.last(name)):
+        lines.append((words, show(without)))
     if len(run.rows) != 1:
         lines.append(("client mean", show(run.last(measure.name, "mean"))))
         lines.append(("worst client", show(run.worst(measure.name))))

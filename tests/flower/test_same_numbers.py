@@ -19,7 +19,7 @@ def same(server, federation, history, tolerance=1e-6):
     assert last.record().keys() == theirs.record().keys()
     for name, score in {**theirs.scores, **theirs.more}.items():
         assert last[name].clients == pytest.approx(score.clients, abs=tolerance, nan_ok=True), name
-        pooled = math.nan if name == "aurc" else score.pooled  # which needs all confidences in one order
+        pooled = math.nan if name in ("aurc", "auroc") else score.pooled  # these need all examples in one order
         assert last[name].pooled == pytest.approx(pooled, abs=tolerance, nan_ok=True), name
     assert last.ece_floor.pooled == pytest.approx(history[-1][1].ece_floor.pooled, abs=tolerance)
 
