@@ -73,7 +73,7 @@ def result(run: RunRecord, report: Path) -> None:
         )
     put(shown)
     console = Console()
-    for note in filter(None, (run.untested, run.seldom, run.uncovered)):
+    for note in filter(None, (run.untested, run.seldom, run.uncovered, run.no_use)):
         console.print(note.replace("\u202f", " "), highlight=False)
     console.print(
         f"Trained for {text.duration(value(run.summary, 'seconds'))} on {run.summary['device']}.", highlight=False

@@ -24,6 +24,8 @@ CONFIG, METRICS, EVALUATION, SUMMARY, REPORT = (
 )
 #: What a client with fewer test examples than `JUDGED` shows by chance alone.
 CALIBRATION, JUDGED = frozenset({"ece", "mce"}), 10
+#: So many clients are named in a sentence.
+NAMED = 3
 #: So many clients are tested where nothing else is said.
 LARGEST = 1000
 
@@ -126,6 +128,22 @@ class RunRecord:
         start = text.few_calibration(short, len(sizes), least, kind, "tested client" if self.untested else "client")
         own = f"{'their' if short > 1 else 'its'} {kind} hold everything"
         return f"{start}; {own}{' and are left out of the coverage' if short < len(sizes) else ', so coverage says nothing'}."
+
+    @property
+    def no_use(self) -> str:
+        """A sentence on the clients that would do as well without a model; empty where there are none."""
+        ours, without, words = (
+            ("rmse", "baseline", "RMSE is not below that of saying its own training mean")
+            if any(measure.name == "rmse" for measure in self.measures)
+            else ("nll", "shares_nll", "NLL is not below that of saying its own class shares")
+        )
+        tested = [row for row in self.rows if row.get("test", 0) >= JUDGED and math.isfinite(value(row, without))]
+        names = [str(row["name"]) for row in tested if not value(row, ours) < value(row, without)]
+        if not names:
+            return ""
+        listed = ", ".join(text.short(name, 30) for name in names[:NAMED])
+        more = f" and {text.count(len(names) - NAMED)} more" if len(names) > NAMED else ""
+        return f"At {text.count(len(names))} of {text.plural(len(tested), 'client')} the model is no use: {words} ({listed}{more})."
 
     @property
     def rows(self) -> list[dict[str, Any]]:

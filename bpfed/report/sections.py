@@ -222,7 +222,7 @@ def clients(run: RunRecord) -> str:
     ranking = table.ranked(run.rows, main)
     worst = table.worst_names(ranking, main)
     untested = sum(not row.get("test") for row in run.rows)
-    intro = "".join(f"{sentence} " for sentence in (run.untested, run.seldom) if sentence)
+    intro = "".join(f"{sentence} " for sentence in (run.untested, run.seldom, run.no_use) if sentence)
     if worst:
         who = "The client" if len(worst) == 1 else f"The {len(worst)} clients"
         intro += f"{who} with the worst {main.in_words} {'is' if len(worst) == 1 else 'are'} marked. "

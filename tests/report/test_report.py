@@ -242,6 +242,21 @@ def test_the_examples_behind_the_accuracy_if_sure_are_told(capsys: pytest.Captur
     assert "of the rest" not in Page(render(none)).text
 
 
+def test_clients_that_would_do_as_well_without_a_model_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    run = record()
+    assert run.no_use == ""
+    tested = [row for row in run.rows if row["test"] >= 10]
+    rows = [row | {"shares_nll": (row["nll"] or 0.0) + (row is not tested[0]) * 0.1} for row in run.rows]
+    found = replace(run, evaluation=run.evaluation | {"clients": rows})
+    words = f"At 1 of {len(tested)} clients the model is no use: NLL is not below that of saying its own class shares"
+    assert found.no_use == f"{words} ({tested[0]['name']})."
+    assert found.no_use in plain(Page(render(found)).text)
+    show.result(found, Path("report.html"))
+    assert words in " ".join(capsys.readouterr().out.split())
+    every = replace(run, evaluation=run.evaluation | {"clients": [row | {"shares_nll": 0.0} for row in run.rows]})
+    assert f" and {len(tested) - 3} more)." in every.no_use
+
+
 def test_only_a_protocol_that_says_something_is_named() -> None:
     run = record()
     assert "paper protocol" in Page(render(run)).text
