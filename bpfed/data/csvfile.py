@@ -29,18 +29,18 @@ _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 def read_csv(path: Path) -> Table:
     """Read a CSV file: UTF-8, the first line names the columns.
 
-    A column is numbers if all its cells are (or are missing), else words. Where the delimiter is not the comma, ``1,5`` is
-    one and a half. Columns without a name are left out.
+    A column is numbers if all its cells are (or are missing), or all are percentages, else words. Where the delimiter is
+    not the comma, ``1,5`` is one and a half. Columns without a name are left out.
     """
     as_text: set[str] = set()
     while True:
-        found = _columns(path, as_text)
+        found, delimiter = _columns(path, as_text)
         mixed = {name for name, chunks in found.items() if len({isinstance(c, Words) for c in chunks if _some(c)}) > 1}
         if not mixed:
             break
         as_text |= mixed  # numbers at first and words later: only a second look has their text
     rows = sum(len(c) for c in next(iter(found.values()), []))
-    columns = {name: _joined(chunks, name, path) for name, chunks in found.items()}
+    columns = {name: _joined(chunks, name, path, delimiter) for name, chunks in found.items()}
     return Table(str(path), rows, columns)
 
 
@@ -66,7 +66,8 @@ def write_folder(tables: Mapping[str, Table], folder: Path) -> list[Path]:
     return list(texts)
 
 
-def _columns(path: Path, as_text: set[str]) -> dict[str, list[Column]]:
+def _columns(path: Path, as_text: set[str]) -> tuple[dict[str, list[Column]], str]:
+    """The columns in chunks, by name, and the delimiter."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             header, delimiter = _header(file, path)
@@ -76,7 +77,7 @@ def _columns(path: Path, as_text: set[str]) -> dict[str, list[Column]]:
                 for name, cells in zip(header, zip(*rows, strict=True), strict=True):
                     if name:
                         found[name].append(_parsed(cells, delimiter, name in as_text))
-            return found
+            return found, delimiter
     except UnicodeDecodeError as error:
         _not_text(path, error)
     except csv.Error as error:
@@ -152,14 +153,24 @@ def _numbers(cells: Sequence[str], delimiter: str) -> np.ndarray | None:
             if text.casefold() in MISSING:
                 read[cell] = np.nan
                 continue
-            if delimiter != "," and _DECIMAL_COMMA.fullmatch(text):
-                text = text.replace(",", ".")
+            text = _pointed(text, delimiter)
             if not _number(text):
                 return None
             read[cell] = float(text)
         return np.fromiter(map(read.__getitem__, cells), np.float64, len(cells))
     # Python reads 1_000 as a thousand, which nobody writes into a table.
     return None if "_" in "".join(cells) else values
+
+
+def _pointed(text: str, delimiter: str) -> str:
+    """A number with a decimal comma, where that can be one, with a point."""
+    return text.replace(",", ".") if delimiter != "," and _DECIMAL_COMMA.fullmatch(text) else text
+
+
+def _percentage(text: str, delimiter: str) -> float | None:
+    """The number before a percent sign; None if it is no percentage."""
+    number = _pointed(text.removesuffix("%").strip(), delimiter)
+    return float(number) if text.endswith("%") and number.casefold() not in MISSING and _number(number) else None
 
 
 def _number(text: str) -> bool:
@@ -174,7 +185,7 @@ def _some(column: Column) -> bool:
     return bool(column.levels if isinstance(column, Words) else not np.isnan(column).all())
 
 
-def _joined(chunks: list[Column], name: str, path: Path) -> Column:
+def _joined(chunks: list[Column], name: str, path: Path, delimiter: str) -> Column:
     numbers = [c for c in chunks if not isinstance(c, Words)]
     if len(numbers) == len(chunks):
         return np.concatenate([np.zeros(0), *numbers])
@@ -186,19 +197,24 @@ def _joined(chunks: list[Column], name: str, path: Path) -> Column:
     made = Words(np.concatenate(shift), tuple(levels))
     if any(_CONTROL.search(level) for level in levels):
         raise UserError(f"Column '{name}' of '{path}' holds bytes that are no text; save it as CSV.")
-    _mostly_numbers(made, name, path)
+    shares = [_percentage(level, delimiter) for level in levels]
+    percent = [share for share in shares if share is not None]
+    if levels and len(percent) == len(levels):
+        return np.array([*percent, np.nan])[made.codes]
+    _mostly(made, [_number(level) for level in levels], "numbers", name, path)
+    _mostly(made, [share is not None for share in shares], "percentages", name, path)
     return made
 
 
-def _mostly_numbers(column: Words, name: str, path: Path) -> None:
+def _mostly(column: Words, such: list[bool], kind: str, name: str, path: Path) -> None:
     """A few words among numbers are slips of the pen, and would silently turn the numbers into categories."""
-    number = np.array([*(_number(level) for level in column.levels), False])
-    known = np.count_nonzero(column.codes >= 0)
-    if not number[column.codes].sum() * 2 > known:
+    number = np.array([*such, False])[column.codes]
+    known = column.codes >= 0
+    if not number.sum() * 2 > np.count_nonzero(known):
         return
-    row = int(np.flatnonzero((column.codes >= 0) & ~number[column.codes])[0])
+    row = int(np.flatnonzero(known & ~number)[0])
     raise UserError(
-        f"Column '{name}' of '{path}' is numbers but for '{column.levels[column.codes[row]][:40]}' in row {row + 1}; mend "
+        f"Column '{name}' of '{path}' is {kind} but for '{column.levels[column.codes[row]][:40]}' in row {row + 1}; mend "
         "it, or leave the cell empty if it is not known."
     )
 

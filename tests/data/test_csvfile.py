@@ -65,6 +65,10 @@ def test_how_much_is_looked_at_in_one_go_does_not_matter(
         (["0x10", "0x11"], False),
         (["1,5", "2,5"], False),
         (["1", "NaN", "n/a", "NULL", "?"], True),
+        (["57%", "3.5 %", " -2e1% ", "NA"], True),
+        (["57%", "low"], False),
+        (["%", "nan%"], False),
+        (["57,5%", "2,5%"], False),
     ],
 )
 def test_what_is_a_number(cells: list[str], numbers: bool, tmp_path: Path) -> None:
@@ -73,6 +77,20 @@ def test_what_is_a_number(cells: list[str], numbers: bool, tmp_path: Path) -> No
     assert isinstance(read_table(path).columns["a"], np.ndarray) == numbers
     path.write_text("a;b\n1,5;1\n-,25;2\n")
     assert read_table(path).columns["a"].tolist() == [1.5, -0.25]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 1000])
+def test_percentages_are_numbers_where_all_are(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(csvfile, "CHUNK", chunk)
+    path = tmp_path / "t.csv"
+    path.write_text("a;b;c\n57%;1,5 %;57%\n;?;57\n100 %;-,25%;low\n")
+    table = read_table(path)
+    np.testing.assert_array_equal(table.columns["a"], [57, np.nan, 100])
+    np.testing.assert_array_equal(table.columns["b"], [1.5, np.nan, -0.25])
+    assert table.words("c") == ["57%", "57", "low"]
+    path.write_text("a\n57%\n58%\n59\n")
+    with pytest.raises(UserError, match=r"'a' of .* is percentages but for '59' in row 3"):
+        read_table(path)
 
 
 def test_a_header_of_counts_is_a_header(tmp_path: Path) -> None:
