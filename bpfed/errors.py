@@ -1,9 +1,9 @@
-"""The one exception that means: the user can mend this."""
+"""The one exception that means: the user can mend this; and what its sentences are made of."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UserError(Exception):
@@ -21,3 +21,9 @@ def hint(name: str, known: Iterable[str]) -> str:
     near = [n for n in names if n.lower() == name.lower()] or [n for n in names if n.startswith(name)]
     near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean '{near[0]}'?" if near else f"known are: {', '.join(names)}."
+
+
+def quoted(names: Sequence[str], most: int = 5) -> str:
+    """Names in quotes for a sentence; of many, only the first."""
+    shown = ", ".join(f"'{name}'" for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +20,7 @@ from bpfed.report import text
 if TYPE_CHECKING:
     from bpfed.callbacks import Progress
     from bpfed.data import FederatedData
+    from bpfed.data.columns import ColumnRow
     from bpfed.data.overview import Missing
 
 app = typer.Typer(
@@ -33,6 +34,8 @@ DataDir = Annotated[
 ]
 #: Clients that have a row, width of a bar, and letters of a class's name that can head a column.
 ROWS, BAR, SHORT = 40, 12, 3
+#: Columns of tables that have a row.
+COLUMNS = 30
 #: Clients that have a column each in the table of what is missing.
 SIDE_BY_SIDE = 6
 
@@ -92,9 +95,13 @@ def inspect(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it, too, as .png, .svg or .pdf.", show_default=False)] = None,
 ) -> None:
-    """Show how many examples each client would have, of which classes, and what is missing; nothing is trained."""
+    """Show how many examples each client would have, of which classes, and what is missing; nothing is trained.
+
+    Of tables, it lists what becomes of each column, and says which look as if they should be no inputs.
+    """
     check_data(name)
     with _busy(name) as progress:
+        from bpfed.data.columns import columns, doubts
         from bpfed.data.load import is_table, load, tables
         from bpfed.data.overview import missing
         from bpfed.data.picture import check_ending, draw
@@ -136,6 +143,13 @@ def inspect(
         f"{text.many(data.input_shape[0], 'input')} each" if len(data.input_shape) == 1 else f"inputs of {shape} each"
     )
     _say(f"{text.many(len(data), 'client')}{cut}; {total}; {inputs}.")
+    if read and data.preparation is not None:
+        if listed := columns(read, data.preparation):
+            show.put(_columns(listed))
+        if len(listed) > COLUMNS:
+            _say(f"... and {len(listed) - COLUMNS} more columns.")
+        if doubtful := doubts(read, data.preparation):
+            _say(doubtful)
     if gaps.columns:
         show.put(_missing(gaps))
     elif read:
@@ -224,6 +238,13 @@ def _spread(data: FederatedData, client: int) -> list[str]:
     if data.preparation is not None:
         targets = data.preparation.in_units(targets)
     return [f"{targets.mean():.4g}", f"{targets.std(correction=0):.3g}"]
+
+
+def _columns(listed: Sequence[ColumnRow]) -> show.Table:
+    shown = show.table("column", "what it is", "inputs", title="Columns", right=1)
+    for row in listed[:COLUMNS]:
+        shown.add_row(Text(row.name), row.what, str(row.inputs or "·"))
+    return shown
 
 
 def _missing(gaps: Missing) -> show.Table:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bpfed.errors import UserError
+from bpfed.errors import UserError, quoted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,7 @@ def read_rows(
     if preparation.shape is None:
         lost = [f.name for f in preparation.features if f.name not in table.columns]
         if lost and len(lost) < len(preparation.features):
-            say(f"'{path}' lacks {_some(lost)}; what it would say is taken as missing in every row.")
+            say(f"'{path}' lacks {quoted(lost)}; what it would say is taken as missing in every row.")
     return Rows(preparation.inputs(table, client), preparation.targets(table) if labelled else None, preparation)
 
 
@@ -125,9 +125,5 @@ def _targets(data: FederatedData, path: Path, y: Any) -> Any:
     words = [str(word) for word in y.tolist()]
     strange = [word for word in words if word not in data.labels]
     if strange:
-        raise UserError(f"'{path}' has the label '{strange[0]}', but must have one of {_some(list(data.labels))}.")
+        raise UserError(f"'{path}' has the label '{strange[0]}', but must have one of {quoted(list(data.labels))}.")
     return np.array([data.labels.index(word) for word in words], dtype=np.int64)
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    return ", ".join(f"'{name}'" for name in names[:most]) + (" and others" if len(names) > most else "")

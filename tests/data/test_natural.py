@@ -141,7 +141,8 @@ def test_inspect_shows_sizes_classes_and_gaps(tmp_path: Path, capsys: pytest.Cap
     picture = tmp_path / "plot.svg"
     out = command.ok("data", "inspect", "heart-disease", "--data-dir", tmp_path, "--plot", picture).out
     assert "4 clients; 84 training and 36 test examples of 2 classes" in out
-    gaps = next(line for line in out.splitlines() if line.strip().startswith("thal"))
+    table = out[out.index("Missing, % of rows") :]
+    gaps = next(line for line in table.splitlines() if line.strip().startswith("thal"))
     assert gaps.split()[1:] == ["·", "100", "·", "·"]
     assert picture.read_bytes().startswith(b"<?xml")
     said = command("data", "inspect", "heart-disease", "--data-dir", tmp_path, "--plot", tmp_path / "plot.txt").sentence
@@ -157,7 +158,9 @@ def test_inspect_of_numbers_and_of_many_clients(tmp_path: Path, capsys: pytest.C
     ).out  # fmt: skip
     assert "mean and standard deviation of 'price'" in " ".join(out.split())
     assert "50 clients, 40 of 50 shown" in out
-    assert next(line for line in out.splitlines() if line.startswith(" b ")).split() == ["b", "1", "2", "100", "u07"]
+    told, gaps = (line.split() for line in out.splitlines() if line.startswith(" b "))
+    assert told == ["b", "numbers,", "some", "missing", "2"]
+    assert gaps == ["b", "1", "2", "100", "u07"]
 
 
 def test_a_folder_is_trained_resumed_and_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,87 @@
+"""What becomes of each column, and which are doubted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import Command
+
+from bpfed.data.columns import columns, doubts
+from bpfed.data.own import federate
+from bpfed.data.table import Table, Words
+
+N = 30
+
+
+def clients(**made: list[str] | np.ndarray) -> dict[str, Table]:
+    """Two clients with the same columns, the target ``y`` and a quantity ``age``."""
+    rng = np.random.default_rng(0)
+    found = {}
+    for client in "ab":
+        own = {name: c if isinstance(c, np.ndarray) else Words.of(c) for name, c in made.items()}
+        own |= {"age": rng.integers(20, 90, N).astype(float), "y": Words.of(["no", "yes"] * (N // 2))}
+        found[client] = Table(client, N, own)
+    return found
+
+
+def test_each_column_is_told() -> None:
+    tables = clients(
+        word=["x", "z", ""] * (N // 3),
+        same=["x"] * N,
+        gone=np.full(N, np.nan),
+        gaps=np.array([1.0, np.nan] * (N // 2)),
+        out=np.arange(float(N)),
+    )
+    made = federate("t", tables, "y", ignore=["out"]).preparation
+    assert made is not None
+    assert columns(tables, made) == [
+        ("word", "2 words, some missing", 3),
+        ("same", "constant, left out", 0),
+        ("gone", "all missing, left out", 0),
+        ("gaps", "constant, but missing in places", 1),
+        ("out", "left out by --ignore", 0),
+        ("age", "numbers", 1),
+        ("y", "target", 0),
+    ]
+    assert sum(row.inputs for row in columns(tables, made)) == len(made.input_names)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "said"),
+    [
+        ("seen", [f"2024-05-{k + 1:02d}" for k in range(N)], "dates in 'seen'"),
+        ("seen", [f"{k % 7 + 1}.5.2024 10:00" for k in range(N)], "dates in 'seen'"),
+        ("seen", 20240500.0 + np.arange(1, N + 1), "dates in 'seen'"),
+        ("who", [f"P{k}" for k in range(N)], "identifiers (nearly every value is different) in 'who'"),
+        ("row", np.arange(float(N)), "identifiers (nearly every value is different) in 'row'"),
+        ("patient_ID", np.arange(N)[::-1] ** 3.0, "identifiers (nearly every value is different) in 'patient_ID'"),
+        ("income", np.random.default_rng(1).permutation(N) ** 3.0, None),
+        ("dose", np.random.default_rng(1).normal(size=N), None),
+        ("ward", ["east", "west", "1.5"] * (N // 3), None),
+    ],
+)
+def test_what_looks_like_no_input_is_named(name: str, column: list[str] | np.ndarray, said: str | None) -> None:
+    tables = clients(**{name: column}, out=[f"{k}" for k in range(N)])
+    made = federate("t", tables, "y", ignore=["out"]).preparation
+    assert made is not None
+    assert doubts(tables, made) == (
+        said and f"There seem to be {said}; if these should be no inputs, --ignore 'out,{name}' leaves them out."
+    )
+
+
+def test_inspect_lists_columns_and_folds_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(0)
+    words = [f"w{k % 40}" for k in range(120)]
+    for client in "ab":
+        numbers = rng.normal(size=(120, 98)).round(2)
+        head = ",".join(["y", "kind", *(f"c{k:02d}" for k in range(98))])
+        rows = (f"{k % 2},{words[k]}," + ",".join(map(str, row)) for k, row in enumerate(numbers))
+        (tmp_path / f"{client}.csv").write_text("\n".join([head, *rows]))
+    out = Command(capsys).ok("data", "inspect", f"folder:{tmp_path}", "--target", "y").out
+    assert " kind     40 words         40 \n" in out
+    assert " c27 " in out
+    assert " c28 " not in out
+    assert "... and 70 more columns.\n" in out
+    assert "There seem to be more than 30 words in 'kind'; if these should be no inputs, --ignore 'kind'" in out
