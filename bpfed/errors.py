@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+#: Letters of a name that a sentence shows.
+LONGEST = 40
+
 
 class UserError(Exception):
     """One sentence that says what was wrong, where, and what to do; the command prints it and exits with 2."""
@@ -23,7 +26,8 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else f"known are: {', '.join(names)}."
 
 
-def quoted(names: Sequence[str], most: int = 5) -> str:
-    """Names in quotes for a sentence; of many, only the first."""
-    shown = ", ".join(f"'{name}'" for name in names[:most])
+def quoted(names: Sequence[str], most: int = 5, and_: str = ", ") -> str:
+    """Names in quotes for a sentence; of many, only the first, and of long ones the beginning."""
+    cut = [name if len(name) <= LONGEST else f"{name[:LONGEST]}..." for name in names[:most]]
+    shown = and_.join(f"'{name}'" if name.isprintable() else repr(name) for name in cut)
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -21,6 +21,7 @@ from bpfed.callbacks.folder import Folder
 from bpfed.callbacks.progress import Progress
 from bpfed.client import Client
 from bpfed.data import FederatedData, load
+from bpfed.data.lookalikes import lookalikes
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
@@ -358,7 +359,7 @@ def prepare(
     """A run before its first round: everything is checked, nothing is written. For the arguments see `fit`."""
     states = folder.states if folder is not None else None
     run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
-    for note in run.federation.model.notes:
+    for note in (*run.federation.model.notes, *(lookalikes(data.preparation) if data.preparation else ())):
         say(note)
     held, least = run.data.calibration, fewest(SURE)
     if held is not None and (short := int((held.sizes < least).sum())):

@@ -103,6 +103,7 @@ def inspect(
     with _busy(name) as progress:
         from bpfed.data.columns import columns, doubts
         from bpfed.data.load import is_table, load, tables
+        from bpfed.data.lookalikes import lookalikes
         from bpfed.data.overview import missing
         from bpfed.data.picture import check_ending, draw
 
@@ -123,6 +124,8 @@ def inspect(
             ignore=ignore,
             read=read or None,
         )
+        for note in lookalikes(data.preparation) if data.preparation is not None else ():
+            progress.say(note)
         gaps = missing(read)
         if plot is not None:
             progress.doing(f"drawing {plot}")

@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_map
 from bpfed import noise
 from bpfed.config import Config
 from bpfed.data.federated import Examples, FederatedData
+from bpfed.data.lookalikes import lookalikes
+from bpfed.data.preparation import Preparation
 from bpfed.engine.evaluate import evaluated_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.store import MemoryStore
@@ -112,7 +114,11 @@ class Server:
         self._wait(post, len(self.sites) if kept is None else 1)
         if kept is None:
             told = {site: seen.facts for site, seen in self.sites.items() if seen.facts is not None}
-            self._start(agreed(told, self.config))
+            facts = agreed(told, self.config)
+            if "preparation" in facts:
+                for note in lookalikes(Preparation.from_record(facts["preparation"])):
+                    self.say(note)
+            self._start(facts)
             self.journal.begin(self.federation)
         self.journal.write_metrics()
         self.exchange = Exchange(

@@ -75,6 +75,13 @@ def test_the_target_of_a_regression_is_named_with_its_spread_and_what_its_mean_w
     )
 
 
+def test_the_server_says_which_columns_differ_only_in_case(tmp_path, files):
+    files["east"].write_text(files["east"].read_text().replace("height", "Height"))
+    made, _ = deployed(tmp_path, files, FedAvg())
+    made.serve()
+    assert any(said.startswith("Columns 'Height' and 'height' differ only in case") for said in made.said)
+
+
 def test_sites_whose_columns_contradict_each_other_are_told_so(tmp_path, files):
     made, _ = deployed(tmp_path, files, FedAvg())
     lines = files["east"].read_text().splitlines()

@@ -1,0 +1,44 @@
+"""Lookalikes: names, labels and words that differ only in case or spaces, and so are two where one may be meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from bpfed.data.preparation import Preparation
+from bpfed.errors import quoted
+
+DIFFER = (
+    "differ only in case or spaces and are taken as different; write them the same way in all files if one is meant."
+)
+
+
+def spelling(word: str) -> str:
+    """A word without what lookalikes differ in."""
+    return " ".join(word.split()).casefold()
+
+
+def lookalikes(preparation: Preparation) -> tuple[str, ...]:
+    """What to say of columns, of labels, and of the words of columns: a sentence for each where there are some."""
+    found = []
+    if alike := _alike((preparation.target, *(f.name for f in preparation.features))):
+        found.append(f"Columns {_listed(alike)} {DIFFER}")
+    if alike := _alike(preparation.labels):
+        found.append(f"Labels {_listed(alike)} of '{preparation.target}' {DIFFER}")
+    words = {f.name: alike for f in preparation.features if (alike := _alike(f.levels))}
+    if words:
+        first = next(iter(words.values()))[:1]
+        found.append(f"Words of {quoted(list(words))}, such as {_listed(first)}, {DIFFER}")
+    return tuple(found)
+
+
+def _alike(words: Iterable[str]) -> list[list[str]]:
+    """Those of one spelling, where they are several."""
+    found: dict[str, list[str]] = {}
+    for word in words:
+        found.setdefault(spelling(word), []).append(word)
+    return [same for same in found.values() if len(same) > 1]
+
+
+def _listed(alike: list[list[str]], most: int = 5) -> str:
+    shown = ", ".join(quoted(same, and_=" and ") for same in alike[:most])
+    return shown + (f" and {len(alike) - most} more" if len(alike) > most else "")

@@ -1,0 +1,54 @@
+"""What differs only in case or spaces is two, and that is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command import PLAIN, Command
+
+from bpfed.data import load
+from bpfed.data.lookalikes import lookalikes
+
+MEND = "differ only in case or spaces and are taken as different; write them the same way in all files if one is meant."
+
+
+def rows(head: str, *lines: str) -> str:
+    return "\n".join([head, *lines * 9]) + "\n"
+
+
+def test_columns_labels_and_words_are_named_where_runs_and_inspect_look(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sites = tmp_path / "sites"
+    sites.mkdir()
+    (sites / "a.csv").write_text(rows("Age,by,y", "1,web,Yes", "2,big shop,no"))
+    (sites / "b.csv").write_text(rows("age,by,y", "1,Web,yes", "2,big  shop,no"))
+    made = load(f"folder:{sites}").preparation
+    assert made is not None
+    assert len(made.labels) == 3  # nothing is merged
+    said = (
+        f"Columns 'Age' and 'age' {MEND}",
+        f"Labels 'Yes' and 'yes' of 'y' {MEND}",
+        f"Words of 'by', such as 'Web' and 'web', {MEND}",
+    )
+    assert lookalikes(made) == said
+    command = Command(capsys)
+    assert command.ok("data", "inspect", f"folder:{sites}").err.splitlines()[-3:] == list(said)
+    small = [a for a in PLAIN if a not in ("--clients", "3")]
+    run = command.ok(*small, "--data", f"folder:{sites}", "--rounds", "1", "--out", tmp_path / "run").err
+    assert set(said) <= set(run.splitlines())
+
+
+def test_a_column_like_the_target_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(rows("y,Y,x", "no,1,3", "yes,2,5"))
+    made = load(f"folder:{tmp_path}", target="y").preparation
+    assert made is not None
+    assert lookalikes(made) == (f"Columns 'y' and 'Y' {MEND}",)
+
+
+def test_nothing_is_said_of_what_differs_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(rows("age,aged,y", "1,u,no", "2,v,yes"))
+    made = load(f"folder:{tmp_path}", target="y").preparation
+    assert made is not None
+    assert lookalikes(made) == ()
