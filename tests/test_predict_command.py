@@ -110,6 +110,19 @@ def test_a_column_that_is_missing_is_said(bpfed: Command, ward: Path) -> None:
     assert "'short.csv' lacks 'dose'; what it would say is taken as missing in every row." in outcome.err
 
 
+def test_what_training_never_saw_is_said(bpfed: Command, ward: Path) -> None:
+    Path("odd.csv").write_text("age,Dose,ward\n61,0,north\n4500,1,north\n-900,0,west\n,1,\n60,0,south\n")
+    said = bpfed.ok("predict", "run", "--client", "zug", "--input", "odd.csv").err.splitlines()
+    assert said[:4] == [
+        "'odd.csv' lacks 'dose'; what it would say is taken as missing in every row.",
+        "'odd.csv' has 'Dose' (training had 'dose'), which is ignored; spell it as in training if it is meant.",
+        "'odd.csv' has words that training never saw in 'ward' (3 of 5 rows, such as 'north'); the model answers as if "
+        "there were no word.",
+        "'odd.csv' has numbers more than 10 standard deviations from the mean of training in 'age' (2 of 5 rows, such as "
+        "4500); the model's answers there may mean little.",
+    ]
+
+
 def test_numbers_are_in_their_own_units_with_intervals(bpfed: Command, numbers: Path) -> None:
     shutil.copytree(numbers, ".", dirs_exist_ok=True)
     out = bpfed.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--level", "0.8", "--out", "p.csv")

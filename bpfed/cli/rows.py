@@ -53,6 +53,7 @@ def read_rows(
     if data.preparation is None:
         return _arrays(data, path, labelled)
     from bpfed.data.table import read_table
+    from bpfed.data.unfamiliar import unfamiliar
 
     table, preparation = read_table(path), data.preparation
     if labelled:
@@ -66,7 +67,10 @@ def read_rows(
         lost = [f.name for f in preparation.features if f.name not in table.columns]
         if lost and len(lost) < len(preparation.features):
             say(f"'{path}' lacks {quoted(lost)}; what it would say is taken as missing in every row.")
-    return Rows(preparation.inputs(table, client), preparation.targets(table) if labelled else None, preparation)
+    made = Rows(preparation.inputs(table, client), preparation.targets(table) if labelled else None, preparation)
+    for sentence in unfamiliar(preparation, table, client):
+        say(sentence)
+    return made
 
 
 def _arrays(data: FederatedData, path: Path, labelled: bool) -> Rows:
