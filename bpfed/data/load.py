@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def load(
     client_column: str | None = None,
     task: Task | None = None,
     standardise: Standardise = "federated",
-    ignore: str | None = None,
+    ignore: str | Iterable[str] | None = None,
     read: Mapping[str, Table] | None = None,
 ) -> FederatedData:
     """Load a dataset as a federation of clients.
@@ -66,7 +66,7 @@ def load(
         task: Of tables, ``"classification"`` or ``"regression"``; left out, words and up to 20 whole numbers are classes.
         standardise: Of tables, how numbers are scaled: ``"federated"`` by sums over all clients, ``"local"``
             by each client's own, or ``"none"``.
-        ignore: Of tables, columns that are no inputs, separated by commas.
+        ignore: Of tables, columns that are no inputs: a list, or a text with commas between them.
         read: Of tables, what `tables` gave, where that has been called already.
 
     Raises:
@@ -81,7 +81,7 @@ def load(
             task=task,
             standardise=standardise,
             client_column=client_column,
-            ignore=[column.strip() for column in ignore.split(",")] if ignore else [],
+            ignore=own.column_names(ignore),
             test_fraction=test_fraction,
             seed=seed,
         )
@@ -150,7 +150,7 @@ def _target(name: str, target: str | None) -> str | None:
     return NATURAL[name].target
 
 
-def _no_table(name: str, **options: str | None) -> None:
+def _no_table(name: str, **options: str | Iterable[str] | None) -> None:
     for option, value in options.items():
         if value is not None:
             raise UserError(f"'{name}' is no table, so '{option}' has no meaning; leave it out.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from bpfed.data.preparation import Preparation, Standardise
 from bpfed.data.split import split
 from bpfed.data.summary import MOST_WHOLE, SPLIT, client_summary
 from bpfed.data.table import ENDINGS, Table, Words, read_table
-from bpfed.errors import UserError
+from bpfed.errors import UserError, quoted
 from bpfed.noise import client_ids
 
 #: Names that a column to predict goes by.
@@ -148,6 +148,17 @@ def find_target(tables: Mapping[str, Table], target: str | None = None) -> str:
     return target
 
 
+def column_names(given: str | Iterable[str] | None) -> list[str]:
+    """Names of columns, given one by one or in one text with commas between them."""
+    if given is None or isinstance(given, str):
+        return [name.strip() for name in (given or "").split(",") if name.strip()]
+    names = list(given)
+    strange = [name for name in names if "," in name]
+    if strange:
+        raise UserError(f"Columns with a comma in their name cannot be ignored, as {quoted(strange)}; rename them.")
+    return names
+
+
 def held_out(
     table: Table,
     target: str,
@@ -241,9 +252,11 @@ def _checked(name: str, where: str) -> str:
 
 def _ignored(tables: Mapping[str, Table], ignore: Sequence[str]) -> None:
     known = {name for table in tables.values() for name in table.columns}
-    for name in ignore:
-        if name not in known:
-            next(iter(tables.values())).column(name)
+    strange = [name for name in ignore if name not in known]
+    if len(strange) == 1:
+        next(iter(tables.values())).column(strange[0])
+    if strange:
+        raise UserError(f"No client has the columns {quoted(strange)}; ignore others, of {quoted(sorted(known), 12)}.")
 
 
 def _list(table: Table, most: int = 12) -> str:

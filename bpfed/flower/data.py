@@ -19,7 +19,7 @@ from bpfed.data import FederatedData, load
 from bpfed.data.combine import combine
 from bpfed.data.folder import DataDir
 from bpfed.data.load import names
-from bpfed.data.own import TEST_FRACTION, examples, find_target, held_out
+from bpfed.data.own import TEST_FRACTION, column_names, examples, find_target, held_out
 from bpfed.data.preparation import Preparation
 from bpfed.data.summary import Summary, client_summary
 from bpfed.data.table import read_table
@@ -83,8 +83,7 @@ class File:
         asked = config.data
         self.seed = config.run.seed if asked.seed is None else asked.seed
         self.task = getattr(asked, "task", None)
-        ignore = getattr(asked, "ignore", None)
-        self.ignore = tuple(word.strip() for word in ignore.split(",")) if ignore else ()
+        self.ignore = tuple(column_names(getattr(asked, "ignore", None)))
         self.target = find_target({site: self.table}, getattr(asked, "target", None))
         fraction = TEST_FRACTION if asked.test_fraction is None else asked.test_fraction
         test = held_out(self.table, self.target, site, task=self.task, test_fraction=fraction, seed=self.seed)
@@ -124,13 +123,12 @@ def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, 
     summaries = [Summary.from_record(told["summary"]) for told in facts.values() if "summary" in told]
     if summaries and len(summaries) == len(facts):
         asked = config.data
-        ignore = getattr(asked, "ignore", None)
         made = combine(
             summaries,
             _target(facts),
             task=getattr(asked, "task", None),
             standardise=getattr(asked, "standardise", None) or "federated",
-            ignore=tuple(word.strip() for word in ignore.split(",")) if ignore else (),
+            ignore=column_names(getattr(asked, "ignore", None)),
         )
         inputs = made.shape or (sum(len(f.inputs) for f in made.features),)
         return {

@@ -251,6 +251,13 @@ def test_treated_as_documented(kind: str, folder: Path) -> None:
     assert before == {p: p.lstat().st_mtime_ns for p in folder.iterdir()}
 
 
+@pytest.mark.parametrize("ignore", ["sex", " sex ,", ["sex"], ("sex",)])
+def test_columns_to_ignore_are_a_list_or_a_text(ignore: str | list[str], folder: Path) -> None:
+    made = load(f"folder:{folder}", target="y", ignore=ignore).preparation
+    assert made is not None
+    assert (made.input_names, made.settings()["ignore"]) == (("age",), "sex")
+
+
 def test_the_other_order_of_columns_is_the_same_data(folder: Path) -> None:
     first = loaded(folder)
     (folder / "a.csv").write_text(
@@ -271,6 +278,8 @@ def test_the_other_order_of_columns_is_the_same_data(folder: Path) -> None:
         (GOOD, {"clients": 3}, "has 1 clients of its own, not 3"),
         (GOOD, {"partition": "iid"}, "has clients of its own, so it cannot be dealt out by 'iid'"),
         (GOOD, {"ignore": "sexx"}, "has no column 'sexx'; did you mean 'sex'"),
+        (GOOD, {"ignore": ["sexx", "agee"]}, "No client has the columns 'sexx', 'agee'; ignore others, of 'age', 'sex', 'y'"),
+        (GOOD, {"ignore": ["age,sex"]}, "with a comma in their name cannot be ignored, as 'age,sex'"),
         (GOOD, {"task": "regression"}, "'y' of 'a' must be numbers, but has 'no'"),
         (GOOD, {"task": "ranking"}, "Unknown task 'ranking'"),
         (GOOD, {"target": "age", "task": "classification", "ignore": "sex,y"}, "no column beside 'age'|nothing to learn"),
