@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import get_args
 
 from bpfed.data.federated import Task
 from bpfed.data.preparation import Feature, Preparation, Standardise, words_for_numbers
-from bpfed.data.summary import MOST_LEVELS, MOST_WHOLE, ColumnSummary, Summary, too_many
+from bpfed.data.summary import MOST_LEVELS, MOST_WHOLE, ColumnSummary, Summary, too_many, too_many_classes
 from bpfed.errors import UserError, unknown
+
+#: Columns that a sentence tells of.
+MOST = 5
 
 
 def combine(
@@ -30,7 +33,8 @@ def combine(
         raise unknown("way to standardise", str(standardise), get_args(Standardise))
     if task is not None and task not in get_args(Task):
         raise unknown("task", str(task), get_args(Task))
-    _alike([(s.client, s.target) for s in summaries], target, classes=task == "classification")
+    if task != "classification":  # as classes, numbers may pass for words
+        _check_alike({target: [(s.client, s.target) for s in summaries]})
     aim = reduce(ColumnSummary.__add__, (s.target for s in summaries))
     decided = task or ("classification" if aim.words or 0 < len(aim.levels or ()) <= MOST_WHOLE else "regression")
     labels: tuple[str, ...] = ()
@@ -50,7 +54,13 @@ def combine(
         raise UserError(f"Clients differ in what their inputs are: {one}, {two}; give all of them the same.")
     (shape,) = shapes
     names = sorted({name for s in summaries for name in s.columns})
-    features = [_feature(name, summaries, shape is not None) for name in names]
+    # A client without the column has it all missing.
+    told = {name: [(s.client, s.columns.get(name, ColumnSummary(0, s.rows))) for s in summaries] for name in names}
+    _check_alike(told)
+    features = [_feature(name, [column for _, column in told[name]], shape is not None) for name in names]
+    crowded = {f.name: len(f.levels) for f in features if len(f.levels) > MOST_LEVELS}
+    if crowded:
+        raise too_many(crowded, "all clients together")
     made = Preparation(
         target=target,
         task=decided,
@@ -68,36 +78,33 @@ def combine(
     return made.with_clients((s.client, s.columns) for s in summaries)
 
 
-def _feature(name: str, summaries: Sequence[Summary], image: bool) -> Feature:
-    # A client without the column has it all missing.
-    told = [(s.client, s.columns.get(name, ColumnSummary(0, s.rows))) for s in summaries]
-    _alike(told, name)
-    total = reduce(ColumnSummary.__add__, (column for _, column in told))
+def _feature(name: str, told: Sequence[ColumnSummary], image: bool) -> Feature:
+    total = reduce(ColumnSummary.__add__, told)
     if image:
         return Feature(name, "channel", total.mean, total.scale or 1.0)
     # Where nothing is known, or nothing is missing, an indicator would be the same everywhere.
     indicator = bool(total.missing and total.count)
     if total.words:
         levels = total.levels or ()
-        if len(levels) > MOST_LEVELS:
-            raise too_many(name, "all clients together", len(levels))
         return Feature(name, "words", 0.0, float(len(levels) > 1), levels, indicator)
     return Feature(name, "number", total.mean, total.scale, (), indicator)
 
 
-def _alike(told: Iterable[tuple[str, ColumnSummary]], name: str, classes: bool = False) -> None:
-    """Numbers everywhere or words everywhere; as classes, numbers may pass for words."""
-    numbers, words = None, None
-    for client, column in told:
-        if column.count and column.words:
-            words = words or (client, (column.levels or ("",))[0])
-        elif column.count:
-            numbers = numbers or client
-    if numbers is not None and words is not None and not classes:
-        raise UserError(
-            f"Column '{name}' is numbers at '{numbers}' but words at '{words[0]}', such as '{words[1]}'; write it the "
-            "same way everywhere."
-        )
+def _check_alike(told: Mapping[str, Iterable[tuple[str, ColumnSummary]]]) -> None:
+    """Refuse columns that are numbers at one client and words at another; all of them at once."""
+    found = []
+    for name, clients in told.items():
+        numbers = words = None
+        for client, column in clients:
+            if column.count and column.words:
+                words = words or (client, (column.levels or ("",))[0])
+            elif column.count:
+                numbers = numbers or client
+        if numbers is not None and words is not None:
+            found.append(f"'{name}' is numbers at '{numbers}' but words at '{words[0]}', such as '{words[1]}'")
+    if found:
+        more = f" (and {len(found) - MOST} others so)" if len(found) > MOST else ""
+        raise UserError(f"Column {', and '.join(found[:MOST])}{more}; write it the same way everywhere.")
 
 
 def _classes(summaries: Sequence[Summary], aim: ColumnSummary, target: str) -> tuple[str, ...]:
@@ -114,7 +121,7 @@ def _classes(summaries: Sequence[Summary], aim: ColumnSummary, target: str) -> t
             f"The target '{target}' has only one class{held} in all training rows, so there is nothing to learn."
         )
     if len(labels) > MOST_LEVELS:
-        raise too_many(target, "all clients together", len(labels))
+        raise too_many_classes(target, "all clients together", len(labels))
     return labels
 
 

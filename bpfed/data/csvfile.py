@@ -22,6 +22,8 @@ DELIMITERS = ",;\t|"
 CHUNK = 2_000
 #: Longest line that is looked at to tell the delimiter.
 HEADER = 1 << 20
+#: Columns with slips that a sentence tells of.
+MOST = 5
 _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 
@@ -41,6 +43,7 @@ def read_csv(path: Path) -> Table:
         as_text |= mixed  # numbers at first and words later: only a second look has their text
     rows = sum(len(c) for c in next(iter(found.values()), []))
     columns = {name: _joined(chunks, name, path, delimiter) for name, chunks in found.items()}
+    _check_slips(columns, path, delimiter)
     return Table(str(path), rows, columns)
 
 
@@ -199,24 +202,32 @@ def _joined(chunks: list[Column], name: str, path: Path, delimiter: str) -> Colu
         raise UserError(f"Column '{name}' of '{path}' holds bytes that are no text; save it as CSV.")
     shares = [_percentage(level, delimiter) for level in levels]
     percent = [share for share in shares if share is not None]
-    if levels and len(percent) == len(levels):
-        return np.array([*percent, np.nan])[made.codes]
-    _mostly(made, [_number(level) for level in levels], "numbers", name, path)
-    _mostly(made, [share is not None for share in shares], "percentages", name, path)
-    return made
+    return np.array([*percent, np.nan])[made.codes] if levels and len(percent) == len(levels) else made
 
 
-def _mostly(column: Words, such: list[bool], kind: str, name: str, path: Path) -> None:
+def _check_slips(columns: Mapping[str, Column], path: Path, delimiter: str) -> None:
     """A few words among numbers are slips of the pen, and would silently turn the numbers into categories."""
+    slips = []
+    for name, column in columns.items():
+        if isinstance(column, Words):
+            percent = [_percentage(level, delimiter) is not None for level in column.levels]
+            slips += _slip(column, [_number(level) for level in column.levels], f"'{name}' of '{path}' is numbers")
+            slips += _slip(column, percent, f"'{name}' of '{path}' is percentages")
+    if slips:
+        more = f" (and {len(slips) - MOST} others so)" if len(slips) > MOST else ""
+        raise UserError(
+            f"Column {', and '.join(slips[:MOST])}{more}; mend it, or leave the cell empty if it is not known."
+        )
+
+
+def _slip(column: Words, such: list[bool], what: str) -> list[str]:
+    """The first row that is not such, in words, where most are."""
     number = np.array([*such, False])[column.codes]
-    known = column.codes >= 0
+    known = column.codes != UNKNOWN
     if not number.sum() * 2 > np.count_nonzero(known):
-        return
+        return []
     row = int(np.flatnonzero(known & ~number)[0])
-    raise UserError(
-        f"Column '{name}' of '{path}' is {kind} but for '{column.levels[column.codes[row]][:40]}' in row {row + 1}; mend "
-        "it, or leave the cell empty if it is not known."
-    )
+    return [f"{what} but for '{column.levels[column.codes[row]][:40]}' in row {row + 1}"]
 
 
 def _not_text(path: Path, error: UnicodeDecodeError) -> NoReturn:

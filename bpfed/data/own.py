@@ -13,7 +13,7 @@ from bpfed.data.combine import combine
 from bpfed.data.federated import Examples, FederatedData, Task
 from bpfed.data.preparation import Preparation, Standardise
 from bpfed.data.split import split
-from bpfed.data.summary import MOST_WHOLE, SPLIT, client_summary
+from bpfed.data.summary import MOST_WHOLE, SPLIT, check_words, client_summary
 from bpfed.data.table import ENDINGS, Table, Words, read_table
 from bpfed.errors import UserError, quoted
 from bpfed.noise import client_ids
@@ -113,6 +113,7 @@ def federate(
     empty = [client for client, train, _ in parts if not len(train)]
     if empty:
         raise UserError(f"Client '{empty[0]}' of '{name}' has no training row; leave it out or give it one.")
+    check_words([train.without([target, SPLIT, *ignore]) for _, train, _ in parts])
     summaries = [client_summary(train, target, client=client, task=task, ignore=ignore) for client, train, _ in parts]
     preparation = combine(
         summaries, target, task=task, standardise=standardise, client_column=client_column, ignore=ignore

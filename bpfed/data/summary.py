@@ -7,7 +7,7 @@ summary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from bpfed.data.federated import Task
 from bpfed.data.table import Column, Table, Words, written
-from bpfed.errors import UserError
+from bpfed.errors import UserError, quoted
 
 #: Whole numbers with more values than this are a regression, unless the task is given.
 MOST_WHOLE = 20
@@ -104,8 +104,10 @@ def client_summary(
         task: What the target is; left out, it shows.
         ignore: Columns that are no inputs.
     """
-    aim = _summary(table.column(target), table, target)
     values = table.column(target)
+    if isinstance(values, Words) and len(values.levels) > MOST_LEVELS:
+        raise too_many_classes(target, f"'{table.name}'", len(values.levels))
+    aim = _summary(values, table, target)
     if not isinstance(values, Words) and task != "regression":
         distinct = np.unique(values[~np.isnan(values)])
         few = len(distinct) <= (MOST_WHOLE if task is None else MOST_LEVELS) and (distinct == np.trunc(distinct)).all()
@@ -115,6 +117,7 @@ def client_summary(
         shape, columns = tuple(table.images.shape[1:]), of_channels(table.images)
     else:
         left = table.without([target, SPLIT, *ignore])
+        check_words([left])
         columns = {name: _summary(column, table, name) for name, column in left.columns.items()}
     return Summary(client or table.name, table.rows, columns, aim, shape)
 
@@ -123,8 +126,6 @@ def _summary(column: Column, table: Table, name: str) -> ColumnSummary:
     missing = int(np.count_nonzero(table.missing(name)))
     count = table.rows - missing
     if isinstance(column, Words):
-        if len(column.levels) > MOST_LEVELS:
-            raise too_many(name, f"'{table.name}'", len(column.levels))
         return ColumnSummary(count, missing, levels=column.levels, words=bool(count))
     return of_numbers(column[~np.isnan(column)], missing)
 
@@ -146,9 +147,44 @@ def _column_summary(record: Mapping[str, Any]) -> ColumnSummary:
     return ColumnSummary(**{**record, "levels": None if record["levels"] is None else tuple(record["levels"])})
 
 
-def too_many(name: str, where: str, number: int) -> UserError:
-    """What is said of a column with more words than a category may have."""
+def check_words(tables: Sequence[Table]) -> None:
+    """Refuse columns with more words, in all of these tables, than a category may have; all of them at once."""
+    levels: dict[str, set[str]] = {}
+    crowded: dict[str, dict[str, int]] = {}
+    for table in tables:
+        words = {name: c.levels for name, c in table.columns.items() if isinstance(c, Words)}
+        for name, own in words.items():
+            levels.setdefault(name, set()).update(own)
+        if own_crowd := {name: len(own) for name, own in words.items() if len(own) > MOST_LEVELS}:
+            crowded[table.name] = own_crowd
+    found = {name: len(words) for name, words in levels.items() if len(words) > MOST_LEVELS}
+    if not found:
+        return
+    for where, own_crowd in crowded.items() if len(crowded) == 1 else ():
+        if own_crowd.keys() == found.keys():
+            raise too_many(own_crowd, f"'{where}'")
+    raise too_many(found, "all clients together")
+
+
+def too_many(found: Mapping[str, int], where: str) -> UserError:
+    """What is said of columns with more words than a category may have, given with their number."""
+    left = f"--ignore '{','.join(found)}'"
+    if len(found) == 1:
+        ((name, number),) = found.items()
+        return UserError(
+            f"Column '{name}' of {where} has {number} different words where {MOST_LEVELS} are the most; leave it out by "
+            f"{left}, or make it numbers."
+        )
+    numbers = ", ".join(map(str, found.values()))
     return UserError(
-        f"Column '{name}' of {where} has {number} different words where {MOST_LEVELS} are the most; leave it out by "
-        f"--ignore '{name}', or make it numbers."
+        f"Columns {quoted(list(found), len(found))} of {where} have {numbers} different words where {MOST_LEVELS} are the "
+        f"most; leave them out by {left}, or make them numbers."
+    )
+
+
+def too_many_classes(target: str, where: str, number: int) -> UserError:
+    """What is said of a target with more words than there may be classes."""
+    return UserError(
+        f"The target '{target}' of {where} has {number} different words where {MOST_LEVELS} are the most; predict another "
+        "column, or make it numbers."
     )

@@ -99,6 +99,22 @@ REFUSED: dict[str, tuple[Write, str]] = {
         text("note,y\n" + "".join(f"patient w{k},{'no' if k % 2 else 'yes'}\n" for k in range(300))),
         "'note' of .* different words",
     ),
+    "several columns of text": (
+        text("note,who,y\n" + "".join(f"a w{k},P{k % 150},{'no' if k % 2 else 'yes'}\n" for k in range(300))),
+        "Columns 'note', 'who' of .*b.csv' have .* different words where 100 .* by --ignore 'note,who', or",
+    ),
+    "several columns of words among numbers": (
+        text("age,dose,y\n" + "1,2,no\n" * 5 + "old,2,no\n1,low,yes\n"),
+        "Column 'age' of .* but for 'old' in row 6, and 'dose' of .* but for 'low' in row 7; mend",
+    ),
+    "several columns of words at one site": (
+        text("age,sex,y\nold,1,no\nyoung,2,yes\nold,2,no\n"),
+        "Column 'age' is numbers at 'a' but words at 'b', such as 'old', and 'sex' is numbers at 'b' but words at 'a', .*;",
+    ),
+    "a target of text": (
+        text("x,y\n" + "".join(f"{k},w{k}\n" for k in range(300))),
+        "The target 'y' of .*b.csv' has .* different words where 100 are the most; predict another column",
+    ),
     "split of unknown words": (text(GOOD.replace("sex", "split"), "a.csv"), "must be 'train' or 'test', not 'f'"),
     "split at one site only": (text("age,split,y\n1,train,no\n2,test,yes\n"), "'b' has a column 'split' and 'a' has none"),
     "a sheet of another program": (raw(b"PK\x03\x04" + bytes(40), "b.xlsx"), "b.xlsx' is no file of .csv"),
