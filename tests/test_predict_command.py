@@ -7,14 +7,18 @@ import io
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from command import PLAIN, Command, files
 
 import bpfed as library
+from bpfed.cli.predict import table
 from bpfed.data import load
+from bpfed.predict import Classified
 
 
 def write_hospital(path: Path, count: int, seed: int, number: bool = False) -> Path:
@@ -144,6 +148,15 @@ def test_numbers_are_in_their_own_units_with_intervals(bpfed: Command, numbers: 
         "this run predicts numbers"
         in bpfed("predict", "run", "--client", "bern", "--input", "new.csv", "--abstain", "0.9").sentence
     )
+
+
+def test_an_empty_set_does_not_look_like_a_missing_value() -> None:
+    probs = torch.tensor([[0.9, 0.1], [0.55, 0.45]])
+    entropy = torch.special.entr(probs).sum(-1)
+    held = torch.full((4,), 0.2)  # each example held back had 0.8 for its label
+    data = replace(load("digits", clients=2), labels=("ill", "well"), classes=2)
+    text = table(data, Classified(probs, entropy, entropy, scores=held), 0.5, None)
+    assert [row["set(0.5)"] for row in read(text)] == ["ill", "(empty)"]
 
 
 def test_intervals_without_end_are_explained(bpfed: Command, numbers: Path) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: bpfed predict runs/first --client cleveland --input new.csv --abstain 0.9 --out predictions.csv"
 #: Folder of a run that keeps its newcomers, a file for each.
 ADAPTED = "adapted"
+#: How a set without a label is written; an empty cell would look like a missing value.
+EMPTY_SET = "(empty)"
 
 
 def predict(
@@ -170,7 +172,7 @@ def _classes(data: FederatedData, found: Classified, level: float, abstain: floa
     if found.scores is not None:
         sets = found.prediction_set(level).tolist()
         columns[f"set({level:g})"] = [
-            " | ".join(label for label, held in zip(labels, row, strict=True) if held) for row in sets
+            " | ".join(label for label, held in zip(labels, row, strict=True) if held) or EMPTY_SET for row in sets
         ]
     if abstain is not None:
         columns["abstain"] = ["yes" if p < abstain else "no" for p in found.confidence.tolist()]
