@@ -150,6 +150,43 @@ def test_numbers_are_in_their_own_units_with_intervals(bpfed: Command, numbers: 
     )
 
 
+def test_columns_are_kept_as_they_are(bpfed: Command, ward: Path) -> None:
+    rows = ["age,dose,ward,patient no,label,note", '61,0.50,east,0017,a,"x, ""y"""', "60,1,west,NA,b, 57% ", ""]
+    Path("ids.csv").write_text("\n".join(rows))
+    call = ("predict", "run", "--client", "zug", "--input", "ids.csv")
+    plain = read(bpfed.ok(*call).out)
+    found = read(bpfed.ok(*call, "--keep", "patient no, note,dose").out)
+    assert list(found[0]) == ["patient no", "note", "dose", *plain[0]]
+    assert [(row.pop("patient no"), row.pop("note"), row.pop("dose")) for row in found] == [
+        ("0017", 'x, "y"', "0.50"),
+        ("NA", " 57% ", "1"),
+    ]
+    assert found == plain
+    for keep, said in (
+        ("label", "--keep: 'label' of the input would clash with what predictions have of that name; rename it there."),
+        ("Ward", "'ids.csv' has no column 'Ward'; did you mean 'ward'?"),
+        ("a,b", "'ids.csv' has no columns 'a', 'b'; known are: 'age', 'dose', 'ward', 'patient no', 'label', 'note'."),
+    ):
+        before = files(Path())
+        refused = bpfed(*call, "--keep", keep, "--out", "p.csv")
+        assert refused.code == 2
+        assert refused.err.splitlines()[-1] == f"bpfed: {said}"
+        assert files(Path()) == before
+
+
+@pytest.mark.parametrize("kind", ["parquet", "npz"])
+def test_what_is_kept_of_other_files_keeps_its_digits(bpfed: Command, ward: Path, kind: str) -> None:
+    number = 2**62 + 1
+    columns = {"age": [60.0, 50.0], "dose": [0.0, 1.0], "ward": ["east", "west"], "key": [number, number + 2]}
+    if kind == "npz":
+        np.savez("new.npz", **{name: np.array(column) for name, column in columns.items()})
+    else:
+        pa = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pa.table(columns), "new.parquet")
+    found = read(bpfed.ok("predict", "run", "--client", "zug", "--input", f"new.{kind}", "--keep", "key").out)
+    assert [row["key"] for row in found] == [str(number), str(number + 2)]
+
+
 def test_an_empty_set_does_not_look_like_a_missing_value() -> None:
     probs = torch.tensor([[0.9, 0.1], [0.55, 0.45]])
     entropy = torch.special.entr(probs).sum(-1)
@@ -220,6 +257,10 @@ def test_arrays_of_a_built_in_dataset(bpfed: Command) -> None:
     bpfed.ok("adapt", "run", "--input", "raw.npz", "--steps", "5")
     np.savez("flat.npz", x=x.reshape(30, -1)[:, :60])
     np.savez("empty.npz", y=y)
+    np.savez("ids.npz", x=x, who=np.arange(30), few=np.arange(3))
+    client = ("predict", "run", "--client", data.clients[0], "--input", "ids.npz", "--keep")
+    assert [row["who"] for row in read(bpfed.ok(*client, "who").out)] == [str(k) for k in range(30)]
+    assert bpfed(*client, "few").sentence == "'few' of 'ids.npz' has 3 entries for 30 rows; keep another."
     Path("b.npz").write_bytes(b"junk")
     Path("cut.npz").write_bytes(Path("a.npz").read_bytes()[:-100])
     with Path("array.npz").open("wb") as file:

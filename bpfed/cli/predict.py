@@ -6,6 +6,7 @@ import csv
 import io
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 
 from bpfed.cli.run import PATIENCE
-from bpfed.errors import UserError, unknown
+from bpfed.errors import UserError, quoted, unknown
 from bpfed.report.text import many
 
 if TYPE_CHECKING:
@@ -50,6 +51,10 @@ def predict(
     draws: Annotated[
         int | None, typer.Option(help="Weight draws to average. \\[default: as in evaluation]", show_default=False)
     ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(help="Columns of the input to copy, such as an id, comma-separated.", show_default=False),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="CSV file to write, whole or not at all. \\[default: stdout]", show_default=False),
@@ -78,13 +83,14 @@ def predict(
 
         data = who.run.data
         x = read_rows(data, rows, who.name, progress.say).x
+        kept = _kept(rows, keep, len(x))
         progress.doing(f"predicting {many(len(x), 'row')}")
         found = who.predict(x, draws=draws)
         if found.scores is None:
             progress.say(f"No sets or intervals: {_why(run, who)}.")
         elif endless := _endless(found, level, who.name):
             progress.say(endless)
-        text = table(data, found, level, abstain)
+        text = table(data, found, level, abstain, kept)
     finally:
         progress.close()
     if out is None:
@@ -147,8 +153,26 @@ def find(run: LoadedRun, name: str) -> Client:
     return run.newcomer(newcomers[name])
 
 
-def table(data: FederatedData, found: Classified | Regressed, level: float, abstain: float | None) -> str:
-    """Predictions as CSV with a header."""
+def _kept(path: Path, keep: str | None, rows: int) -> dict[str, list[str]]:
+    """The columns of the input that go into the output as they are, by name."""
+    from bpfed.data.own import column_names
+    from bpfed.data.verbatim import verbatim
+
+    kept = verbatim(path, column_names(keep)) if keep else {}
+    for name, cells in kept.items():
+        if len(cells) != rows:
+            raise UserError(f"'{name}' of '{path}' has {len(cells)} entries for {many(rows, 'row')}; keep another.")
+    return kept
+
+
+def table(
+    data: FederatedData,
+    found: Classified | Regressed,
+    level: float,
+    abstain: float | None,
+    kept: Mapping[str, list[str]] | None = None,
+) -> str:
+    """Predictions as CSV with a header, after the columns that were kept."""
     from bpfed.predict import Classified
 
     columns = (
@@ -156,6 +180,11 @@ def table(data: FederatedData, found: Classified | Regressed, level: float, abst
         if isinstance(found, Classified)
         else _numbers(data, found, level, abstain)
     )
+    if clash := [name for name in kept or () if name in columns]:
+        raise UserError(
+            f"--keep: {quoted(clash)} of the input would clash with what predictions have of that name; rename it there."
+        )
+    columns = {**(kept or {}), **columns}
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)

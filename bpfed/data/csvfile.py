@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from bpfed.data.table import MISSING, UNKNOWN, Column, Table, Words
+from bpfed.data.table import MISSING, UNKNOWN, Column, Table, Words, check_columns
 from bpfed.errors import UserError
 from bpfed.files import write_whole
 
@@ -69,18 +69,37 @@ def write_folder(tables: Mapping[str, Table], folder: Path) -> list[Path]:
     return list(texts)
 
 
+def read_cells(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
+    """The cells of these columns as they are written."""
+    found: dict[str, list[str]] = {name: [] for name in names}
+    for header, _, rows in _rows(path):
+        check_columns(path, names, filter(None, header))
+        for name, cells in found.items():
+            place = header.index(name)
+            cells += [row[place] for row in rows]
+    return found
+
+
 def _columns(path: Path, as_text: set[str]) -> tuple[dict[str, list[Column]], str]:
     """The columns in chunks, by name, and the delimiter."""
+    found: dict[str, list[Column]] = {}
+    for header, delimiter, rows in _rows(path):
+        found = found or {name: [] for name in header if name}
+        for name, cells in zip(header, zip(*rows, strict=True), strict=bool(rows)):
+            if name:
+                found[name].append(_parsed(cells, delimiter, name in as_text))
+    return found, delimiter
+
+
+def _rows(path: Path) -> Iterator[tuple[list[str], str, list[list[str]]]]:
+    """The header, the delimiter and a chunk of rows; first without rows, then as often as there are some."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             header, delimiter = _header(file, path)
+            yield header, delimiter, []
             reader = csv.reader(file, delimiter=delimiter, strict=True)
-            found: dict[str, list[Column]] = {name: [] for name in header if name}
             for rows in _chunks(reader, len(header), path):
-                for name, cells in zip(header, zip(*rows, strict=True), strict=True):
-                    if name:
-                        found[name].append(_parsed(cells, delimiter, name in as_text))
-            return found, delimiter
+                yield header, delimiter, rows
     except UnicodeDecodeError as error:
         _not_text(path, error)
     except csv.Error as error:

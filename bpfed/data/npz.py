@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 
-from bpfed.data.table import Column, Table, Words
+from bpfed.data.table import Column, Table, Words, check_columns
 from bpfed.errors import UserError
 
 #: Bytes that the arrays of one file may have unpacked.
@@ -44,6 +45,13 @@ def read_npz(path: Path) -> Table:
     elif inputs is not None:
         images = _images(inputs, path)
     return Table(str(path), rows, columns, images)
+
+
+def read_cells(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
+    """The entries of these arrays ``[n]`` as text."""
+    arrays = {name: array for name, array in read_arrays(path).items() if array.ndim == 1}
+    check_columns(path, names, arrays)
+    return {name: [str(entry) for entry in arrays[name].tolist()] for name in names}
 
 
 def _column(array: np.ndarray, name: str, path: Path) -> Column:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bpfed.data.table import Column, Table, Words
+from bpfed.data.table import Column, Table, Words, check_columns
 from bpfed.errors import UserError
 
 #: What pandas calls an index that has no name.
@@ -16,6 +17,23 @@ INDEX = "__index_level_"
 
 def read_parquet(path: Path) -> Table:
     """Read a Parquet file of numbers, words and truth values; nothing nested, no dates."""
+    read = _read(path)
+    names = [name for name in read.column_names if not name.startswith(INDEX)]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UserError(f"'{path}' has two columns '{twice[0]}'; rename or remove one.")
+    return Table(str(path), read.num_rows, {name: _column(read[name], name, path) for name in names})
+
+
+def read_cells(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
+    """The values of these columns as text, empty where there is none."""
+    read = _read(path)
+    check_columns(path, names, read.column_names)
+    return {name: ["" if value is None else str(value) for value in read[name].to_pylist()] for name in names}
+
+
+def _read(path: Path) -> Any:
+    """The file as pyarrow's table."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -25,7 +43,7 @@ def read_parquet(path: Path) -> Table:
         ) from error
     try:
         with pq.ParquetFile(path) as file:
-            read = file.read()
+            return file.read()
     except (pa.ArrowException, OSError, ValueError) as error:
         # pyarrow's own errors can have several lines, and OSErrors without a number.
         if isinstance(error, OSError) and error.errno is not None:
@@ -33,11 +51,6 @@ def read_parquet(path: Path) -> Table:
         raise UserError(
             f"'{path}' is no good Parquet file ({str(error).splitlines()[0].rstrip('.')}); save it again."
         ) from error
-    names = [name for name in read.column_names if not name.startswith(INDEX)]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise UserError(f"'{path}' has two columns '{twice[0]}'; rename or remove one.")
-    return Table(str(path), read.num_rows, {name: _column(read[name], name, path) for name in names})
 
 
 def _column(column: Any, name: str, path: Path) -> Column:

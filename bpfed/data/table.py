@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bpfed.errors import UserError, hint
+from bpfed.errors import UserError, hint, quoted
 
 #: Cells that mean "not known", whatever their case.
 MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "nan", "null", "<na>"})
@@ -150,6 +150,16 @@ def read_table(path: str | Path) -> Table:
         raise UserError(f"'{path}' has no rows; leave it out or give it some.")
     _in_range(table)
     return table
+
+
+def check_columns(path: Path, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse names of columns that a file has not; all of them at once."""
+    known = list(known)
+    strange = [name for name in names if name not in known]
+    if len(strange) == 1:
+        raise UserError(f"'{path}' has no column '{strange[0]}'; {hint(strange[0], known)}")
+    if strange:
+        raise UserError(f"'{path}' has no columns {quoted(strange)}; known are: {quoted(known, 12)}.")
 
 
 def _kind(mode: int) -> str:
