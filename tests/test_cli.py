@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command import PLAIN, SMALL, Command, files, metrics
 
+from bpfed.cli import show
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
 from bpfed.methods import METHODS, FedAvg, Recipe
@@ -370,3 +371,12 @@ def test_the_installed_command_ends_with_the_right_code(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "bpfed: Unknown method 'fedavgg'; did you mean 'fedavg'?\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_names_are_printed_as_they_are(capsys):
+    shown = show.table("[bold]a[/bold]", "folder:b", title="Comparison on folder:hospital")
+    shown.add_row(":smile:", "[red]x[/red]")
+    show.put(shown)
+    said = capsys.readouterr().out
+    for word in ("folder:hospital", "[bold]a[/bold]", "folder:b", ":smile:", "[red]x[/red]"):
+        assert word in said

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bpfed.callbacks.base import Callback
+from bpfed.console import Console as Plain
 from bpfed.report import text
 from bpfed.report.measures import MEASURES
 from bpfed.report.record import value
@@ -43,7 +44,7 @@ class Progress(Callback):
     """
 
     def __init__(self, console: Console | None = None, delay: float = 0.0, patience: float | None = None) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or Plain(stderr=True)
         self.delay, self.patience = delay, patience
         self.title, self.words, self.figures = "", "", ""
         self.done, self.rounds = 0, 0

@@ -7,11 +7,11 @@ import sys
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 from bpfed import __version__
 from bpfed.cli import adapt, compare, data, deploy, methods, paper, predict, report, run
 from bpfed.cli.group import Group
+from bpfed.console import Console
 from bpfed.errors import UserError
 
 app = typer.Typer(
@@ -65,5 +65,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _refuse(sentence: str) -> NoReturn:
-    Console(stderr=True).print(f"bpfed: {sentence}", style="red", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(f"bpfed: {sentence}", style="red", soft_wrap=True)
     sys.exit(2)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from bpfed.cli import show
 from bpfed.cli.predict import ADAPTED, finished_run
 from bpfed.cli.run import PATIENCE
+from bpfed.console import Console
 from bpfed.errors import UserError
 from bpfed.report import text
 
@@ -81,7 +81,7 @@ def adapt(
         progress.close()
     if shown is not None:
         show.put(shown)
-    Console().print(f"Client '{name}': {out}", style="bold", highlight=False, markup=False, soft_wrap=True)
+    Console().print(f"Client '{name}': {out}", style="bold", soft_wrap=True)
 
 
 def _shown(before: NewClient, after: NewClient, x: Tensor, y: Tensor) -> show.Table:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from bpfed.cli import show
 from bpfed.cli.flags import argument, flag, schema_fields, with_schema
 from bpfed.cli.run import PATIENCE, RUNS, data_word, loading
+from bpfed.console import Console
 from bpfed.errors import UserError, hint
 from bpfed.names import check_data, check_method
 
@@ -111,7 +111,7 @@ def compare(
     finally:
         progress.close()
     _show(found)
-    Console().print(f"Report: {out / REPORT}", style="bold", highlight=False, markup=False, soft_wrap=True)
+    Console().print(f"Report: {out / REPORT}", style="bold", soft_wrap=True)
 
 
 def _entrants(
@@ -223,7 +223,7 @@ def _show(comparison: Comparison) -> None:
         shown.add_row(comparison.titles[name], *cells, text.decimal(comparison.seconds(name), 1))
     shown.columns[0].no_wrap = True
     show.put(shown)
-    console.print(_typed(caption(comparison, "with a star")), style="dim", highlight=False)
+    console.print(_typed(caption(comparison, "with a star")), style="dim")
     if len(comparison.names) < 2:
         return
     reference, chosen = comparison.titles[comparison.reference], compared(comparison)
@@ -240,7 +240,7 @@ def _show(comparison: Comparison) -> None:
         shown.add_row(comparison.titles[name], *cells, f"{better(found['nll'][name])} {pairs(comparison)}")
     shown.columns[0].no_wrap = True
     show.put(shown)
-    console.print(_typed(pairing(comparison)), style="dim", highlight=False)
+    console.print(_typed(pairing(comparison)), style="dim")
 
 
 def _typed(shown: str) -> str:

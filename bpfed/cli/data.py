@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from bpfed.cli import show
 from bpfed.cli.group import Group
 from bpfed.cli.run import PATIENCE, loading
+from bpfed.console import Console
 from bpfed.names import PREFIX, check_data
 from bpfed.report import text
 
@@ -62,7 +62,7 @@ def fetch(name: Name, data_dir: DataDir = None) -> None:
         loading(progress, name, data_dir)
         place = get(name, data_dir)
     told = f"'{name}' is built in." if place is None else f"'{name}' is in {place}."
-    Console().print(told, highlight=False, markup=False, soft_wrap=True)
+    Console().print(told, soft_wrap=True)
 
 
 @app.command(epilog="Example: bpfed data inspect folder:hospitals --target disease --plot hospitals.png")
@@ -194,7 +194,7 @@ def _busy(name: str) -> Iterator[Progress]:
 
 
 def _say(sentence: str) -> None:
-    Console().print(sentence, highlight=False, markup=False, soft_wrap=True)
+    Console().print(sentence, soft_wrap=True)
 
 
 def _clients(data: FederatedData, bars: bool, classes: bool) -> show.Table:

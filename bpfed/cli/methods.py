@@ -6,9 +6,9 @@ import inspect
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from bpfed.cli import show
+from bpfed.console import Console
 from bpfed.names import check_method
 
 EXAMPLE = "Example: bpfed methods bpfed"
@@ -21,7 +21,7 @@ def methods(
     check_method(name)
     show.put(_one(name) if name is not None else _all())
     if name is not None:
-        Console().print(f"Set one with e.g. bpfed run --method {name} --set method.lr=0.01", highlight=False)
+        Console().print(f"Set one with e.g. bpfed run --method {name} --set method.lr=0.01")
 
 
 def _all() -> show.Table:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markdown import Markdown
 
 from bpfed.cli.group import Group
+from bpfed.console import Console
 from bpfed.errors import UserError
 
 if TYPE_CHECKING:
@@ -283,7 +283,6 @@ def _count(missing: dict[Cell, list[int]], results: Path) -> None:
     wanted = sum(len(cell.wanted) for cell in missing)
     Console(stderr=True).print(
         f"Runs done now: {run}, there already: {wanted - run}; the records are in {results}.",
-        highlight=False,
         soft_wrap=True,
     )
 
@@ -322,7 +321,7 @@ def _render(results: Path, docs: Path) -> None:
 def _saying() -> Iterator[Callable[[str], None]]:
     """Sentences on stderr, as they come."""
     console = Console(stderr=True)
-    yield lambda sentence: console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    yield lambda sentence: console.print(sentence, soft_wrap=True)
 
 
 def _listed(words: str) -> list[str]:

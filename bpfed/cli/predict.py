@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from bpfed.cli.run import PATIENCE
+from bpfed.console import Console
 from bpfed.errors import UserError, quoted, unknown
 from bpfed.report.text import many
 
@@ -102,8 +102,6 @@ def predict(
         Console().print(
             f"{many(len(x), 'prediction')} of '{who.name}': {out}",
             style="bold",
-            highlight=False,
-            markup=False,
             soft_wrap=True,
         )
 

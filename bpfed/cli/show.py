@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console
 from rich.table import Table
 
+from bpfed.console import Console
 from bpfed.report import RunRecord, text
 from bpfed.report.measures import DETAILS, MEASURES
 from bpfed.report.record import value
@@ -31,7 +31,7 @@ def put(shown: Table) -> None:
     """Print a table on stdout; where it is wider than the terminal it runs over, for a number cut short would lie."""
     width = max(Console().width, narrowest(shown))
     enough = next((more for more in range(8) if _whole(shown, width + more)), 0)
-    Console(width=width + enough).print(shown, highlight=False)
+    Console(width=width + enough).print(shown)
 
 
 def narrowest(shown: Table) -> int:
@@ -49,7 +49,7 @@ def _whole(shown: Table, width: int) -> bool:
     """Whether no word is cut at this width (columns with a least width may come out too wide by a character or two)."""
     console = Console(width=width, file=io.StringIO())
     with console.capture() as capture:
-        console.print(shown, highlight=False)
+        console.print(shown)
     there = set(capture.get().split())
     cells = (str(cell) for column in shown.columns for cell in (column.header, *column.cells))
     return all(word in there for cell in cells for word in cell.split())
@@ -74,14 +74,11 @@ def result(run: RunRecord, report: Path) -> None:
     put(shown)
     console = Console()
     for note in filter(None, (run.untested, run.seldom, run.uncovered, run.no_use)):
-        console.print(note.replace("\u202f", " "), highlight=False)
-    console.print(
-        f"Trained for {text.duration(value(run.summary, 'seconds'))} on {run.summary['device']}.", highlight=False
-    )
+        console.print(note.replace("\u202f", " "))
+    console.print(f"Trained for {text.duration(value(run.summary, 'seconds'))} on {run.summary['device']}.")
     if "epsilon" in run.summary:
         console.print(
             f"Privacy of a client: epsilon {run.summary['epsilon']:.3g}, delta {run.summary['delta']:g}"
             f"{'.' if run.summary['protocol'] == 'deployed' else ', had the seed been secret.'}",
-            highlight=False,
         )
-    console.print(f"Report: {report}", style="bold", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"Report: {report}", style="bold", soft_wrap=True)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 from urllib.request import urlopen
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from bpfed.console import Console
 
 CHUNK = 1 << 16
 TIMEOUT = 30.0  # seconds without a byte
