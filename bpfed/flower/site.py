@@ -138,8 +138,9 @@ class Site:
         federation = Federation.start(self.config.method, data, settings)
         federation.run_of_all = Course(sites, self.config.run.per_round(sites), settings.rounds, settings.epochs)
         train, batch = federation.data.train, settings.batch  # without what is held back for calibration
-        # Never compiled: the process ends with the round. The width is the simulator's for clients of any size.
-        width = min(batch, longest)
+        # Never compiled: the process ends with the round. The width is the simulator's for clients of any size; a site that
+        # joined late may have more examples than any that told of theirs.
+        width = min(batch, max(longest, int(train.sizes[0])))
         x, y = train.x.to(federation.device), train.y.to(federation.device)
         federation.training = LocalRound(
             self.config.method, federation.model, x, y, batch, settings.epochs, settings.compile == "on", width

@@ -9,6 +9,7 @@ from scenarios import classification, regression
 from torch.utils._pytree import tree_leaves
 
 from bpfed.errors import UserError
+from bpfed.flower.server import method_rule
 from bpfed.methods import METHODS, BPFed, FedAvg
 
 
@@ -47,6 +48,22 @@ def test_a_site_that_is_down_for_a_round(tmp_path):
         assert record["train_nll"] == pytest.approx(info.values["nll"], abs=1e-6)
         assert record["accuracy"]["pooled"] == pytest.approx(evaluation["accuracy"].pooled, abs=1e-6)
         assert record["ece"]["pooled"] == pytest.approx(evaluation["ece"].pooled, abs=1e-6)
+
+
+def test_a_site_that_joins_late_trains_on_all_its_examples(tmp_path):
+    """Though it has more of them than any site that was there when the sites told how many they have."""
+    data, settings = classification(sizes=(6, 7, 30)), {"rounds": 2, "batch": 50}
+    deployed = Deployed(tmp_path, FedAvg(), data, plan={"min_replies": 1}, **settings)
+    node = deployed.node("site c")
+    answer = deployed.grid.clients.pop(node)
+
+    def joins(federation, uploads, weights):
+        deployed.grid.clients[node] = answer
+        return method_rule(federation, uploads, weights)
+
+    server = deployed.serve(rule=joins)
+    same(server, *simulated(FedAvg(), data, away={1: ["site c"]}, **settings))
+    assert [r["participants"] for r in server.history] == [2, 3]
 
 
 def test_regression_weighted_by_size(tmp_path):
