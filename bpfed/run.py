@@ -357,6 +357,8 @@ def prepare(
 ) -> Run:
     """A run before its first round: everything is checked, nothing is written. For the arguments see `fit`."""
     states = folder.states if folder is not None else None
+    if not len(data.test.y):
+        raise UserError(f"No client of '{data.name}' has a test example; set a test_fraction above 0.")
     run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
     for note in run.federation.model.notes:
         say(note)

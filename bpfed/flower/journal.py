@@ -116,11 +116,12 @@ class Journal:
         """A line on an exchange."""
         append_line(self.folder / EXCHANGES, to_json_line(exchange))
 
-    def score(self, round_: int, evaluation: Evaluation, order: list[str]) -> None:
-        """The line of metrics of a round, which these sites have tested."""
+    def score(self, round_: int, evaluation: Evaluation, order: list[str], untested: int = 0) -> None:
+        """The line of metrics of a round, which these sites have tested; so many more have no test examples."""
         self.evaluation = evaluation, order
         record = {"round": round_, **evaluation.record(), **self.pending}
-        record |= {"tested": len(order), "seconds": round(self.seconds, 3)}
+        record |= {"tested": len(order), **({"untested": untested} if untested else {})}
+        record["seconds"] = round(self.seconds, 3)
         self.history = [r for r in self.history if r["round"] != round_] + [record]
         append_line(self.folder / METRICS, to_json_line(record))
 

@@ -1,6 +1,8 @@
 """A deployed federation gives the numbers of a simulated one."""
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,9 +10,11 @@ from federations import Deployed, simulated
 from scenarios import classification, regression
 from torch.utils._pytree import tree_leaves
 
+from bpfed.data.federated import Examples
 from bpfed.errors import UserError
 from bpfed.flower.server import method_rule
 from bpfed.methods import METHODS, BPFed, FedAvg
+from bpfed.run import Run
 
 
 def same(server, federation, history, tolerance=1e-6):
@@ -64,6 +68,27 @@ def test_a_site_that_joins_late_trains_on_all_its_examples(tmp_path):
     server = deployed.serve(rule=joins)
     same(server, *simulated(FedAvg(), data, away={1: ["site c"]}, **settings))
     assert [r["participants"] for r in server.history] == [2, 3]
+
+
+@pytest.mark.parametrize("make", [partial(classification, classes=2), regression])
+def test_a_site_without_test_examples_trains_all_the_same(make, tmp_path):
+    data = make(sizes=(7, 12, 9))
+    parts = [data.test.client(i) for i in range(3)]
+    parts[1] = tuple(t[:0] for t in parts[1])
+    data = replace(data, test=Examples.of(parts))
+    deployed = Deployed(tmp_path, FedAvg(), data, rounds=2, calibration=0.3)
+    name = data.clients[1]
+    deployed.sites[name].own = tmp_path / "own"
+    server = deployed.serve()
+    same(server, *simulated(FedAvg(), data, rounds=2, calibration=0.3))
+    assert [(r["participants"], r["tested"], r["untested"]) for r in server.history] == [(3, 2, 1)] * 2
+    assert Run.load(tmp_path / "own").client(name).predict(data.train.x[:2]).scores is not None
+
+
+def test_sites_that_all_lack_test_examples_are_told_so(tmp_path):
+    data = classification(sizes=(7, 12), test=0)
+    with pytest.raises(UserError, match="No site has a test example"):
+        Deployed(tmp_path, FedAvg(), data, rounds=1).serve()
 
 
 def test_regression_weighted_by_size(tmp_path):
