@@ -10,15 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bpfed import __version__
+from bpfed.calibration import fewest
 from bpfed.config import Config
+from bpfed.data.federated import held_back
 from bpfed.engine import checkpoint
 from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
 from bpfed.files import append_line, to_json, to_json_line, to_toml, write_whole
 from bpfed.flower.meeting import Seen
 from bpfed.flower.plan import EXCHANGES
-from bpfed.metrics import Evaluation
+from bpfed.metrics import SURE, Evaluation
 from bpfed.report import RunRecord, write
 from bpfed.report.record import CONFIG, EVALUATION, METRICS, REPORT, SUMMARY
 
@@ -158,8 +162,13 @@ class Journal:
         """The files of a finished run, and its report."""
         assert self.evaluation is not None
         evaluation, order = self.evaluation
-        sizes = [int((self.sites[site].facts or {}).get("train", 0)) for site in order]
-        detail = evaluation.detail(federation.round, order, sizes)
+        sizes = torch.tensor([int((self.sites[site].facts or {}).get("train", 0)) for site in order])
+        part = self.config.run.calibration
+        held = held_back(sizes, part) if part > 0.0 else torch.zeros_like(sizes)
+        kept = held.tolist() if part > 0.0 else None
+        detail = evaluation.detail(federation.round, order, (sizes - held).tolist(), kept)
+        if kept is not None:
+            detail["fewest_calibration"] = fewest(SURE)
         if self.facts["task"] == "regression" and (made := self.facts.get("preparation")) is not None:
             detail["target"] = {"name": made["target"], "scale": made["target_scale"]}
         write_whole(self.folder / EVALUATION, to_json(detail))

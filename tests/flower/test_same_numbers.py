@@ -14,6 +14,7 @@ from bpfed.data.federated import Examples
 from bpfed.errors import UserError
 from bpfed.flower.server import method_rule
 from bpfed.methods import METHODS, BPFed, FedAvg
+from bpfed.report import RunRecord
 from bpfed.run import Run
 
 
@@ -100,8 +101,14 @@ def test_regression_weighted_by_size(tmp_path):
 def test_calibrated_sets_and_intervals(data, tmp_path):
     deployed = Deployed(tmp_path, FedAvg(), data, rounds=2, calibration=0.3)
     server = deployed.serve()
-    same(server, *simulated(FedAvg(), data, rounds=2, calibration=0.3))
+    federation, history = simulated(FedAvg(), data, rounds=2, calibration=0.3)
+    same(server, federation, history)
     assert server.history[-1]["coverage"]["pooled"] > 0.5
+    told, wanted = RunRecord.read(server.journal.folder).evaluation, Run(federation).detail()
+    assert told.keys() == wanted.keys()
+    assert told["fewest_calibration"] == wanted["fewest_calibration"]
+    for row, theirs in zip(told["clients"], wanted["clients"], strict=True):
+        assert row == pytest.approx(theirs, abs=1e-6)
 
 
 def test_a_method_that_shares_nothing_is_refused(tmp_path):
