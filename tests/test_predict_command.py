@@ -14,6 +14,7 @@ import pytest
 from command import PLAIN, Command, files
 
 import bpfed as library
+from bpfed.cli.rows import read_rows
 from bpfed.data import load
 
 
@@ -101,6 +102,21 @@ def test_the_order_of_columns_and_other_columns_do_not_matter(bpfed: Command, wa
         bpfed.ok("predict", "run", "--client", "zug", "--input", name).out for name in ("new.csv", "turned.csv")
     )
     assert first == second
+
+
+@pytest.mark.parametrize("rows", ["1,250.00", "2,007", "1,250.00\n1,250.00\n2,V45"])
+def test_codes_that_read_as_numbers_are_still_words(bpfed: Command, tmp_path: Path, rows: str) -> None:
+    """A few rows may hold none but such codes; the column is words, since it was in training."""
+    codes = ["250.00", "V45", "007", "E11"]
+    for site in "ab":
+        lines = [f"{i % 7},{codes[i % 4]},{'yes' if i % 4 else 'no'}" for i in range(20)]
+        (tmp_path / f"{site}.csv").write_text("\n".join(["dose,code,label", *lines]))
+    data = load(f"folder:{tmp_path}")
+    Path("new.csv").write_text(f"dose,code\n{rows}\n")
+    found = read_rows(data, Path("new.csv"), "a", print).x
+    at = {name.removeprefix("code = "): i for i, name in enumerate(data.preparation.input_names)}  # type: ignore[union-attr]
+    for x, row in zip(found, rows.splitlines(), strict=True):
+        assert [word for word, i in at.items() if word in codes and x[i] == 1.0] == [row.partition(",")[2]]
 
 
 def test_a_column_that_is_missing_is_said(bpfed: Command, ward: Path) -> None:

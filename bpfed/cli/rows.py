@@ -54,7 +54,8 @@ def read_rows(
         return _arrays(data, path, labelled)
     from bpfed.data.table import read_table
 
-    table, preparation = read_table(path), data.preparation
+    preparation = data.preparation
+    table = read_table(path, preparation.words)
     if labelled:
         wanted = target or preparation.target
         table.column(wanted)

@@ -26,13 +26,13 @@ _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 
 
-def read_csv(path: Path) -> Table:
+def read_csv(path: Path, words: frozenset[str] = frozenset()) -> Table:
     """Read a CSV file: UTF-8, the first line names the columns.
 
-    A column is numbers if all its cells are (or are missing), else words. Where the delimiter is not the comma, ``1,5`` is
+    A column is numbers if all its cells are (or are missing) and it is none of ``words``, else words. Where the delimiter is not the comma, ``1,5`` is
     one and a half. Columns without a name are left out.
     """
-    as_text: set[str] = set()
+    as_text = set(words)
     while True:
         found = _columns(path, as_text)
         mixed = {name for name, chunks in found.items() if len({isinstance(c, Words) for c in chunks if _some(c)}) > 1}
@@ -40,7 +40,7 @@ def read_csv(path: Path) -> Table:
             break
         as_text |= mixed  # numbers at first and words later: only a second look has their text
     rows = sum(len(c) for c in next(iter(found.values()), []))
-    columns = {name: _joined(chunks, name, path) for name, chunks in found.items()}
+    columns = {name: _joined(chunks, name, path, name in words) for name, chunks in found.items()}
     return Table(str(path), rows, columns)
 
 
@@ -174,7 +174,8 @@ def _some(column: Column) -> bool:
     return bool(column.levels if isinstance(column, Words) else not np.isnan(column).all())
 
 
-def _joined(chunks: list[Column], name: str, path: Path) -> Column:
+def _joined(chunks: list[Column], name: str, path: Path, known: bool) -> Column:
+    """A whole column; ``known`` says that it is to be words."""
     numbers = [c for c in chunks if not isinstance(c, Words)]
     if len(numbers) == len(chunks):
         return np.concatenate([np.zeros(0), *numbers])
@@ -186,7 +187,8 @@ def _joined(chunks: list[Column], name: str, path: Path) -> Column:
     made = Words(np.concatenate(shift), tuple(levels))
     if any(_CONTROL.search(level) for level in levels):
         raise UserError(f"Column '{name}' of '{path}' holds bytes that are no text; save it as CSV.")
-    _mostly_numbers(made, name, path)
+    if not known:
+        _mostly_numbers(made, name, path)
     return made
 
 

@@ -88,6 +88,11 @@ class Preparation:
         """A name for each input, ``[F]``; for images, for each channel."""
         return tuple(name for feature in self.features for name in feature.inputs)
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Columns that are words, to be read as such from new files (`bpfed.data.read_table`)."""
+        return tuple(feature.name for feature in self.features if feature.kind == "words")
+
     def inputs(self, table: Table, client: str | None = None) -> Tensor:
         """Inputs of these rows, ``[n, F]`` float32 (``[n, c, h, w]`` for images).
 
