@@ -123,7 +123,8 @@ class Run:
 
         Args:
             x: Its inputs, ``[n, ...]``, prepared as the training inputs were; one example is enough.
-            y: Its targets, ``[n]``. Without examples it predicts from what the run knows of clients in general.
+            y: Its targets, ``[n]``, a class as its place in ``data.labels``. Without examples it predicts from what the run
+                knows of clients in general.
             steps: Local steps; None: five hundred.
             lr: Step size; None: the method's.
             name: What it is called; its randomness follows the name.

@@ -16,6 +16,7 @@ from command import PLAIN, Command, files
 import bpfed as library
 from bpfed.cli.rows import read_rows
 from bpfed.data import load
+from bpfed.errors import UserError
 
 
 def write_hospital(path: Path, count: int, seed: int, number: bool = False) -> Path:
@@ -225,6 +226,21 @@ def test_arrays_of_a_built_in_dataset(bpfed: Command) -> None:
         ("d.npz", "There is no file 'd.npz'"),
     ):
         assert said in bpfed("predict", "run", "--client", data.clients[0], "--input", name).sentence
+
+
+def test_numbers_that_name_classes_are_names_and_not_places(tmp_path: Path) -> None:
+    """Classes 1, 2 and 3 are the first, second and third; where classes are words, numbers count them from 0."""
+    x = np.arange(12.0)[:, None]
+    for values, given, wanted in (([1, 2, 3], [1, 3, 2], [0, 2, 1]), (["a", "b", "c"], [0, 2, 1], [0, 2, 1])):
+        data = library.data.from_arrays(x, np.array(values * 4), ["s"] * 12)
+        np.savez(tmp_path / "new.npz", x=x[:3], y=np.array(given))
+        found = read_rows(data, tmp_path / "new.npz", "new", print, labelled=True).y
+        assert found is not None
+        assert found.tolist() == wanted
+    data = library.data.from_arrays(x, np.array([1, 2, 3] * 4), ["s"] * 12)
+    np.savez(tmp_path / "new.npz", x=x[:1], y=np.array([0]))
+    with pytest.raises(UserError, match="has the label '0', but must have one of '1', '2', '3'"):
+        read_rows(data, tmp_path / "new.npz", "new", print, labelled=True)
 
 
 def unfinished() -> None:

@@ -121,7 +121,8 @@ def _targets(data: FederatedData, path: Path, y: Any) -> Any:
         if y.dtype.kind not in "fiu":
             raise UserError(f"y of '{path}' is {y.dtype}, but must be numbers.")
         return y.astype(np.float32)
-    if y.dtype.kind in "iu":
+    named = bool(data.labels) and all(label.removeprefix("-").isdecimal() for label in data.labels)
+    if y.dtype.kind in "iu" and not named:  # else a number is the class of that name, wherever it stands among them
         return y.astype(np.int64)
     words = [str(word) for word in y.tolist()]
     strange = [word for word in words if word not in data.labels]
