@@ -135,11 +135,18 @@ def finished_run(folder: Path, say: Any) -> LoadedRun:
     return run
 
 
+def kept(folder: Path) -> Path:
+    """Where the newcomers to the run in this folder are; of a site's own model beside it, which may be written anew."""
+    from bpfed.flower.plan import FILE
+
+    return (folder.parent if (folder.parent / FILE).is_file() else folder) / ADAPTED
+
+
 def find(run: LoadedRun, name: str) -> Client:
     """The client of that name: one of the run's own, or a newcomer kept in its folder."""
     if name in run.data.clients:
         return run.client(name)
-    newcomers = {path.stem: path for path in (run.folder / ADAPTED).glob("*.safetensors")}
+    newcomers = {path.stem: path for path in kept(run.folder).glob("*.safetensors")}
     if name not in newcomers:
         raise unknown("client", name, [*run.data.clients, *newcomers])
     return run.newcomer(newcomers[name])

@@ -16,6 +16,7 @@ from bpfed.data.own import federate
 from bpfed.data.table import read_table
 from bpfed.errors import UserError
 from bpfed.flower.data import File, Part
+from bpfed.flower.plan import Plan
 from bpfed.flower.site import Site
 from bpfed.methods import FedAvg, Recipe
 from bpfed.report import RunRecord
@@ -144,6 +145,20 @@ def test_a_site_ends_with_a_model_of_its_own(tmp_path, files, method, capsys):
     )
     assert told.code == 0
     assert len((tmp_path / "p.csv").read_text().splitlines()) == 21
+
+
+def test_a_newcomer_at_a_site_is_found_again(tmp_path, files, capsys):
+    made, _ = deployed(tmp_path, files, FedAvg())
+    site = tmp_path / "site-north"
+    Plan(("north", "south", "east"), site="north").write(site)
+    made.sites["north"].own = site / "run"
+    made.serve()
+    command = Command(capsys)
+    command.ok("adapt", site, "--input", files["south"], "--name", "ward", "--steps", "2")
+    rows = ("--input", files["south"])
+    told = [command.ok("predict", place, "--client", "ward", *rows).out for place in (site, site / "run")]
+    assert told[0] == told[1]
+    assert len(told[0].splitlines()) == 21
 
 
 def test_a_model_that_cannot_be_kept_costs_no_score(tmp_path, files):
