@@ -11,12 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from command import PLAIN, Command, files
 
 import bpfed as library
+from bpfed.cli.predict import table
 from bpfed.cli.rows import read_rows
-from bpfed.data import load
+from bpfed.data import FederatedData, Preparation, load
+from bpfed.data.federated import Examples
 from bpfed.errors import UserError
+from bpfed.predict import Regressed
 
 
 def write_hospital(path: Path, count: int, seed: int, number: bool = False) -> Path:
@@ -148,6 +152,17 @@ def test_numbers_are_in_their_own_units_with_intervals(bpfed: Command, numbers: 
         "this run predicts numbers"
         in bpfed("predict", "run", "--client", "bern", "--input", "new.csv", "--abstain", "0.9").sentence
     )
+
+
+def test_numbers_far_from_0_are_written_as_finely_as_they_differ() -> None:
+    made = Preparation("t", "regression", (), target_mean=1234567.0, target_scale=2.0)
+    none = Examples(torch.zeros(0, 1), torch.zeros(0), torch.zeros(2, dtype=torch.int64))
+    data = FederatedData("far", ("a",), none, none, "regression", preparation=made)
+    found = Regressed(torch.tensor([0.1, -0.75]), torch.full((2,), 0.05), torch.full((2,), 0.2), scores=torch.ones(20))
+    rows = read(table(data, found, 0.9, None))
+    assert [float(row["mean"]) for row in rows] == pytest.approx([1234567.2, 1234565.5], abs=1e-4)
+    assert [float(row["sd"]) for row in rows] == [1.0, 1.0]
+    assert [float(row["low(0.9)"]) for row in rows] == pytest.approx([1234566.2, 1234564.5], abs=1e-4)
 
 
 def test_intervals_without_end_are_explained(bpfed: Command, numbers: Path) -> None:

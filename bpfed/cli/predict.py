@@ -191,16 +191,20 @@ def _numbers(data: FederatedData, found: Regressed, level: float, abstain: float
         (0.0, 1.0) if data.preparation is None else (data.preparation.target_mean, data.preparation.target_scale)
     )
     columns = {
-        "mean": _typed(found.mean * unit + mean),
+        "mean": _typed(found.mean.double() * unit + mean, unit),
         "sd": _typed(found.scale * unit),
         "epistemic": _typed(found.epistemic.sqrt() * unit),
         "aleatoric": _typed(found.aleatoric.sqrt() * unit),
     }
     if found.scores is not None:
         low, high = found.interval(level)
-        columns |= {f"low({level:g})": _typed(low * unit + mean), f"high({level:g})": _typed(high * unit + mean)}
+        ends = {"low": low.double() * unit + mean, "high": high.double() * unit + mean}
+        columns |= {f"{name}({level:g})": _typed(end, unit) for name, end in ends.items()}
     return columns
 
 
-def _typed(values: Any) -> list[str]:
-    return [f"{value:.6g}" for value in values.tolist()]
+def _typed(values: Any, unit: float = math.inf) -> list[str]:
+    """Numbers with six digits, and more where they are large beside the unit in which they differ."""
+    ratios = [abs(value) / unit for value in values.tolist()]
+    digits = [6 + math.ceil(math.log10(r)) if 1.0 < r < math.inf else 6 for r in ratios]
+    return [f"{value:.{count}g}" for value, count in zip(values.tolist(), digits, strict=True)]
