@@ -124,6 +124,15 @@ def test_codes_that_read_as_numbers_are_still_words(bpfed: Command, tmp_path: Pa
         assert [word for word, i in at.items() if word in codes and x[i] == 1.0] == [row.partition(",")[2]]
 
 
+def test_a_word_that_training_did_not_see_is_said(bpfed: Command, ward: Path) -> None:
+    Path("strange.csv").write_text("age,dose,ward\n61,1.0,East\n40,0.5,west\n40,0.5,\n")
+    outcome = bpfed.ok("predict", "run", "--client", "zug", "--input", "strange.csv")
+    assert len(read(outcome.out)) == 3
+    said = "'strange.csv' has 'East' in 'ward', which no training row has; it says nothing to the model."
+    assert said in outcome.err
+    assert "which no training row has" not in bpfed.ok("predict", "run", "--client", "zug", "--input", "new.csv").err
+
+
 def test_a_column_that_is_missing_is_said(bpfed: Command, ward: Path) -> None:
     Path("short.csv").write_text("age,ward\n61,east\n40,west\n")
     outcome = bpfed.ok("predict", "run", "--client", "zug", "--input", "short.csv")

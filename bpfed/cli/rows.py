@@ -67,6 +67,8 @@ def read_rows(
         lost = [f.name for f in preparation.features if f.name not in table.columns]
         if lost and len(lost) < len(preparation.features):
             say(f"'{path}' lacks {_some(lost)}; what it would say is taken as missing in every row.")
+        for name, words in preparation.strange(table).items():
+            say(f"'{path}' has {_some(words)} in '{name}', which no training row has; it says nothing to the model.")
     return Rows(preparation.inputs(table, client), preparation.targets(table) if labelled else None, preparation)
 
 

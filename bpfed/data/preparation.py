@@ -113,6 +113,15 @@ class Preparation:
         found = [block for f in self.features for block in self._blocks(f, table, local)]
         return torch.from_numpy(np.column_stack(found).astype(np.float32))
 
+    def strange(self, table: Table) -> dict[str, list[str]]:
+        """Words of these rows that were not seen in training, by column; their inputs are all 0."""
+        found = {}
+        for feature in (f for f in self.features if f.kind == "words" and f.scale and f.name in table.columns):
+            words = {word for word in table.words(feature.name) if word} - {*feature.levels}
+            if words:
+                found[feature.name] = sorted(words)
+        return found
+
     def targets(self, table: Table) -> Tensor:
         """Targets of these rows: classes ``[n]`` int64, or standardised numbers ``[n]`` float32."""
         column = table.column(self.target)
