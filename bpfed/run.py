@@ -124,7 +124,8 @@ class Run:
 
         Args:
             x: Its inputs, ``[n, ...]``, prepared as the training inputs were; one example is enough.
-            y: Its targets, ``[n]``. Without examples it predicts from what the run knows of clients in general.
+            y: Its targets, ``[n]``, a class as its place in ``data.labels``. Without examples it predicts from what the run
+                knows of clients in general.
             steps: Local steps; None: five hundred.
             lr: Step size; None: the method's.
             name: What it is called; its randomness follows the name.
@@ -358,6 +359,8 @@ def prepare(
 ) -> Run:
     """A run before its first round: everything is checked, nothing is written. For the arguments see `fit`."""
     states = folder.states if folder is not None else None
+    if not len(data.test.y):
+        raise UserError(f"No client of '{data.name}' has a test example; set a test_fraction above 0.")
     run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
     for note in (*run.federation.model.notes, *(lookalikes(data.preparation) if data.preparation else ())):
         say(note)

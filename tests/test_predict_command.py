@@ -17,8 +17,11 @@ from command import PLAIN, Command, files
 
 import bpfed as library
 from bpfed.cli.predict import table
-from bpfed.data import load
-from bpfed.predict import Classified
+from bpfed.cli.rows import read_rows
+from bpfed.data import FederatedData, Preparation, load
+from bpfed.data.federated import Examples
+from bpfed.errors import UserError
+from bpfed.predict import Classified, Regressed
 
 
 def write_hospital(path: Path, count: int, seed: int, number: bool = False) -> Path:
@@ -105,6 +108,21 @@ def test_the_order_of_columns_and_other_columns_do_not_matter(bpfed: Command, wa
         bpfed.ok("predict", "run", "--client", "zug", "--input", name).out for name in ("new.csv", "turned.csv")
     )
     assert first == second
+
+
+@pytest.mark.parametrize("rows", ["1,250.00", "2,007", "1,250.00\n1,250.00\n2,V45"])
+def test_codes_that_read_as_numbers_are_still_words(bpfed: Command, tmp_path: Path, rows: str) -> None:
+    """A few rows may hold none but such codes; the column is words, since it was in training."""
+    codes = ["250.00", "V45", "007", "E11"]
+    for site in "ab":
+        lines = [f"{i % 7},{codes[i % 4]},{'yes' if i % 4 else 'no'}" for i in range(20)]
+        (tmp_path / f"{site}.csv").write_text("\n".join(["dose,code,label", *lines]))
+    data = load(f"folder:{tmp_path}")
+    Path("new.csv").write_text(f"dose,code\n{rows}\n")
+    found = read_rows(data, Path("new.csv"), "a", print).x
+    at = {name.removeprefix("code = "): i for i, name in enumerate(data.preparation.input_names)}  # type: ignore[union-attr]
+    for x, row in zip(found, rows.splitlines(), strict=True):
+        assert [word for word, i in at.items() if word in codes and x[i] == 1.0] == [row.partition(",")[2]]
 
 
 def test_a_column_that_is_missing_is_said(bpfed: Command, ward: Path) -> None:
@@ -196,6 +214,17 @@ def test_an_empty_set_does_not_look_like_a_missing_value() -> None:
     assert [row["set(0.5)"] for row in read(text)] == ["ill", "(empty)"]
 
 
+def test_numbers_far_from_0_are_written_as_finely_as_they_differ() -> None:
+    made = Preparation("t", "regression", (), target_mean=1234567.0, target_scale=2.0)
+    none = Examples(torch.zeros(0, 1), torch.zeros(0), torch.zeros(2, dtype=torch.int64))
+    data = FederatedData("far", ("a",), none, none, "regression", preparation=made)
+    found = Regressed(torch.tensor([0.1, -0.75]), torch.full((2,), 0.05), torch.full((2,), 0.2), scores=torch.ones(20))
+    rows = read(table(data, found, 0.9, None))
+    assert [float(row["mean"]) for row in rows] == pytest.approx([1234567.2, 1234565.5], abs=1e-4)
+    assert [float(row["sd"]) for row in rows] == [1.0, 1.0]
+    assert [float(row["low(0.9)"]) for row in rows] == pytest.approx([1234566.2, 1234564.5], abs=1e-4)
+
+
 def test_intervals_without_end_are_explained(bpfed: Command, numbers: Path) -> None:
     shutil.copytree(numbers, ".", dirs_exist_ok=True)
     run = library.Run.load("run")
@@ -276,6 +305,21 @@ def test_arrays_of_a_built_in_dataset(bpfed: Command) -> None:
         ("d.npz", "There is no file 'd.npz'"),
     ):
         assert said in bpfed("predict", "run", "--client", data.clients[0], "--input", name).sentence
+
+
+def test_numbers_that_name_classes_are_names_and_not_places(tmp_path: Path) -> None:
+    """Classes 1, 2 and 3 are the first, second and third; where classes are words, numbers count them from 0."""
+    x = np.arange(12.0)[:, None]
+    for values, given, wanted in (([1, 2, 3], [1, 3, 2], [0, 2, 1]), (["a", "b", "c"], [0, 2, 1], [0, 2, 1])):
+        data = library.data.from_arrays(x, np.array(values * 4), ["s"] * 12)
+        np.savez(tmp_path / "new.npz", x=x[:3], y=np.array(given))
+        found = read_rows(data, tmp_path / "new.npz", "new", print, labelled=True).y
+        assert found is not None
+        assert found.tolist() == wanted
+    data = library.data.from_arrays(x, np.array([1, 2, 3] * 4), ["s"] * 12)
+    np.savez(tmp_path / "new.npz", x=x[:1], y=np.array([0]))
+    with pytest.raises(UserError, match="has the label '0', but must have one of '1', '2', '3'"):
+        read_rows(data, tmp_path / "new.npz", "new", print, labelled=True)
 
 
 def unfinished() -> None:

@@ -216,7 +216,7 @@ def test_noise_for_nothing_is_refused():
 # --- in a run -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in METHODS if n not in ("local", "bpfed-population")])
+@pytest.mark.parametrize("name", [n for n in METHODS if n != "local"])
 def test_the_noise_fits_what_every_method_uploads(name):
     method, shared, sent = scenarios.untrained(METHODS[name]())
     given = Settings(clip=0.1, noise=1.0)

@@ -141,11 +141,18 @@ def finished_run(folder: Path, say: Any) -> LoadedRun:
     return run
 
 
+def kept(folder: Path) -> Path:
+    """Where the newcomers to the run in this folder are; of a site's own model beside it, which may be written anew."""
+    from bpfed.flower.plan import FILE
+
+    return (folder.parent if (folder.parent / FILE).is_file() else folder) / ADAPTED
+
+
 def find(run: LoadedRun, name: str) -> Client:
     """The client of that name: one of the run's own, or a newcomer kept in its folder."""
     if name in run.data.clients:
         return run.client(name)
-    newcomers = {path.stem: path for path in (run.folder / ADAPTED).glob("*.safetensors")}
+    newcomers = {path.stem: path for path in kept(run.folder).glob("*.safetensors")}
     if name not in newcomers:
         raise unknown("client", name, [*run.data.clients, *newcomers])
     return run.newcomer(newcomers[name])
@@ -213,16 +220,20 @@ def _numbers(data: FederatedData, found: Regressed, level: float, abstain: float
         (0.0, 1.0) if data.preparation is None else (data.preparation.target_mean, data.preparation.target_scale)
     )
     columns = {
-        "mean": _typed(found.mean * unit + mean),
+        "mean": _typed(found.mean.double() * unit + mean, unit),
         "sd": _typed(found.scale * unit),
         "epistemic": _typed(found.epistemic.sqrt() * unit),
         "aleatoric": _typed(found.aleatoric.sqrt() * unit),
     }
     if found.scores is not None:
         low, high = found.interval(level)
-        columns |= {f"low({level:g})": _typed(low * unit + mean), f"high({level:g})": _typed(high * unit + mean)}
+        ends = {"low": low.double() * unit + mean, "high": high.double() * unit + mean}
+        columns |= {f"{name}({level:g})": _typed(end, unit) for name, end in ends.items()}
     return columns
 
 
-def _typed(values: Any) -> list[str]:
-    return [f"{value:.6g}" for value in values.tolist()]
+def _typed(values: Any, unit: float = math.inf) -> list[str]:
+    """Numbers with six digits, and more where they are large beside the unit in which they differ."""
+    ratios = [abs(value) / unit for value in values.tolist()]
+    digits = [6 + math.ceil(math.log10(r)) if 1.0 < r < math.inf else 6 for r in ratios]
+    return [f"{value:.{count}g}" for value, count in zip(values.tolist(), digits, strict=True)]

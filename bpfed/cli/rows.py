@@ -55,7 +55,8 @@ def read_rows(
     from bpfed.data.table import read_table
     from bpfed.data.unfamiliar import unfamiliar
 
-    table, preparation = read_table(path), data.preparation
+    preparation = data.preparation
+    table = read_table(path, preparation.words)
     if labelled:
         wanted = target or preparation.target
         table.column(wanted)
@@ -124,7 +125,8 @@ def _targets(data: FederatedData, path: Path, y: Any) -> Any:
         if y.dtype.kind not in "fiu":
             raise UserError(f"y of '{path}' is {y.dtype}, but must be numbers.")
         return y.astype(np.float32)
-    if y.dtype.kind in "iu":
+    named = bool(data.labels) and all(label.removeprefix("-").isdecimal() for label in data.labels)
+    if y.dtype.kind in "iu" and not named:  # else a number is the class of that name, wherever it stands among them
         return y.astype(np.int64)
     words = [str(word) for word in y.tolist()]
     strange = [word for word in words if word not in data.labels]

@@ -28,13 +28,13 @@ _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 
 
-def read_csv(path: Path) -> Table:
+def read_csv(path: Path, words: frozenset[str] = frozenset()) -> Table:
     """Read a CSV file: UTF-8, the first line names the columns.
 
-    A column is numbers if all its cells are (or are missing), or all are percentages, else words. Where the delimiter is
-    not the comma, ``1,5`` is one and a half. Columns without a name are left out.
+    A column is numbers if all its cells are (or are missing), or all are percentages, and it is none of ``words``; else
+    words. Where the delimiter is not the comma, ``1,5`` is one and a half. Columns without a name are left out.
     """
-    as_text: set[str] = set()
+    as_text = set(words)
     while True:
         found, delimiter = _columns(path, as_text)
         mixed = {name for name, chunks in found.items() if len({isinstance(c, Words) for c in chunks if _some(c)}) > 1}
@@ -42,8 +42,8 @@ def read_csv(path: Path) -> Table:
             break
         as_text |= mixed  # numbers at first and words later: only a second look has their text
     rows = sum(len(c) for c in next(iter(found.values()), []))
-    columns = {name: _joined(chunks, name, path, delimiter) for name, chunks in found.items()}
-    _check_slips(columns, path, delimiter)
+    columns = {name: _joined(chunks, name, path, delimiter, name in words) for name, chunks in found.items()}
+    _check_slips({name: column for name, column in columns.items() if name not in words}, path, delimiter)
     return Table(str(path), rows, columns)
 
 
@@ -207,7 +207,8 @@ def _some(column: Column) -> bool:
     return bool(column.levels if isinstance(column, Words) else not np.isnan(column).all())
 
 
-def _joined(chunks: list[Column], name: str, path: Path, delimiter: str) -> Column:
+def _joined(chunks: list[Column], name: str, path: Path, delimiter: str, known: bool) -> Column:
+    """A whole column; ``known`` says that it is to be words."""
     numbers = [c for c in chunks if not isinstance(c, Words)]
     if len(numbers) == len(chunks):
         return np.concatenate([np.zeros(0), *numbers])
@@ -219,6 +220,8 @@ def _joined(chunks: list[Column], name: str, path: Path, delimiter: str) -> Colu
     made = Words(np.concatenate(shift), tuple(levels))
     if any(_CONTROL.search(level) for level in levels):
         raise UserError(f"Column '{name}' of '{path}' holds bytes that are no text; save it as CSV.")
+    if known:
+        return made
     shares = [_percentage(level, delimiter) for level in levels]
     percent = [share for share in shares if share is not None]
     return np.array([*percent, np.nan])[made.codes] if levels and len(percent) == len(levels) else made

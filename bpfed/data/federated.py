@@ -58,6 +58,12 @@ class Examples:
         return Examples(self.x[index], self.y[index], offsets)
 
 
+def held_back(sizes: Tensor, fraction: float) -> Tensor:
+    """How many of their training examples clients with so many, ``[N]``, do not train on; see `FederatedData.hold_out`."""
+    held = (sizes * fraction).round().long().clamp(min=1)
+    return torch.minimum(held, sizes - 1).clamp(min=0)
+
+
 @dataclass(frozen=True)
 class FederatedData:
     """What a federation trains and is tested on.
@@ -111,8 +117,7 @@ class FederatedData:
             raise UserError(f"'{self.name}' has calibration examples already; leave the setting 'calibration' at 0.")
         sizes = self.train.sizes
         owner = torch.repeat_interleave(torch.arange(len(self)), sizes)
-        held = (sizes * fraction).round().long().clamp(min=1)
-        held = torch.minimum(held, sizes - 1).clamp(min=0)
+        held = held_back(sizes, fraction)
         key = noise.keys(seed, 0, noise.Purpose.HOLD_OUT, noise.client_ids(self.clients))
         place = torch.arange(len(owner)) - self.train.offsets[owner]
         # Each client's examples class by class, in random order inside of a class; then at equal distances from a random

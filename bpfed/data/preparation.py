@@ -88,6 +88,11 @@ class Preparation:
         """A name for each input, ``[F]``; for images, for each channel."""
         return tuple(name for feature in self.features for name in feature.inputs)
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Columns that are words, to be read as such from new files (`bpfed.data.read_table`)."""
+        return tuple(feature.name for feature in self.features if feature.kind == "words")
+
     def inputs(self, table: Table, client: str | None = None) -> Tensor:
         """Inputs of these rows, ``[n, F]`` float32 (``[n, c, h, w]`` for images).
 
@@ -132,8 +137,8 @@ class Preparation:
         return torch.from_numpy(np.array([place[level] for level in words.levels], dtype=np.int64)[words.codes])
 
     def in_units(self, values: Tensor) -> Tensor:
-        """Standardised targets (or predicted means) in the target's own units."""
-        return values * self.target_scale + self.target_mean
+        """Standardised targets (or predicted means) in the target's own units, float64: they may be far from 0."""
+        return values.double() * self.target_scale + self.target_mean
 
     def joined(self, client: str, table: Table) -> Preparation:
         """The preparation with one more client, whose statistics are those of this table; its target is not looked at."""

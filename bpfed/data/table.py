@@ -118,11 +118,15 @@ def written(value: float) -> str:
     return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
 
 
-def read_table(path: str | Path) -> Table:
+def read_table(path: str | Path, words: Iterable[str] = ()) -> Table:
     """Read a file of rows: CSV or TSV with a header, Parquet, or NPZ.
 
     An NPZ file holds ``x`` ``[n, F]`` numbers or ``[n, h, w]`` or ``[n, h, w, c]`` images, and ``y`` ``[n]``; or one array
     ``[n]`` for each column. Pickled objects are refused.
+
+    Args:
+        path: The file.
+        words: Columns that are words, though all their cells in a file of text may look like numbers: ``250.00``, ``007``.
 
     Raises:
         UserError: It cannot be read, or is not what its ending says.
@@ -136,12 +140,17 @@ def read_table(path: str | Path) -> Table:
         if not stat.S_ISREG(mode):
             raise UserError(f"'{path}' is no plain file but a {_kind(mode)}; put a file there or leave it out.")
         if kind == "csv":
-            from bpfed.data.csvfile import read_csv as read
+            from bpfed.data.csvfile import read_csv
+
+            table = read_csv(path, frozenset(words))
         elif kind == "parquet":
-            from bpfed.data.parquet import read_parquet as read
+            from bpfed.data.parquet import read_parquet
+
+            table = read_parquet(path)
         else:
-            from bpfed.data.npz import read_npz as read
-        table = read(path)
+            from bpfed.data.npz import read_npz
+
+            table = read_npz(path)
     except OSError as error:
         raise UserError(f"'{path}' cannot be read ({error.strerror or error}); mend it or leave it out.") from error
     except MemoryError as error:

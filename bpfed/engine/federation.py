@@ -79,8 +79,6 @@ class Federation:
         data.check()
         method.check()
         settings.check(len(data))
-        if not len(data.test.y):
-            raise UserError(f"No client of '{data.name}' has a test example; set a test_fraction above 0.")
         if settings.calibration > 0.0:
             data = data.hold_out(settings.calibration, settings.seed)
         if settings.scaling == "client" and data.task == "regression":

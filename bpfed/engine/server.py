@@ -26,14 +26,15 @@ def combined(
         method: Whose rule it is.
         settings: Which options.
         shared: The server's old state.
-        uploads: ``[S, ...]``; none at all changes nothing, unless there is noise to be added.
+        uploads: ``[S, ...]``; none at all changes nothing, unless there is noise to be added or the first state, which alone
+            is in full, travels compressed from now on.
         weights: Of the uploads, ``[S]``.
         clients: Number of clients in the federation.
         draw: Where the noise for privacy comes from.
     """
     count = len(weights)
     if not count and settings.noise == 0.0:
-        return shared
+        return travelled(method, shared) if settings.compression == "half" else shared
     if settings.compression == "half" and count:
         uploads = travelled(method, uploads)
     if settings.noise > 0.0:

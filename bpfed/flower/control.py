@@ -87,7 +87,8 @@ def finished(folder: Path) -> RunRecord | None:
         return None
     server = open_server(folder, _nobody)
     wanted = min(server.config.run.eval_clients or LARGEST, len(server.sites))
-    if server.journal.kept() is None or (last.get("metrics") or {}).get("tested", 0) < wanted:
+    metrics = last.get("metrics") or {}
+    if server.journal.kept() is None or metrics.get("tested", 0) + metrics.get("untested", 0) < wanted:
         return None
     return RunRecord.read(folder / RUN)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from bpfed.config import Config
-from bpfed.data import FederatedData, load
+from bpfed.data import FederatedData
 from bpfed.data.combine import combine
 from bpfed.data.folder import DataDir
 from bpfed.data.load import names
@@ -44,13 +44,18 @@ class Part:
 
     Args:
         site: The site's name.
-        sites: All sites' names; the site has the part of the client in its place.
+        sites: All sites' names; if they are those of the dataset's clients, the site has the part of the client of its name,
+            else that of the client in its place.
         config: Says which dataset.
     """
 
     def __init__(self, site: str, sites: tuple[str, ...], config: Config, data_dir: DataDir = None) -> None:
         whole = part_of(config, len(sites), data_dir)
-        self.own = one_client(replace(whole, clients=sites), site)
+        client = site if set(sites) == set(whole.clients) else whole.clients[sites.index(site)]
+        own, made = one_client(whole, client), whole.preparation
+        if made is not None and client in made.local:
+            made = replace(made, local={site: made.local[client]})
+        self.own = replace(own, clients=(site,), preparation=made)
 
     def facts(self) -> dict[str, Any]:
         own = self.own
@@ -160,15 +165,7 @@ def part_of(config: Config, sites: int, data_dir: DataDir = None) -> FederatedDa
     asked = config.data
     if asked.name not in names():
         raise UserError(f"'{asked.name}' is no named dataset; give each site its own file by --data.")
-    seed = config.run.seed if asked.seed is None else asked.seed
-    return load(
-        asked.name,
-        clients=sites,
-        partition=asked.partition,
-        seed=seed,
-        data_dir=data_dir,
-        test_fraction=asked.test_fraction,
-    )
+    return replace(config, data=replace(asked, clients=sites)).load_data(data_dir)
 
 
 def one_client(data: FederatedData, client: str) -> FederatedData:

@@ -10,15 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bpfed import __version__
+from bpfed.calibration import fewest
 from bpfed.config import Config
+from bpfed.data.federated import held_back
 from bpfed.engine import checkpoint
 from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
 from bpfed.files import append_line, to_json, to_json_line, to_toml, write_whole
 from bpfed.flower.meeting import Seen
 from bpfed.flower.plan import EXCHANGES
-from bpfed.metrics import Evaluation
+from bpfed.metrics import SURE, Evaluation
 from bpfed.report import RunRecord, write
 from bpfed.report.record import CONFIG, EVALUATION, METRICS, REPORT, SUMMARY
 
@@ -116,11 +120,12 @@ class Journal:
         """A line on an exchange."""
         append_line(self.folder / EXCHANGES, to_json_line(exchange))
 
-    def score(self, round_: int, evaluation: Evaluation, order: list[str]) -> None:
-        """The line of metrics of a round, which these sites have tested."""
+    def score(self, round_: int, evaluation: Evaluation, order: list[str], untested: int = 0) -> None:
+        """The line of metrics of a round, which these sites have tested; so many more have no test examples."""
         self.evaluation = evaluation, order
         record = {"round": round_, **evaluation.record(), **self.pending}
-        record |= {"tested": len(order), "seconds": round(self.seconds, 3)}
+        record |= {"tested": len(order), **({"untested": untested} if untested else {})}
+        record["seconds"] = round(self.seconds, 3)
         self.history = [r for r in self.history if r["round"] != round_] + [record]
         append_line(self.folder / METRICS, to_json_line(record))
 
@@ -157,8 +162,13 @@ class Journal:
         """The files of a finished run, and its report."""
         assert self.evaluation is not None
         evaluation, order = self.evaluation
-        sizes = [int((self.sites[site].facts or {}).get("train", 0)) for site in order]
-        detail = evaluation.detail(federation.round, order, sizes)
+        sizes = torch.tensor([int((self.sites[site].facts or {}).get("train", 0)) for site in order])
+        part = self.config.run.calibration
+        held = held_back(sizes, part) if part > 0.0 else torch.zeros_like(sizes)
+        kept = held.tolist() if part > 0.0 else None
+        detail = evaluation.detail(federation.round, order, (sizes - held).tolist(), kept)
+        if kept is not None:
+            detail["fewest_calibration"] = fewest(SURE)
         if self.facts["task"] == "regression" and (made := self.facts.get("preparation")) is not None:
             detail["target"] = {"name": made["target"], "scale": made["target_scale"]}
         write_whole(self.folder / EVALUATION, to_json(detail))

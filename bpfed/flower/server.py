@@ -242,6 +242,10 @@ class Server:
                 break
         if not scores:
             raise UserError("No site has tested the last round; look after the sites and start the run again.")
+        if not any(map(_examples, scores.values())):
+            raise UserError(
+                "No site has a test example; move the server's run away and set data.test_fraction above 0."
+            )
         self._record(scores)
 
     def _tested(self) -> list[str]:
@@ -250,16 +254,21 @@ class Server:
 
     def _record(self, scores: Mapping[str, Sums]) -> None:
         """The line of metrics of the last finished round, from what its sites say of their test examples."""
-        order = [site for site in self.plan.sites if site in scores and float(scores[site].cells[0].sum()) > 0]
+        order = [site for site in self.plan.sites if site in scores and _examples(scores[site])]
         if not order:
             self.say(f"No site has tested round {self.federation.round}; it has no line of metrics.")
             return
         evaluation = evaluate_sums(Sums.join([scores[site] for site in order]), self.config.run.bins)
-        self.journal.score(self.federation.round, evaluation, order)
+        self.journal.score(self.federation.round, evaluation, order, len(scores) - len(order))
 
     def _status(self, state: str | None, error: BaseException | None = None) -> None:
         federation = getattr(self, "federation", None)
         self.journal.status(state, federation.round if federation is not None else 0, error)
+
+
+def _examples(sums: Sums) -> int:
+    """Test examples behind these sums."""
+    return int(sums.cells[0].sum())
 
 
 def without_examples(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any]) -> Federation:

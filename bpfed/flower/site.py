@@ -27,7 +27,7 @@ from bpfed.flower.own import keep
 from bpfed.flower.pattern import Patterns, Refused, Upload, patterns
 from bpfed.flower.states import States
 from bpfed.methods.base import Course, State
-from bpfed.metrics import Evaluation, Sums
+from bpfed.metrics import Evaluation, Form, Sums, evaluate_sums
 
 #: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same pattern.
 UploadTransform = Callable[[Upload, State, int], Upload]
@@ -138,8 +138,9 @@ class Site:
         federation = Federation.start(self.config.method, data, settings)
         federation.run_of_all = Course(sites, self.config.run.per_round(sites), settings.rounds, settings.epochs)
         train, batch = federation.data.train, settings.batch  # without what is held back for calibration
-        # Never compiled: the process ends with the round. The width is the simulator's for clients of any size.
-        width = min(batch, longest)
+        # Never compiled: the process ends with the round. The width is the simulator's for clients of any size; a site that
+        # joined late may have more examples than any that told of theirs.
+        width = min(batch, max(longest, int(train.sizes[0])))
         x, y = train.x.to(federation.device), train.y.to(federation.device)
         federation.training = LocalRound(
             self.config.method, federation.model, x, y, batch, settings.epochs, settings.compile == "on", width
@@ -151,12 +152,18 @@ class Site:
         start = time.perf_counter()
         if federation.finished:
             federation.settle()
-        evaluated = evaluate_clients(federation)
+        evaluated = evaluate_clients(federation) if len(federation.data.test.y) else self._untested(federation)
         self._work += time.perf_counter() - start
         if federation.finished:  # what the site predicts with from now on
             self._states(ask).settle(federation.round, self._row(federation, federation.store.get(_ONLY)))
             self._keep(federation, evaluated)
         return evaluated[0].sums.cpu()
+
+    def _untested(self, federation: Federation) -> tuple[Evaluation, Tensor]:
+        """What is said of a site without test examples: nothing, in the form of something."""
+        settings = federation.settings
+        form = Form.of(federation.data.classes, settings.bins, settings.calibration > 0.0)
+        return evaluate_sums(Sums.none(form), settings.bins), _ONLY
 
     def _keep(self, federation: Federation, evaluated: tuple[Evaluation, Tensor]) -> None:
         if self.own is None:

@@ -180,7 +180,10 @@ class LaplacePredictive(NamedTuple):
 
     def draw(self, key: Tensor, index: int) -> Tensor:
         eps = noise.normal(noise.fold(key, index), self.sigma[0].numel()).view_as(self.sigma)
-        drawn = self.layer.get(self.weights) + self.outputs @ (self.sigma * eps) @ self.inputs.mT
+        # By the symmetric root of the covariance: eigenvectors have no sign, and where eigenvalues are equal no direction, so
+        # that without the turn into their basis a draw would hang on the last bit of the curvature.
+        turned = self.sigma * (self.outputs.mT @ eps @ self.inputs)
+        drawn = self.layer.get(self.weights) + self.outputs @ turned @ self.inputs.mT
         return self.layer.put(self.weights, drawn)
 
 

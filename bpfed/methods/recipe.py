@@ -33,7 +33,7 @@ training data of the three small cells, one set for all (docs/recipe.md).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,6 +152,9 @@ class Recipe(Method):
             reach="above 0",
             newcomer_lr="0 or more",
         )
+
+    def structure(self) -> tuple[Any, ...]:
+        return (*super().structure(), self.head_gain > 1.0)
 
     def init(self, model: Model) -> Initial:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))

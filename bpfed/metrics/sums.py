@@ -34,6 +34,13 @@ class Sums(NamedTuple):
         further = {name: torch.cat([p.further[name] for p in parts]) for name in parts[0].further}
         return cls(torch.cat([p.cells for p in parts], 1), torch.cat([p.losses for p in parts], 1), further)
 
+    @classmethod
+    def none(cls, form: Form) -> Sums:
+        """Of a client without test examples."""
+        losses, further = torch.zeros(2, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        cells = torch.zeros(form.rows, 1, form.bins, dtype=torch.float64)
+        return cls(cells, losses, dict.fromkeys(form.further, further))
+
     def cpu(self) -> Sums:
         """The same in main memory."""
         return Sums(self.cells.cpu(), self.losses.cpu(), {name: part.cpu() for name, part in self.further.items()})

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from command import Command, files
@@ -192,6 +193,8 @@ def test_the_fingerprint_follows_what_is_computed_and_not_where(tmp_path):
     ]
     assert len({fingerprint(base), *(fingerprint(o.config) for o in others)}) == 4
     assert fingerprint(Deployed(tmp_path, FedAvg(), memory=64, chunk=2).config) == fingerprint(base)
+    dealt = [replace(base, data=replace(base.data, **{key: value})) for key, value in (("seed", 1), ("ignore", "age"))]
+    assert len({fingerprint(base), *map(fingerprint, dealt)}) == 3
 
 
 def test_records_pass_between_app_and_worker_unchanged(tmp_path):

@@ -11,8 +11,18 @@ from bpfed.privacy import gaussian_epsilon
 SIZES = (7, 12, 9)
 
 
+#: Nobody is drawn in round 1, and all are in round 2.
+NOBODY = {"sampling": "poisson", "participants": 1, "seed": 10}
+
+
 @pytest.mark.parametrize(
-    "options", [{"clip": 0.05, "robust": "median"}, {"compression": "half"}, {"clip": 0.05, "robust": "trimmed:0.4"}]
+    "options",
+    [
+        {"clip": 0.05, "robust": "median"},
+        {"compression": "half"},
+        {"compression": "half", **NOBODY},
+        {"clip": 0.05, "robust": "trimmed:0.4"},
+    ],
 )
 def test_options_give_the_simulators_numbers(options, tmp_path):
     data = classification(sizes=SIZES)

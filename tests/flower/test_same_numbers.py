@@ -1,6 +1,8 @@
 """A deployed federation gives the numbers of a simulated one."""
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,8 +10,12 @@ from federations import Deployed, simulated
 from scenarios import classification, regression
 from torch.utils._pytree import tree_leaves
 
+from bpfed.data.federated import Examples
 from bpfed.errors import UserError
+from bpfed.flower.server import method_rule
 from bpfed.methods import METHODS, BPFed, FedAvg
+from bpfed.report import RunRecord
+from bpfed.run import Run
 
 
 def same(server, federation, history, tolerance=1e-6):
@@ -49,6 +55,43 @@ def test_a_site_that_is_down_for_a_round(tmp_path):
         assert record["ece"]["pooled"] == pytest.approx(evaluation["ece"].pooled, abs=1e-6)
 
 
+def test_a_site_that_joins_late_trains_on_all_its_examples(tmp_path):
+    """Though it has more of them than any site that was there when the sites told how many they have."""
+    data, settings = classification(sizes=(6, 7, 30)), {"rounds": 2, "batch": 50}
+    deployed = Deployed(tmp_path, FedAvg(), data, plan={"min_replies": 1}, **settings)
+    node = deployed.node("site c")
+    answer = deployed.grid.clients.pop(node)
+
+    def joins(federation, uploads, weights):
+        deployed.grid.clients[node] = answer
+        return method_rule(federation, uploads, weights)
+
+    server = deployed.serve(rule=joins)
+    same(server, *simulated(FedAvg(), data, away={1: ["site c"]}, **settings))
+    assert [r["participants"] for r in server.history] == [2, 3]
+
+
+@pytest.mark.parametrize("make", [partial(classification, classes=2), regression])
+def test_a_site_without_test_examples_trains_all_the_same(make, tmp_path):
+    data = make(sizes=(7, 12, 9))
+    parts = [data.test.client(i) for i in range(3)]
+    parts[1] = tuple(t[:0] for t in parts[1])
+    data = replace(data, test=Examples.of(parts))
+    deployed = Deployed(tmp_path, FedAvg(), data, rounds=2, calibration=0.3)
+    name = data.clients[1]
+    deployed.sites[name].own = tmp_path / "own"
+    server = deployed.serve()
+    same(server, *simulated(FedAvg(), data, rounds=2, calibration=0.3))
+    assert [(r["participants"], r["tested"], r["untested"]) for r in server.history] == [(3, 2, 1)] * 2
+    assert Run.load(tmp_path / "own").client(name).predict(data.train.x[:2]).scores is not None
+
+
+def test_sites_that_all_lack_test_examples_are_told_so(tmp_path):
+    data = classification(sizes=(7, 12), test=0)
+    with pytest.raises(UserError, match="No site has a test example"):
+        Deployed(tmp_path, FedAvg(), data, rounds=1).serve()
+
+
 def test_regression_weighted_by_size(tmp_path):
     deployed = Deployed(tmp_path, BPFed(), regression(), weighting="size", rounds=3)
     same(deployed.serve(), *simulated(BPFed(), regression(), weighting="size", rounds=3))
@@ -58,8 +101,14 @@ def test_regression_weighted_by_size(tmp_path):
 def test_calibrated_sets_and_intervals(data, tmp_path):
     deployed = Deployed(tmp_path, FedAvg(), data, rounds=2, calibration=0.3)
     server = deployed.serve()
-    same(server, *simulated(FedAvg(), data, rounds=2, calibration=0.3))
+    federation, history = simulated(FedAvg(), data, rounds=2, calibration=0.3)
+    same(server, federation, history)
     assert server.history[-1]["coverage"]["pooled"] > 0.5
+    told, wanted = RunRecord.read(server.journal.folder).evaluation, Run(federation).detail()
+    assert told.keys() == wanted.keys()
+    assert told["fewest_calibration"] == wanted["fewest_calibration"]
+    for row, theirs in zip(told["clients"], wanted["clients"], strict=True):
+        assert row == pytest.approx(theirs, abs=1e-6)
 
 
 def test_a_method_that_shares_nothing_is_refused(tmp_path):

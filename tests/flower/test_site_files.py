@@ -1,6 +1,7 @@
 """Sites with files of their own: scaled alike by sums alone, and the same numbers as a simulation of all tables."""
 
 import csv
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,14 +11,17 @@ from federations import Deployed, simulated
 from loopgrid import node_of
 from test_same_numbers import same
 
+from bpfed.data.natural import ATTRIBUTES, HOSPITALS
 from bpfed.data.own import federate
 from bpfed.data.table import read_table
 from bpfed.errors import UserError
-from bpfed.flower.data import File
+from bpfed.flower.data import File, Part
+from bpfed.flower.plan import Plan
 from bpfed.flower.site import Site
 from bpfed.methods import FedAvg, Recipe
 from bpfed.report import RunRecord
 from bpfed.run import Run
+from bpfed.schema import DataSettings
 
 ROUNDS = 2
 
@@ -92,6 +96,28 @@ def test_sites_whose_columns_contradict_each_other_are_told_so(tmp_path, files):
         made.serve()
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_part_of_a_named_dataset_is_the_part_of_that_client(tmp_path, monkeypatch, order, named):
+    """Whatever the order of the sites' names, and prepared as the configuration says."""
+    monkeypatch.setenv("BPFED_DATA", str(tmp_path))
+    rng = np.random.default_rng(0)
+    for hospital in HOSPITALS:
+        rows = [[*(rng.choice([*codes] or 99) for codes in ATTRIBUTES.values()), i % 2] for i in range(10)]
+        (tmp_path / f"processed.{hospital}.data").write_text("\n".join(",".join(map(str, row)) for row in rows) + "\n")
+    config = Deployed(tmp_path, FedAvg()).config
+    config = replace(config, data=DataSettings(name="heart-disease", standardise="local", ignore="age,ca", seed=3))
+    data = config.load_data()
+    sites = (data.clients if named else ("a", "b", "c", "d"))[::order]
+    part = Part(sites[1], sites, config).own
+    whose = data.clients.index(sites[1]) if named else 1
+    for ours, theirs in ((part.train, data.train), (part.test, data.test)):
+        torch.testing.assert_close((ours.x, ours.y), theirs.client(whose))
+    own = part.preparation
+    assert own.local == {sites[1]: data.preparation.local[data.clients[whose]]}
+    assert replace(own, local={}) == replace(data.preparation, local={})
+
+
 def test_a_file_without_a_target_is_refused_at_the_start(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("age,height\n1,2\n3,4\n")
@@ -126,6 +152,20 @@ def test_a_site_ends_with_a_model_of_its_own(tmp_path, files, method, capsys):
     )
     assert told.code == 0
     assert len((tmp_path / "p.csv").read_text().splitlines()) == 21
+
+
+def test_a_newcomer_at_a_site_is_found_again(tmp_path, files, capsys):
+    made, _ = deployed(tmp_path, files, FedAvg())
+    site = tmp_path / "site-north"
+    Plan(("north", "south", "east"), site="north").write(site)
+    made.sites["north"].own = site / "run"
+    made.serve()
+    command = Command(capsys)
+    command.ok("adapt", site, "--input", files["south"], "--name", "ward", "--steps", "2")
+    rows = ("--input", files["south"])
+    told = [command.ok("predict", place, "--client", "ward", *rows).out for place in (site, site / "run")]
+    assert told[0] == told[1]
+    assert len(told[0].splitlines()) == 21
 
 
 def test_a_model_that_cannot_be_kept_costs_no_score(tmp_path, files):

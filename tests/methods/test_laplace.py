@@ -108,6 +108,16 @@ def test_of_a_convolutional_network_too():
 # --- posteriors in closed form ----------------------------------------------------------------------------------------
 
 
+def test_a_draw_does_not_depend_on_how_eigenvectors_were_chosen():
+    """They have no sign, and of few examples most eigenvalues are 0, so that any basis will do for these."""
+    model = scenarios.model_of(deep())
+    weights = model.initial.expand(2, -1)
+    found = laplace(model, weights, measured(model, weights, scenarios.random_batch(2, 2)), 1.0)
+    key, last = scenarios.keys(2), found.inputs[..., 1:]
+    for other in (torch.cat([-found.inputs[..., :1], last], -1), found.inputs[..., [1, 0, *range(2, 6)]]):
+        torch.testing.assert_close(found._replace(inputs=other).draw(key, 3), found.draw(key, 3), rtol=0, atol=1e-5)
+
+
 def gaussian(predictive, s=0, draws=4000):
     """Mean and covariance of the drawn last layer of one client."""
     key = scenarios.keys(len(predictive.weights))

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_flatten
 
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
+from bpfed.engine.simulator import Simulator
+from bpfed.errors import UserError
 from bpfed.likelihoods import Normal
 from bpfed.methods import Population, Recipe
 from bpfed.methods.base import rows
@@ -188,3 +190,9 @@ def test_other_layers_than_heads_start_as_the_network_does(personal):
     begun = state.method.begin(state.model, rows(state.shared, 2), found, state.hyper(1, torch.arange(2)))
     for mean in (begun.q.mean, begun.prior.mean):
         torch.testing.assert_close(state.model.factors.split(mean)[1], found.first)
+
+
+def test_heads_that_grow_and_heads_that_do_not_are_not_stacked():
+    runs = [federation(Recipe(head_gain=gain)) for gain in (1.0, 6.0)]
+    with pytest.raises(UserError, match="Only runs of the same method"):
+        Simulator(runs)
