@@ -30,10 +30,16 @@ def headline(run: RunRecord) -> str:
     total = sum(row["test"] for row in tested)
     basis = f", over {text.plural(total, 'test example')} of {text.plural(len(tested), 'client')}" if tested else ""
     tiles = [_tile(run, measure, total) for measure in run.measures if measure.name not in DETAILS]
+    guessing = (
+        " Guessing is always saying the most frequent class (accuracy) or the class shares (NLL) of a client's own "
+        "training examples."
+        if math.isfinite(run.last("majority"))
+        else ""
+    )
     return (
         f'{top}<div class="tiles">{"".join(tiles)}{_worst_tile(run)}</div>'
         f'<p class="note">The large figures are those of the last round ({run.history[-1]["round"]}){basis}, all '
-        "examples pooled. The best round was picked by looking at the test data, so it flatters; it is given because "
+        f"examples pooled.{guessing} The best round was picked by looking at the test data, so it flatters; it is given because "
         "papers often print it.</p>"
     )
 
@@ -41,11 +47,11 @@ def headline(run: RunRecord) -> str:
 _FACTS = (("protocol", "{} protocol".format), ("partition", text.dealt), ("device", "on {}".format))
 
 
-#: What a figure is without a model: the measure, and what is then always said.
+#: What a figure is without a model: the measure, and what that is called where there is little room.
 WITHOUT_A_MODEL = {
-    "accuracy": ("majority", "most frequent class"),
+    "accuracy": ("majority", "guessing"),
     "rmse": ("baseline", "own training mean"),
-    "nll": ("shares_nll", "own class shares"),
+    "nll": ("shares_nll", "guessing"),
 }
 
 

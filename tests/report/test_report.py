@@ -242,6 +242,16 @@ def test_the_examples_behind_the_accuracy_if_sure_are_told(capsys: pytest.Captur
     assert "of the rest" not in Page(render(none)).text
 
 
+def test_what_guessing_scores_stands_beside_the_figures() -> None:
+    run = record()
+    assert "uessing" not in render(run)
+    last = run.history[-1] | {"majority": {"pooled": 0.321}, "shares_nll": {"pooled": 1.234}}
+    page = render(replace(run, history=[*run.history[:-1], last]))
+    assert "<dt>guessing</dt><dd>32.1" in page
+    assert "<dt>guessing</dt><dd>1.234</dd>" in page
+    assert "Guessing is always saying the most frequent class" in Page(page).text
+
+
 def test_clients_that_would_do_as_well_without_a_model_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     run = record()
     assert run.no_use == ""
