@@ -48,12 +48,12 @@ _ALL = (
     Measure("accuracy", "Accuracy", text.percent, "Share of test examples whose most probable class is right.", True),
     Measure(
         "majority",
-        "Most frequent",
+        "Guessing",
         text.percent,
         "Accuracy of always saying the most frequent class of the client's own training examples: a model that is not "
         "above it names nothing else rightly.",
         True,
-        "Accuracy of most frequent class",
+        "Accuracy of guessing",
     ),
     Measure("rmse", "RMSE", text.decimal, "Root of the mean squared error, in the unit of the targets as given."),
     Measure(
@@ -66,11 +66,11 @@ _ALL = (
     Measure("nll", "NLL", text.decimal, "Negative log-likelihood of the truth, nats per example; low is good."),
     Measure(
         "shares_nll",
-        "NLL of shares",
+        "NLL, guessing",
         text.decimal,
         "NLL of saying the class shares of the client's own training examples every time: a model that is not below it "
         "is no use.",
-        title="NLL of own class shares",
+        title="NLL of guessing",
     ),
     Measure(
         "auroc",
