@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 #: Letters of a name that a sentence shows.
 LONGEST = 40
+#: How `first_of` ends where a part is a clause, not a name.
+OTHERS = " (and {} others so)"
 
 
 class UserError(Exception):
@@ -26,8 +28,12 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f"did you mean '{near[0]}'?" if near else f"known are: {', '.join(names)}."
 
 
+def first_of(parts: Sequence[str], and_: str = ", ", more: str = " and {} more", most: int = 5) -> str:
+    """Parts of a sentence; of many, only the first, and how many more there are."""
+    return and_.join(parts[:most]) + (more.format(len(parts) - most) if len(parts) > most else "")
+
+
 def quoted(names: Sequence[str], most: int = 5, and_: str = ", ") -> str:
     """Names in quotes for a sentence; of many, only the first, and of long ones the beginning."""
-    cut = [name if len(name) <= LONGEST else f"{name[:LONGEST]}..." for name in names[:most]]
-    shown = and_.join(f"'{name}'" if name.isprintable() else repr(name) for name in cut)
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+    cut = [name if len(name) <= LONGEST else f"{name[:LONGEST]}..." for name in names]
+    return first_of([f"'{name}'" if name.isprintable() else repr(name) for name in cut], and_, most=most)

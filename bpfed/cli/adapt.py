@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bpfed.cli import show
-from bpfed.cli.predict import ADAPTED, finished_run, kept
+from bpfed.cli.predict import ADAPTED, finished_run, newcomers_of
 from bpfed.cli.run import PATIENCE
 from bpfed.console import Console
 from bpfed.errors import UserError
@@ -58,7 +58,7 @@ def adapt(
             raise UserError(
                 f"A newcomer called '{name}' cannot be kept in a file of that name; give another --name or --out."
             )
-        out = kept(folder) / f"{name}.safetensors"
+        out = newcomers_of(folder) / f"{name}.safetensors"
     if out.exists() and not overwrite:
         raise UserError(f"'{out}' exists already; add --overwrite to replace it, or give another --name or --out.")
     progress = Progress(patience=PATIENCE)

@@ -56,7 +56,7 @@ def list_(data_dir: DataDir = None) -> None:
 def fetch(name: Name, data_dir: DataDir = None) -> None:
     """Make sure that a dataset's files are present, downloading them if not."""
     check_data(name)
-    with _busy(name) as progress:
+    with _busy() as progress:
         from bpfed.data import fetch as get
 
         loading(progress, name, data_dir)
@@ -100,7 +100,7 @@ def inspect(
     Of tables, it lists what becomes of each column, and says which look as if they should be no inputs.
     """
     check_data(name)
-    with _busy(name) as progress:
+    with _busy() as progress:
         from bpfed.data.columns import columns, doubts
         from bpfed.data.load import is_table, load, tables
         from bpfed.data.lookalikes import lookalikes
@@ -169,7 +169,7 @@ def export(
 ) -> None:
     """Write the tables of a dataset as CSV files, one per client, to be used as folder:PATH."""
     check_data(name)
-    with _busy(name) as progress:
+    with _busy() as progress:
         from bpfed.data.csvfile import write_folder
         from bpfed.data.load import tables
 
@@ -181,13 +181,13 @@ def export(
 
 
 @contextmanager
-def _busy(name: str) -> Iterator[Progress]:
+def _busy() -> Iterator[Progress]:
     """Show what is going on, from before torch is imported on."""
     from bpfed.callbacks.progress import Progress
 
     progress = Progress(patience=PATIENCE)
     try:
-        progress.doing(f"loading {name}")
+        progress.doing("starting")
         yield progress
     finally:
         progress.close()

@@ -83,7 +83,7 @@ def predict(
 
         data = who.run.data
         x = read_rows(data, rows, who.name, progress.say).x
-        kept = _kept(rows, keep, len(x))
+        kept = _copied(rows, keep, len(x))
         progress.doing(f"predicting {many(len(x), 'row')}")
         found = who.predict(x, draws=draws)
         if found.scores is None:
@@ -141,7 +141,7 @@ def finished_run(folder: Path, say: Any) -> LoadedRun:
     return run
 
 
-def kept(folder: Path) -> Path:
+def newcomers_of(folder: Path) -> Path:
     """Where the newcomers to the run in this folder are; of a site's own model beside it, which may be written anew."""
     from bpfed.flower.plan import FILE
 
@@ -152,13 +152,13 @@ def find(run: LoadedRun, name: str) -> Client:
     """The client of that name: one of the run's own, or a newcomer kept in its folder."""
     if name in run.data.clients:
         return run.client(name)
-    newcomers = {path.stem: path for path in kept(run.folder).glob("*.safetensors")}
+    newcomers = {path.stem: path for path in newcomers_of(run.folder).glob("*.safetensors")}
     if name not in newcomers:
         raise unknown("client", name, [*run.data.clients, *newcomers])
     return run.newcomer(newcomers[name])
 
 
-def _kept(path: Path, keep: str | None, rows: int) -> dict[str, list[str]]:
+def _copied(path: Path, keep: str | None, rows: int) -> dict[str, list[str]]:
     """The columns of the input that go into the output as they are, by name."""
     from bpfed.data.own import column_names
     from bpfed.data.verbatim import verbatim

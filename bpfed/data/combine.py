@@ -9,10 +9,7 @@ from typing import get_args
 from bpfed.data.federated import Task
 from bpfed.data.preparation import Feature, Preparation, Standardise, words_for_numbers
 from bpfed.data.summary import MOST_LEVELS, MOST_WHOLE, ColumnSummary, Summary, too_many, too_many_classes
-from bpfed.errors import UserError, unknown
-
-#: Columns that a sentence tells of.
-MOST = 5
+from bpfed.errors import OTHERS, UserError, first_of, unknown
 
 
 def combine(
@@ -103,8 +100,7 @@ def _check_alike(told: Mapping[str, Iterable[tuple[str, ColumnSummary]]]) -> Non
         if numbers is not None and words is not None:
             found.append(f"'{name}' is numbers at '{numbers}' but words at '{words[0]}', such as '{words[1]}'")
     if found:
-        more = f" (and {len(found) - MOST} others so)" if len(found) > MOST else ""
-        raise UserError(f"Column {', and '.join(found[:MOST])}{more}; write it the same way everywhere.")
+        raise UserError(f"Column {first_of(found, ', and ', OTHERS)}; write it the same way everywhere.")
 
 
 def _classes(summaries: Sequence[Summary], aim: ColumnSummary, target: str) -> tuple[str, ...]:

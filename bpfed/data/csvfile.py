@@ -13,7 +13,7 @@ from typing import NoReturn
 import numpy as np
 
 from bpfed.data.table import MISSING, UNKNOWN, Column, Table, Words, check_columns
-from bpfed.errors import UserError
+from bpfed.errors import OTHERS, UserError, first_of
 from bpfed.files import write_whole
 
 DELIMITERS = ",;\t|"
@@ -22,8 +22,6 @@ DELIMITERS = ",;\t|"
 CHUNK = 2_000
 #: Longest line that is looked at to tell the delimiter.
 HEADER = 1 << 20
-#: Columns with slips that a sentence tells of.
-MOST = 5
 _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 
@@ -236,9 +234,8 @@ def _check_slips(columns: Mapping[str, Column], path: Path, delimiter: str) -> N
             slips += _slip(column, [_number(level) for level in column.levels], f"'{name}' of '{path}' is numbers")
             slips += _slip(column, percent, f"'{name}' of '{path}' is percentages")
     if slips:
-        more = f" (and {len(slips) - MOST} others so)" if len(slips) > MOST else ""
         raise UserError(
-            f"Column {', and '.join(slips[:MOST])}{more}; mend it, or leave the cell empty if it is not known."
+            f"Column {first_of(slips, ', and ', OTHERS)}; mend it, or leave the cell empty if it is not known."
         )
 
 

@@ -7,12 +7,10 @@ import numpy as np
 from bpfed.data.lookalikes import spelling
 from bpfed.data.preparation import Feature, Preparation
 from bpfed.data.table import Table, Words
-from bpfed.errors import quoted
+from bpfed.errors import first_of, quoted
 
 #: Standard deviations from the mean of training beyond which a number is far.
 FAR = 10.0
-#: Columns that a sentence names.
-NAMED = 5
 
 
 def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]:
@@ -30,7 +28,7 @@ def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]
     used = {preparation.target, *preparation.ignore, *(f.name for f in preparation.features)}
     other = {name: known[spelling(name)] for name in table.columns if name not in used and spelling(name) in known}
     if other:
-        told = _listed([f"'{name}' (training had '{was}')" for name, was in other.items()])
+        told = first_of([f"'{name}' (training had '{was}')" for name, was in other.items()])
         found.append(f"'{table.name}' has {told}, which is ignored; spell it as in training if it is meant.")
     words, numbers = [], []
     for feature in (f for f in preparation.features if f.scale and f.name in table.columns):
@@ -43,12 +41,12 @@ def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]
             numbers += [f"'{feature.name}' ({rows} of {table.rows} rows, such as {such})"] if rows else []
     if words:
         found.append(
-            f"'{table.name}' has words that training never saw in {_listed(words)}; the model answers as if there were no word."
+            f"'{table.name}' has words that training never saw in {first_of(words)}; the model answers as if there were no word."
         )
     if numbers:
         found.append(
             f"'{table.name}' has numbers more than {FAR:g} standard deviations from the mean of training in "
-            f"{_listed(numbers)}; the model's answers there may mean little."
+            f"{first_of(numbers)}; the model's answers there may mean little."
         )
     return found
 
@@ -69,8 +67,3 @@ def _far(table: Table, name: str, mean: float, scale: float) -> tuple[int, str]:
         return 0, ""
     far = np.abs(np.nan_to_num(column - mean)) > FAR * scale
     return int(far.sum()), f"{column[far.argmax()]:g}"
-
-
-def _listed(parts: list[str]) -> str:
-    more = len(parts) - NAMED
-    return ", ".join(parts[:NAMED]) + (f" and {more} more" if more > 0 else "")
