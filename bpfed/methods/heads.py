@@ -22,6 +22,13 @@ def of_likelihood(model: Model) -> Tensor:
     return factors.split(torch.cat(parts).to(model.initial.device))[1]
 
 
+def biases(model: Model) -> Tensor:
+    """Which personal weights are biases of the network, ``[P_personal]`` bool: a class's own level, whatever the example."""
+    factors = model.factors
+    flat = [torch.full((shape.numel(),), len(shape) == 1) for shape in factors.shapes]
+    return factors.split(torch.cat(flat).to(model.initial.device))[1] & ~of_likelihood(model)
+
+
 def per_head(model: Model) -> float:
     """What the prior's σ of a head weight is multiplied by: 1 for logits; in a regression, 1/√(number of weights).
 

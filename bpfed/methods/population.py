@@ -22,6 +22,7 @@ from bpfed.aggregate import mean, weighted_mean
 from bpfed.errors import UserError
 from bpfed.gaussian import Gaussian
 from bpfed.methods.base import Finished, GaussianPredictive, Initial
+from bpfed.methods.heads import biases
 from bpfed.methods.recipe import Local, Personal, Recipe
 from bpfed.methods.variational import join
 from bpfed.model import Model
@@ -55,6 +56,7 @@ class Population(Recipe):
 
     Attributes:
         head_sigma: s_h at the start.
+        bias_sigma: The same of biases.
         head_gain: m_h at the start, in units of the head that all clients start with.
         head_rate: r, how far s_h² moves in a round.
     """
@@ -68,6 +70,7 @@ class Population(Recipe):
     anchor: float = 3.0
     head_sigma: float = 0.3
     head_gain: float = 0.0
+    bias_sigma: float = 0.3
     path: float = 4.0
     head_rate: float = 0.2
 
@@ -80,7 +83,8 @@ class Population(Recipe):
     def init(self, model: Model) -> Initial:
         start = super().init(model)
         first = self.head_gain * start.personal.first
-        return Initial(Server(start.shared, first, first.square() + self.head_sigma**2), start.personal)
+        sigma = torch.where(biases(model), self.bias_sigma, self.head_sigma)
+        return Initial(Server(start.shared, first, first.square() + sigma.square()), start.personal)
 
     def newcomer(self, model: Model, shared: Server) -> Personal:  # type: ignore[override]
         return self.init(model).personal._replace(head=shared.heads)

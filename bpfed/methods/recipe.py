@@ -13,12 +13,13 @@ way. With ζ = (m, σ̄) from the server, q = (q_w, q_h) over shared and persona
    in every step, so it fades with the step size as the data's pull does.
 3. The prior of the personal factors is fixed, N(g h0, s_h²), where h0 is the head that every client starts with: drawn once for
    the run, the same for all, and never learnt. Heads that stay near a common one make features that mean the same everywhere,
-   which is what a population of heads is for; but nothing of a head is uploaded for it.
+   which is what a population of heads is for; but nothing of a head is uploaded for it. A bias says how frequent a class is
+   here, not what it looks like: its prior is wide, and around 0.
 4. T < 1, noise drawn per example (the ``local`` estimator), and a step size that falls along a cosine.
-5. The step size is bounded twice. Times rounds and local epochs (``path``): with more rounds the steps are
-   smaller, and training ends in the same place. The hyper-prior of 2 alone bounds networks with enough data; a convolutional one
-   with 125 images goes on growing for longer than anyone trains. And times a client's steps in one round (``reach``): a client
-   that goes far alone leaves the others behind, and averages of such clients are poor.
+5. The step size is bounded. Times rounds and local epochs (``path``), and times a client's steps in as many rounds (``span``): with
+   more rounds the steps are smaller, and training ends in the same place. The hyper-prior of 2 alone bounds networks with enough
+   data; a convolutional one goes on growing for longer than anyone trains, with 125 images as with 2 250. And times a client's steps
+   in one round (``reach``): a client that goes far alone leaves the others behind, and averages of such clients are poor.
 
 The settings were chosen with 10 clients, all of them in every round, and with 20, half of them. In a federation that is
 ``crowd`` times as large as that a client carries that much less of the prior of the means, and the precision counts that many more
@@ -45,7 +46,7 @@ from bpfed.estimators import ESTIMATORS, Batch, data_term
 from bpfed.gaussian import Gaussian, discounted, kl, kl_gradients_q
 from bpfed.likelihoods import Categorical
 from bpfed.methods.base import ADAPT, Course, Finished, GaussianPredictive, Initial, Method, frozen
-from bpfed.methods.heads import NOISE_SIGMA, of_likelihood, per_head
+from bpfed.methods.heads import NOISE_SIGMA, biases, of_likelihood, per_head
 from bpfed.methods.variational import Memory, Variational, join, split
 from bpfed.model import Model
 
@@ -94,11 +95,13 @@ class Recipe(Method):
             prior is N(0, 0.6²) divided by the number of the head's weights, and a noise scale has one of its own.
         head_gain: g, the prior mean of the personal factors in units of the head that all clients start with; 0: the mean is 0.
             Where other layers than the head are personal, 1 at most.
+        bias_sigma: σ of the prior of a head's biases, whose mean is 0; for classes, and where the head is what is personal.
         anchor: 1/(K s_m²), pull of the shared factors' means towards 0, with up to 20 clients.
         estimator: Of the data term, see BPFed.
         draws: Weight draws in a step.
         path: Most that the step size times rounds times local epochs may be; longer runs take smaller steps.
         reach: Most that the step size times a client's steps in one round may be; clients with more data take smaller steps.
+        span: Most that this, times rounds, may be: with more rounds than ``span / reach``, a client's reach is smaller.
         newcomer_lr: Step size at which a client that joins later learns its head.
     """
 
@@ -115,10 +118,12 @@ class Recipe(Method):
         "prior_sigma",
         "head_sigma",
         "head_gain",
+        "bias_sigma",
         "anchor",
         "sigma",
         "path",
         "reach",
+        "span",
     )
     schedule: ClassVar[str] = "cosine"
 
@@ -128,12 +133,14 @@ class Recipe(Method):
     discount: float = 0.9
     prior_sigma: float = 2.8
     head_sigma: float = 0.05
-    head_gain: float = 6.0
+    head_gain: float = 5.0
+    bias_sigma: float = 1.0
     anchor: float = 10.0
     estimator: str = "local"
     draws: int = 1
     path: float = 3.0
     reach: float = 0.2
+    span: float = 20.0
     newcomer_lr: float = 0.01
 
     def check(self) -> None:
@@ -147,9 +154,11 @@ class Recipe(Method):
             discount="from 0 to 1",
             prior_sigma="above 0",
             head_sigma="above 0",
+            bias_sigma="above 0",
             anchor="0 or more",
             path="above 0",
             reach="above 0",
+            span="above 0",
             newcomer_lr="0 or more",
         )
 
@@ -159,12 +168,13 @@ class Recipe(Method):
     def init(self, model: Model) -> Initial:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
         shared, head = split(model, start)
-        gain = self.head_gain if self._grows(model) else 1.0
-        untrained = Gaussian(gain * head.mean, head.sigma)
+        untrained = head
+        if self._grows(model):
+            untrained = Gaussian(torch.where(biases(model), 0.0, self.head_gain * head.mean), head.sigma)
         return Initial(shared, Personal(untrained, head.mean, Variational.at(start).memory, model.initial.new_zeros(1)))
 
     def _grows(self, model: Model) -> bool:
-        """Whether personal factors are heads that grow from h0 to their prior mean; other layers are not six times as large."""
+        """Whether personal factors are heads that grow from h0 to their prior mean; other layers are not five times as large."""
         return self.personal == "head" and self.head_gain > 1.0 and isinstance(model.likelihood, Categorical)
 
     def hyper(self) -> dict[str, float]:
@@ -175,8 +185,9 @@ class Recipe(Method):
         numbers, batches = super().hyper_in(course, batches), batches.clamp(min=1)
         crowd = max(1.0, course.clients / CHOSEN_WITH)
         seldom = max(1.0, CHOSEN_AT * course.clients / course.participants)
-        whole, one = seldom * self.path / (course.rounds * course.epochs), self.reach / (course.epochs * batches)
-        numbers["lr"] = one.clamp(max=min(self.lr, whole))
+        whole = seldom * self.path / (course.rounds * course.epochs)
+        reach = min(self.reach, seldom * self.span / course.rounds)
+        numbers["lr"] = (reach / (course.epochs * batches)).clamp(max=min(self.lr, whole))
         numbers["way"] = numbers["lr"] * course.passes * batches
         numbers["discount"] = 1.0 - (1.0 - numbers["discount"]) / crowd
         numbers["anchor"] = numbers["anchor"] / crowd
@@ -209,22 +220,26 @@ class Recipe(Method):
             return personal.head
         size = personal.first.square().mean(-1).sqrt().clamp(min=1e-12)
         gain = (hyper["head_gain"] - hyper["way"] / size).clamp(min=1.0)
+        grown = torch.where(biases(model), 1.0, gain[:, None]) * personal.first
         begins = (personal.steps == 0.0) & (hyper["way"] > 0.0)[:, None]
-        return personal.head._replace(mean=torch.where(begins, gain[:, None] * personal.first, personal.head.mean))
+        return personal.head._replace(mean=torch.where(begins, grown, personal.head.mean))
 
     def _head_prior(self, model: Model, first: Tensor, hyper: dict[str, Tensor]) -> Gaussian:
-        """N(g h0, s_h²) of heads, ``[S, P_personal]``. Logits have no unit, so a common head can be asked for; targets have one.
+        """N(g h0, s_h²) of heads, ``[S, P_personal]``, and of their biases N(0, σ²). Logits have no unit, so a common head can be
+        asked for; targets have one.
 
         A noise scale's prior is around the likelihood's own, and is not tempered: few examples fit any head that T lets go free,
         and would leave no noise.
         """
-        none = torch.zeros_like(first)
+        none, whole = torch.zeros_like(first), self.personal == "head"
         if isinstance(model.likelihood, Categorical):
-            gain = hyper["head_gain"] if self.personal == "head" else hyper["head_gain"].clamp(max=1.0)
-            return Gaussian(gain[:, None] * first, none + hyper["head_sigma"][:, None])
+            gain = hyper["head_gain"] if whole else hyper["head_gain"].clamp(max=1.0)
+            free = biases(model) & whole
+            mean = torch.where(free, none, gain[:, None] * first)
+            return Gaussian(mean, torch.where(free, hyper["bias_sigma"][:, None], hyper["head_sigma"][:, None]))
         noise = of_likelihood(model)
         untempered = NOISE_SIGMA * hyper["temperature"][:, None].clamp(min=1e-6).sqrt()
-        weights = none + REGRESSION_SIGMA * (per_head(model) if self.personal == "head" else 1.0)
+        weights = none + REGRESSION_SIGMA * (per_head(model) if whole else 1.0)
         return Gaussian(torch.where(noise, first, none), torch.where(noise, untempered, weights))
 
     def step(

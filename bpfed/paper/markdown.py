@@ -294,7 +294,8 @@ def _facts(facts: Mapping[str, Any]) -> str:
     if facts.get("newcomers"):
         words.append(plural(len(facts["newcomers"]), "newcomer"))
     if facts.get("seeds"):
-        words.append(plural(len(facts["seeds"]), "seed"))
+        more = "".join(f", {title} {count}" for title, count in facts.get("more_seeds", {}).items())
+        words.append(plural(len(facts["seeds"]), "seed") + (f" ({more[2:]})" if more else ""))
     return ", ".join([*words, *([facts["device"]] if facts.get("device") else [])])
 
 

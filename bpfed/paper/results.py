@@ -42,10 +42,11 @@ class Results:
         """
         if not folder.is_dir():
             raise UserError(f"There is no folder of results '{folder}'; run an experiment first, or name another.")
-        tags = sorted({path.name for path in folder.glob("*/*/*/rounds-*") if path.is_dir()})
+        tags = {path.name for path in folder.glob("*/*/*/rounds-*") if path.is_dir()}
+        lengths = sorted(int(length) for tag in tags if (length := tag.removeprefix("rounds-")).isdecimal())
         return cls(
             read_cells(folder),
-            {int(tag.rpartition("-")[2]): read_cells(folder, tag) for tag in tags},
+            {length: read_cells(folder, f"rounds-{length}") for length in lengths},
             read_novel(folder / "novel"),
             read_sweep(folder / "heterogeneity.json"),
             read_sweep(folder / "scale.json"),

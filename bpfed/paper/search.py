@@ -44,6 +44,7 @@ WORDS = {
     "fan_in_sigma": "k",
     "head_sigma": "s_h",
     "head_gain": "g",
+    "bias_sigma": "σ_b",
     "discount": "a",
     "mean_sigma": "s_m",
 }

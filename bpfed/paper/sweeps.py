@@ -27,7 +27,8 @@ class Sweep:
     Args:
         axis: What was varied, as ``alpha`` or ``examples``.
         lines: For each measure that was taken a line for each method, in the order of the tables.
-        facts: What else the file says, as its ``rounds`` and ``seeds``.
+        facts: What else the file says, as its ``rounds`` and ``seeds``; where methods differ, those of the one with the fewest
+            seeds, and ``more_seeds``, how many the others have, by title.
     """
 
     axis: str
@@ -154,7 +155,10 @@ def read_novel(folder: Path) -> dict[str, dict[str, Sweep]]:
                         lines["steps"].setdefault(measure, []).append(_line(name, curve["steps"], curve[measure]))
             except (KeyError, TypeError, ValueError) as error:
                 raise _broken(path, error) from None
-        facts = _facts(next(iter(methods.values()))[1])
+        counts = {name: len(methods[name][1].get("seeds", ())) for name in lineup.ordered(methods)}
+        fewest = min(counts, key=counts.__getitem__)
+        more = {lineup.title(name): count for name, count in counts.items() if count > counts[fewest]}
+        facts = _facts(methods[fewest][1]) | {"more_seeds": more}
         found[cell] = {axis: Sweep(axis, taken, facts) for axis, taken in lines.items()}
     return found
 

@@ -37,12 +37,14 @@ def prior(method, state: Federation):
 
 
 def test_the_heads_prior_is_the_common_head_times_its_gain():
-    method = Recipe(head_gain=4.0, head_sigma=0.07)
+    """And its biases are free to be what they are here: the last three of the head's weights, one for each class."""
+    method = Recipe(head_gain=4.0, head_sigma=0.07, bias_sigma=2.0)
     state = federation(method)
     start, count = state.model.initial, state.model.factors.shared
     found = prior(method, state)
-    torch.testing.assert_close(found.mean[0, count:], 4.0 * start[count:])
-    torch.testing.assert_close(found.sigma[0, count:], torch.full_like(start[count:], 0.07))
+    torch.testing.assert_close(found.mean[0, count:-3], 4.0 * start[count:-3])
+    assert found.mean[0, -3:].tolist() == [0.0] * 3
+    assert found.sigma[0, count:].tolist() == pytest.approx([0.07] * (len(start) - count - 3) + [2.0] * 3)
     torch.testing.assert_close(found.mean[0, :count], start[:count])
 
 
@@ -88,6 +90,15 @@ def test_steps_are_smaller_the_more_there_are(rounds, wanted):
     both = torch.arange(2)
     assert state.hyper(1, both)["lr"].tolist() == pytest.approx(wanted)
     assert state.hyper(1 + rounds // 2, both)["lr"].tolist() == pytest.approx([w / 2 for w in wanted])
+
+
+@pytest.mark.parametrize(("rounds", "wanted"), [(50, 0.005), (100, 0.005), (400, 0.00125)])
+def test_a_client_with_many_steps_goes_no_farther_in_more_rounds(rounds, wanted):
+    """40 examples are 20 steps in a round: a reach of 0.1 in each of them, and of 10 in the whole run."""
+    data = scenarios.classification(sizes=(40, 40))
+    method = Recipe(lr=0.01, path=100.0, reach=0.1, span=10.0)
+    state = Federation.start(method, data, Settings(rounds=rounds, epochs=5, batch=10, device="cpu"))
+    assert state.hyper(1, torch.arange(1))["lr"].item() == pytest.approx(wanted)
 
 
 def test_nothing_of_a_head_is_uploaded():
@@ -148,12 +159,18 @@ def test_a_head_starts_where_it_can_still_reach_its_prior():
     method = Recipe(head_gain=6.0)
     state = federation(method)
     personal = state.personal(torch.arange(2))
-    torch.testing.assert_close(personal.head.mean, 6.0 * personal.first)  # nothing seen: the prior
+    weights, biases = slice(None, -3), slice(-3, None)
+    torch.testing.assert_close(
+        personal.head.mean[:, weights], 6.0 * personal.first[:, weights]
+    )  # nothing seen: the prior
+    assert torch.all(personal.head.mean[:, biases] == 0.0)
     size = personal.first.square().mean(-1).sqrt()
     for way, gain in ((100.0, 1.0), (2.0, 4.0), (0.0, 6.0)):  # in units of h0
         hyper = {name: torch.full((2,), value) for name, value in method.hyper().items()} | {"way": way * size}
         begun = method.begin(state.model, rows(state.shared, 2), personal, hyper)
-        torch.testing.assert_close(state.model.factors.split(begun.q.mean)[1], gain * personal.first)
+        head = state.model.factors.split(begun.q.mean)[1]
+        torch.testing.assert_close(head[:, weights], gain * personal.first[:, weights])
+        torch.testing.assert_close(head[:, biases], (way > 0.0) * personal.first[:, biases])
 
 
 def test_a_head_that_has_been_trained_goes_on_where_it_was():
