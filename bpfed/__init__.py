@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bpfed import callbacks, config, data, methods
     from bpfed.client import Client
-    from bpfed.comparison import Comparison, compare
+    from bpfed.comparison import Comparison, Tuning, compare, tune
     from bpfed.engine.settings import Settings
     from bpfed.errors import UserError
     from bpfed.run import Run, fit, fit_seeds
@@ -20,6 +20,7 @@ __all__ = [
     "Comparison",
     "Run",
     "Settings",
+    "Tuning",
     "UserError",
     "__version__",
     "callbacks",
@@ -29,6 +30,7 @@ __all__ = [
     "fit",
     "fit_seeds",
     "methods",
+    "tune",
 ]
 
 # Imported when first asked for: torch takes two seconds, and `bpfed --help` needs none of it.
@@ -37,10 +39,12 @@ _HOME = {
     "Comparison": "bpfed.comparison",
     "Run": "bpfed.run",
     "Settings": "bpfed.engine.settings",
+    "Tuning": "bpfed.comparison",
     "UserError": "bpfed.errors",
     "compare": "bpfed.comparison",
     "fit": "bpfed.run",
     "fit_seeds": "bpfed.run",
+    "tune": "bpfed.comparison",
 }
 
 

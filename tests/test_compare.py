@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import tomllib
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import pytest
 from command import Command, files, metrics
 from rich.console import Console
 from scenarios import classification, regression
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import bpfed
 from bpfed.callbacks.progress import CellProgress
@@ -29,7 +27,6 @@ from bpfed.comparison.cells import run_cells
 from bpfed.comparison.entrants import changes, entrants, listed
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
-from bpfed.engine.stepper import Stepper
 from bpfed.errors import UserError
 from bpfed.files import lock
 from bpfed.methods import METHODS, BPFed, FedAvg
@@ -39,17 +36,7 @@ SMALL = ("compare", "--clients", "3", "--epochs", "1", "--eval-draws", "2", "--r
 PAIR = (*SMALL, "--methods", "fedavg,fedper")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def untraced() -> Iterator[None]:
-    """Steps are called as they are: tracing them takes longer than all the rounds here."""
-
-    def plain(self: Stepper, function: Callable[..., None], *example: Any) -> Callable[..., None]:
-        spec = tree_flatten(example)[1]
-        return lambda *flat: function(*tree_unflatten(list(flat), spec))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stepper, "trace", plain)
-        yield
+pytestmark = pytest.mark.usefixtures("untraced")
 
 
 @pytest.fixture

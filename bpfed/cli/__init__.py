@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from bpfed import __version__
-from bpfed.cli import adapt, compare, data, deploy, methods, paper, predict, report, run
+from bpfed.cli import adapt, compare, data, deploy, methods, paper, predict, report, run, tune
 from bpfed.cli.group import Group
 from bpfed.console import Console
 from bpfed.errors import UserError
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 app.command("run", epilog=run.EXAMPLE)(run.run)
 app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
+app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.command("predict", epilog=predict.EXAMPLE)(predict.predict)
 app.command("adapt", epilog=adapt.EXAMPLE)(adapt.adapt)
 app.command("methods", epilog=methods.EXAMPLE)(methods.methods)

@@ -218,12 +218,12 @@ def _show(comparison: Comparison) -> None:
         cells = []
         for m in measures:
             best = comparison.best(m.name) == name
-            told = _typed(spread(m, comparison.mean(name, m.name), comparison.sd(name, m.name)))
+            told = typed(spread(m, comparison.mean(name, m.name), comparison.sd(name, m.name)))
             cells.append(Text(f"*{told}" if best else told, "bold green" if best else ""))
         shown.add_row(comparison.titles[name], *cells, text.decimal(comparison.seconds(name), 1))
     shown.columns[0].no_wrap = True
     show.put(shown)
-    console.print(_typed(caption(comparison, "with a star")), style="dim")
+    console.print(typed(caption(comparison, "with a star")), style="dim")
     if len(comparison.names) < 2:
         return
     reference, chosen = comparison.titles[comparison.reference], compared(comparison)
@@ -236,13 +236,13 @@ def _show(comparison: Comparison) -> None:
         cells = []
         for m in chosen:
             one = found[m.name][name]
-            cells.append(Text(_typed(gap(m, one)), "" if one.clear else "dim"))
+            cells.append(Text(typed(gap(m, one)), "" if one.clear else "dim"))
         shown.add_row(comparison.titles[name], *cells, f"{better(found['nll'][name])} {pairs(comparison)}")
     shown.columns[0].no_wrap = True
     show.put(shown)
-    console.print(_typed(pairing(comparison)), style="dim")
+    console.print(typed(pairing(comparison)), style="dim")
 
 
-def _typed(shown: str) -> str:
+def typed(shown: str) -> str:
     """As a keyboard has it."""
     return shown.replace("\u202f", " ").replace("−", "-")

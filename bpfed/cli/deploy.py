@@ -13,7 +13,7 @@ import typer
 from bpfed.cli import show
 from bpfed.cli.flags import with_schema
 from bpfed.cli.group import Group
-from bpfed.cli.run import _overrides
+from bpfed.cli.run import overrides
 from bpfed.errors import UserError
 from bpfed.names import check_data, check_method
 from bpfed.report import text
@@ -74,7 +74,7 @@ def init(
     given = [name.strip() for name in sites.split(",")] if sites else []
     if given and config is None and flags.get("data") is None:
         flags["data"] = folder.name  # the sites' own files, which have no name together
-    chosen = read(config, _overrides(method, settings or [], flags))
+    chosen = read(config, overrides(method, settings or [], flags))
     plan = Plan(control.named_sites(chosen, given), address)
     control.make(folder, plan, chosen)
     print(f"Made '{folder}' for {text.many(len(plan.sites), 'site')}. Next:")

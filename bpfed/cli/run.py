@@ -74,14 +74,14 @@ def run(
         check_data(flags["data"])
         from bpfed.config import read
 
-        source, overrides = config or _own(out, resume), _overrides(method, settings or [], flags)
-        chosen = read(source, overrides)
+        source, said = config or _own(out, resume), overrides(method, settings or [], flags)
+        chosen = read(source, said)
         from bpfed.callbacks import Folder
         from bpfed.run import prepare
 
         out = out or free(chosen)
         folder = Folder(out, resume, overwrite)
-        if resume and source is None and not any(override.key == "data.name" for override in overrides):
+        if resume and source is None and not any(override.key == "data.name" for override in said):
             raise UserError(
                 f"There is no run to resume in '{out}'; give another --out, or start a new run with --data."
             )
@@ -124,7 +124,8 @@ def _own(out: Path | None, resume: bool) -> Path | None:
     return out / CONFIG if resume and out is not None and (out / CONFIG).exists() else None
 
 
-def _overrides(method: str | None, settings: list[str], flags: dict[str, str | None]) -> list[Override]:
+def overrides(method: str | None, settings: list[str], flags: dict[str, str | None]) -> list[Override]:
+    """What was said by flags, and then by ``--set``."""
     from bpfed.config import Override
 
     found = [Override("method.name", method, "--method")] if method is not None else []

@@ -4,5 +4,6 @@ from bpfed.comparison.cells import compare
 from bpfed.comparison.entrants import VARIANTS, Entrant
 from bpfed.comparison.paired import Difference
 from bpfed.comparison.record import Comparison
+from bpfed.comparison.tuning import Tuning, tune
 
-__all__ = ["VARIANTS", "Comparison", "Difference", "Entrant", "compare"]
+__all__ = ["VARIANTS", "Comparison", "Difference", "Entrant", "Tuning", "compare", "tune"]

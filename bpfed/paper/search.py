@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from bpfed.comparison.tuning import held_out
 from bpfed.data import FederatedData, load
 from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Settings
@@ -52,9 +53,7 @@ WORDS = {
 
 def validation(cell: str, seed: int, partition: str = "groups") -> FederatedData:
     """The cell with a part of its training examples in the place of its test examples."""
-    cut = load(cell, partition=partition, seed=seed).hold_out(HELD, seed)
-    assert cut.calibration is not None
-    return replace(cut, name=f"{cell} (validation)", test=cut.calibration, calibration=None)
+    return held_out(load(cell, partition=partition, seed=seed), HELD, seed)
 
 
 def search(

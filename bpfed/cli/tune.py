@@ -1,0 +1,168 @@
+"""``bpfed tune``: choose a method's settings on held-out training examples."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from bpfed.cli import show
+from bpfed.cli.compare import typed
+from bpfed.cli.flags import with_schema
+from bpfed.cli.run import PATIENCE, RUNS, data_word, loading, overrides
+from bpfed.console import Console
+from bpfed.errors import UserError
+from bpfed.names import check_data, check_method
+
+if TYPE_CHECKING:
+    from bpfed.comparison import Tuning
+    from bpfed.config import Config, Override
+
+EXAMPLE = "Example: bpfed tune --data folder:hospitals --target disease --rounds 20, then bpfed run runs/tune-hospitals/best.toml"
+#: What is to be used afterwards, in the folder.
+BEST = "best.toml"
+
+
+@with_schema
+def tune(
+    config: Annotated[
+        Path | None, typer.Argument(help="TOML file of settings, such as the config.toml of a run.", show_default=False)
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Method, see 'bpfed methods'. \\[default: bpfed-recipe]", show_default=False),
+    ] = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=A,B,C",
+            help="Values of one of the method's settings to try; several of these: all combinations. \\[default: temperatures]",
+            show_default=False,
+        ),
+    ] = None,
+    cuts: Annotated[int, typer.Option(metavar="INT", help="How often a part is held out; more say it surer.")] = 3,
+    held: Annotated[
+        float, typer.Option(metavar="FLOAT", help="Part of each client's training examples that is held out.")
+    ] = 0.2,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, e.g. method.sigma=0.02; repeatable."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the trials. \\[default: runs/tune-DATA]", show_default=False)
+    ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the dataset's files. \\[default: BPFED_DATA, then the cache]", show_default=False),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    **flags: str | None,
+) -> None:
+    """Choose settings on held-out training examples: no test example takes part, so the test stays a test.
+
+    Trains with each value on a part of every client's training examples, scores it on the rest, and writes what had the lowest
+    NLL to OUT/best.toml, from which 'bpfed run' trains on all of them. Without --grid temperatures are tried: what is best
+    depends on how noisy the labels are.
+
+    What is finished in OUT is not run again: after Ctrl-C give the same command once more.
+    """
+    from bpfed.callbacks.progress import CellProgress
+
+    progress = CellProgress(patience=PATIENCE)
+    try:
+        if not quiet:
+            progress.doing("starting")
+        check_method(method)
+        check_data(flags["data"])
+        from bpfed.config import read
+
+        said = overrides(method, settings or [], flags)
+        chosen = read(config, said)
+        wanted = _grid(grid, config, said) if grid else None
+        from bpfed.comparison.tuning import run_trials, trials
+
+        tried = trials(chosen.method, wanted)
+        out = out or RUNS / f"tune-{data_word(chosen)}"
+        if not quiet:
+            loading(progress, chosen.data.name, data_dir)
+        data = chosen.load_data(data_dir)
+        display = None if quiet else progress
+        found = run_trials(tried, data, chosen.run, cuts, held, out=out, display=display, say=progress.say)
+    except KeyboardInterrupt:
+        progress.close()
+        progress.say("bpfed: Stopped; at most the current round is lost. Go on with the same command.")
+        raise typer.Exit(130) from None
+    finally:
+        progress.close()
+    from bpfed.files import to_toml, write_whole
+
+    write_whole(out / BEST, to_toml(_best(chosen, found)))
+    _show(found, out, data_dir)
+
+
+def _grid(texts: list[str], config: Path | None, said: list[Override]) -> dict[str, list[Any]]:
+    """The values of each setting, as its type has them."""
+    from bpfed.config import Override, read
+
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        name = name.strip().removeprefix("method.")
+        if not equals or not name or not values.strip(","):
+            raise UserError(f"--grid: '{text}' names no values; write it as in --grid lr=0.001,0.01.")
+        one_by_one = [
+            Override(f"method.{name}", value.strip(), "--grid") for value in values.split(",") if value.strip()
+        ]
+        found[name] = [getattr(read(config, [*said, one]).method, name) for one in one_by_one]
+    return found
+
+
+def _best(config: Config, found: Tuning) -> dict[str, Any]:
+    """The configuration of a run with what was chosen; what is as it is by default is left out."""
+    method, data, run = found.method, config.data, config.run
+    usual = type(method)().settings()
+    return {
+        "data": {k: v for k, v in asdict(data).items() if k == "name" or v != getattr(type(data)(), k)},
+        "method": {"name": method.name} | {k: v for k, v in method.settings().items() if v != usual[k]},
+        "run": {k: v for k, v in asdict(run).items() if k == "rounds" or v != getattr(type(run)(), k)},
+    }
+
+
+def _show(found: Tuning, out: Path, data_dir: Path | None) -> None:
+    """All trials, the best first, and what to do next."""
+    from bpfed.comparison.cells import REPORT
+    from bpfed.comparison.tables import gap, spread
+    from bpfed.comparison.tuning import AS_IT_IS
+    from bpfed.report.measures import MEASURES
+
+    console, comparison = Console(), found.comparison
+    facts, cuts = comparison.first.summary, len(comparison.seeds)
+    title = f"{facts['title']} on {facts['data']}: {facts['clients']} clients, {facts['rounds']} rounds, cuts: {cuts}"
+    measures = [m for m in comparison.measures if m.name in ("accuracy", "rmse", "nll", "ece")]
+    shown = show.table(
+        "", *(m.full for m in measures), "NLL, difference", "seconds", title=title, right=len(measures) + 2
+    )
+    for name in comparison.ranking:
+        best = "bold green" if name == found.best else ""
+        cells = [typed(spread(m, comparison.mean(name, m.name), comparison.sd(name, m.name))) for m in measures]
+        apart = "" if name == AS_IT_IS else typed(gap(MEASURES["nll"], comparison.difference(name)))
+        cells += [apart, f"{comparison.seconds(name):.1f}"]
+        shown.add_row(Text(f"{'* ' if best else ''}{comparison.titles[name]}", best), *(Text(c, best) for c in cells))
+    shown.columns[0].no_wrap = True
+    show.put(shown)
+    console.print(
+        "On training examples that were held out, mean and standard deviation over cuts, lowest NLL first. Difference: from the "
+        "method as it is, mean over clients, with a 95 % interval. No test example took part.",
+        style="dim",
+    )
+    if found.best == AS_IT_IS:
+        console.print("Nothing that was tried has a lower NLL than the method as it is.")
+    again = shlex.join(
+        ["bpfed", "run", str(out / BEST), *(["--data-dir", str(data_dir)] if data_dir is not None else [])]
+    )
+    console.print(f"Report: {out / REPORT}", style="bold", soft_wrap=True)
+    console.print(f"Train on all training examples: {again}", style="bold", soft_wrap=True)

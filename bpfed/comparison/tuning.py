@@ -1,0 +1,210 @@
+"""Settings chosen on training examples alone: each is trained on a part of them and scored on the rest; no test example takes part.
+
+Of every client's training examples a part is held out, several times, another part each time (*cuts*). All settings get the
+same cuts, so that what they differ by is paired. Chosen is what has the lowest NLL on held-out examples, mean over cuts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bpfed.callbacks.progress import CellProgress
+from bpfed.comparison.cells import run_cells
+from bpfed.comparison.entrants import Entrant
+from bpfed.comparison.record import Comparison
+from bpfed.data import FederatedData, load
+from bpfed.engine.settings import Settings
+from bpfed.errors import UserError, unknown
+from bpfed.likelihoods import Likelihood
+from bpfed.methods import Method, Recipe
+from bpfed.schema import fields_of
+
+#: Part of the training examples that is held out in a cut, and how many cuts there are.
+HELD, CUTS = 0.2, 3
+#: Temperatures that are tried where nothing is said. What is best depends on how noisy the labels are, and nobody knows that before.
+TEMPERATURES = (0.005, 0.01, 0.02, 0.05, 0.2, 0.5)
+#: The name of the method as it was given, which is always tried.
+AS_IT_IS = "as-it-is"
+
+Grid = Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was tried, and what came of it.
+
+    Attributes:
+        comparison: All trials, scored on held-out training examples; its seeds are the cuts.
+        trials: The method of each trial, by name.
+        changed: What differs in a trial from the method as it was given, by name.
+    """
+
+    comparison: Comparison
+    trials: dict[str, Method]
+    changed: dict[str, dict[str, Any]]
+
+    @property
+    def best(self) -> str:
+        """The name of the trial with the lowest NLL."""
+        return self.comparison.ranking[0]
+
+    @property
+    def method(self) -> Method:
+        """The method as it was best."""
+        return self.trials[self.best]
+
+    @property
+    def gain(self) -> float:
+        """How much lower its NLL is than that of the method as it was given, in nats."""
+        return self.comparison.mean(AS_IT_IS, "nll") - self.comparison.mean(self.best, "nll")
+
+
+def held_out(data: FederatedData, held: float, cut: int) -> FederatedData:
+    """The data with a part of the training examples in the place of the test examples, which are left out."""
+    kept = data.hold_out(held, cut)
+    assert kept.calibration is not None
+    return replace(kept, name=f"{data.name}, held-out training examples", test=kept.calibration, calibration=None)
+
+
+def ladder(method: Method) -> list[dict[str, Any]]:
+    """What is tried where nothing is said: the temperatures, with what must move with them.
+
+    Raises:
+        UserError: The method has no temperature.
+    """
+    if "temperature" not in fields_of(type(method)):
+        raise UserError(
+            f"{method.name} has no temperature, which is what is tried where nothing is said; name what to try, as in "
+            "--grid lr=0.001,0.003,0.01."
+        )
+    if not isinstance(method, Recipe):
+        return [{"temperature": t} for t in TEMPERATURES]
+    # T multiplies the prior of the means too; that one is to stay as strong as it is.
+    strength = method.temperature * method.anchor
+    return [{"temperature": t, "anchor": strength / t} for t in TEMPERATURES]
+
+
+def trials(method: Method, grid: Grid | None = None) -> dict[str, tuple[Method, dict[str, Any]]]:
+    """The methods to be tried and what differs in each, by name: every combination in the grid, and the method as it is."""
+    if grid is not None:
+        known = fields_of(type(method))
+        for name in grid:
+            if name not in known:
+                raise unknown(f"setting of {method.name}", name, known)
+        combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    else:
+        combinations = ladder(method)
+    found: dict[str, tuple[Method, dict[str, Any]]] = {AS_IT_IS: (method, {})}
+    for values in combinations:
+        made = replace(method, **values)
+        if made != method:
+            name = ",".join(f"{setting}={_typed(value)}" for setting, value in values.items())
+            found[re.sub(r"[^\w.,=+-]", "_", name)] = made, values  # also the name of a folder
+    return found
+
+
+def tune(
+    method: Method | None = None,
+    data: FederatedData | str = "digits",
+    grid: Grid | None = None,
+    *,
+    cuts: int = CUTS,
+    held: float = HELD,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    out: str | Path | None = None,
+    progress: bool | None = None,
+    say: Callable[[str], None] | None = None,
+    settings: Settings | None = None,
+    **changes: Any,
+) -> Tuning:
+    """Choose settings of a method on held-out training examples.
+
+    Args:
+        method: None: ``bpfed.methods.Recipe()``.
+        data: A federated dataset or the name of one; its test examples take no part.
+        grid: Values to try by setting, e.g. ``{"lr": [0.001, 0.01]}``, all combinations; None: temperatures.
+        cuts: How often a part is held out.
+        held: How large a part of each client's training examples.
+        out: Folder to keep everything in; what is finished there is not run again. None: nothing is written.
+        settings: See `Settings`; single ones can be given by name, e.g. ``rounds=30, seed=0``.
+
+    For the other arguments see `bpfed.fit`.
+    """
+    known = {f.name for f in fields(Settings)}
+    for name in changes:
+        if name not in known:
+            raise unknown("setting", name, known)
+    chosen = replace(settings or Settings(), **changes)
+    if isinstance(data, str):
+        data = load(data, seed=chosen.seed)
+    shown = progress or (progress is None and sys.stderr.isatty())
+    display = CellProgress(delay=0.0 if progress else 2.0) if shown else None
+    try:
+        return run_trials(
+            trials(method or Recipe(), grid),
+            data,
+            chosen,
+            cuts,
+            held,
+            model=model,
+            likelihood=likelihood,
+            out=Path(out) if out is not None else None,
+            display=display,
+            say=say or (display.say if display is not None else lambda sentence: print(sentence, file=sys.stderr)),
+        )
+    finally:
+        if display is not None:
+            display.close()
+
+
+def run_trials(
+    tried: Mapping[str, tuple[Method, dict[str, Any]]],
+    data: FederatedData,
+    settings: Settings,
+    cuts: int,
+    held: float,
+    *,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    out: Path | None = None,
+    display: CellProgress | None = None,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Tuning:
+    """Run the trials of `trials` that are not finished; for the other arguments see `tune`."""
+    if cuts < 1:
+        raise UserError(f"cuts is {cuts}, but must be at least 1.")
+    if not 0.0 < held < 1.0:
+        raise UserError(f"held is {held}, but must be between 0 and 1.")
+    # What calibrates a finished model has no part in choosing it, and would need examples of its own.
+    plain = replace(settings, calibration=0.0, scaling="none")
+    who = [Entrant(name, _title(changed), method, plain) for name, (method, changed) in tried.items()]
+    found = run_cells(
+        who,
+        lambda cut: held_out(data, held, cut),
+        range(settings.seed, settings.seed + cuts),
+        reference=AS_IT_IS,
+        model=model,
+        likelihood=likelihood,
+        out=out,
+        display=display,
+        say=say,
+    )
+    methods = {name: method for name, (method, _) in tried.items()}
+    return Tuning(found, methods, {name: changed for name, (_, changed) in tried.items()})
+
+
+def _title(changed: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_typed(value)}" for name, value in changed.items()) or "as it is"
+
+
+def _typed(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

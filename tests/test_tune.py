@@ -1,0 +1,166 @@
+"""Settings chosen on training examples: what is tried, what it is scored on, and what a user gets of it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from command import Command
+from scenarios import classification, regression
+
+import bpfed
+from bpfed.comparison.tuning import AS_IT_IS, TEMPERATURES, held_out, trials
+from bpfed.data.federated import FederatedData
+from bpfed.errors import UserError
+from bpfed.methods import BPFed, FedAvg, Population, Recipe
+
+pytestmark = pytest.mark.usefixtures("untraced")
+
+TINY = {"rounds": 2, "epochs": 1, "batch": 5, "eval_draws": 2, "progress": False}
+SMALL = ("tune", "--clients", "3", "--epochs", "1", "--eval-draws", "2", "--rounds", "2", "--cuts", "2", "--quiet")
+RATES = ("--method", "fedavg", "--grid", "lr=0,0.02", "--out", "a")
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("BPFED_DATA", raising=False)
+    return Command(capsys)
+
+
+@pytest.mark.parametrize("method", [Recipe(), Population()])
+def test_a_colder_posterior_keeps_the_prior_of_the_means_as_strong(method):
+    tried = trials(method)
+    assert [m.temperature for m, _ in tried.values()] == [
+        method.temperature,
+        *(t for t in TEMPERATURES if t != method.temperature),
+    ]
+    for made, _ in tried.values():
+        assert made.temperature * made.anchor == pytest.approx(method.temperature * method.anchor)
+
+
+def test_of_other_methods_the_temperature_alone_is_tried():
+    assert [changed for _, changed in trials(BPFed(temperature=0.2)).values()] == [
+        {},
+        *({"temperature": t} for t in TEMPERATURES if t != 0.2),
+    ]
+    with pytest.raises(UserError, match="fedavg has no temperature"):
+        trials(FedAvg())
+
+
+def test_a_grid_is_all_its_combinations_and_the_method_as_it_is():
+    tried = trials(BPFed(), {"lr": [0.001, 0.01], "personal": ["head", "*.bias"]})
+    assert list(tried) == [AS_IT_IS, "lr=0.001,personal=_.bias", "lr=0.01,personal=head", "lr=0.01,personal=_.bias"]
+    assert tried["lr=0.01,personal=_.bias"][0] == BPFed(lr=0.01, personal="*.bias")
+    with pytest.raises(UserError, match="Unknown setting of bpfed 'learning'"):
+        trials(BPFed(), {"learning": [1]})
+
+
+def rows(data: FederatedData, part: str, client: int) -> list[tuple[float, ...]]:
+    examples = getattr(data, part)
+    inside = slice(int(examples.offsets[client]), int(examples.offsets[client + 1]))
+    return sorted(tuple(row) for row in torch.cat([examples.x[inside], examples.y[inside, None]], -1).tolist())
+
+
+def test_what_is_scored_is_cut_from_the_training_examples():
+    data = classification(sizes=(12, 20))
+    for cut in (0, 1):
+        made = held_out(data, 0.25, cut)
+        assert made.calibration is None
+        for client in range(2):
+            assert sorted(rows(made, "train", client) + rows(made, "test", client)) == rows(data, "train", client)
+            assert len(rows(made, "test", client)) == (3, 5)[client]
+    assert rows(held_out(data, 0.25, 0), "test", 1) != rows(held_out(data, 0.25, 1), "test", 1)
+
+
+def test_no_test_example_takes_part():
+    data = classification(sizes=(12, 20))
+    wrong = replace(data, test=replace(data.test, x=100.0 * data.test.x, y=(data.test.y + 1) % 3))
+    both = [bpfed.tune(FedAvg(), d, {"lr": [0.001, 0.03]}, cuts=2, **TINY) for d in (data, wrong)]
+    assert both[0].best == both[1].best
+    for name in both[0].trials:
+        assert both[0].comparison.over_seeds(name, "nll") == both[1].comparison.over_seeds(name, "nll")
+
+
+@pytest.mark.parametrize("data", [classification(sizes=(30, 40)), regression(sizes=(30, 40))])
+def test_the_lowest_nll_wins(data):
+    found = bpfed.tune(FedAvg(lr=0.0), data, {"lr": [0.0, 1e-5, 0.03]}, cuts=2, **TINY)
+    assert found.best == "lr=0.03"
+    assert found.method == FedAvg(lr=0.03)
+    assert found.changed["lr=0.03"] == {"lr": 0.03}
+    nll = {name: found.comparison.mean(name, "nll") for name in found.trials}
+    assert list(nll) == [AS_IT_IS, "lr=1e-05", "lr=0.03"]
+    assert nll["lr=0.03"] == min(nll.values())
+    assert found.gain == pytest.approx(nll[AS_IT_IS] - nll["lr=0.03"])
+
+
+def test_what_calibrates_a_finished_model_has_no_part_in_choosing_it():
+    given = {"calibration": 0.3, "scaling": "client"} | TINY
+    found = bpfed.tune(FedAvg(), classification(sizes=(30, 40)), {"lr": [0.03]}, cuts=1, **given)
+    assert found.comparison.first.config["run"]["calibration"] == 0.0
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [({"cuts": 0}, "cuts is 0"), ({"held": 1.0}, "held is 1.0")])
+def test_what_cannot_be_is_refused(changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        bpfed.tune(FedAvg(), classification(), {"lr": [0.1]}, **changes, **TINY)
+
+
+def test_a_user_tunes_and_then_trains_with_what_was_best(command):
+    shown = command.ok(*SMALL, *RATES, "--calibration", "0.3", "--seed", "4").out
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert lines[0].startswith("FedAvg on digits, held-out training examples: 3 clients, 2 rounds, cuts: 2")
+    ranked = [line for line in lines if line.startswith(("* ", "as it is", "lr "))]
+    assert len(ranked) == 3
+    assert ranked[0].startswith("* lr 0.02 ")
+    assert ranked[-1].startswith("lr 0 ")
+    assert lines[-1] == "Train on all training examples: bpfed run a/best.toml"
+    assert tomllib.loads(Path("a/best.toml").read_text()) == {
+        "data": {"name": "digits", "clients": 3},
+        "method": {"name": "fedavg", "lr": 0.02},
+        "run": {"rounds": 2, "epochs": 1, "eval_draws": 2, "calibration": 0.3, "seed": 4},
+    }
+    command.ok("run", "a/best.toml", "--quiet", "--out", "b")
+    trained = tomllib.loads(Path("b/config.toml").read_text())
+    assert (trained["method"]["lr"], trained["run"]["calibration"], trained["data"]["name"]) == (0.02, 0.3, "digits")
+    assert json.loads(Path("b/summary.json").read_text())["rounds"] == 2
+
+
+def test_what_is_finished_is_not_run_again(command):
+    command.ok(*SMALL, *RATES)
+    again = command.ok(*SMALL, *RATES)
+    assert "All 6 runs in 'a' are finished already" in again.err
+    more = command.ok(*SMALL, *RATES[:3], "lr=0,0.02,0.05", "--out", "a")
+    assert "finished already" not in more.err
+    assert "lr 0.05" in more.out
+
+
+def test_where_nothing_is_better_it_is_said(command):
+    shown = command.ok(*SMALL, "--method", "fedavg", "--grid", "lr=0", "--out", "a").out
+    assert "Nothing that was tried has a lower NLL than the method as it is." in shown
+    assert tomllib.loads(Path("a/best.toml").read_text())["method"] == {"name": "fedavg"}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--grid lr", "--grid: 'lr' names no values; write it as in --grid lr=0.001,0.01."),
+        ("--grid lr=", "--grid: 'lr=' names no values; write it as in --grid lr=0.001,0.01."),
+        ("--grid lr=fast", "--grid: method.lr is 'fast', but must be a number."),
+        ("--grid rate=1", "--grid: unknown key 'rate' in [method]; "),
+        (
+            "--method fedavg",
+            "fedavg has no temperature, which is what is tried where nothing is said; name what to try",
+        ),
+        ("--method fedavgg", "Unknown method 'fedavgg'; did you mean 'fedavg'?"),
+        ("--grid lr=-1", "lr is -1.0, but a step size must be 0 or more."),
+    ],
+)
+def test_a_command_that_cannot_be_says_why(command, words, sentence):
+    assert sentence in command(*SMALL, *words.split(), "--out", "a").sentence
+    assert not Path("a").exists()
