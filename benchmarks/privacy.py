@@ -20,7 +20,8 @@ from bpfed.engine.settings import Settings
 from bpfed.methods import Method, method
 from bpfed.networks import mlp
 from bpfed.privacy import noise_for
-from bpfed.run import prepare, train_together
+from bpfed.run import train_together
+from bpfed.training import prepare
 
 ROUNDS, EPOCHS, BATCH, HIDDEN, DELTA = 20, 10, 100, 32, 1e-5
 #: Number of clients; half of them take part in a round in the mean.

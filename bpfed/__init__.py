@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from bpfed.comparison import Comparison, Tuning, compare, tune
     from bpfed.engine.settings import Settings
     from bpfed.errors import UserError
-    from bpfed.run import Run, fit, fit_seeds
+    from bpfed.run import Run
+    from bpfed.training import fit, fit_seeds
 
 __version__ = "0.1.0"
 
@@ -42,8 +43,8 @@ _HOME = {
     "Tuning": "bpfed.comparison",
     "UserError": "bpfed.errors",
     "compare": "bpfed.comparison",
-    "fit": "bpfed.run",
-    "fit_seeds": "bpfed.run",
+    "fit": "bpfed.training",
+    "fit_seeds": "bpfed.training",
     "tune": "bpfed.comparison",
 }
 

@@ -8,7 +8,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,8 @@ from torch import Tensor, nn
 import bpfed
 from bpfed.calibration import Calibration, fewest
 from bpfed.callbacks.base import Callback
-from bpfed.callbacks.folder import Folder
-from bpfed.callbacks.progress import Progress
 from bpfed.client import Client
-from bpfed.data import FederatedData, load
-from bpfed.data.lookalikes import lookalikes
+from bpfed.data import FederatedData
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
@@ -29,8 +26,6 @@ from bpfed.engine.simulator import RoundInfo, Simulator
 from bpfed.errors import UserError, unknown
 from bpfed.files import to_toml
 from bpfed.likelihoods import Likelihood
-from bpfed.methods import Recipe
-from bpfed.methods.base import Method
 from bpfed.metrics import BEST_IS_HIGH, SURE, Evaluation
 from bpfed.report import RunRecord, text, write
 
@@ -158,7 +153,7 @@ class Run:
         """
         from bpfed.loaded import load_run
 
-        return load_run(Path(folder), model, likelihood, say or _to_stderr)
+        return load_run(Path(folder), model, likelihood, say or to_stderr)
 
     def config(self) -> dict[str, Any]:
         """All that is needed to repeat the run, as in ``config.toml``."""
@@ -250,78 +245,6 @@ class Run:
         return write(self.record(), Path(path))
 
 
-def fit(
-    method: Method | None = None,
-    data: FederatedData | str = "digits",
-    *,
-    model: nn.Module | None = None,
-    likelihood: Likelihood | None = None,
-    out: str | Path | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    callbacks: Sequence[Callback] = (),
-    progress: bool | None = None,
-    say: Callable[[str], None] | None = None,
-    settings: Settings | None = None,
-    **changes: Any,
-) -> Run:
-    """Train a federation.
-
-    Args:
-        method: E.g. ``bpfed.methods.BPFed()``, the paper's; None: ``bpfed.methods.Recipe()``, what that became.
-        data: A federated dataset or the name of one.
-        model: Any module; None: a network that suits the data.
-        likelihood: None: categorical for classes, Gaussian with learnt noise for numbers.
-        out: Run folder to keep everything in; None: nothing is written.
-        resume: Go on with the run in ``out``.
-        overwrite: Replace the run in ``out``.
-        callbacks: See `bpfed.callbacks`.
-        progress: Whether to show it on stderr; None: on a terminal, if the run takes more than two seconds.
-        say: Told in words what the user should know, such as a damaged checkpoint; None: these go to stderr.
-        settings: See `Settings`; single ones can be given by name, e.g. ``rounds=50, seed=0``.
-    """
-    _known(changes)
-    settings = replace(settings or Settings(), **changes)
-    folder = Folder(Path(out), resume, overwrite) if out is not None else None
-    if isinstance(data, str):
-        data = load(data, seed=settings.seed)
-    shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []
-    run = prepare(method or Recipe(), data, settings, model, likelihood, folder, say or _to_stderr)
-    return run.train([*([folder] if folder else []), *shown, *callbacks])
-
-
-def fit_seeds(
-    method: Method | None = None,
-    data: FederatedData | str = "digits",
-    seeds: Sequence[int] = (0, 1, 2),
-    *,
-    model: nn.Module | None = None,
-    likelihood: Likelihood | None = None,
-    out: str | Path | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    settings: Settings | None = None,
-    say: Callable[[str], None] | None = None,
-    **changes: Any,
-) -> list[Run]:
-    """Train the same federation with several seeds side by side, all their clients stacked along one axis.
-
-    A named dataset is dealt out anew for each seed; a given one is the same for all. Each run is what `fit` would give for
-    its seed, and its folder is ``out/seed-0`` and so on. For the other arguments see `fit`.
-    """
-    _known(changes)
-    if not seeds or len(set(seeds)) != len(seeds):
-        raise UserError(f"seeds is {list(seeds)}, but must hold at least one and none twice.")
-    runs, keepers = [], []
-    for seed in seeds:
-        own = replace(settings or Settings(), **{**changes, "seed": seed})
-        folder = Folder(Path(out) / f"seed-{seed}", resume, overwrite) if out is not None else None
-        dealt = load(data, seed=seed) if isinstance(data, str) else data
-        runs.append(prepare(method or Recipe(), dealt, own, model, likelihood, folder, say or _to_stderr))
-        keepers.append([folder] if folder else [])
-    return train_together(runs, keepers)
-
-
 def train_together(runs: Sequence[Run], callbacks: Sequence[Sequence[Callback]]) -> list[Run]:
     """Run the rounds that are left of several runs side by side; ``callbacks`` are each run's own."""
     pairs = list(zip(runs, callbacks, strict=True))
@@ -348,32 +271,6 @@ def train_together(runs: Sequence[Run], callbacks: Sequence[Sequence[Callback]])
     return list(runs)
 
 
-def prepare(
-    method: Method,
-    data: FederatedData,
-    settings: Settings,
-    model: nn.Module | None = None,
-    likelihood: Likelihood | None = None,
-    folder: Folder | None = None,
-    say: Callable[[str], None] = lambda sentence: None,
-) -> Run:
-    """A run before its first round: everything is checked, nothing is written. For the arguments see `fit`."""
-    states = folder.states if folder is not None else None
-    if not len(data.test.y):
-        raise UserError(f"No client of '{data.name}' has a test example; set a test_fraction above 0.")
-    run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
-    for note in (*run.federation.model.notes, *(lookalikes(data.preparation) if data.preparation else ())):
-        say(note)
-    held, least = run.data.calibration, fewest(SURE)
-    if held is not None and (short := int((held.sizes < least).sum())):
-        kind = "sets" if data.task == "classification" else "intervals"
-        say(
-            f"{text.few_calibration(short, len(data), least, kind)}; raise the setting calibration or give them "
-            f"more examples, or ask for {kind} at a lower level."
-        )
-    return run
-
-
 def figures(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
     """Of each metric its last value, its best, and that of the worst client, as in ``summary.json``."""
     found: dict[str, dict[str, float | None]] = {}
@@ -395,12 +292,6 @@ def fingerprint(data: FederatedData) -> str:
     return digest.hexdigest()
 
 
-def _known(changes: dict[str, Any]) -> None:
-    known = {f.name for f in fields(Settings)}
-    for name in changes:
-        if name not in known:
-            raise unknown("setting", name, known)
-
-
-def _to_stderr(sentence: str) -> None:
+def to_stderr(sentence: str) -> None:
+    """Where sentences for the user go if nobody asked for them."""
     print(sentence, file=sys.stderr)

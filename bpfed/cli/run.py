@@ -77,7 +77,7 @@ def run(
         source, said = config or _own(out, resume), overrides(method, settings or [], flags)
         chosen = read(source, said)
         from bpfed.callbacks import Folder
-        from bpfed.run import prepare
+        from bpfed.training import prepare
 
         out = out or free(chosen)
         folder = Folder(out, resume, overwrite)

@@ -32,7 +32,8 @@ from bpfed.files import clear_parts, is_part, lock, said, to_json, to_toml, writ
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method
 from bpfed.report.record import CONFIG, SUMMARY, RunRecord
-from bpfed.run import Run, prepare, train_together
+from bpfed.run import Run, train_together
+from bpfed.training import prepare
 
 #: Rounds of every run, where nothing else is said.
 ROUNDS = 30

@@ -26,7 +26,8 @@ from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
 from bpfed.paper import protocol
 from bpfed.paper.training import Kept, device_name, differing, tests_on
-from bpfed.run import Run, prepare, train_together
+from bpfed.run import Run, train_together
+from bpfed.training import prepare
 
 if TYPE_CHECKING:
     from bpfed.callbacks.progress import CellProgress

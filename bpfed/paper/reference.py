@@ -33,7 +33,8 @@ from bpfed.networks import LeNet, default
 from bpfed.paper.cell import seed_record
 from bpfed.paper.slices import load_slices
 from bpfed.paper.training import Progress, Say, command, device_name, read, record, tests_on, there, to_stderr
-from bpfed.run import Run, prepare, train_together
+from bpfed.run import Run, train_together
+from bpfed.training import prepare
 
 ROUNDS = 800
 #: Rounds from one test to the next.

@@ -24,7 +24,8 @@ from bpfed.files import to_json, write_whole
 from bpfed.methods import method
 from bpfed.paper import protocol
 from bpfed.paper.training import command, device_name, tests_on
-from bpfed.run import prepare, train_together
+from bpfed.run import train_together
+from bpfed.training import prepare
 
 #: Part of the training examples that is scored, and the seeds, which no table uses. With a fifth held out, as at first, what
 #: is left is so much less that the model of all the examples comes out surer than the one that was chosen.

@@ -48,8 +48,9 @@ from bpfed.methods.base import GaussianPredictive, rows
 from bpfed.networks import mlp
 from bpfed.noise import Purpose
 from bpfed.paper.teachers import Setting, Task, task
-from bpfed.run import Run, prepare, train_together
+from bpfed.run import Run, train_together
 from bpfed.theory import epsilon_n, r_n, squared_hellinger
+from bpfed.training import prepare
 
 Say = Callable[[str], None]
 

@@ -12,7 +12,8 @@ from bpfed.errors import UserError
 from bpfed.estimators import Batch
 from bpfed.methods import METHODS, method
 from bpfed.methods.base import rows, untrained
-from bpfed.run import prepare, train_together
+from bpfed.run import train_together
+from bpfed.training import prepare
 
 CLIENTS, STEPS = 3, 3
 

@@ -20,7 +20,8 @@ from bpfed.methods import Population, Recipe
 from bpfed.methods.base import rows
 from bpfed.methods.heads import NOISE_SIGMA, of_likelihood
 from bpfed.model import Model
-from bpfed.run import prepare, train_together
+from bpfed.run import train_together
+from bpfed.training import prepare
 
 SETTINGS = Settings(rounds=2, epochs=2, batch=5, eval_draws=2, device="cpu", compile="off")
 

@@ -1,0 +1,132 @@
+"""Ways to make a run: `fit` trains one, `fit_seeds` several side by side; `prepare` checks everything and begins nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bpfed.calibration import fewest
+from bpfed.callbacks.base import Callback
+from bpfed.callbacks.folder import Folder
+from bpfed.callbacks.progress import Progress
+from bpfed.data import FederatedData, load
+from bpfed.data.lookalikes import lookalikes
+from bpfed.engine.federation import Federation
+from bpfed.engine.settings import Settings
+from bpfed.errors import UserError, unknown
+from bpfed.likelihoods import Likelihood
+from bpfed.methods import Recipe
+from bpfed.methods.base import Method
+from bpfed.metrics import SURE
+from bpfed.report import text
+from bpfed.run import Run, to_stderr, train_together
+
+
+def fit(
+    method: Method | None = None,
+    data: FederatedData | str = "digits",
+    *,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
+    say: Callable[[str], None] | None = None,
+    settings: Settings | None = None,
+    **changes: Any,
+) -> Run:
+    """Train a federation.
+
+    Args:
+        method: E.g. ``bpfed.methods.BPFed()``, the paper's; None: ``bpfed.methods.Recipe()``, what that became.
+        data: A federated dataset or the name of one.
+        model: Any module; None: a network that suits the data.
+        likelihood: None: categorical for classes, Gaussian with learnt noise for numbers.
+        out: Run folder to keep everything in; None: nothing is written.
+        resume: Go on with the run in ``out``.
+        overwrite: Replace the run in ``out``.
+        callbacks: See `bpfed.callbacks`.
+        progress: Whether to show it on stderr; None: on a terminal, if the run takes more than two seconds.
+        say: Told in words what the user should know, such as a damaged checkpoint; None: these go to stderr.
+        settings: See `Settings`; single ones can be given by name, e.g. ``rounds=50, seed=0``.
+    """
+    _known(changes)
+    settings = replace(settings or Settings(), **changes)
+    folder = Folder(Path(out), resume, overwrite) if out is not None else None
+    if isinstance(data, str):
+        data = load(data, seed=settings.seed)
+    shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []
+    run = prepare(method or Recipe(), data, settings, model, likelihood, folder, say or to_stderr)
+    return run.train([*([folder] if folder else []), *shown, *callbacks])
+
+
+def fit_seeds(
+    method: Method | None = None,
+    data: FederatedData | str = "digits",
+    seeds: Sequence[int] = (0, 1, 2),
+    *,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    settings: Settings | None = None,
+    say: Callable[[str], None] | None = None,
+    **changes: Any,
+) -> list[Run]:
+    """Train the same federation with several seeds side by side, all their clients stacked along one axis.
+
+    A named dataset is dealt out anew for each seed; a given one is the same for all. Each run is what `fit` would give for
+    its seed, and its folder is ``out/seed-0`` and so on. For the other arguments see `fit`.
+    """
+    _known(changes)
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise UserError(f"seeds is {list(seeds)}, but must hold at least one and none twice.")
+    runs, keepers = [], []
+    for seed in seeds:
+        own = replace(settings or Settings(), **{**changes, "seed": seed})
+        folder = Folder(Path(out) / f"seed-{seed}", resume, overwrite) if out is not None else None
+        dealt = load(data, seed=seed) if isinstance(data, str) else data
+        runs.append(prepare(method or Recipe(), dealt, own, model, likelihood, folder, say or to_stderr))
+        keepers.append([folder] if folder else [])
+    return train_together(runs, keepers)
+
+
+def prepare(
+    method: Method,
+    data: FederatedData,
+    settings: Settings,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    folder: Folder | None = None,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Run:
+    """A run before its first round: everything is checked, nothing is written. For the arguments see `fit`."""
+    states = folder.states if folder is not None else None
+    if not len(data.test.y):
+        raise UserError(f"No client of '{data.name}' has a test example; set a test_fraction above 0.")
+    run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
+    for note in (*run.federation.model.notes, *(lookalikes(data.preparation) if data.preparation else ())):
+        say(note)
+    held, least = run.data.calibration, fewest(SURE)
+    if held is not None and (short := int((held.sizes < least).sum())):
+        kind = "sets" if data.task == "classification" else "intervals"
+        say(
+            f"{text.few_calibration(short, len(data), least, kind)}; raise the setting calibration or give them "
+            f"more examples, or ask for {kind} at a lower level."
+        )
+    return run
+
+
+def _known(changes: dict[str, Any]) -> None:
+    known = {f.name for f in fields(Settings)}
+    for name in changes:
+        if name not in known:
+            raise unknown("setting", name, known)
