@@ -11,6 +11,9 @@ from bpfed.data.preparation import Feature, Preparation, Standardise, words_for_
 from bpfed.data.summary import MOST_LEVELS, MOST_WHOLE, ColumnSummary, Summary, too_many, too_many_classes
 from bpfed.errors import OTHERS, UserError, first_of, unknown
 
+#: How many times as much the pixels of one client may vary as another's. Between bytes and fractions it is some 255.
+UNITS_APART = 50.0
+
 
 def combine(
     summaries: Sequence[Summary],
@@ -54,6 +57,8 @@ def combine(
     # A client without the column has it all missing.
     told = {name: [(s.client, s.columns.get(name, ColumnSummary(0, s.rows))) for s in summaries] for name in names}
     _check_alike(told)
+    if shape is not None and standardise == "federated":
+        _check_units(told)
     features = [_feature(name, [column for _, column in told[name]], shape is not None) for name in names]
     crowded = {f.name: len(f.levels) for f in features if len(f.levels) > MOST_LEVELS}
     if crowded:
@@ -73,6 +78,18 @@ def combine(
     if not made.features:
         raise UserError(f"There is no column beside '{target}' whose values differ, so there is nothing to learn from.")
     return made.with_clients((s.client, s.columns) for s in summaries)
+
+
+def _check_units(told: Mapping[str, Sequence[tuple[str, ColumnSummary]]]) -> None:
+    """Refuse images of which some have been saved as bytes and some as fractions: sums of both would suit neither."""
+    for name, columns in told.items():
+        spreads = sorted((column.scale, client) for client, column in columns if column.scale)
+        if spreads and spreads[-1][0] > UNITS_APART * spreads[0][0]:
+            (low, one), (high, other) = spreads[0], spreads[-1]
+            raise UserError(
+                f"The images' {name} has a standard deviation of {low:.3g} at '{one}' and of {high:.3g} at '{other}'; save all as "
+                "bytes (0 to 255) or all as fractions (0 to 1), or scale each client's by its own with --standardise local."
+            )
 
 
 def _feature(name: str, told: Sequence[ColumnSummary], image: bool) -> Feature:

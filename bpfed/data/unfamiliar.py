@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from bpfed.data.combine import UNITS_APART
 from bpfed.data.lookalikes import spelling
 from bpfed.data.preparation import Feature, Preparation
+from bpfed.data.summary import of_channels
 from bpfed.data.table import Table, Words
 from bpfed.errors import first_of, quoted
 
@@ -14,7 +16,7 @@ FAR = 10.0
 
 
 def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]:
-    """A sentence each for columns that lack but for their spelling, for words not seen, and for numbers far off.
+    """A sentence each for columns that lack but for their spelling, for words not seen, for numbers far off, and for pixels in another unit.
 
     Args:
         preparation: Of training.
@@ -22,7 +24,7 @@ def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]
         client: Whose rows; where each client is standardised by itself, its own mean is meant.
     """
     if preparation.shape is not None:
-        return []
+        return _unlike(preparation, table, client)
     found = []
     known = {spelling(f.name): f.name for f in preparation.features if f.name not in table.columns}
     used = {preparation.target, *preparation.ignore, *(f.name for f in preparation.features)}
@@ -49,6 +51,22 @@ def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]
             f"{first_of(numbers)}; the model's answers there may mean little."
         )
     return found
+
+
+def _unlike(preparation: Preparation, table: Table, client: str) -> list[str]:
+    """A sentence if the pixels of images vary far more or far less than in training: then their unit is another one."""
+    if table.images is None or preparation.standardise == "none":
+        return []
+    own, here = preparation.local.get(client, {}), of_channels(table.images)
+    for feature in preparation.features:
+        _, scale = own.get(feature.name, (feature.mean, feature.scale))
+        spread = here[feature.name].scale
+        if not scale / UNITS_APART <= spread <= scale * UNITS_APART:
+            return [
+                f"The pixels of '{table.name}' have a standard deviation of {spread:.3g} in {feature.name}, those of training "
+                f"{scale:.3g}; save them in the same unit (bytes from 0 to 255, or fractions), or the answers mean nothing."
+            ]
+    return []
 
 
 def _new_words(feature: Feature, table: Table) -> tuple[int, str]:

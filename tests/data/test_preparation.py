@@ -11,9 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bpfed.cli.rows import read_rows
 from bpfed.data import Preparation, Table, load, read_table
 from bpfed.data.combine import combine
 from bpfed.data.own import federate, held_out
+from bpfed.data.preparation import Standardise
 from bpfed.data.summary import Summary, client_summary
 from bpfed.data.table import Words
 from bpfed.errors import UserError
@@ -267,3 +269,35 @@ def test_images(tmp_path: Path, shape: tuple[int, ...], expected: tuple[int, ...
     np.savez(tmp_path / "c.npz", x=np.zeros((4, 6, 6)), y=np.array(["cat", "dog"] * 2))
     with pytest.raises(UserError, match="Clients differ in what their inputs are"):
         load(f"folder:{tmp_path}")
+
+
+def images(folder: Path, **scales: float) -> None:
+    """A file of images for each client, bytes times a scale; 1 leaves them bytes."""
+    rng = np.random.default_rng(0)
+    for client, scale in scales.items():
+        x = rng.integers(0, 256, (8, 4, 4)).astype(np.uint8)
+        np.savez(folder / f"{client}.npz", x=x if scale == 1 else x * scale, y=np.arange(8) % 2)
+
+
+def test_bytes_and_fractions_are_not_mixed(tmp_path: Path) -> None:
+    images(tmp_path, a=1, b=1 / 255, c=1)
+    with pytest.raises(
+        UserError, match=r"channel 0 has a standard deviation of 0\.\d+ at 'b' and of \d\d\.?\d* at '[ac]'; save"
+    ):
+        load(f"folder:{tmp_path}")
+    assert load(f"folder:{tmp_path}", standardise="local").train.x.std() < 2
+    images(tmp_path, b=1)
+    load(f"folder:{tmp_path}")
+
+
+@pytest.mark.parametrize("standardise", ["federated", "local"])
+def test_new_images_in_another_unit_are_said(tmp_path: Path, standardise: Standardise) -> None:
+    (tmp_path / "seen").mkdir()
+    images(tmp_path / "seen", a=1, b=1)
+    data = load(f"folder:{tmp_path / 'seen'}", standardise=standardise)
+    images(tmp_path, same=1, brighter=1.5, fractions=1 / 255)
+    for name, wrong in (("same", False), ("brighter", False), ("fractions", True)):
+        said: list[str] = []
+        read_rows(data, tmp_path / f"{name}.npz", "a", said.append)
+        assert bool(said) == wrong
+        assert not wrong or "in the same unit" in said[0]
