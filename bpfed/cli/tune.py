@@ -156,7 +156,7 @@ def _show(found: Tuning, out: Path, data_dir: Path | None) -> None:
     show.put(shown)
     console.print(
         "On training examples that were held out, mean and standard deviation over cuts, lowest NLL first. Difference: from the "
-        "method as it is, mean over clients, with a 95 % interval. No test example took part.",
+        "method as it is, the row without one, mean over clients, with a 95 % interval. No test example took part.",
         style="dim",
     )
     if found.best == AS_IT_IS:

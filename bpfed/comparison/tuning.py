@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -37,19 +37,31 @@ AS_IT_IS = "as-it-is"
 Grid = Mapping[str, Sequence[Any]]
 
 
+class Trial(NamedTuple):
+    """A method that is tried.
+
+    Attributes:
+        method: With the settings of the trial.
+        changed: What differs from the method as it was given.
+        title: In words.
+    """
+
+    method: Method
+    changed: dict[str, Any]
+    title: str
+
+
 @dataclass(frozen=True)
 class Tuning:
     """What was tried, and what came of it.
 
     Attributes:
         comparison: All trials, scored on held-out training examples; its seeds are the cuts.
-        trials: The method of each trial, by name.
-        changed: What differs in a trial from the method as it was given, by name.
+        trials: By name.
     """
 
     comparison: Comparison
-    trials: dict[str, Method]
-    changed: dict[str, dict[str, Any]]
+    trials: dict[str, Trial]
 
     @property
     def best(self) -> str:
@@ -59,7 +71,7 @@ class Tuning:
     @property
     def method(self) -> Method:
         """The method as it was best."""
-        return self.trials[self.best]
+        return self.trials[self.best].method
 
     @property
     def gain(self) -> float:
@@ -71,44 +83,50 @@ def held_out(data: FederatedData, held: float, cut: int) -> FederatedData:
     """The data with a part of the training examples in the place of the test examples, which are left out."""
     kept = data.hold_out(held, cut)
     assert kept.calibration is not None
-    return replace(kept, name=f"{data.name}, held-out training examples", test=kept.calibration, calibration=None)
+    name = f"{data.name}, held-out training examples"
+    return replace(kept, name=name, seed=cut, test=kept.calibration, calibration=None)
 
 
-def ladder(method: Method) -> list[dict[str, Any]]:
-    """What is tried where nothing is said: the temperatures, with what must move with them.
+def trials(method: Method, grid: Grid | None = None) -> dict[str, Trial]:
+    """What is tried, by name: the method as it is, and every combination in the grid or, where there is none, temperatures.
 
     Raises:
-        UserError: The method has no temperature.
+        UserError: The method has no such setting, or no temperature.
     """
+    found = {AS_IT_IS: Trial(method, {}, method.title)}
+    for values, title in _combinations(method, grid) if grid is not None else _ladder(method):
+        made = replace(method, **values)
+        if made != method:
+            name = ",".join(f"{setting}={_typed(value)}" for setting, value in values.items())
+            found[re.sub(r"[^\w.,=+-]", "_", name)] = Trial(made, values, title)  # also the name of a folder
+    return found
+
+
+def _ladder(method: Method) -> list[tuple[dict[str, Any], str]]:
+    """The temperatures, with what must move with them, each with its words."""
     if "temperature" not in fields_of(type(method)):
         raise UserError(
             f"{method.name} has no temperature, which is what is tried where nothing is said; name what to try, as in "
             "--grid lr=0.001,0.003,0.01."
         )
-    if not isinstance(method, Recipe):
-        return [{"temperature": t} for t in TEMPERATURES]
-    # T multiplies the prior of the means too; that one is to stay as strong as it is.
-    strength = method.temperature * method.anchor
-    return [{"temperature": t, "anchor": strength / t} for t in TEMPERATURES]
-
-
-def trials(method: Method, grid: Grid | None = None) -> dict[str, tuple[Method, dict[str, Any]]]:
-    """The methods to be tried and what differs in each, by name: every combination in the grid, and the method as it is."""
-    if grid is not None:
-        known = fields_of(type(method))
-        for name in grid:
-            if name not in known:
-                raise unknown(f"setting of {method.name}", name, known)
-        combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    else:
-        combinations = ladder(method)
-    found: dict[str, tuple[Method, dict[str, Any]]] = {AS_IT_IS: (method, {})}
-    for values in combinations:
-        made = replace(method, **values)
-        if made != method:
-            name = ",".join(f"{setting}={_typed(value)}" for setting, value in values.items())
-            found[re.sub(r"[^\w.,=+-]", "_", name)] = made, values  # also the name of a folder
+    found = []
+    for t in TEMPERATURES:
+        values = {"temperature": t}
+        if isinstance(
+            method, Recipe
+        ):  # T multiplies the prior of the means too; that one is to stay as strong as it is
+            values["anchor"] = method.temperature * method.anchor / t
+        found.append((values, f"temperature {t:g}"))
     return found
+
+
+def _combinations(method: Method, grid: Grid) -> list[tuple[dict[str, Any], str]]:
+    known = fields_of(type(method))
+    for name in grid:
+        if name not in known:
+            raise unknown(f"setting of {method.name}", name, known)
+    every = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    return [(values, ", ".join(f"{n} {_typed(v)}" for n, v in values.items())) for values in every]
 
 
 def tune(
@@ -167,7 +185,7 @@ def tune(
 
 
 def run_trials(
-    tried: Mapping[str, tuple[Method, dict[str, Any]]],
+    tried: Mapping[str, Trial],
     data: FederatedData,
     settings: Settings,
     cuts: int,
@@ -186,7 +204,7 @@ def run_trials(
         raise UserError(f"held is {held}, but must be between 0 and 1.")
     # What calibrates a finished model has no part in choosing it, and would need examples of its own.
     plain = replace(settings, calibration=0.0, scaling="none")
-    who = [Entrant(name, _title(changed), method, plain) for name, (method, changed) in tried.items()]
+    who = [Entrant(name, trial.title, trial.method, plain) for name, trial in tried.items()]
     found = run_cells(
         who,
         lambda cut: held_out(data, held, cut),
@@ -198,12 +216,7 @@ def run_trials(
         display=display,
         say=say,
     )
-    methods = {name: method for name, (method, _) in tried.items()}
-    return Tuning(found, methods, {name: changed for name, (_, changed) in tried.items()})
-
-
-def _title(changed: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_typed(value)}" for name, value in changed.items()) or "as it is"
+    return Tuning(found, dict(tried))
 
 
 def _typed(value: Any) -> str:
