@@ -15,6 +15,10 @@ class UserError(Exception):
     """One sentence that says what was wrong, where, and what to do; the command prints it and exits with 2."""
 
 
+class Diverged(UserError):
+    """The loss of a run is no longer a number."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
     """A `UserError` for a name that does not exist, with the nearest one that does."""
     return UserError(f"Unknown {kind} '{name}'; {hint(name, known)}")

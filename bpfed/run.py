@@ -23,7 +23,7 @@ from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import RoundInfo, Simulator
-from bpfed.errors import UserError, unknown
+from bpfed.errors import Diverged, unknown
 from bpfed.files import to_toml
 from bpfed.likelihoods import Likelihood
 from bpfed.metrics import BEST_IS_HIGH, SURE, Evaluation
@@ -73,7 +73,7 @@ class Run:
     def _after(self, info: RoundInfo, elapsed: float, callbacks: Sequence[Callback]) -> None:
         start = time.perf_counter()
         if info.participants and not all(math.isfinite(v) for v in info.values.values()):
-            raise UserError(
+            raise Diverged(
                 f"Training diverged in round {self.federation.round} (its loss is not finite); lower the step size, "
                 "method.lr, or look for extreme values in the data."
             )

@@ -105,25 +105,57 @@ def test_what_calibrates_a_finished_model_has_no_part_in_choosing_it():
     given = {"calibration": 0.3, "scaling": "client"} | TINY
     found = bpfed.tune(FedAvg(), classification(sizes=(30, 40)), {"lr": [0.03]}, cuts=1, **given)
     assert found.comparison.first.config["run"]["calibration"] == 0.0
+    with pytest.raises(UserError, match="scaling needs examples"):  # but the run to come must be possible
+        bpfed.tune(FedAvg(), classification(sizes=(30, 40)), {"lr": [0.03]}, **given | {"calibration": 0.0})
 
 
-@pytest.mark.parametrize(("changes", "sentence"), [({"cuts": 0}, "cuts is 0"), ({"held": 1.0}, "held is 1.0")])
+def test_what_diverges_is_left_out():
+    said: list[str] = []
+    data = classification(sizes=(30, 40))
+    found = bpfed.tune(FedAvg(), data, {"lr": [1e38, 0.03]}, cuts=2, say=said.append, **TINY)
+    assert list(found.trials) == found.comparison.names == [AS_IT_IS, "lr=0.03"]
+    assert [sentence for sentence in said if sentence.startswith("lr=1e+38, seed 0: Training diverged")]
+    with pytest.raises(UserError, match="Training diverged"):
+        bpfed.tune(FedAvg(lr=1e38), data, {"lr": [0.03]}, cuts=1, **TINY)
+
+
+def test_values_that_look_alike_are_all_tried():
+    assert len(trials(BPFed(), {"lr": [0.01234567, 0.01234568]})) == 3
+    assert list(trials(BPFed(), {"personal": ["*.bias", "?.bias"]})) == [
+        AS_IT_IS,
+        "personal=_.bias",
+        "personal=_.bias-2",
+    ]
+    assert len(trials(Recipe(temperature=0.02, anchor=7.0))) == len(TEMPERATURES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"cuts": 0}, "cuts is 0"),
+        ({"held": 1.0}, "held is 1.0"),
+        ({"grid": {"lr": 0.1}}, "The grid has 0.1 for 'lr', but must have a list"),
+        ({"grid": {"personal": "head"}}, "The grid has 'head' for 'personal', but must have a list"),
+        ({"method": "fedavg"}, "The method is 'fedavg', but must be one such as"),
+        ({"data": classification(sizes=(1, 1))}, "No client of 'small' has two training examples"),
+    ],
+)
 def test_what_cannot_be_is_refused(changes, sentence):
     with pytest.raises(UserError, match=sentence):
-        bpfed.tune(FedAvg(), classification(), {"lr": [0.1]}, **changes, **TINY)
+        bpfed.tune(**{"method": FedAvg(), "data": classification(), "grid": {"lr": [0.1]}} | changes, **TINY)
 
 
 def test_a_user_tunes_and_then_trains_with_what_was_best(command):
     shown = command.ok(*SMALL, *RATES, "--calibration", "0.3", "--seed", "4").out
     lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert lines[0].startswith("FedAvg on digits, held-out training examples: 3 clients, 2 rounds, cuts: 2")
+    assert lines[0] == "Tuning on digits, 20 % of training examples held out: 3 settings, 2 cuts, 3 clients, 2 rounds"
     ranked = [line for line in lines if re.match(r"(\* )?(FedAvg|lr \S+) \d", line)]
     assert len(ranked) == 3
     assert ranked[0].startswith("* lr 0.02 ")
     assert ranked[-1].startswith("lr 0 ")
-    assert lines[-1] == "Train on all training examples: bpfed run a/best.toml"
+    assert lines[-1] == "Train with what is best: bpfed run a/best.toml"
     assert tomllib.loads(Path("a/best.toml").read_text()) == {
-        "data": {"name": "digits", "clients": 3},
+        "data": {"name": "digits", "clients": 3, "seed": 4},
         "method": {"name": "fedavg", "lr": 0.02},
         "run": {"rounds": 2, "epochs": 1, "eval_draws": 2, "calibration": 0.3, "seed": 4},
     }
@@ -142,6 +174,38 @@ def test_what_is_finished_is_not_run_again(command):
     assert "lr 0.05" in more.out
 
 
+def test_its_words_are_those_of_a_tuning(command):
+    command.ok(*SMALL, *RATES)
+    told = Path("a/comparison.md").read_text()
+    assert "all held-out training examples of the last round pooled" in told
+    assert "Each setting's metric minus FedAvg's on the same client of the same cut" in told
+    assert "Cuts share most of their training examples" in told
+    assert "test example" not in told
+    assert "seed" not in told
+    assert "6 client-cuts" in told or "client-cuts" in told
+
+
+def test_a_comparison_and_a_tuning_do_not_share_a_folder(command):
+    command.ok(*SMALL, *RATES)
+    compare = ("compare", *SMALL[1:-3], "--seeds", "1", "--quiet", "--methods", "fedavg", "--out", "a")
+    assert "'a' holds a tuning and no comparison, so nothing is written there" in command(*compare).sentence
+    other = (*compare[:-1], "b")
+    command.ok(*other)
+    assert "'b' holds a comparison and no tuning" in command(*SMALL, *RATES[:-1], "b").sentence
+
+
+def test_a_tuned_folder_of_tables_is_found_from_anywhere(command, monkeypatch):
+    Path("sites").mkdir()
+    for site in "ab":
+        rows = "".join(f"{i % 5},{'yes' if i % 5 > 2 else 'no'}\n" for i in range(20))
+        Path(f"sites/{site}.csv").write_text(f"dose,label\n{rows}")
+    command.ok("tune", "--data", "folder:sites", "--rounds", "1", "--cuts", "1", *RATES, "--quiet")
+    best = Path("a/best.toml").resolve()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    command.ok("run", best, "--quiet", "--out", "b")
+
+
 def test_where_nothing_is_better_it_is_said(command):
     shown = command.ok(*SMALL, "--method", "fedavg", "--grid", "lr=0", "--out", "a").out
     assert "Nothing that was tried has a lower NLL than the method as it is." in shown
@@ -153,6 +217,10 @@ def test_where_nothing_is_better_it_is_said(command):
     [
         ("--grid lr", "--grid: 'lr' names no values; write it as in --grid lr=0.001,0.01."),
         ("--grid lr=", "--grid: 'lr=' names no values; write it as in --grid lr=0.001,0.01."),
+        (
+            "--grid epochs=1,2",
+            "--grid: 'epochs' is a setting of the run; those of the method can be tried, such as lr.",
+        ),
         ("--grid lr=fast", "--grid: method.lr is 'fast', but must be a number."),
         ("--grid rate=1", "--grid: unknown key 'rate' in [method]; "),
         (

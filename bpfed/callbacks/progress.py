@@ -238,6 +238,13 @@ class CellProgress(Progress):
         self._recent.clear()
         self._cell_began = time.perf_counter()
 
+    def leave_out(self, name: str) -> None:
+        """Cells of this name, the current ones among them, are not run after all."""
+        before = len(self._waiting) + len(self._current)
+        self._waiting = [cell for cell in self._waiting if cell[0] != name]
+        self._cells -= before - len(self._waiting)
+        self._current, self.rounds, self.title, self.words = [], 0, "", ""
+
     def finished(self) -> None:
         """The current cells are done."""
         took = time.perf_counter() - self._cell_began

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,13 +16,13 @@ from bpfed.cli.flags import with_schema
 from bpfed.cli.run import PATIENCE, RUNS, data_word, loading, overrides
 from bpfed.console import Console
 from bpfed.errors import UserError
-from bpfed.names import check_data, check_method
+from bpfed.names import PREFIX, check_data, check_method
 
 if TYPE_CHECKING:
     from bpfed.comparison import Tuning
     from bpfed.config import Config, Override
 
-EXAMPLE = "Example: bpfed tune --data folder:hospitals --target disease --rounds 20, then bpfed run runs/tune-hospitals/best.toml"
+EXAMPLE = "Example: bpfed tune --data folder:hospitals --target disease --rounds 20, then bpfed run runs/tune-hospitals-bpfed-recipe/best.toml"
 #: What is to be used afterwards, in the folder.
 BEST = "best.toml"
 
@@ -53,7 +53,7 @@ def tune(
         typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, e.g. method.sigma=0.02; repeatable."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the trials. \\[default: runs/tune-DATA]", show_default=False)
+        Path | None, typer.Option(help="Folder of the trials. \\[default: runs/tune-DATA-METHOD]", show_default=False)
     ] = None,
     data_dir: Annotated[
         Path | None,
@@ -86,7 +86,9 @@ def tune(
         from bpfed.comparison.tuning import run_trials, trials
 
         tried = trials(chosen.method, wanted)
-        out = out or RUNS / f"tune-{data_word(chosen)}"
+        out = out or RUNS / f"tune-{data_word(chosen)}-{chosen.method.name}"
+        for note in chosen.notes:
+            progress.say(note)
         if not quiet:
             loading(progress, chosen.data.name, data_dir)
         data = chosen.load_data(data_dir)
@@ -107,6 +109,8 @@ def tune(
 def _grid(texts: list[str], config: Path | None, said: list[Override]) -> dict[str, list[Any]]:
     """The values of each setting, as its type has them."""
     from bpfed.config import Override, read
+    from bpfed.engine.settings import Settings
+    from bpfed.schema import fields_of
 
     found: dict[str, list[Any]] = {}
     for text in texts:
@@ -114,16 +118,24 @@ def _grid(texts: list[str], config: Path | None, said: list[Override]) -> dict[s
         name = name.strip().removeprefix("method.")
         if not equals or not name or not values.strip(","):
             raise UserError(f"--grid: '{text}' names no values; write it as in --grid lr=0.001,0.01.")
+        if name.removeprefix("run.") in fields_of(Settings):
+            raise UserError(f"--grid: '{name}' is a setting of the run; those of the method can be tried, such as lr.")
         one_by_one = [
             Override(f"method.{name}", value.strip(), "--grid") for value in values.split(",") if value.strip()
         ]
-        found[name] = [getattr(read(config, [*said, one]).method, name) for one in one_by_one]
+        found.setdefault(name, []).extend(getattr(read(config, [*said, one]).method, name) for one in one_by_one)
     return found
 
 
 def _best(config: Config, found: Tuning) -> dict[str, Any]:
-    """The configuration of a run with what was chosen; what is as it is by default is left out."""
-    method, data, run = found.method, config.data, config.run
+    """The configuration of a run with what was chosen; what is as it is by default is left out.
+
+    The seed of the data is said: dealt out anew, examples that it was chosen on would be among the test examples.
+    """
+    method, run = found.method, config.run
+    data = replace(config.data, seed=run.seed if config.data.seed is None else config.data.seed)
+    if data.name.startswith(PREFIX):
+        data = replace(data, name=f"{PREFIX}{Path(data.name.removeprefix(PREFIX)).expanduser().resolve()}")
     usual = type(method)().settings()
     return {
         "data": {k: v for k, v in asdict(data).items() if k == "name" or v != getattr(type(data)(), k)},
@@ -136,15 +148,13 @@ def _show(found: Tuning, out: Path, data_dir: Path | None) -> None:
     """All trials, the best first, and what to do next."""
     from bpfed.comparison.cells import REPORT
     from bpfed.comparison.tables import gap, spread
-    from bpfed.comparison.tuning import AS_IT_IS
+    from bpfed.comparison.tuning import AS_IT_IS, TEMPERATURES
     from bpfed.report.measures import MEASURES
 
     console, comparison = Console(), found.comparison
-    facts, cuts = comparison.first.summary, len(comparison.seeds)
-    title = f"{facts['title']} on {facts['data']}: {facts['clients']} clients, {facts['rounds']} rounds, cuts: {cuts}"
     measures = [m for m in comparison.measures if m.name in ("accuracy", "rmse", "nll", "ece")]
     shown = show.table(
-        "", *(m.full for m in measures), "NLL, difference", "seconds", title=title, right=len(measures) + 2
+        "", *(m.full for m in measures), "NLL, difference", "seconds", title=comparison.title, right=len(measures) + 2
     )
     for name in comparison.ranking:
         best = "bold green" if name == found.best else ""
@@ -154,15 +164,21 @@ def _show(found: Tuning, out: Path, data_dir: Path | None) -> None:
         shown.add_row(Text(f"{'* ' if best else ''}{comparison.titles[name]}", best), *(Text(c, best) for c in cells))
     shown.columns[0].no_wrap = True
     show.put(shown)
+    several, reference = len(comparison.seeds) > 1, comparison.titles[AS_IT_IS]
     console.print(
-        "On training examples that were held out, mean and standard deviation over cuts, lowest NLL first. Difference: from the "
-        "method as it is, the row without one, mean over clients, with a 95 % interval. No test example took part.",
+        f"On training examples that were held out{', mean ± standard deviation over cuts' if several else ''}, lowest NLL first. "
+        f"Difference: from {reference} as it is, mean over clients{', with a 95 % interval' if several else ''}. "
+        "No test example took part.",
         style="dim",
     )
     if found.best == AS_IT_IS:
         console.print("Nothing that was tried has a lower NLL than the method as it is.")
+    elif (t := found.trials[found.best].changed.get("temperature")) in (TEMPERATURES[0], TEMPERATURES[-1]):
+        console.print(
+            f"{t:g} is the {'lowest' if t == TEMPERATURES[0] else 'highest'} temperature that is tried by itself."
+        )
     again = shlex.join(
         ["bpfed", "run", str(out / BEST), *(["--data-dir", str(data_dir)] if data_dir is not None else [])]
     )
     console.print(f"Report: {out / REPORT}", style="bold", soft_wrap=True)
-    console.print(f"Train on all training examples: {again}", style="bold", soft_wrap=True)
+    console.print(f"Train with what is best: {again}", style="bold", soft_wrap=True)

@@ -23,11 +23,11 @@ from bpfed.callbacks.folder import Folder, differences
 from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison import tables
 from bpfed.comparison.entrants import Entrant, entrants
-from bpfed.comparison.record import Comparison, chosen_reference
+from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Words, chosen_reference
 from bpfed.data import FederatedData, load
 from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Settings
-from bpfed.errors import UserError, unknown
+from bpfed.errors import Diverged, UserError, unknown
 from bpfed.files import clear_parts, is_part, lock, said, to_json, to_toml, write_whole
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method
@@ -125,6 +125,8 @@ def run_cells(
     display: CellProgress | None = None,
     say: Callable[[str], None] = lambda sentence: None,
     stack: bool | None = None,
+    words: Words = METHODS_AND_SEEDS,
+    spare: bool = False,
 ) -> Comparison:
     """Run the cells that are not finished, and read those that are.
 
@@ -134,6 +136,8 @@ def run_cells(
         display: Told how far things are.
         stack: Whether the seeds of a method are trained side by side; None: on a GPU, where that costs little more than
             one of them. On a CPU it saves nothing and holds the data of all seeds at once.
+        words: What things are called.
+        spare: Whether one that diverges is left out, if it is not the reference; else that is an error.
 
     For the other arguments see `compare`.
     """
@@ -151,13 +155,13 @@ def run_cells(
         display.expect([(entrant.name, seed) for seed in chosen for entrant in who])
     records: dict[str, dict[int, RunRecord]] = {name: {} for name in names}
     once, trained = _once(say), 0
-    with _kept(out):
+    with _kept(out, words.kind):
         for together in [chosen] if stack else [[seed] for seed in chosen]:
             if display is not None:
                 display.doing(f"loading the data of seed {', '.join(map(str, together))}")
             dealt = {seed: deal(seed) for seed in together}
             waiting: list[list[Cell]] = []
-            for entrant in who:  # all are looked at before one is trained
+            for entrant in (e for e in who if e.name in records):  # all are looked at before one is trained
                 cells = []
                 for seed, data in dealt.items():
                     cell = _cell(entrant, seed, data, model, likelihood, out, once)
@@ -169,15 +173,25 @@ def run_cells(
                         cells.append(cell)
                 waiting.append(cells)
             if out is not None and together[0] == chosen[0]:
-                write_whole(out / REQUEST, to_toml(_request(who, chosen, base, dealt[together[0]])))
+                write_whole(out / REQUEST, to_toml(_request(who, chosen, base, dealt[together[0]], words)))
             while waiting:
-                for cell in _train(waiting.pop(0), display):
-                    records[cell.entrant.name][cell.run.settings.seed] = cell.run.record()
-                    trained += 1
+                cells = waiting.pop(0)
+                try:
+                    for cell in _train(cells, display):
+                        records[cell.entrant.name][cell.run.settings.seed] = cell.run.record()
+                        trained += 1
+                except Diverged as error:
+                    name = cells[0].entrant.name
+                    if not spare or name == base:
+                        raise
+                    say(f"{error} It is left out.")
+                    del records[name]
+                    if display is not None:
+                        display.leave_out(name)
         if not trained:
             say(f"All {len(names) * len(chosen)} runs in '{out}' are finished already; none was run again.")
-        ordered = {name: {seed: records[name][seed] for seed in chosen} for name in names}
-        found = Comparison(ordered, {entrant.name: entrant.title for entrant in who}, base)
+        ordered = {name: {seed: own[seed] for seed in chosen} for name, own in records.items()}
+        found = Comparison(ordered, {entrant.name: entrant.title for entrant in who}, base, words)
         if out is not None:
             if display is not None:
                 display.doing("writing the report")
@@ -234,14 +248,14 @@ def _train(cells: list[Cell], display: CellProgress | None) -> list[Cell]:
     try:
         train_together([cell.run for cell in cells], callbacks)
     except UserError as error:
-        raise UserError(f"{entrant.name}, seed {', '.join(map(str, seeds))}: {error}") from error
+        raise type(error)(f"{entrant.name}, seed {', '.join(map(str, seeds))}: {error}") from error
     if display is not None:
         display.finished()
     return cells
 
 
 @contextmanager
-def _kept(out: Path | None) -> Iterator[None]:
+def _kept(out: Path | None, kind: str) -> Iterator[None]:
     """Hold the folder for this process alone; one that was made for nothing is taken away again."""
     if out is None:
         yield
@@ -251,9 +265,9 @@ def _kept(out: Path | None) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         there = [p.name for p in out.iterdir() if not is_part(p)]
     if there and REQUEST not in there:
-        raise UserError(
-            f"'{out}' holds other files and no comparison, so nothing is written there; choose another --out."
-        )
+        raise UserError(f"'{out}' holds other files and no {kind}, so nothing is written there; choose another --out.")
+    if there and (held := _kind(out)) != kind:
+        raise UserError(f"'{out}' holds a {held} and no {kind}, so nothing is written there; choose another --out.")
     handle = lock(out)
     try:
         clear_parts(out)
@@ -264,10 +278,21 @@ def _kept(out: Path | None) -> Iterator[None]:
             out.rmdir()
 
 
-def _request(who: Sequence[Entrant], seeds: list[int], reference: str, data: FederatedData) -> dict[str, Any]:
+def _kind(folder: Path) -> str:
+    """What a folder is of; one that does not say is a comparison."""
+    try:
+        return str(tomllib.loads((folder / REQUEST).read_text()).get("kind", METHODS_AND_SEEDS.kind))
+    except (OSError, ValueError):
+        return METHODS_AND_SEEDS.kind
+
+
+def _request(
+    who: Sequence[Entrant], seeds: list[int], reference: str, data: FederatedData, words: Words
+) -> dict[str, Any]:
     """What was asked for, for people to read; what counts is in every cell's own folder."""
     return {
         "bpfed": __version__,
+        "kind": words.kind,
         "data": data.name,
         "methods": [entrant.name for entrant in who],
         "seeds": seeds,

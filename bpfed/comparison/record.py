@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bpfed.comparison.paired import Difference, difference
 from bpfed.errors import UserError, unknown
@@ -19,6 +20,31 @@ COMPARED = ("accuracy", "rmse", "nll", "brier", "ece")
 REFERENCE = "bpfed"
 
 
+class Words(NamedTuple):
+    """What a comparison calls things.
+
+    Attributes:
+        kind: Itself.
+        one: One of those compared.
+        time: One of the times that each is run.
+        scored: What the figures are of.
+        dealt: What is to be said of times that each deal the examples out anew.
+    """
+
+    kind: str = "comparison"
+    one: str = "method"
+    time: str = "seed"
+    scored: str = "test examples"
+    dealt: str = (
+        "Every seed deals out the same examples anew, so seeds share examples and are not independent: the intervals are "
+        "narrower than for data never seen."
+    )
+
+
+#: Of methods, with several seeds.
+METHODS_AND_SEEDS = Words()
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Methods on the same data, each with the same seeds.
@@ -27,11 +53,13 @@ class Comparison:
         records: A run for each name and seed.
         titles: The heading of each name.
         reference: The name that the others' differences are taken from.
+        words: What things are called.
     """
 
     records: dict[str, dict[int, RunRecord]]
     titles: dict[str, str]
     reference: str
+    words: Words = METHODS_AND_SEEDS
 
     @property
     def names(self) -> list[str]:
@@ -59,13 +87,13 @@ class Comparison:
         """The comparison in one line of plain words."""
         facts = self.first.summary
         counted = (
-            (len(self.names), "method"),
-            (len(self.seeds), "seed"),
+            (len(self.names), self.words.one),
+            (len(self.seeds), self.words.time),
             (facts.get("clients", 0), "client"),
             (facts.get("rounds", 0), "round"),
         )
         words = ", ".join(text.many(n, one) for n, one in counted)
-        return f"Comparison on {facts.get('data', 'unnamed data')}: {words}"
+        return f"{self.words.kind.capitalize()} on {facts.get('data', 'unnamed data')}: {words}"
 
     @property
     def measures(self) -> list[Measure]:

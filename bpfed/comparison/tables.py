@@ -50,11 +50,14 @@ def caption(comparison: Comparison, marked: str = "in bold") -> str:
     """What the figures of the first table are; ``marked`` is how the best stands out."""
     floors = [comparison.floor(name) for name in comparison.names]
     seeds = comparison.seeds
-    over = f"Mean ± standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else f"Seed {seeds[0]}"
+    time = comparison.words.time
+    over = (
+        f"Mean ± standard deviation over {len(seeds)} {time}s" if len(seeds) > 1 else f"{time.capitalize()} {seeds[0]}"
+    )
     low, high = (f"{100 * f(floors):.1f}" for f in (min, max))
     floor = f"{low} %" if low == high else f"{low} to {high} %"
     return (
-        f"{over}, all test examples of the last round pooled, lowest NLL first, the best {marked}. "
+        f"{over}, all {comparison.words.scored} of the last round pooled, lowest NLL first, the best {marked}. "
         f"ECE over {comparison.bins} bins; perfectly calibrated predictions would show {floor} by chance (the floor)."
     )
 
@@ -63,29 +66,27 @@ def pairing(comparison: Comparison) -> str:
     """What the differences are, what is paired, and what their intervals leave out."""
     reference, seeds = comparison.titles[comparison.reference], comparison.seeds
     found = next(iter(comparison.differences().values()), None)
-    words = f"Each method's metric minus {reference}'s on the same client of the same seed, mean over clients. "
+    one, time = comparison.words.one, comparison.words.time
+    words = f"Each {one}'s metric minus {reference}'s on the same client of the same {time}, mean over clients. "
     if len(seeds) > 1:
-        words += "A client-seed is one client of one seed. "
+        words += f"A client-{time} is one client of one {time}. "
     if any(m.name == "accuracy" for m in comparison.measures):
         words += "Accuracy in points of a hundred. "
     if found is None:
         return words.strip()
     if len(seeds) == 1:
         if not math.isfinite(found.low):
-            return words + f"No interval: one seed with {text.many(found.pairs, 'client')} is too little."
+            return words + f"No interval: one {time} with {text.many(found.pairs, 'client')} is too little."
         return words + (
-            f"95 % intervals: bootstrap over the {found.pairs} clients. One seed says nothing of other splits or other "
+            f"95 % intervals: bootstrap over the {found.pairs} clients. One {time} says nothing of other splits or other "
             "training."
         )
     dealt = comparison.first.config.get("data", {}).get("seed") != comparison.records[comparison.names[0]][
         seeds[1]
     ].config.get("data", {}).get("seed")
-    words += f"95 % intervals: paired t over the {len(seeds)} seeds. "
+    words += f"95 % intervals: paired t over the {len(seeds)} {time}s. "
     if dealt:
-        return words + (
-            "Every seed deals out the same examples anew, so seeds share examples and are not independent: the intervals "
-            "are narrower than for data never seen."
-        )
+        return words + comparison.words.dealt
     return words + "All seeds train and test on the same split: the intervals say nothing of other splits."
 
 
@@ -102,7 +103,11 @@ def markdown(comparison: Comparison) -> str:
             cells.append(f"**{cell}**" if best[m.name] == name else cell)
         nll = comparison.mean(name, "nll", "mean")
         rows.append([comparison.titles[name], *cells, text.decimal(nll), text.duration(comparison.seconds(name))])
-    parts = [f"# {comparison.title}", _table(["method", *heads, "NLL, client mean", "time"], rows), caption(comparison)]
+    parts = [
+        f"# {comparison.title}",
+        _table([comparison.words.one, *heads, "NLL, client mean", "time"], rows),
+        caption(comparison),
+    ]
     others = [name for name in comparison.ranking if name != comparison.reference]
     if others:
         shown = compared(comparison)
@@ -112,13 +117,16 @@ def markdown(comparison: Comparison) -> str:
         ]
         reference = comparison.titles[comparison.reference]
         heads = [f"{m.label} minus {reference}'s" for m in shown]
-        parts += [_table(["method", *heads, f"{pairs(comparison)} with lower NLL"], rows), pairing(comparison)]
+        parts += [
+            _table([comparison.words.one, *heads, f"{pairs(comparison)} with lower NLL"], rows),
+            pairing(comparison),
+        ]
     return "\n\n".join(parts).replace("\u202f", " ") + "\n"
 
 
 def pairs(comparison: Comparison) -> str:
     """What is counted where pairs are: a client of several seeds is a pair in each."""
-    return "clients" if len(comparison.seeds) == 1 else "client-seeds"
+    return "clients" if len(comparison.seeds) == 1 else f"client-{comparison.words.time}s"
 
 
 def better(found: Difference) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +19,9 @@ from torch import nn
 from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison.cells import run_cells
 from bpfed.comparison.entrants import Entrant
-from bpfed.comparison.record import Comparison
+from bpfed.comparison.record import Comparison, Words
 from bpfed.data import FederatedData, load
+from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError, unknown
 from bpfed.likelihoods import Likelihood
@@ -33,6 +34,14 @@ HELD, CUTS = 0.2, 3
 TEMPERATURES = (0.005, 0.01, 0.02, 0.05, 0.2, 0.5)
 #: The name of the method as it was given, which is always tried.
 AS_IT_IS = "as-it-is"
+#: What a tuning calls things.
+WORDS = Words(
+    kind="tuning",
+    one="setting",
+    time="cut",
+    scored="held-out training examples",
+    dealt="Cuts share most of their training examples and are not independent: the intervals are narrower than for data never seen.",
+)
 
 Grid = Mapping[str, Sequence[Any]]
 
@@ -57,7 +66,7 @@ class Tuning:
 
     Attributes:
         comparison: All trials, scored on held-out training examples; its seeds are the cuts.
-        trials: By name.
+        trials: By name; one that diverged is none of them.
     """
 
     comparison: Comparison
@@ -81,9 +90,11 @@ class Tuning:
 
 def held_out(data: FederatedData, held: float, cut: int) -> FederatedData:
     """The data with a part of the training examples in the place of the test examples, which are left out."""
-    kept = data.hold_out(held, cut)
+    kept = replace(data, calibration=None).hold_out(held, cut)
     assert kept.calibration is not None
-    name = f"{data.name}, held-out training examples"
+    if not len(kept.calibration.y):
+        raise UserError(f"No client of '{data.name}' has two training examples, so none can be held out to choose by.")
+    name = f"{data.name}, {100 * held:g} % of training examples held out"
     return replace(kept, name=name, seed=cut, test=kept.calibration, calibration=None)
 
 
@@ -93,12 +104,13 @@ def trials(method: Method, grid: Grid | None = None) -> dict[str, Trial]:
     Raises:
         UserError: The method has no such setting, or no temperature.
     """
+    if not isinstance(method, Method):
+        raise UserError(f"The method is {method!r}, but must be one such as bpfed.methods.Recipe().")
     found = {AS_IT_IS: Trial(method, {}, method.title)}
     for values, title in _combinations(method, grid) if grid is not None else _ladder(method):
-        made = replace(method, **values)
-        if made != method:
-            name = ",".join(f"{setting}={_typed(value)}" for setting, value in values.items())
-            found[re.sub(r"[^\w.,=+-]", "_", name)] = Trial(made, values, title)  # also the name of a folder
+        trial = Trial(replace(method, **values), values, title)
+        if all(trial.method != other.method for other in found.values()):
+            found[_folder(values, found)] = trial
     return found
 
 
@@ -110,12 +122,11 @@ def _ladder(method: Method) -> list[tuple[dict[str, Any], str]]:
             "--grid lr=0.001,0.003,0.01."
         )
     found = []
-    for t in TEMPERATURES:
+    for t in (t for t in TEMPERATURES if t != method.settings()["temperature"]):
         values = {"temperature": t}
-        if isinstance(
-            method, Recipe
-        ):  # T multiplies the prior of the means too; that one is to stay as strong as it is
-            values["anchor"] = method.temperature * method.anchor / t
+        # T multiplies the prior of the means too; that one is to stay as strong as it is.
+        if isinstance(method, Recipe):
+            values["anchor"] = float(f"{method.temperature * method.anchor / t:.9g}")
         found.append((values, f"temperature {t:g}"))
     return found
 
@@ -125,6 +136,8 @@ def _combinations(method: Method, grid: Grid) -> list[tuple[dict[str, Any], str]
     for name in grid:
         if name not in known:
             raise unknown(f"setting of {method.name}", name, known)
+        if isinstance(grid[name], str) or not isinstance(grid[name], Sequence):
+            raise UserError(f"The grid has {grid[name]!r} for '{name}', but must have a list of values.")
     every = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     return [(values, ", ".join(f"{n} {_typed(v)}" for n, v in values.items())) for values in every]
 
@@ -148,7 +161,8 @@ def tune(
 
     Args:
         method: None: ``bpfed.methods.Recipe()``.
-        data: A federated dataset or the name of one; its test examples take no part.
+        data: A federated dataset or the name of one; its test examples take no part. Test what is chosen on this data, not on
+            the same examples dealt out anew: those it was chosen on would be among the test examples.
         grid: Values to try by setting, e.g. ``{"lr": [0.001, 0.01]}``, all combinations; None: temperatures.
         cuts: How often a part is held out.
         held: How large a part of each client's training examples.
@@ -202,6 +216,9 @@ def run_trials(
         raise UserError(f"cuts is {cuts}, but must be at least 1.")
     if not 0.0 < held < 1.0:
         raise UserError(f"held is {held}, but must be between 0 and 1.")
+    Federation.start(tried[AS_IT_IS].method, data, settings, model, likelihood)  # what cannot be trained is not tuned
+    if settings.noise > 0.0:
+        say("Every trial spends privacy as well: the ε of a run with what is chosen leaves that out.")
     # What calibrates a finished model has no part in choosing it, and would need examples of its own.
     plain = replace(settings, calibration=0.0, scaling="none")
     who = [Entrant(name, trial.title, trial.method, plain) for name, trial in tried.items()]
@@ -215,8 +232,16 @@ def run_trials(
         out=out,
         display=display,
         say=say,
+        words=WORDS,
+        spare=True,
     )
-    return Tuning(found, dict(tried))
+    return Tuning(found, {name: tried[name] for name in found.names})
+
+
+def _folder(values: Mapping[str, Any], taken: Iterable[str]) -> str:
+    """A name for a trial, also that of a folder, that is not taken."""
+    name = re.sub(r"[^\w.,=+-]", "_", ",".join(f"{setting}={value}" for setting, value in values.items()))[:100]
+    return next(free for n in itertools.count(1) if (free := name if n == 1 else f"{name}-{n}") not in taken)
 
 
 def _typed(value: Any) -> str:

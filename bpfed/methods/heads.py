@@ -23,10 +23,14 @@ def of_likelihood(model: Model) -> Tensor:
 
 
 def biases(model: Model) -> Tensor:
-    """Which personal weights are biases of the network, ``[P_personal]`` bool: a class's own level, whatever the example."""
+    """Which personal weights are biases of the network, ``[P_personal]`` bool: a class's own level, whatever the example.
+
+    They go by their name: the scale of a normalisation is a vector as well.
+    """
     factors = model.factors
-    flat = [torch.full((shape.numel(),), len(shape) == 1) for shape in factors.shapes]
-    return factors.split(torch.cat(flat).to(model.initial.device))[1] & ~of_likelihood(model)
+    called = [name.rpartition(".")[2].endswith("bias") for name in factors.names]
+    parts = [torch.full((size,), bias) for size, bias in zip(factors.sizes, called, strict=True)]
+    return factors.split(torch.cat(parts).to(model.initial.device))[1]
 
 
 def per_head(model: Model) -> float:

@@ -82,7 +82,7 @@ class Population(Recipe):
 
     def init(self, model: Model) -> Initial:
         start = super().init(model)
-        first = self.head_gain * start.personal.first
+        first = torch.where(biases(model), 0.0, self.head_gain * start.personal.first)
         sigma = torch.where(biases(model), self.bias_sigma, self.head_sigma)
         return Initial(Server(start.shared, first, first.square() + sigma.square()), start.personal)
 

@@ -24,7 +24,7 @@ way. With ζ = (m, σ̄) from the server, q = (q_w, q_h) over shared and persona
 The settings were chosen with 10 clients, all of them in every round, and with 20, half of them. In a federation that is
 ``crowd`` times as large as that a client carries that much less of the prior of the means, and the precision counts that many more
 clients' data (for a conjugate model it tends to 1/s0² + n/(T (1 − a)) after many rounds, n being one client's). Where clients
-take part more seldom than in every other round, ``path`` is that much longer. A client that cannot get far in the whole run starts
+take part more seldom than in every other round, ``path`` and ``span`` are that much longer. A client that cannot get far in the whole run starts
 with a head nearer to its prior.
 
 There is no step on π (Eq. 10): η_i and the upload are taken from q. Settings were chosen on validation data cut from the

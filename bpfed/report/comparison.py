@@ -45,7 +45,10 @@ def _headline(comparison: Comparison) -> str:
     run = comparison.first.summary
     facts = [f"{run['protocol']} protocol"] if run.get("protocol", "own") != "own" else []
     facts += [text.dealt(run["partition"])] if run.get("partition") else []
-    facts += [f"seeds {', '.join(map(str, comparison.seeds))}", f"on {run.get('device', 'an unknown device')}"]
+    facts += [
+        f"{comparison.words.time}s {', '.join(map(str, comparison.seeds))}",
+        f"on {run.get('device', 'an unknown device')}",
+    ]
     line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
     return (
         f'<header><h1>{escape(comparison.title)}</h1><p class="facts">{line}</p></header>'
@@ -69,8 +72,8 @@ def _table(comparison: Comparison) -> str:
     heads += [
         ("ECE floor", "What perfect calibration would show on so many examples, on average"),
         ("NLL, client mean", "Mean over clients, each counted once however many examples it has"),
-        (worst, "Of the worst client of each seed"),
-        ("Time", "Of one run in seconds, mean over seeds"),
+        (worst, f"Of the worst client of each {comparison.words.time}"),
+        ("Time", f"Of one run in seconds, mean over {comparison.words.time}s"),
     ]
     head = "".join(
         f'<th scope="col"{_sorted(name)} title="{escape(about)}"><button type="button">{escape(name)}</button></th>'
@@ -116,7 +119,7 @@ def _convergence(comparison: Comparison) -> str:
             over = [run.over(measure.name) for run in runs]
             values = [sum(column) / len(column) for column in zip(*over, strict=True)]
             lines.append(Line(comparison.titles[name], runs[0].rounds, values, name == comparison.reference))
-        read = f"{measure.explain} Mean over seeds. {_title(comparison)} is drawn thick."
+        read = f"{measure.explain} Mean over {comparison.words.time}s. {_title(comparison)} is drawn thick."
         figures.append(_figure(_long(measure), versus.convergence(lines, measure), read))
     return f"<section><h2>Convergence</h2>{''.join(figures)}</section>"
 
@@ -136,7 +139,7 @@ def _differences(comparison: Comparison) -> str:
         rows = []
         for name, found in comparison.differences(measure.name).items():
             dots = [
-                (d, f"seed {seed}: {signed(factor * d, digits)}")
+                (d, f"{comparison.words.time} {seed}: {signed(factor * d, digits)}")
                 for seed, d in zip(comparison.seeds, found.seeds, strict=False)
             ]
             lower = f"lower for {found.lower} of {found.pairs} {pairs(comparison)}"
@@ -148,7 +151,7 @@ def _differences(comparison: Comparison) -> str:
             return signed(factor * x, digits)
 
         drawn = versus.forest(rows, measure, _title(comparison), show)
-        read = "Filled: the interval leaves out zero. Small rings: the single seeds."
+        read = f"Filled: the interval leaves out zero. Small rings: the single {comparison.words.time}s."
         figures.append(_figure(f"{measure.full}, mean over clients", drawn, read))
     return (
         f"<section><h2>Differences from {escape(_title(comparison))}</h2><p>{escape(pairing(comparison))}</p>"
@@ -169,7 +172,7 @@ def _calibration(comparison: Comparison) -> str:
         found = versus.pooled([run.evaluation["reliability"] for run in comparison.records[name].values()])
         drawn = versus.small_reliability(found, comparison.bins, intervals, title)
         small.append(f"<div><h4>{escape(title)}</h4>{drawn}<p>{_leaning(found, intervals)}</p></div>")
-    over = ", mean over seeds ± standard deviation" if len(comparison.seeds) > 1 else ""
+    over = f", mean over {comparison.words.time}s ± standard deviation" if len(comparison.seeds) > 1 else ""
     read = (
         f"Expected calibration error over {comparison.bins} bins{over}. The upright stroke is the floor: what chance alone "
         "gives perfectly calibrated predictions as sure as these. Bars that end near it cannot be told from perfect."
@@ -183,7 +186,7 @@ def _calibration(comparison: Comparison) -> str:
         f'<section><h2>Calibration</h2><div class="panels rows">'
         f"{_figure('ECE and its floor', versus.bars(rows, ece), read)}</div>"
         f'<h3 style="margin-top:1.4rem">Claimed against observed</h3><div class="small">{"".join(small)}</div>'
-        f'<p class="note">All clients and seeds pooled. {axes} Below the dotted line is over-confident.</p></section>'
+        f'<p class="note">All clients and {comparison.words.time}s pooled. {axes} Below the dotted line is over-confident.</p></section>'
     )
 
 
@@ -204,14 +207,14 @@ def _clients(comparison: Comparison) -> str:
         for name in comparison.ranking:
             clients = comparison.clients(name, measure.name)
             dots = [
-                (v, f"{client}, seed {seed}: {measure.show(v)}")
+                (v, f"{client}, {comparison.words.time} {seed}: {measure.show(v)}")
                 for seed, values in clients.items()
                 for client, v in values.items()
             ]
             title, centre = comparison.titles[name], comparison.mean(name, measure.name, "mean")
             span = f"from {measure.show(min(v for v, _ in dots))} to {measure.show(max(v for v, _ in dots))}"
             rows.append(Row(title, centre, dots=dots, note=span, chief=name == comparison.reference))
-        read = "One dot for each client of each seed; the stroke, and the number, is their mean."
+        read = f"One dot for each client of each {comparison.words.time}; the stroke, and the number, is their mean."
         figures.append(_figure(_long(measure), versus.strips(rows, measure), read))
     return f'<section><h2>Clients</h2><div class="panels rows">{"".join(figures)}</div></section>'
 
@@ -221,7 +224,7 @@ def _settings(comparison: Comparison) -> str:
     for name in comparison.names:
         run = comparison.records[name][comparison.seeds[0]]
         lines = escape(to_toml(run.config).strip())
-        title = f"{comparison.titles[name]}, seed {comparison.seeds[0]}"
+        title = f"{comparison.titles[name]}, {comparison.words.time} {comparison.seeds[0]}"
         parts.append(f"<details><summary>{escape(title)}</summary><pre>{lines}</pre></details>")
     return f"<section><h2>Settings</h2>{''.join(parts)}</section>"
 

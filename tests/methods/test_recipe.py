@@ -9,16 +9,17 @@ import pytest
 import scenarios
 import torch
 from scenarios import small_mlp
+from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
-from bpfed.likelihoods import Normal
+from bpfed.likelihoods import Categorical, Normal
 from bpfed.methods import Population, Recipe
 from bpfed.methods.base import rows
-from bpfed.methods.heads import NOISE_SIGMA, of_likelihood
+from bpfed.methods.heads import NOISE_SIGMA, biases, of_likelihood
 from bpfed.model import Model
 from bpfed.run import train_together
 from bpfed.training import prepare
@@ -47,6 +48,13 @@ def test_the_heads_prior_is_the_common_head_times_its_gain():
     assert found.mean[0, -3:].tolist() == [0.0] * 3
     assert found.sigma[0, count:].tolist() == pytest.approx([0.07] * (len(start) - count - 3) + [2.0] * 3)
     torch.testing.assert_close(found.mean[0, :count], start[:count])
+
+
+def test_a_normalisation_is_no_bias():
+    """The scale of one is a vector too; around 0 it would tell classes apart by chance."""
+    module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.LayerNorm(3))
+    model = Model.of(module, Categorical(3), torch.zeros(2, 4), "head")
+    assert biases(model).tolist() == [False] * 3 + [True] * 3
 
 
 def test_layers_are_as_noisy_as_their_inputs_allow():
