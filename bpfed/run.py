@@ -193,6 +193,8 @@ class Run:
         found = evaluation.detail(self.federation.round, names, train, kept)
         if held is not None:
             found["fewest_calibration"] = fewest(SURE)
+        if len(self.data.labels) == 2:
+            found["labels"] = list(self.data.labels)
         if self.data.task == "regression" and (made := self.data.preparation) is not None:
             found["target"] = {"name": made.target, "scale": made.target_scale}
         return found

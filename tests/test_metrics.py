@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
-from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, roc_auc_score
+from sklearn.metrics import accuracy_score, brier_score_loss, log_loss, recall_score, roc_auc_score
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_calibration_error
 
@@ -348,6 +348,24 @@ def test_two_classes_have_an_auroc_and_it_is_scikit_learns(seed, sizes, coarse) 
             assert math.isnan(own)
         else:
             assert own == pytest.approx(roc_auc_score(y[part], probs[part, 1]))
+
+
+@given(st.integers(0, 2**31), st.lists(st.integers(0, 12), min_size=1, max_size=5))
+def test_two_classes_have_a_sensitivity_and_a_specificity_and_they_are_scikit_learns(seed, sizes) -> None:
+    probs, y, offsets = made(seed, sizes, 2, 1.0)
+    result = evaluate(probs, y, offsets)
+    parts = [slice(a, b) for a, b in itertools.pairwise(offsets.tolist())]
+    for name, label in (("sensitivity", 1), ("specificity", 0)):
+        found = result[name]
+        for own, part in zip([*found.clients, found.pooled], [*parts, slice(None)], strict=True):
+            if (y[part] == label).any():
+                assert own == pytest.approx(recall_score(y[part], probs[part].argmax(1), pos_label=label))
+            else:
+                assert math.isnan(own)
+        assert found.worst == pytest.approx(
+            np.nanmin([*found.clients, 2.0]) if (y == label).any() else math.nan, nan_ok=True
+        )
+    assert "sensitivity" not in evaluate(*made(seed, sizes, 3, 1.0)).more
 
 
 def test_without_a_model_the_classes_own_shares_are_predicted() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,15 @@ def test_a_client_predicts_with_its_uncertainty(run: bpfed.Run) -> None:
         run.clients()[0].predict(x[:, :2])
     with pytest.raises(bpfed.UserError, match="NaN or infinite"):
         run.clients()[0].predict(torch.full((1, 4), float("nan")))
+
+
+def test_of_two_classes_each_is_named() -> None:
+    two = replace(classification(classes=2), labels=("healthy", "ill"))
+    found = bpfed.fit(FedAvg(), two, rounds=1, epochs=1, progress=False).record()
+    titles = {measure.name: measure.full for measure in found.measures}
+    assert (titles["sensitivity"], titles["specificity"]) == ("Sensitivity (of 'ill')", "Specificity (of 'healthy')")
+    unnamed = bpfed.fit(FedAvg(), classification(classes=2), rounds=1, epochs=1, progress=False).record()
+    assert {measure.full for measure in unnamed.measures} >= {"Sensitivity", "Specificity"}
 
 
 def test_a_report_without_a_folder(run: bpfed.Run, tmp_path: Path) -> None:

@@ -169,8 +169,11 @@ class Journal:
         detail = evaluation.detail(federation.round, order, (sizes - held).tolist(), kept)
         if kept is not None:
             detail["fewest_calibration"] = fewest(SURE)
-        if self.facts["task"] == "regression" and (made := self.facts.get("preparation")) is not None:
-            detail["target"] = {"name": made["target"], "scale": made["target_scale"]}
+        if (made := self.facts.get("preparation")) is not None:
+            if self.facts["task"] == "regression":
+                detail["target"] = {"name": made["target"], "scale": made["target_scale"]}
+            elif len(made["labels"]) == 2:
+                detail["labels"] = list(made["labels"])
         write_whole(self.folder / EVALUATION, to_json(detail))
         write_whole(self.folder / SUMMARY, to_json(self._summary(federation)))
         record = RunRecord.read(self.folder)

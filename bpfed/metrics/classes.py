@@ -42,6 +42,7 @@ def evaluate(
     - abstained: share of examples whose confidence is below 0.9; answered_accuracy: accuracy on the others, NaN without;
     - auroc, of two classes: the chance that an example of the second has a higher probability of it than one of the first, a
       tie counting half; NaN where a class is missing;
+    - sensitivity, specificity, of two classes: accuracy on the examples of the second and of the first; NaN without any;
     - majority, shares_nll: accuracy and NLL without a model, if ``shares`` are given;
     - coverage, set_size: share of prediction sets that hold the right class, and their mean size, if they are given.
 
@@ -83,7 +84,7 @@ def evaluate(
         parts["majority"] = (shares.argmax(1)[owner] == y).double()
         parts["shares_nll"] = -shares[owner, y].double().log()
     if probs.shape[1] == 2:
-        parts["positive"] = y.double()
+        parts |= {"positive": y.double(), "positive_right": (right & (y == 1)).double()}
     further = dict(zip(parts, summed(list(parts.values()), owner, n_clients), strict=True))
     everyone = torch.zeros_like(owner)
     further["risk"] = risk(confidence, ~right, owner, n_clients)
@@ -128,6 +129,8 @@ def classified(sums: Sums, bins: int, ordered: Mapping[str, Tensor]) -> Evaluati
         positive = sums.pooled("positive")
         pairs = positive * (total - positive)
         more["auroc"] = torch.cat([sums.further["in_order"], ordered["in_order"]]) / pairs
+        found = sums.pooled("positive_right")
+        more |= {"sensitivity": found / positive, "specificity": (hit.sum(-1) - found) / (total - positive)}
     more |= {name: sums.pooled(name) / total for name in ("majority", "shares_nll") if name in sums.further}
     return evaluation(values, floor, total, pooled, bins, sums, more | sums.shares())
 

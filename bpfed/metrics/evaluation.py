@@ -17,10 +17,14 @@ from bpfed.metrics.sums import Sums
 Floats = NDArray[np.float64]
 
 #: Scores of which more is better; of the others less is.
-BEST_IS_HIGH = frozenset({"accuracy", "answered_accuracy", "auroc", "coverage", "majority"})
+BEST_IS_HIGH = frozenset(
+    {"accuracy", "answered_accuracy", "auroc", "coverage", "majority", "sensitivity", "specificity"}
+)
 
 #: Scores that a client with test examples may lack: it answered nothing, was tested on one class, or has too few calibration examples.
-LACKING = frozenset({"answered_accuracy", "auroc", "coverage", "set_size", "interval_width"})
+LACKING = frozenset(
+    {"answered_accuracy", "auroc", "sensitivity", "specificity", "coverage", "set_size", "interval_width"}
+)
 
 
 @dataclass(frozen=True)

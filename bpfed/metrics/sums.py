@@ -18,8 +18,8 @@ class Sums(NamedTuple):
         losses: ``[2, N]``. NLL and Brier score, or squared error and NLL.
         further: ``[N]`` each, by name. For classification ``sure``, the examples that it is 90 % sure of, ``sure_right``,
             those of them that are right, ``risk``, the summed error rates behind `aurc`, and ``majority`` and ``shares_nll``, the
-            hits and the NLL without a model; of two classes ``positive``, the examples of the second, and ``in_order``, the pairs
-            behind the AUROC. For regression ``baseline``,
+            hits and the NLL without a model; of two classes ``positive``, the examples of the second, ``positive_right``, those
+            of them that are right, and ``in_order``, the pairs behind the AUROC. For regression ``baseline``,
             the squared error of a constant. Where predictions are calibrated, ``counted``, the examples whose set or
             interval counts, and of these what ``coverage`` and ``set_size`` or ``interval_width`` are the mean of.
     """
@@ -75,7 +75,7 @@ class Form(NamedTuple):
         size = "set_size" if classes else "interval_width"
         held = ("counted", "coverage", size) if calibrated else ()
         if classes:
-            pairs = ("positive", "in_order") if classes == 2 else ()
+            pairs = ("positive", "positive_right", "in_order") if classes == 2 else ()
             return cls(4, bins, ("sure", "sure_right", "risk", "majority", "shares_nll", *pairs, *held))
         return cls(1, len(levels(bins)) + 1, ("baseline", *held))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from bpfed.report import text
@@ -80,6 +80,20 @@ _ALL = (
         True,
     ),
     Measure(
+        "sensitivity",
+        "Sensitivity",
+        text.percent,
+        "Accuracy on the test examples of the second class: of those that are, the share that is found.",
+        True,
+    ),
+    Measure(
+        "specificity",
+        "Specificity",
+        text.percent,
+        "Accuracy on the test examples of the first class: of those that are not, the share that is left alone.",
+        True,
+    ),
+    Measure(
         "brier", "Brier", text.decimal, "Squared distance of the probabilities from the truth, 0 to 2; low is good."
     ),
     Measure(
@@ -119,8 +133,8 @@ _ALL = (
 
 #: Those that have no tile of their own and no best round.
 DETAILS = frozenset(
-    {"majority", "baseline", "shares_nll", "auroc", "mce", "aurc", "abstained", "answered_accuracy"}
-    | {"coverage", "set_size", "interval_width"}
+    {"majority", "baseline", "shares_nll", "auroc", "sensitivity", "specificity", "mce", "aurc", "abstained"}
+    | {"answered_accuracy", "coverage", "set_size", "interval_width"}
 )
 
 #: By name, in the order of the page; the first that a run has is its main one.
@@ -128,7 +142,11 @@ MEASURES: dict[str, Measure] = {measure.name: measure for measure in _ALL}
 
 
 def measures(
-    present: Collection[str], standardised: bool = False, target: str = "", scale: float = math.nan
+    present: Collection[str],
+    standardised: bool = False,
+    target: str = "",
+    scale: float = math.nan,
+    labels: Sequence[str] = (),
 ) -> list[Measure]:
     """Those of these names in the order of the page, worded for the run.
 
@@ -137,8 +155,14 @@ def measures(
         standardised: Whether a regression's targets were brought to mean 0 and standard deviation 1.
         target: What a regression predicts; empty: it has no name.
         scale: Its standard deviation before that; NaN: not known.
+        labels: The two classes, where there are two and they have names.
     """
     found = {name: measure for name, measure in MEASURES.items() if name in present}
+    for name, label in zip(("specificity", "sensitivity"), labels, strict=False):
+        if name in found:
+            word = f"'{label}'"
+            explain = f"Accuracy on the test examples that are {word}."
+            found[name] = replace(found[name], explain=explain, title=f"{found[name].label} (of {word})")
     if "rmse" in found:
         if standardised:
             name = f"'{target}'" if target else "the target"

@@ -78,7 +78,7 @@ class RunRecord:
         """The metrics this run was scored with, the main one first."""
         present = {name for entry in self.history for name, value in entry.items() if isinstance(value, dict)}
         present |= {name for row in self.rows for name in row}
-        return measures(present, self.standardised, *self.target)
+        return measures(present, self.standardised, *self.target, self.evaluation.get("labels", ()))
 
     @property
     def standardised(self) -> bool:
