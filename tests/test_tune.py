@@ -149,7 +149,7 @@ def test_a_user_tunes_and_then_trains_with_what_was_best(command):
     shown = command.ok(*SMALL, *RATES, "--calibration", "0.3", "--seed", "4").out
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert lines[0] == "Tuning on digits, 20 % of training examples held out: 3 settings, 2 cuts, 3 clients, 2 rounds"
-    ranked = [line for line in lines if re.match(r"(\* )?(FedAvg|lr \S+) \d", line)]
+    ranked = [line for line in lines if re.match(r"(\* )?(FedAvg as it is, lr|lr) \S+ \d", line)]
     assert len(ranked) == 3
     assert ranked[0].startswith("* lr 0.02 ")
     assert ranked[-1].startswith("lr 0 ")
@@ -234,3 +234,11 @@ def test_where_nothing_is_better_it_is_said(command):
 def test_a_command_that_cannot_be_says_why(command, words, sentence):
     assert sentence in command(*SMALL, *words.split(), "--out", "a").sentence
     assert not Path("a").exists()
+
+
+def test_what_moves_along_is_said(command):
+    shown = command.ok(*SMALL, "--cuts", "1", "--out", "a").out
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert [line for line in lines if re.match(r"(\* )?BPFed recipe as it is, temperature 0.05 \d", line)]
+    assert [line for line in lines if re.match(r"(\* )?temperature 0.005 \d", line)]
+    assert "anchor moves along, so that its product with T stays; best.toml has both." in lines

@@ -148,7 +148,7 @@ def _show(found: Tuning, out: Path, data_dir: Path | None) -> None:
     """All trials, the best first, and what to do next."""
     from bpfed.comparison.cells import REPORT
     from bpfed.comparison.tables import gap, spread
-    from bpfed.comparison.tuning import AS_IT_IS, TEMPERATURES
+    from bpfed.comparison.tuning import AS_IT_IS, TEMPERATURES, worded
     from bpfed.report.measures import MEASURES
 
     console, comparison = Console(), found.comparison
@@ -156,21 +156,28 @@ def _show(found: Tuning, out: Path, data_dir: Path | None) -> None:
     shown = show.table(
         "", *(m.full for m in measures), "NLL, difference", "seconds", title=comparison.title, right=len(measures) + 2
     )
+    reference, given = comparison.titles[AS_IT_IS], found.trials[AS_IT_IS].method.settings()
+    kept = {name: given[name] for trial in found.trials.values() for name in trial.tried}
     for name in comparison.ranking:
         best = "bold green" if name == found.best else ""
         cells = [typed(spread(m, comparison.mean(name, m.name), comparison.sd(name, m.name))) for m in measures]
         apart = "" if name == AS_IT_IS else typed(gap(MEASURES["nll"], comparison.difference(name)))
         cells += [apart, f"{comparison.seconds(name):.1f}"]
-        shown.add_row(Text(f"{'* ' if best else ''}{comparison.titles[name]}", best), *(Text(c, best) for c in cells))
+        title = comparison.titles[name] if name != AS_IT_IS else f"{reference} as it is, {worded(kept)}"
+        shown.add_row(Text(f"{'* ' if best else ''}{title}", best), *(Text(c, best) for c in cells))
     shown.columns[0].no_wrap = True
     show.put(shown)
-    several, reference = len(comparison.seeds) > 1, comparison.titles[AS_IT_IS]
+    several = len(comparison.seeds) > 1
     console.print(
         f"On training examples that were held out{', mean ± standard deviation over cuts' if several else ''}, lowest NLL first. "
         f"Difference: from {reference} as it is, mean over clients{', with a 95 % interval' if several else ''}. "
         "No test example took part.",
         style="dim",
     )
+    if along := next((trial.along for trial in found.trials.values() if trial.along), ()):
+        console.print(
+            f"{' and '.join(along)} moves along, so that its product with T stays; {BEST} has both.", style="dim"
+        )
     if found.best == AS_IT_IS:
         console.print("Nothing that was tried has a lower NLL than the method as it is.")
     elif (t := found.trials[found.best].changed.get("temperature")) in (TEMPERATURES[0], TEMPERATURES[-1]):

@@ -52,12 +52,22 @@ class Trial(NamedTuple):
     Attributes:
         method: With the settings of the trial.
         changed: What differs from the method as it was given.
-        title: In words.
+        along: Those of them that only move along with another.
     """
 
     method: Method
     changed: dict[str, Any]
-    title: str
+    along: tuple[str, ...] = ()
+
+    @property
+    def tried(self) -> dict[str, Any]:
+        """What is tried."""
+        return {name: value for name, value in self.changed.items() if name not in self.along}
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        return worded(self.tried) or self.method.title
 
 
 @dataclass(frozen=True)
@@ -106,16 +116,17 @@ def trials(method: Method, grid: Grid | None = None) -> dict[str, Trial]:
     """
     if not isinstance(method, Method):
         raise UserError(f"The method is {method!r}, but must be one such as bpfed.methods.Recipe().")
-    found = {AS_IT_IS: Trial(method, {}, method.title)}
-    for values, title in _combinations(method, grid) if grid is not None else _ladder(method):
-        trial = Trial(replace(method, **values), values, title)
+    found = {AS_IT_IS: Trial(method, {})}
+    along = ("anchor",) if grid is None and isinstance(method, Recipe) else ()
+    for values in _combinations(method, grid) if grid is not None else _ladder(method):
+        trial = Trial(replace(method, **values), values, along)
         if all(trial.method != other.method for other in found.values()):
             found[_folder(values, found)] = trial
     return found
 
 
-def _ladder(method: Method) -> list[tuple[dict[str, Any], str]]:
-    """The temperatures, with what must move with them, each with its words."""
+def _ladder(method: Method) -> list[dict[str, Any]]:
+    """The temperatures, with what must move along."""
     if "temperature" not in fields_of(type(method)):
         raise UserError(
             f"{method.name} has no temperature, which is what is tried where nothing is said; name what to try, as in "
@@ -127,19 +138,18 @@ def _ladder(method: Method) -> list[tuple[dict[str, Any], str]]:
         # T multiplies the prior of the means too; that one is to stay as strong as it is.
         if isinstance(method, Recipe):
             values["anchor"] = float(f"{method.temperature * method.anchor / t:.9g}")
-        found.append((values, f"temperature {t:g}"))
+        found.append(values)
     return found
 
 
-def _combinations(method: Method, grid: Grid) -> list[tuple[dict[str, Any], str]]:
+def _combinations(method: Method, grid: Grid) -> list[dict[str, Any]]:
     known = fields_of(type(method))
     for name in grid:
         if name not in known:
             raise unknown(f"setting of {method.name}", name, known)
         if isinstance(grid[name], str) or not isinstance(grid[name], Sequence):
             raise UserError(f"The grid has {grid[name]!r} for '{name}', but must have a list of values.")
-    every = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    return [(values, ", ".join(f"{n} {_typed(v)}" for n, v in values.items())) for values in every]
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
 def tune(
@@ -244,5 +254,8 @@ def _folder(values: Mapping[str, Any], taken: Iterable[str]) -> str:
     return next(free for n in itertools.count(1) if (free := name if n == 1 else f"{name}-{n}") not in taken)
 
 
-def _typed(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def worded(settings: Mapping[str, Any]) -> str:
+    """``lr 0.01, personal head``."""
+    return ", ".join(
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in settings.items()
+    )

@@ -137,13 +137,16 @@ class RunRecord:
             if any(measure.name == "rmse" for measure in self.measures)
             else ("nll", "shares_nll", "NLL is not below that of saying its own class shares")
         )
-        tested = [row for row in self.rows if row.get("test", 0) >= JUDGED and math.isfinite(value(row, without))]
+        scored = [row for row in self.rows if row.get("test") and math.isfinite(value(row, without))]
+        tested = [row for row in scored if row["test"] >= JUDGED]
         names = [str(row["name"]) for row in tested if not value(row, ours) < value(row, without)]
         if not names:
             return ""
         listed = ", ".join(text.short(name, 30) for name in names[:NAMED])
         more = f" and {text.count(len(names) - NAMED)} more" if len(names) > NAMED else ""
-        return f"At {text.count(len(names))} of {text.plural(len(tested), 'client')} the model is no use: {words} ({listed}{more})."
+        few = f" with {JUDGED} or more test examples" if len(tested) < len(scored) else ""
+        of = f"{text.count(len(names))} of {text.plural(len(tested), 'client')}{few}"
+        return f"At {of} the model is no use: {words} ({listed}{more})."
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -168,8 +171,17 @@ class RunRecord:
         """The worst client's at the last evaluated round; of ECE and MCE among the clients that `judged` lets count."""
         if metric not in CALIBRATION or not any(metric in row for row in self.rows):
             return self.last(metric, "worst")
-        seen = [v for row in self.rows if math.isfinite(v := judged(row, metric))]
-        return max(seen, default=math.nan)
+        return max(self._judged(metric), default=math.nan)
+
+    def mean(self, metric: str) -> float:
+        """The mean over clients at the last evaluated round; of ECE and MCE over those that `judged` lets count."""
+        if metric not in CALIBRATION or not any(metric in row for row in self.rows):
+            return self.last(metric, "mean")
+        seen = self._judged(metric)
+        return sum(seen) / len(seen) if seen else math.nan
+
+    def _judged(self, metric: str) -> list[float]:
+        return [v for row in self.rows if math.isfinite(v := judged(row, metric))]
 
     @property
     def sure(self) -> int:

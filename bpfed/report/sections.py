@@ -69,7 +69,7 @@ def _tile(run: RunRecord, measure: Measure, total: int) -> str:
     if math.isfinite(without := run.last(name)):
         lines.append((words, show(without)))
     if len(run.rows) != 1:
-        lines.append(("client mean", show(run.last(measure.name, "mean"))))
+        lines.append(("client mean", show(run.mean(measure.name))))
         lines.append(("worst client", show(run.worst(measure.name))))
     # A round's calibration error alone ranks nothing: an untrained model that says so is calibrated.
     if measure.name != "ece" and (best := run.best(measure.name)):

@@ -252,6 +252,18 @@ def test_what_guessing_scores_stands_beside_the_figures() -> None:
     assert "Guessing is always saying the most frequent class" in Page(page).text
 
 
+def test_a_client_with_few_test_examples_is_not_judged() -> None:
+    run = record()
+    rows = [row | {"test": 50, "ece": 0.1 + i / 100, "nll": 1.0, "shares_nll": 2.0} for i, row in enumerate(run.rows)]
+    rows[0] |= {"test": 9, "ece": 0.9, "nll": 3.0}
+    rows[1] |= {"nll": 3.0}
+    found = replace(run, evaluation=run.evaluation | {"clients": rows})
+    others = [row["ece"] for row in rows[1:]]
+    assert found.mean("ece") == pytest.approx(sum(others) / len(others))
+    assert found.worst("ece") == max(others) >= found.mean("ece")
+    assert found.no_use.startswith(f"At 1 of {len(others)} clients with 10 or more test examples the model is no use")
+
+
 def test_clients_that_would_do_as_well_without_a_model_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     run = record()
     assert run.no_use == ""
