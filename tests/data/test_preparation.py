@@ -45,9 +45,11 @@ def clients(draw: st.DrawFn) -> dict[str, Table]:
 
 def prepared(tables: dict[str, Table], **options: str) -> Preparation | None:
     try:
-        return combine([client_summary(t, "y", client=c) for c, t in tables.items()], "y", **options)  # type: ignore[arg-type]
+        made = combine([client_summary(t, "y", client=c) for c, t in tables.items()], "y", **options)  # type: ignore[arg-type]
     except UserError:
         return None  # all columns constant
+    used = {feature.name for feature in made.features}
+    return made if all(used & table.columns.keys() for table in tables.values()) else None  # such a client is refused
 
 
 def pooled(tables: dict[str, Table], name: str) -> np.ndarray:
