@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from bpfed.callbacks.progress import Progress
 from bpfed.data import FederatedData, load
 from bpfed.data.lookalikes import lookalikes
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings
-from bpfed.errors import UserError, unknown
+from bpfed.engine.settings import Settings, changed
+from bpfed.errors import UserError
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Recipe
 from bpfed.methods.base import Method
@@ -57,8 +57,7 @@ def fit(
         say: Told in words what the user should know, such as a damaged checkpoint; None: these go to stderr.
         settings: See `Settings`; single ones can be given by name, e.g. ``rounds=50, seed=0``.
     """
-    _known(changes)
-    settings = replace(settings or Settings(), **changes)
+    settings = changed(settings or Settings(), changes)
     folder = Folder(Path(out), resume, overwrite) if out is not None else None
     if isinstance(data, str):
         data = load(data, seed=settings.seed)
@@ -86,12 +85,12 @@ def fit_seeds(
     A named dataset is dealt out anew for each seed; a given one is the same for all. Each run is what `fit` would give for
     its seed, and its folder is ``out/seed-0`` and so on. For the other arguments see `fit`.
     """
-    _known(changes)
+    base = changed(settings or Settings(), changes)
     if not seeds or len(set(seeds)) != len(seeds):
         raise UserError(f"seeds is {list(seeds)}, but must hold at least one and none twice.")
     runs, keepers = [], []
     for seed in seeds:
-        own = replace(settings or Settings(), **{**changes, "seed": seed})
+        own = replace(base, seed=seed)
         folder = Folder(Path(out) / f"seed-{seed}", resume, overwrite) if out is not None else None
         dealt = load(data, seed=seed) if isinstance(data, str) else data
         runs.append(prepare(method or Recipe(), dealt, own, model, likelihood, folder, say or to_stderr))
@@ -123,10 +122,3 @@ def prepare(
             f"more examples, or ask for {kind} at a lower level."
         )
     return run
-
-
-def _known(changes: dict[str, Any]) -> None:
-    known = {f.name for f in fields(Settings)}
-    for name in changes:
-        if name not in known:
-            raise unknown("setting", name, known)

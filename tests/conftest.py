@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from command import Command
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from bpfed.engine.stepper import Stepper
@@ -28,3 +30,12 @@ def untraced() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stepper, "trace", plain)
         yield
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The command on a wide terminal, in an empty folder, on a machine without datasets."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("BPFED_DATA", raising=False)
+    return Command(capsys)

@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from bpfed.cli import show
-from bpfed.cli.flags import argument, flag, schema_fields, with_schema
+from bpfed.cli.flags import DataDir, Quiet, argument, flag, schema_fields, with_schema
 from bpfed.cli.run import PATIENCE, RUNS, data_word, loading
 from bpfed.console import Console
 from bpfed.errors import UserError, hint
@@ -62,11 +62,8 @@ def compare(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the comparison. \\[default: runs/compare-DATA]", show_default=False)
     ] = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the dataset's files. \\[default: BPFED_DATA, then the cache]", show_default=False),
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    data_dir: DataDir = None,
+    quiet: Quiet = False,
     **flags: str | None,
 ) -> None:
     """Run methods on the same data with the same seeds, and set them side by side in a table and a report.

@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from bpfed.cli import show
+from bpfed.cli.flags import DataDir
 from bpfed.cli.group import Group
 from bpfed.cli.run import PATIENCE, loading
 from bpfed.console import Console
@@ -28,10 +29,6 @@ app = typer.Typer(
 )
 
 Name = Annotated[str, typer.Argument(help="Name of the dataset, see 'bpfed data list'.")]
-DataDir = Annotated[
-    Path | None,
-    typer.Option(help="Folder of the dataset's files. \\[default: BPFED_DATA, then the cache]", show_default=False),
-]
 #: Clients that have a row, width of a bar, and letters of a class's name that can head a column.
 ROWS, BAR, SHORT = 40, 12, 3
 #: Columns of tables that have a row.

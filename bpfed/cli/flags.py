@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from bpfed.schema import TABLES, Field, fields_of
+
+#: What several commands are given.
+ConfigFile = Annotated[
+    Path | None, typer.Argument(help="TOML file of settings, such as the config.toml of a run.", show_default=False)
+]
+MethodName = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="Method, see 'bpfed methods'. \\[default: bpfed-recipe]", show_default=False),
+]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the dataset's files. \\[default: BPFED_DATA, then the cache]", show_default=False),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 #: Flags whose name is not their field's.
 NAMES = {"data.name": "--data", "data.seed": "--data-seed", "run.seed": "--seed"}

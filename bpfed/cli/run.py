@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bpfed.cli import show
-from bpfed.cli.flags import argument, flag, schema_fields, with_schema
+from bpfed.cli.flags import ConfigFile, DataDir, MethodName, Quiet, argument, flag, schema_fields, with_schema
 from bpfed.errors import UserError, unknown
 from bpfed.names import check_data, check_method
 
@@ -27,13 +27,8 @@ PATIENCE = 2.0
 
 @with_schema
 def run(
-    config: Annotated[
-        Path | None, typer.Argument(help="TOML file of settings, such as the config.toml of a run.", show_default=False)
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Method, see 'bpfed methods'. \\[default: bpfed-recipe]", show_default=False),
-    ] = None,
+    config: ConfigFile = None,
+    method: MethodName = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. method.temperature=0.3; repeatable."),
@@ -45,15 +40,12 @@ def run(
         bool, typer.Option("--resume", help="Go on with the run in --out, to the last of the rounds it began with.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in --out.")] = False,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the dataset's files. \\[default: BPFED_DATA, then the cache]", show_default=False),
-    ] = None,
+    data_dir: DataDir = None,
     track: Annotated[
         list[str] | None,
         typer.Option(metavar="|".join(TRACKERS), help="Log to it, too (needs the extra 'track'); repeatable."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    quiet: Quiet = False,
     **flags: str | None,
 ) -> None:
     """Train a federation. Settings come from flags, else from the TOML file, else from the defaults.

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from bpfed.cli import show
 from bpfed.cli.compare import typed
-from bpfed.cli.flags import with_schema
+from bpfed.cli.flags import ConfigFile, DataDir, MethodName, Quiet, with_schema
 from bpfed.cli.run import PATIENCE, RUNS, data_word, loading, overrides
 from bpfed.console import Console
 from bpfed.errors import UserError
@@ -29,13 +29,8 @@ BEST = "best.toml"
 
 @with_schema
 def tune(
-    config: Annotated[
-        Path | None, typer.Argument(help="TOML file of settings, such as the config.toml of a run.", show_default=False)
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Method, see 'bpfed methods'. \\[default: bpfed-recipe]", show_default=False),
-    ] = None,
+    config: ConfigFile = None,
+    method: MethodName = None,
     grid: Annotated[
         list[str] | None,
         typer.Option(
@@ -55,11 +50,8 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the trials. \\[default: runs/tune-DATA-METHOD]", show_default=False)
     ] = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the dataset's files. \\[default: BPFED_DATA, then the cache]", show_default=False),
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    data_dir: DataDir = None,
+    quiet: Quiet = False,
     **flags: str | None,
 ) -> None:
     """Choose settings on held-out training examples: no test example takes part, so the test stays a test.

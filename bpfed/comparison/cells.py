@@ -11,7 +11,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,16 @@ from bpfed.comparison.entrants import Entrant, entrants
 from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Words, chosen_reference
 from bpfed.data import FederatedData, load
 from bpfed.engine.federation import pick_device
-from bpfed.engine.settings import Settings
-from bpfed.errors import Diverged, UserError, unknown
+from bpfed.engine.settings import Settings, changed
+from bpfed.errors import Diverged, UserError
 from bpfed.files import clear_parts, is_part, lock, said, to_json, to_toml, write_whole
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method
 from bpfed.report.record import CONFIG, SUMMARY, RunRecord
-from bpfed.run import Run, train_together
+from bpfed.run import Run, to_stderr, train_together
 from bpfed.training import prepare
+
+Say = Callable[[str], None]
 
 #: Rounds of every run, where nothing else is said.
 ROUNDS = 30
@@ -89,14 +91,8 @@ def compare(
 
     For the other arguments see `fit`.
     """
-    known = {f.name for f in fields(Settings)} - {"seed"}
-    for name in changes:
-        if name not in known:
-            raise unknown("setting", name, known)
-    chosen = replace(settings or Settings(rounds=ROUNDS), **changes)
-    shown = progress or (progress is None and sys.stderr.isatty())
-    display = CellProgress(delay=0.0 if progress else 2.0) if shown else None
-    try:
+    chosen = changed(settings or Settings(rounds=ROUNDS), changes, fixed=("seed",))
+    with displayed(progress, say) as (display, tell):
         return run_cells(
             entrants(methods, chosen),
             _deal(data),
@@ -106,8 +102,17 @@ def compare(
             likelihood=likelihood,
             out=Path(out) if out is not None else None,
             display=display,
-            say=say or (display.say if display is not None else _to_stderr),
+            say=tell,
         )
+
+
+@contextmanager
+def displayed(progress: bool | None, say: Say | None) -> Iterator[tuple[CellProgress | None, Say]]:
+    """A display of all cells, where it is wanted, and who is told sentences; see `bpfed.fit`."""
+    wanted = progress or (progress is None and sys.stderr.isatty())
+    display = CellProgress(delay=0.0 if progress else 2.0) if wanted else None
+    try:
+        yield display, say or (display.say if display is not None else to_stderr)
     finally:
         if display is not None:
             display.close()
@@ -326,7 +331,3 @@ def _once(say: Callable[[str], None]) -> Callable[[str], None]:
             say(sentence)
 
     return tell
-
-
-def _to_stderr(sentence: str) -> None:
-    print(sentence, file=sys.stderr)

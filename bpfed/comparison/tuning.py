@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from bpfed.callbacks.progress import CellProgress
-from bpfed.comparison.cells import run_cells
+from bpfed.comparison.cells import displayed, run_cells
 from bpfed.comparison.entrants import Entrant
 from bpfed.comparison.record import Comparison, Words
 from bpfed.data import FederatedData, load
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings
+from bpfed.engine.settings import Settings, changed
 from bpfed.errors import UserError, unknown
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method, Recipe
@@ -181,16 +180,10 @@ def tune(
 
     For the other arguments see `bpfed.fit`.
     """
-    known = {f.name for f in fields(Settings)}
-    for name in changes:
-        if name not in known:
-            raise unknown("setting", name, known)
-    chosen = replace(settings or Settings(), **changes)
+    chosen = changed(settings or Settings(), changes)
     if isinstance(data, str):
         data = load(data, seed=chosen.seed)
-    shown = progress or (progress is None and sys.stderr.isatty())
-    display = CellProgress(delay=0.0 if progress else 2.0) if shown else None
-    try:
+    with displayed(progress, say) as (display, tell):
         return run_trials(
             trials(method or Recipe(), grid),
             data,
@@ -201,11 +194,8 @@ def tune(
             likelihood=likelihood,
             out=Path(out) if out is not None else None,
             display=display,
-            say=say or (display.say if display is not None else lambda sentence: print(sentence, file=sys.stderr)),
+            say=tell,
         )
-    finally:
-        if display is not None:
-            display.close()
 
 
 def run_trials(

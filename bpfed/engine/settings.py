@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args, get_origin, get_type_hints
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from bpfed.errors import UserError
+from bpfed.errors import UserError, unknown
 
 
 @dataclass(frozen=True)
@@ -147,3 +148,16 @@ class Settings:
         """Whether this round (from 1) is evaluated."""
         every = self.eval_every or max(1, self.rounds // 20)
         return round_ == self.rounds or round_ % every == 0 or round_ == 1
+
+
+def changed(settings: Settings, changes: Mapping[str, Any], fixed: Collection[str] = ()) -> Settings:
+    """The settings with single ones given by name; those of ``fixed`` cannot be.
+
+    Raises:
+        UserError: There is no such setting.
+    """
+    known = {f.name for f in fields(Settings)} - set(fixed)
+    for name in changes:
+        if name not in known:
+            raise unknown("setting", name, known)
+    return replace(settings, **changes)
