@@ -163,8 +163,15 @@ def temperatures(probs: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return beta.reciprocal()
 
 
+def common_temperature(probs: Tensor, y: Tensor) -> float:
+    """The temperature that suits all of these examples together best, ``[E, K]`` and ``[E]``; see `temperatures`."""
+    return float(temperatures(probs, y, torch.tensor([0, len(y)])))
+
+
 def tempered(probs: Tensor, temperature: Tensor | float) -> Tensor:
     """p^(1/T) / Z, ``[..., K]``; a tensor of temperatures has the shape of ``probs`` without its last axis, or broadcasts."""
+    if not isinstance(temperature, Tensor) and temperature == 1.0:
+        return probs
     t = torch.as_tensor(temperature, dtype=torch.float64, device=probs.device)
     logits = probs.double().clamp(min=SMALLEST).log() / t[..., None]
     return torch.where((t == 1.0)[..., None], probs, torch.softmax(logits, -1).to(probs.dtype))

@@ -23,6 +23,7 @@ from bpfed.likelihoods import Likelihood
 from bpfed.methods import Recipe
 from bpfed.methods.base import Method
 from bpfed.metrics import SURE
+from bpfed.rehearsal import forget, recalled, rehearse
 from bpfed.report import text
 from bpfed.run import Run, to_stderr, train_together
 
@@ -63,7 +64,10 @@ def fit(
         data = load(data, seed=settings.seed)
     shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []
     run = prepare(method or Recipe(), data, settings, model, likelihood, folder, say or to_stderr)
-    return run.train([*([folder] if folder else []), *shown, *callbacks])
+    rehearse(run, folder, shown[0] if shown else None)
+    run.train([*([folder] if folder else []), *shown, *callbacks])
+    forget(folder)
+    return run
 
 
 def fit_seeds(
@@ -88,14 +92,20 @@ def fit_seeds(
     base = changed(settings or Settings(), changes)
     if not seeds or len(set(seeds)) != len(seeds):
         raise UserError(f"seeds is {list(seeds)}, but must hold at least one and none twice.")
-    runs, keepers = [], []
+    runs: list[Run] = []
+    folders: list[Folder | None] = []
     for seed in seeds:
         own = replace(base, seed=seed)
         folder = Folder(Path(out) / f"seed-{seed}", resume, overwrite) if out is not None else None
         dealt = load(data, seed=seed) if isinstance(data, str) else data
         runs.append(prepare(method or Recipe(), dealt, own, model, likelihood, folder, say or to_stderr))
-        keepers.append([folder] if folder else [])
-    return train_together(runs, keepers)
+        folders.append(folder)
+    for run, folder in zip(runs, folders, strict=True):
+        rehearse(run, folder)
+    train_together(runs, [[folder] if folder else [] for folder in folders])
+    for folder in folders:
+        forget(folder)
+    return runs
 
 
 def prepare(
@@ -111,6 +121,7 @@ def prepare(
     states = folder.states if folder is not None else None
     if not len(data.test.y):
         raise UserError(f"No client of '{data.name}' has a test example; set a test_fraction above 0.")
+    settings = recalled(settings, folder)
     run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
     for note in (*run.federation.model.notes, *(lookalikes(data.preparation) if data.preparation else ())):
         say(note)

@@ -13,8 +13,9 @@ import torch
 from scenarios import classification, regression
 
 import bpfed
-from bpfed.comparison.tuning import AS_IT_IS, TEMPERATURES, held_out, trials
+from bpfed.comparison.tuning import AS_IT_IS, TEMPERATURES, trials
 from bpfed.data.federated import FederatedData
+from bpfed.data.held import held_out
 from bpfed.errors import UserError
 from bpfed.methods import BPFed, FedAvg, Population, Recipe
 
@@ -145,7 +146,11 @@ def test_a_user_tunes_and_then_trains_with_what_was_best(command):
     assert ranked[0].startswith("* lr 0.02 ")
     assert ranked[-1].startswith("lr 0 ")
     assert lines[-1] == "Train with what is best: bpfed run a/best.toml"
-    assert tomllib.loads(Path("a/best.toml").read_text()) == {
+    best = tomllib.loads(Path("a/best.toml").read_text())
+    softness = best["run"].pop("softness")
+    assert softness != 1.0
+    assert any(f"a softness of {softness:.2f} mends that, and best.toml has it" in line for line in lines)
+    assert best == {
         "data": {"name": "digits", "clients": 3, "seed": 4},
         "method": {"name": "fedavg", "lr": 0.02},
         "run": {"rounds": 2, "epochs": 1, "eval_draws": 2, "calibration": 0.3, "seed": 4},
@@ -153,6 +158,7 @@ def test_a_user_tunes_and_then_trains_with_what_was_best(command):
     command.ok("run", "a/best.toml", "--quiet", "--out", "b")
     trained = tomllib.loads(Path("b/config.toml").read_text())
     assert (trained["method"]["lr"], trained["run"]["calibration"], trained["data"]["name"]) == (0.02, 0.3, "digits")
+    assert trained["run"]["softness"] == softness
     assert json.loads(Path("b/summary.json").read_text())["rounds"] == 2
 
 

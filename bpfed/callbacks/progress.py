@@ -47,6 +47,8 @@ class Progress(Callback):
         self.console = console or Plain(stderr=True)
         self.delay, self.patience = delay, patience
         self.title, self.words, self.figures = "", "", ""
+        #: What the run is that is shown, if it is not the run itself, such as ``rehearsal 1 of 3``; the display outlives it.
+        self.stage = ""
         self.done, self.rounds = 0, 0
         self._began = self._last = self._spoke = time.perf_counter()
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -85,9 +87,11 @@ class Progress(Callback):
         settings, federation = run.settings, run.federation
         clients = text.many(len(run.data), "client")
         self.title = f"{federation.method.title} on {run.data.name}, {clients}, {federation.device.type}"
+        if self.stage:
+            self.title = f"{self.stage}: {self.title}"
         self.rounds, self.done = settings.rounds, federation.round
-        if run.history:
-            self.figures = figures(run.history[-1])
+        self.figures = figures(run.history[-1]) if run.history else ""
+        self._recent.clear()
         self._last = time.perf_counter()
         step = "compiling the local step, once" if run.compiled else "tracing the local step, once"
         self.words = f"round {self.done + 1}: {step}" if self.done < self.rounds else "evaluating"
@@ -97,7 +101,8 @@ class Progress(Callback):
     def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
         self._advance(run, record)
         if record is not None and not self.console.is_terminal and self._last - self._began >= self.delay:
-            line = f"round {self.done}/{self.rounds}  {self.figures}  {clock(run.seconds)}"
+            stage = f"{self.stage}, " if self.stage else ""
+            line = f"{stage}round {self.done}/{self.rounds}  {self.figures}  {clock(run.seconds)}"
             self._spoke = self._last
             self.console.print(line, highlight=False, soft_wrap=True)
 
@@ -113,11 +118,13 @@ class Progress(Callback):
             self.figures = figures(record)
 
     def end(self, run: Run) -> None:
-        self.words = "writing the report"
-        self._announce()
+        if not self.stage:
+            self.words = "writing the report"
+            self._announce()
 
     def stop(self, run: Run) -> None:
-        self.close()
+        if not self.stage:
+            self.close()
 
     @property
     def left(self) -> float | None:
@@ -256,8 +263,8 @@ class CellProgress(Progress):
 
     def start(self, run: Run) -> None:
         super().start(run)
-        number = self._over + 1
-        self.title = f"cell {number}/{self._cells}: {self._entrant}, {run.data.name}, {run.federation.device.type}"
+        cell, stage = f"cell {self._over + 1}/{self._cells}", f", {self.stage}" if self.stage else ""
+        self.title = f"{cell}{stage}: {self._entrant}, {run.data.name}, {run.federation.device.type}"
 
     def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
         self._advance(run, record)

@@ -69,6 +69,7 @@ def run(
         source, said = config or _own(out, resume), overrides(method, settings or [], flags)
         chosen = read(source, said)
         from bpfed.callbacks import Folder
+        from bpfed.rehearsal import forget, rehearse
         from bpfed.training import prepare
 
         out = out or free(chosen)
@@ -85,7 +86,9 @@ def run(
             loading(progress, chosen.data.name, data_dir)
         trained = prepare(chosen.method, chosen.load_data(data_dir), chosen.run, folder=folder, say=progress.say)
         chosen.confirm(trained.config())
+        rehearse(trained, folder, None if quiet else progress)
         trained.train(callbacks)
+        forget(folder)
     except KeyboardInterrupt:
         progress.close()
         progress.say(_stopped(out, data_dir, track or []))
@@ -158,6 +161,10 @@ def loading(progress: Progress, name: str, data_dir: Path | None) -> None:
 
 def _stopped(out: Path | None, data_dir: Path | None, track: list[str]) -> str:
     if _own(out, resume=True) is None:
+        from bpfed.rehearsal import beside
+
+        if out is not None and beside(out).exists():
+            return "bpfed: Stopped in a rehearsal; at most the current round is lost. Go on with the same command."
         return "bpfed: Stopped before the first round; nothing was written."
     again = ["bpfed", "run", "--out", str(out), "--resume"]
     again += ["--data-dir", str(data_dir)] if data_dir is not None else []

@@ -73,7 +73,7 @@ def result(run: RunRecord, report: Path) -> None:
         )
     put(shown)
     console = Console()
-    for note in filter(None, (run.untested, run.seldom, run.uncovered, run.no_use)):
+    for note in filter(None, (run.untested, run.seldom, run.uncovered, run.no_use, run.softened)):
         console.print(note.replace("\u202f", " "))
     console.print(f"Trained for {text.duration(value(run.summary, 'seconds'))} on {run.summary['device']}.")
     if "epsilon" in run.summary:

@@ -95,7 +95,7 @@ def tune(
     from bpfed.files import to_toml, write_whole
 
     write_whole(out / BEST, to_toml(_best(chosen, found)))
-    _show(found, out, data_dir)
+    _show(found, out, data_dir, _softens(chosen))
 
 
 def _grid(texts: list[str], config: Path | None, said: list[Override]) -> dict[str, list[Any]]:
@@ -125,6 +125,8 @@ def _best(config: Config, found: Tuning) -> dict[str, Any]:
     The seed of the data is said: dealt out anew, examples that it was chosen on would be among the test examples.
     """
     method, run = found.method, config.run
+    if _softens(config):
+        run = replace(run, softness=found.softness)
     data = replace(config.data, seed=run.seed if config.data.seed is None else config.data.seed)
     if data.name.startswith(PREFIX):
         data = replace(data, name=f"{PREFIX}{Path(data.name.removeprefix(PREFIX)).expanduser().resolve()}")
@@ -136,7 +138,12 @@ def _best(config: Config, found: Tuning) -> dict[str, Any]:
     }
 
 
-def _show(found: Tuning, out: Path, data_dir: Path | None) -> None:
+def _softens(config: Config) -> bool:
+    """Whether what was learnt of the probabilities is kept: it is, unless each client is to have a temperature of its own."""
+    return config.run.scaling == "none"
+
+
+def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> None:
     """All trials, the best first, and what to do next."""
     from bpfed.comparison.cells import REPORT
     from bpfed.comparison.tables import gap, spread
@@ -175,6 +182,11 @@ def _show(found: Tuning, out: Path, data_dir: Path | None) -> None:
     elif (t := found.trials[found.best].changed.get("temperature")) in (TEMPERATURES[0], TEMPERATURES[-1]):
         console.print(
             f"{t:g} is the {'lowest' if t == TEMPERATURES[0] else 'highest'} temperature that is tried by itself."
+        )
+    if softens and found.softness != 1.0:
+        sure = "not sure enough" if found.softness < 1.0 else "too sure"
+        console.print(
+            f"Its probabilities are {sure} on these examples: a softness of {found.softness:.2f} mends that, and {BEST} has it."
         )
     again = shlex.join(
         ["bpfed", "run", str(out / BEST), *(["--data-dir", str(data_dir)] if data_dir is not None else [])]

@@ -15,6 +15,7 @@ from bpfed.schema import TABLES, fields_of
 VARIANTS: dict[str, dict[str, Any]] = {
     "laplace": {"method.laplace": True},
     "temperature": {"run.scaling": "client", "run.calibration": 0.2},
+    "softness": {"run.rehearsals": 3},
     "ivon": {"method.optimiser": "ivon"},
 }
 

@@ -20,17 +20,19 @@ from bpfed.comparison.cells import displayed, run_cells
 from bpfed.comparison.entrants import Entrant
 from bpfed.comparison.record import Comparison, Words
 from bpfed.data import FederatedData, load
+from bpfed.data.held import HELD, held_out
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings, changed
 from bpfed.errors import UserError, unknown
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method, Recipe
+from bpfed.rehearsal import common
 from bpfed.schema import fields_of
 
-#: Part of the training examples that is held out in a cut, and how many cuts there are.
-HELD, CUTS = 0.2, 3
+#: How many cuts there are.
+CUTS = 3
 #: Temperatures that are tried where nothing is said. What is best depends on how noisy the labels are, and nobody knows that before.
-TEMPERATURES = (0.005, 0.01, 0.02, 0.05, 0.2, 0.5)
+TEMPERATURES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 #: The name of the method as it was given, which is always tried.
 AS_IT_IS = "as-it-is"
 #: What a tuning calls things.
@@ -92,19 +94,14 @@ class Tuning:
         return self.trials[self.best].method
 
     @property
+    def softness(self) -> float:
+        """The temperature at which its class probabilities suit the held-out labels best; 1 for numbers."""
+        return common(run.evaluation.get("softness", 1.0) for run in self.comparison.records[self.best].values())
+
+    @property
     def gain(self) -> float:
         """How much lower its NLL is than that of the method as it was given, in nats."""
         return self.comparison.mean(AS_IT_IS, "nll") - self.comparison.mean(self.best, "nll")
-
-
-def held_out(data: FederatedData, held: float, cut: int) -> FederatedData:
-    """The data with a part of the training examples in the place of the test examples, which are left out."""
-    kept = replace(data, calibration=None).hold_out(held, cut)
-    assert kept.calibration is not None
-    if not len(kept.calibration.y):
-        raise UserError(f"No client of '{data.name}' has two training examples, so none can be held out to choose by.")
-    name = f"{data.name}, {100 * held:g} % of training examples held out"
-    return replace(kept, name=name, seed=cut, test=kept.calibration, calibration=None)
 
 
 def trials(method: Method, grid: Grid | None = None) -> dict[str, Trial]:
@@ -131,14 +128,16 @@ def _ladder(method: Method) -> list[dict[str, Any]]:
             f"{method.name} has no temperature, which is what is tried where nothing is said; name what to try, as in "
             "--grid lr=0.001,0.003,0.01."
         )
-    found = []
-    for t in (t for t in TEMPERATURES if t != method.settings()["temperature"]):
-        values = {"temperature": t}
-        # T multiplies the prior of the means too; that one is to stay as strong as it is.
-        if isinstance(method, Recipe):
-            values["anchor"] = float(f"{method.temperature * method.anchor / t:.9g}")
-        found.append(values)
-    return found
+    return [with_temperature(method, t) for t in TEMPERATURES if t != method.settings()["temperature"]]
+
+
+def with_temperature(method: Method, temperature: float) -> dict[str, Any]:
+    """The settings of a method at another temperature, with what must move along."""
+    values: dict[str, Any] = {"temperature": temperature}
+    # T multiplies the prior of the means too; that one is to stay as strong as it is.
+    if isinstance(method, Recipe):
+        values["anchor"] = float(f"{method.temperature * method.anchor / temperature:.9g}")
+    return values
 
 
 def _combinations(method: Method, grid: Grid) -> list[dict[str, Any]]:
@@ -220,7 +219,7 @@ def run_trials(
     if settings.noise > 0.0:
         say("Every trial spends privacy as well: the ε of a run with what is chosen leaves that out.")
     # What calibrates a finished model has no part in choosing it, and would need examples of its own.
-    plain = replace(settings, calibration=0.0, scaling="none")
+    plain = replace(settings, calibration=0.0, scaling="none", softness=1.0, rehearsals=0)
     who = [Entrant(name, trial.title, trial.method, plain) for name, trial in tried.items()]
     found = run_cells(
         who,

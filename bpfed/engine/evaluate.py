@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bpfed.calibration import Calibration, fewest, sorted_scores, temperatures, tempered
+from bpfed.calibration import Calibration, common_temperature, fewest, sorted_scores, temperatures, tempered
 from bpfed.data.federated import Examples
 from bpfed.engine.baseline import class_shares, mean_targets
 from bpfed.engine.federation import Federation
@@ -66,7 +68,8 @@ def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
         if calibration is not None and federation.settings.scaling == "client":
             probs = tempered(probs, calibration.temperatures.to(federation.device)[owner])
         shares = class_shares(federation.data.train, federation.data.classes)[clients].to(federation.device)
-        return evaluate(probs, found.y, offsets.to(federation.device), bins, sets, bounded, shares), clients
+        scored = evaluate(probs, found.y, offsets.to(federation.device), bins, sets, bounded, shares)
+        return replace(scored, softness=partial(common_temperature, probs, found.y)), clients
     mean, scale, nll = found.outputs
     half = bound * scale if bound is not None else None
     inside, width = ((found.y - mean).abs() <= half, 2.0 * half) if half is not None else (None, None)
@@ -170,5 +173,6 @@ def _predict(
         empty = torch.zeros(0, device=device)
         return _Predicted((empty.reshape(0, federation.data.classes),) if classification else (empty,) * 3, y, offsets)
     back = torch.cat(at).argsort().to(device)
-    wanted = outputs[:1] if classification else outputs
-    return _Predicted(tuple(torch.cat(o)[back] for o in wanted), y, offsets)
+    if classification:
+        return _Predicted((tempered(torch.cat(outputs[0])[back], federation.settings.softness),), y, offsets)
+    return _Predicted(tuple(torch.cat(o)[back] for o in outputs), y, offsets)

@@ -85,6 +85,9 @@ class Federation:
             raise UserError(
                 "scaling fits a temperature to class probabilities, but the targets here are numbers; leave it out."
             )
+        if (settings.softness != 1.0 or settings.rehearsals) and data.task == "regression":
+            word = "softness is" if settings.softness != 1.0 else "rehearsals are for a softness"
+            raise UserError(f"{word} of class probabilities, but the targets here are numbers; leave it out.")
         if settings.scaling == "client" and data.calibration is None:
             raise UserError("scaling needs examples to fit a temperature to; set calibration = 0.2 with it.")
         device = pick_device(settings.device, settings.tf32)

@@ -32,6 +32,10 @@ class Settings:
             its prediction sets, and its temperature if asked for. At least one of two or more, of each class alike.
         scaling: ``client``: each client's probabilities become p^(1/T) / Z with a temperature T that is fitted to its
             calibration examples; ``none``: they are left as they are.
+        softness: Temperature of all clients' class probabilities, which become p^(1/softness) / Z: below 1 surer, above 1 less
+            sure.
+        rehearsals: How often to train on a part of each client's examples before the run, to learn the softness from the
+            rest; 0: never.
         clip: Norm that a client's update may have, its means and the pre-images ρ of its standard deviations as one vector;
             longer ones are scaled down. 0: any.
         noise: Standard deviation, in units of ``clip``, of the noise on the sum of a round's updates; above 0 the run is
@@ -64,6 +68,8 @@ class Settings:
     bins: int = 10
     calibration: float = 0.0
     scaling: Literal["none", "client"] = "none"
+    softness: float = 1.0
+    rehearsals: int = 0
     clip: float = 0.0
     noise: float = 0.0
     delta: float = 1e-5
@@ -92,7 +98,7 @@ class Settings:
         for name in ("eval_clients", "chunk"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name} is {value}, but must be at least 1, or left out.")
-        for name in ("seed", "eval_every"):
+        for name in ("seed", "eval_every", "rehearsals"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be 0 or more.")
         if self.participants is not None and not 1 <= self.participants <= clients:
@@ -103,6 +109,10 @@ class Settings:
             raise UserError(f"drop_rate is {self.drop_rate}, but must be at least 0 and below 1.")
         if not 0.0 <= self.calibration < 1.0:
             raise UserError(f"calibration is {self.calibration}, but must be at least 0 and below 1.")
+        if not 0.0 < self.softness < float("inf"):
+            raise UserError(f"softness is {self.softness}, but must be above 0.")
+        if self.scaling == "client" and (self.softness != 1.0 or self.rehearsals):
+            raise UserError("softness is a temperature for all clients, scaling one for each; leave one of them out.")
         self._check_defence()
 
     @property

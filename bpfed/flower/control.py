@@ -25,6 +25,7 @@ from bpfed.flower.journal import STATUS
 from bpfed.flower.plan import SERVER, Plan
 from bpfed.flower.processes import Say
 from bpfed.names import PREFIX
+from bpfed.rehearsal import pending
 from bpfed.report import RunRecord, text
 from bpfed.report.record import LARGEST, REPORT
 
@@ -53,6 +54,10 @@ def make(folder: Path, plan: Plan, config: Config) -> None:
         raise UserError("Two sites' names differ only in signs that a file's name cannot have; rename one.")
     config.method.check()
     config.run.check(len(plan.sites))
+    if pending(config.run):
+        raise UserError(
+            "rehearsals are for simulated runs; learn a softness where examples are at hand, by 'bpfed tune', and set run.softness."
+        )
     server = folder / SERVER
     run = {k: v for k, v in vars(config.run).items() if v is not None}
     asked = {k: v for k, v in vars(config.data).items() if v is not None}

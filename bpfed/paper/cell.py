@@ -25,6 +25,8 @@ from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
 from bpfed.paper import protocol
+from bpfed.paper.search import HELD
+from bpfed.paper.softness import learnt
 from bpfed.paper.training import Kept, device_name, differing, tests_on
 from bpfed.run import Run, train_together
 from bpfed.training import prepare
@@ -79,6 +81,13 @@ class Cell:
             **protocol.RUN,
         )
 
+    def entrant(self, device: str = "auto") -> Entrant:
+        """Who is run; where a softness is learnt, with as many rehearsals as the protocol says."""
+        (found,) = entrants([self.method], self.settings(device))
+        if not found.settings.rehearsals:
+            return found
+        return replace(found, settings=replace(found.settings, rehearsals=protocol.rehearsals(self.cell)))
+
     def path(self, results: Path) -> Path:
         """Where its record is kept."""
         folder = results / "paper" / self.partition / self.cell
@@ -103,7 +112,7 @@ class Cell:
         record = self.record(results)
         if record is None:
             return list(self.wanted)
-        settings = _settings(entrants([self.method], self.settings())[0])
+        settings = _settings(self.entrant())
         if differs := differing(record["settings"], settings):
             raise Kept(
                 f"'{self.path(results)}' was made with other settings ({differs}); delete it to run the cell anew."
@@ -121,7 +130,7 @@ def run(
 ) -> None:
     """Run the seeds of a cell that have no record yet."""
     missing = cell.missing(results)
-    (entrant,) = entrants([cell.method], cell.settings(device))
+    entrant = cell.entrant(device)
     stacked = pick_device(device).type == "cuda"
     for seeds in [missing] if stacked and missing else [[seed] for seed in missing]:
         if display is not None:
@@ -140,10 +149,11 @@ def run(
 def train(entrant: Entrant, cell: Cell, seeds: Sequence[int], callbacks: Sequence[Callback] = ()) -> list[Run]:
     """The runs of these seeds, trained side by side; the callbacks see the first one."""
     ready = []
+    dealt = {seed: load(cell.cell, partition=cell.partition, seed=seed) for seed in seeds}
+    softness = learnt(entrant, dealt)
     for seed in seeds:
-        settings = replace(entrant.settings, seed=seed)
-        data = load(cell.cell, partition=cell.partition, seed=seed)
-        ready.append(prepare(entrant.method, tests_on(data, pick_device(settings.device)), settings))
+        settings = replace(entrant.settings, seed=seed, softness=softness[seed])
+        ready.append(prepare(entrant.method, tests_on(dealt[seed], pick_device(settings.device)), settings))
     told = [list(callbacks) if i == 0 else [] for i in range(len(ready))]
     return [_last_test(run) for run in train_together(ready, told)]
 
@@ -192,7 +202,8 @@ def seed_record(run: Run) -> dict[str, Any]:
     last |= {"ece_worst_client": history[-1]["ece"]["worst"], "ece_floor": detail["ece_floor"]}
     curve: dict[str, list[Any]] = {"round": [r["round"] for r in history]}
     curve |= {name: [_short(r[name]["pooled"]) for r in history] for name in CURVES}
-    return {"seed": run.settings.seed, "last": last, "curve": curve, "reliability": detail["reliability"]}
+    learnt = {"softness": run.settings.softness} if run.settings.softness != 1.0 else {}
+    return {"seed": run.settings.seed, "last": last, **learnt, "curve": curve, "reliability": detail["reliability"]}
 
 
 def _short(value: float | None) -> float | None:
@@ -203,6 +214,8 @@ def _settings(entrant: Entrant) -> dict[str, Any]:
     """What makes a record another one: settings of the method, and those of the run that are not its device."""
     kept = ("rounds", *protocol.RUN, "eval_draws", "scaling", "calibration")
     run = {name: getattr(entrant.settings, name) for name in kept} | {"last_draws": protocol.LAST_DRAWS}
+    if entrant.settings.rehearsals:
+        run |= {"rehearsals": entrant.settings.rehearsals, "held": HELD}
     return json.loads(to_json({"method": entrant.method.settings(), "run": run}))
 
 

@@ -10,7 +10,9 @@ from bpfed.paper import published
 #: Ours, the paper's baselines in the paper's order, then what the paper does not have.
 ORDER = (
     "bpfed-recipe",
+    "bpfed-recipe+softness",
     "bpfed-population",
+    "bpfed-population+softness",
     "bpfed",
     "bpfed+ivon",
     *(name for name in published.METHODS if name != "bpfed"),
@@ -22,6 +24,10 @@ ORDER = (
     "fedavg-ft",
     "local",
 )
+
+
+#: What ends the name of a method whose softness was learnt: a row of tables, but no line of its own, since it is the same model.
+SOFTENED = "+softness"
 
 
 def ordered(names: Iterable[str]) -> list[str]:

@@ -29,12 +29,17 @@ LAST_DRAWS = 100
 #: Batch, local epochs and participants of section 5; Adam with a step size of 1e-3 is every method's own default.
 RUN: dict[str, Any] = {"batch": 50, "epochs": 10, "participants": 10, "bins": 10}
 
+#: Rehearsals where a softness is learnt, by the size of the cell.
+REHEARSALS = {"small": 3, "large": 1}
+
 #: The nine methods of Table 1, in its order.
 TABLE = ("fedavg", "perfedavg", "pfedme", "pfedbayes", "fedper", "lg-fedavg", "fedrep", "fedsoul", "bpfed")
 #: What we add to it: what BPFed became, what came later, and the cheap baselines that a Bayesian method must beat.
 EXTRA = (
     "bpfed-recipe",
+    "bpfed-recipe+softness",
     "bpfed-population",
+    "bpfed-population+softness",
     "bpfed+ivon",
     "local",
     "fedavg-ft",
@@ -45,13 +50,18 @@ EXTRA = (
     "fedper+laplace",
 )
 #: Methods that are run with five seeds, the others with three.
-MAIN = ("bpfed-recipe", "bpfed-population")
+MAIN = ("bpfed-recipe", "bpfed-recipe+softness", "bpfed-population", "bpfed-population+softness")
 SEEDS = {"main": 5, "other": 3}
 
 
 def rounds(cell: str) -> int:
     """Rounds of a cell."""
     return ROUNDS[cell.rpartition("-")[2]]
+
+
+def rehearsals(cell: str) -> int:
+    """Rehearsals of a cell, where a softness is learnt."""
+    return REHEARSALS[cell.rpartition("-")[2]]
 
 
 def seeds(method: str) -> int:

@@ -15,8 +15,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from bpfed.comparison.tuning import held_out
 from bpfed.data import FederatedData, load
+from bpfed.data.held import held_out
 from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
@@ -31,6 +31,8 @@ from bpfed.training import prepare
 #: is left is so much less that the model of all the examples comes out surer than the one that was chosen.
 HELD = 0.1
 SEEDS = (11, 12, 13, 14)
+#: MiB for what is trained side by side.
+MEMORY = 16384
 #: What is tried, by default around what was chosen; the rounds are tried twice, since calibration must not depend on them.
 GRID: tuple[dict[str, float], ...] = tuple(
     {"temperature": t, "anchor": c, "prior_sigma": s}
@@ -73,7 +75,7 @@ def search(
         eval_every=max(1, rounds // 3),
         eval_draws=protocol.LAST_DRAWS,
         device=device,  # type: ignore[arg-type]
-        memory=16384,
+        memory=MEMORY,
         **protocol.RUN,
     )
     where, start = pick_device(device), time.perf_counter()

@@ -130,6 +130,15 @@ class RunRecord:
         return f"{start}; {own}{' and are left out of the coverage' if short < len(sizes) else ', so coverage says nothing'}."
 
     @property
+    def softened(self) -> str:
+        """A sentence on the temperature of all class probabilities; empty where they are left as they are."""
+        run = self.config.get("run", {})
+        if (softness := run.get("softness", 1.0)) == 1.0:
+            return ""
+        learnt = f", learnt in {text.many(count, 'rehearsal')}" if (count := run.get("rehearsals", 0)) else ""
+        return f"Probabilities are given with a softness of {softness:.2f}{learnt}."
+
+    @property
     def no_use(self) -> str:
         """A sentence on the clients that would do as well without a model; empty where there are none."""
         ours, without, words = (

@@ -13,6 +13,8 @@ from bpfed.report.measures import DETAILS, MEASURES, Measure
 from bpfed.report.plots import Curve, wilson
 from bpfed.report.record import RunRecord, value
 
+#: How far the logarithm of a softness is from 0 before it is worth a word.
+NOTICED = 0.1
 _KL = Measure("train_kl", "KL to the prior", text.decimal, "How far training moved the weights from their prior.")
 
 
@@ -159,7 +161,7 @@ def calibration(run: RunRecord) -> str:
     gap = "Gap is observed minus mean claimed: below zero is over-confident, above zero under-confident."
     numbers += f"<figcaption>{gap}</figcaption></figure>"
     return (
-        f"<section><h2>Calibration</h2><p>{_verdict(found, intervals)}{_in_use(run)}</p>"
+        f"<section><h2>Calibration</h2><p>{_verdict(found, intervals)}{_softness(run)}{_in_use(run)}</p>"
         f'<div class="panels">{diagram}{numbers}</div></section>'
     )
 
@@ -194,6 +196,17 @@ def _verdict(found: dict[str, Any], intervals: bool) -> str:
     if claimed < low:
         return f"{start}: they are under-confident."
     return f"{start}: no difference beyond chance on average, though single bins may still be off."
+
+
+def _softness(run: RunRecord) -> str:
+    """What was done about that, or could be."""
+    if run.softened:
+        return f" {run.softened}"
+    fitted = run.evaluation.get("softness")
+    if fitted is None or run.summary.get("protocol") == "deployed" or abs(math.log(fitted)) < NOTICED:
+        return ""
+    surer = "surer" if fitted < 1.0 else "less sure"
+    return f" Trained with --rehearsals 3 they would learn from training examples to be {surer}."
 
 
 def _in_use(run: RunRecord) -> str:

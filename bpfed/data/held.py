@@ -1,0 +1,27 @@
+"""Training examples in the place of test examples: what settings are chosen on, so that a test stays a test."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bpfed.data.federated import FederatedData
+from bpfed.errors import UserError
+
+#: Part of each client's training examples that is held out, where nothing is said.
+HELD = 0.2
+
+
+def held_out(data: FederatedData, held: float, cut: int) -> FederatedData:
+    """The data with a part of the training examples in the place of the test examples, which are left out.
+
+    Args:
+        data: Its calibration examples, if any, are left out too.
+        held: How large a part of each client's.
+        cut: Which part: another number, another part.
+    """
+    kept = replace(data, calibration=None).hold_out(held, cut)
+    assert kept.calibration is not None
+    if not len(kept.calibration.y):
+        raise UserError(f"No client of '{data.name}' has two training examples, so none can be held out to choose by.")
+    name = f"{data.name}, {100 * held:g} % of training examples held out"
+    return replace(kept, name=name, seed=cut, test=kept.calibration, calibration=None)
