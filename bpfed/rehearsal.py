@@ -47,6 +47,7 @@ def rehearse(run: Run, folder: Folder | None = None, display: Progress | None = 
             display.stage = f"rehearsal {number} of {run.settings.rehearsals}"
             callbacks.append(display)
         trial.train(callbacks)
+        run.seconds += trial.seconds
         found.append(trial.detail()["softness"])
     if display is not None:
         display.stage = ""

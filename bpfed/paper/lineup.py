@@ -32,7 +32,13 @@ SOFTENED = "+softness"
 
 def ordered(names: Iterable[str]) -> list[str]:
     """Names in the order of the tables, unknown ones last."""
-    return sorted(set(names), key=lambda n: (ORDER.index(n) if n in ORDER else len(ORDER), n))
+    return sorted(set(names), key=_place)
+
+
+def _place(name: str) -> tuple[int, str]:
+    """A variant that is not in the order stands after its method."""
+    known = name if name in ORDER else name.partition("+")[0]
+    return ORDER.index(known) if known in ORDER else len(ORDER), name
 
 
 def title(name: str) -> str:

@@ -75,8 +75,14 @@ def cells(names: str | Iterable[str] | None = None) -> tuple[str, ...]:
 
 
 def methods(names: str | Iterable[str] | None = None) -> tuple[str, ...]:
-    """The methods of these names, all if none is given; ``table`` stands for the paper's nine."""
-    known = (*TABLE, *EXTRA)
+    """The methods of these names, all if none is given; ``table`` stands for the paper's nine, and any variant may be named."""
+    known: tuple[str, ...] = (*TABLE, *EXTRA)
+    for name in _words(names or ()):
+        if "+" in name and name not in known:
+            from bpfed.comparison.entrants import changes  # which needs torch
+
+            changes(name)
+            known += (name,)
     return _chosen("method", names, known, lambda name, word: word == name or (word == "table" and name in TABLE))
 
 
@@ -91,10 +97,14 @@ def _chosen(
     """Those of the known names that some word fits, in their own order."""
     if names is None:
         return tuple(known)
-    words = [w.strip() for w in (names.split(",") if isinstance(names, str) else names) if w.strip()]
+    words = _words(names)
     if not words:
         raise UserError(f"No {kind} is named; leave the option out for all of them.")
     for word in words:
         if not any(fits(name, word) for name in known):
             raise unknown(kind, word, known)
     return tuple(name for name in known if any(fits(name, word) for word in words))
+
+
+def _words(names: str | Iterable[str]) -> list[str]:
+    return [w.strip() for w in (names.split(",") if isinstance(names, str) else names) if w.strip()]
