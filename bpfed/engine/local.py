@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from bpfed.engine.plan import Plan, cyclic, plan
 from bpfed.engine.stepper import Stepper, Work
+from bpfed.likelihoods import Categorical
 from bpfed.methods.base import Finished, Method, Phase, State
 from bpfed.model import Model
 
@@ -106,7 +107,8 @@ class LocalRound:
         ragged = int(batches.min()) != most
         # Up to a power of two of batches, so that clients of many sizes make a few shapes to trace and not one each.
         longest = max(self.width, self.batch * (1 << (most - 1).bit_length()))
-        local = self.method.begin(self.model, rows.shared, rows.personal, rows.hyper)
+        hyper = rows.hyper | ({"counts": self._counts(rows)} if self.method.counting else {})
+        local = self.method.begin(self.model, rows.shared, rows.personal, hyper)
         local = tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), local)
         loss = torch.zeros(len(rows), device=self.x.device)
         taken = torch.zeros(len(rows), device=self.x.device)
@@ -124,6 +126,16 @@ class LocalRound:
         upload = tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), finished.upload)
         told = {name: value / rows.size for name, value in finished.info.items()}
         return Finished(upload, finished.personal, {"nll": loss / taken.clamp(min=1.0), **told})
+
+    def _counts(self, rows: Rows) -> Tensor:
+        """Examples of each class that the clients train on, ``[S, K]``; of a regression ``[S, 0]``."""
+        classes = self.model.likelihood.classes if isinstance(self.model.likelihood, Categorical) else 0
+        counts = torch.zeros(len(rows), classes, device=self.x.device)
+        if classes:
+            slot = torch.arange(int(rows.size.max()), device=self.x.device)
+            own = slot < rows.size[:, None]
+            counts.scatter_add_(1, self.y[rows.start[:, None] + torch.where(own, slot, 0)], own.float())
+        return counts
 
     def _plan(self, rows: Rows, phase: Phase, before: int, longest: int) -> Plan:
         if phase.batches:

@@ -218,6 +218,11 @@ class Method(ABC):
         """The numbers of ``numbers``; the engine hands them to `begin` and `step` as ``[S]`` tensors."""
         return {n: float(getattr(self, n)) for n in self.numbers}
 
+    @property
+    def counting(self) -> bool:
+        """Whether `begin` is told how many examples of each class a client has, as ``hyper["counts"]``, ``[S, K]``."""
+        return False
+
     def hyper_in(self, course: Course, batches: Tensor) -> dict[str, Tensor]:
         """The numbers in the first round of a run, ``[S]`` each; a method may fit them to it. `tuning` and newcomers have `hyper`.
 

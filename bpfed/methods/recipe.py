@@ -14,7 +14,7 @@ way. With ζ = (m, σ̄) from the server, q = (q_w, q_h) over shared and persona
 3. The prior of the personal factors is fixed, N(g h0, s_h²), where h0 is the head that every client starts with: drawn once for
    the run, the same for all, and never learnt. Heads that stay near a common one make features that mean the same everywhere,
    which is what a population of heads is for; but nothing of a head is uploaded for it. A bias says how frequent a class is
-   here, not what it looks like: its prior is wide, and around 0.
+   here, not what it looks like: its prior is wide, and around 0 or, with ``bias_count``, around the logarithm of the class's share here.
 4. T < 1, noise drawn per example (the ``local`` estimator), and a step size that falls along a cosine.
 5. The step size is bounded. Times rounds and local epochs (``path``), and times a client's steps in as many rounds (``span``): with
    more rounds the steps are smaller, and training ends in the same place. The hyper-prior of 2 alone bounds networks with enough
@@ -96,6 +96,8 @@ class Recipe(Method):
         head_gain: g, the prior mean of the personal factors in units of the head that all clients start with; 0: the mean is 0.
             Where other layers than the head are personal, 1 at most.
         bias_sigma: σ of the prior of a head's biases, whose mean is 0; for classes, and where the head is what is personal.
+        bias_count: Added to the number of a client's examples of each class, and the mean of that prior is then the logarithm of
+            the class's share, less that of the most frequent one; 0: it is 0.
         anchor: 1/(K s_m²), pull of the shared factors' means towards 0, with up to 20 clients.
         estimator: Of the data term, see BPFed.
         draws: Weight draws in a step.
@@ -119,6 +121,7 @@ class Recipe(Method):
         "head_sigma",
         "head_gain",
         "bias_sigma",
+        "bias_count",
         "anchor",
         "sigma",
         "path",
@@ -135,6 +138,7 @@ class Recipe(Method):
     head_sigma: float = 0.05
     head_gain: float = 5.0
     bias_sigma: float = 1.0
+    bias_count: float = 0.0
     anchor: float = 10.0
     estimator: str = "local"
     draws: int = 1
@@ -155,6 +159,7 @@ class Recipe(Method):
             prior_sigma="above 0",
             head_sigma="above 0",
             bias_sigma="above 0",
+            bias_count="0 or more",
             anchor="0 or more",
             path="above 0",
             reach="above 0",
@@ -163,7 +168,11 @@ class Recipe(Method):
         )
 
     def structure(self) -> tuple[Any, ...]:
-        return (*super().structure(), self.head_gain > 1.0)
+        return (*super().structure(), self.head_gain > 1.0, self.counting)
+
+    @property
+    def counting(self) -> bool:
+        return self.bias_count > 0.0 and self.personal == "head"
 
     def init(self, model: Model) -> Initial:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
@@ -221,11 +230,14 @@ class Recipe(Method):
         size = personal.first.square().mean(-1).sqrt().clamp(min=1e-12)
         gain = (hyper["head_gain"] - hyper["way"] / size).clamp(min=1.0)
         grown = torch.where(biases(model), 1.0, gain[:, None]) * personal.first
-        begins = (personal.steps == 0.0) & (hyper["way"] > 0.0)[:, None]
-        return personal.head._replace(mean=torch.where(begins, grown, personal.head.mean))
+        first_round = personal.steps == 0.0
+        mean = torch.where(first_round & (hyper["way"] > 0.0)[:, None], grown, personal.head.mean)
+        if self.counting:
+            mean = torch.where(first_round & biases(model), self._levels(model, personal.first, hyper), mean)
+        return personal.head._replace(mean=mean)
 
     def _head_prior(self, model: Model, first: Tensor, hyper: dict[str, Tensor]) -> Gaussian:
-        """N(g h0, s_h²) of heads, ``[S, P_personal]``, and of their biases N(0, σ²). Logits have no unit, so a common head can be
+        """N(g h0, s_h²) of heads, ``[S, P_personal]``, and of their biases N(`_levels`, σ²). Logits have no unit, so a common head can be
         asked for; targets have one.
 
         A noise scale's prior is around the likelihood's own, and is not tempered: few examples fit any head that T lets go free,
@@ -235,12 +247,21 @@ class Recipe(Method):
         if isinstance(model.likelihood, Categorical):
             gain = hyper["head_gain"] if whole else hyper["head_gain"].clamp(max=1.0)
             free = biases(model) & whole
-            mean = torch.where(free, none, gain[:, None] * first)
+            mean = torch.where(free, self._levels(model, first, hyper), gain[:, None] * first)
             return Gaussian(mean, torch.where(free, hyper["bias_sigma"][:, None], hyper["head_sigma"][:, None]))
         noise = of_likelihood(model)
         untempered = NOISE_SIGMA * hyper["temperature"][:, None].clamp(min=1e-6).sqrt()
         weights = none + REGRESSION_SIGMA * (per_head(model) if whole else 1.0)
         return Gaussian(torch.where(noise, first, none), torch.where(noise, untempered, weights))
+
+    def _levels(self, model: Model, first: Tensor, hyper: dict[str, Tensor]) -> Tensor:
+        """Where the biases' prior is around, ``[S, P_personal]``; 0 at whatever is no class's bias, and where nothing was counted."""
+        levels = torch.zeros_like(first)
+        here, counts = biases(model), hyper.get("counts")
+        if counts is not None and counts.shape[-1] == int(here.sum()):
+            shares = (counts + hyper["bias_count"][:, None]).log()
+            levels[:, here] = shares - shares.amax(-1, keepdim=True)
+        return levels
 
     def step(
         self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
