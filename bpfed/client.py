@@ -79,8 +79,8 @@ class Client:
                 for block in blocks
             ]
         found = _joined(parts)
-        if isinstance(found, Classified) and federation.settings.softness != 1.0:
-            found = replace(found.at(federation.settings.softness), raw=None)
+        if isinstance(found, Classified) and federation.softness != 1.0:
+            found = replace(found.at(federation.softness), raw=None)
         temperature, scores = self._calibration(how, count)
         found = replace(found, scores=scores, unscored=self.unscored)
         return found.at(temperature) if temperature != 1.0 and isinstance(found, Classified) else found

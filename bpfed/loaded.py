@@ -15,7 +15,7 @@ from torch import nn
 from bpfed import config
 from bpfed.calibration import Calibration
 from bpfed.callbacks.base import Callback
-from bpfed.callbacks.folder import CALIBRATION, CHECKPOINT, DATA, MODEL, STATES, lines
+from bpfed.callbacks.folder import CALIBRATION, CHECKPOINT, DATA, MODEL, STATES, learnt, lines
 from bpfed.card import without_examples
 from bpfed.engine import checkpoint
 from bpfed.engine.federation import Federation, pick_device
@@ -87,6 +87,7 @@ def load_run(
     network = checkpoint.load_model(folder / MODEL, model, likelihood, data.input_shape, chosen.method.personal)
     network = network.to(pick_device(settings.device, settings.tf32))
     federation = Federation.of(chosen.method, data, settings, network, folder / STATES)
+    federation.learnt = learnt(folder)
     found = checkpoint.restore(folder / CHECKPOINT, federation)
     if found is None:
         raise UserError(

@@ -8,12 +8,9 @@ says of those held out. The run then trains on all examples and predicts at this
 from __future__ import annotations
 
 import math
-import shutil
-import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from statistics import mean
+from typing import Any, NamedTuple
 
 from bpfed.callbacks.base import Callback
 from bpfed.callbacks.folder import Folder
@@ -21,79 +18,98 @@ from bpfed.callbacks.progress import Progress
 from bpfed.data.held import HELD, held_out
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
-from bpfed.report.record import CONFIG
-from bpfed.run import Run
+from bpfed.errors import UserError
+from bpfed.run import Run, train_together
+
+#: Between the seeds of two rehearsals of a run, so that they are none of another run's.
+APART = 1_000_000
 
 
-def rehearse(run: Run, folder: Folder | None = None, display: Progress | None = None) -> None:
-    """Learn the softness of a run that has not begun, if it asks for that and has none yet.
+class Keeper(Folder):
+    """Keeps a rehearsal as long as it may have to go on; there is nothing to report of one."""
+
+    def end(self, run: Run) -> None:
+        """Nothing."""
+
+
+class Part(NamedTuple):
+    """A rehearsal that is to be: of which run, whose folder is where, and the how-manieth."""
+
+    run: Run
+    folder: Folder | None
+    number: int
+
+
+def rehearse(
+    runs: Sequence[Run],
+    folders: Sequence[Folder | None] | None = None,
+    display: Progress | None = None,
+    *,
+    held: float = HELD,
+    **changes: Any,
+) -> None:
+    """Learn the softness of the runs that ask for it and have none yet; none of them has begun.
 
     Args:
-        run: Its settings have the softness afterwards.
-        folder: The run's. Rehearsals are kept beside it, so that one that was broken off goes on; see `forget`.
+        runs: Of one method. On a GPU all their rehearsals are trained side by side, elsewhere in turn.
+        folders: The runs' own, where rehearsals are kept until a run begins, so that one that was broken off goes on.
         display: Shows how far they are.
+        held: Part of each client's training examples that is held out.
+        changes: Settings of rehearsals that differ from the run's.
     """
-    if not pending(run.settings):
-        return
-    if run.settings.noise > 0.0:
-        run.say("Rehearsals spend privacy as well: the ε of the run leaves that out.")
-    found = []
-    for number in range(1, run.settings.rehearsals + 1):
-        path = beside(folder.path) / str(number) if folder is not None else None
-        keeper = Folder(path, resume=(path / CONFIG).exists()) if path is not None else None
-        trial = Run(_federation(run.federation, number, keeper))
-        callbacks: list[Callback] = [keeper] if keeper is not None else []
-        if display is not None:
-            display.stage = f"rehearsal {number} of {run.settings.rehearsals}"
-            callbacks.append(display)
-        trial.train(callbacks)
-        run.seconds += trial.seconds
-        found.append(trial.detail()["softness"])
-    if display is not None:
-        display.stage = ""
-    run.federation.settings = replace(run.settings, softness=common(found))
+    waiting = [pair for pair in zip(runs, folders or [None] * len(runs), strict=True) if pending(pair[0].federation)]
+    for run, folder in waiting:
+        if folder is not None:
+            folder.begin_rehearsals(run)
+    found: dict[int, list[float]] = {id(run): [] for run, _ in waiting}
+    parts = [Part(run, folder, n) for run, folder in waiting for n in range(1, run.settings.rehearsals + 1)]
+    stacked = bool(parts) and parts[0].run.federation.device.type == "cuda"
+    for together in [parts] if stacked else [[part] for part in parts]:
+        for part, trial in zip(together, _train(together, display, held, changes), strict=True):
+            part.run.seconds += trial.seconds
+            found[id(part.run)].append(trial.detail()["fitted_softness"])
+    for run, _ in waiting:
+        run.federation.learnt = common(found[id(run)])
 
 
-def pending(settings: Settings) -> bool:
+def pending(federation: Federation) -> bool:
     """Whether a softness is still to be learnt."""
-    return settings.rehearsals > 0 and settings.softness == 1.0
-
-
-def recalled(settings: Settings, folder: Folder | None) -> Settings:
-    """The settings with the softness that the run in a folder has learnt, if it is to go on and has."""
-    if folder is None or not folder.resume or not pending(settings) or not (folder.path / CONFIG).exists():
-        return settings
-    try:
-        known = float(tomllib.loads((folder.path / CONFIG).read_text())["run"]["softness"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return settings  # whoever opens the folder says what is wrong with it
-    return replace(settings, softness=known)
-
-
-def as_rehearsal(settings: Settings, number: int) -> Settings:
-    """How a rehearsal is run: as the run, but nothing is calibrated, and only its end is tested."""
-    plain = replace(settings, rehearsals=0, softness=1.0, scaling="none", calibration=0.0)
-    return replace(plain, seed=settings.seed + number - 1, eval_every=settings.rounds)
+    return federation.settings.rehearsals > 0 and federation.learnt is None
 
 
 def common(fitted: Iterable[float]) -> float:
     """The softness that several cuts of the data agree on: their geometric mean, to four digits."""
-    return float(f"{math.exp(mean(map(math.log, fitted))):.4g}")
+    logs = [math.log(softness) for softness in fitted]
+    return float(f"{math.exp(sum(logs) / len(logs)):.4g}")
 
 
-def beside(out: Path) -> Path:
-    """Where the rehearsals of the run in a folder are kept."""
-    return out.with_name(f"{out.name}-rehearsals")
+def as_rehearsal(settings: Settings, number: int) -> Settings:
+    """How a rehearsal is run: as the run, but nothing is calibrated, and it is tested as seldom as can be."""
+    plain = replace(settings, rehearsals=0, scaling="none", calibration=0.0)
+    return replace(plain, seed=settings.seed + APART * number, eval_every=settings.rounds)
 
 
-def forget(folder: Folder | None) -> None:
-    """Take the rehearsals of a finished run away."""
-    if folder is not None:
-        shutil.rmtree(beside(folder.path), ignore_errors=True)
-
-
-def _federation(of: Federation, number: int, keeper: Folder | None) -> Federation:
-    """A federation that is trained on a part of another's examples and tested on the rest."""
-    settings = as_rehearsal(of.settings, number)
-    data = held_out(of.data, HELD, settings.seed)
-    return Federation.of(of.method, data, settings, of.model, keeper.states if keeper is not None else None)
+def _train(parts: Sequence[Part], display: Progress | None, held: float, changes: dict[str, Any]) -> list[Run]:
+    """Rehearsals, side by side."""
+    trials, callbacks = [], []
+    for part in parts:
+        of, keeper = part.run.federation, None
+        if part.folder is not None:
+            keeper = Keeper(part.folder.rehearsals / str(part.number), resume=True)
+        settings = replace(as_rehearsal(of.settings, part.number), **changes)
+        data = held_out(of.data, held, settings.seed)
+        states = keeper.states if keeper is not None else None
+        trials.append(Run(Federation.of(of.method, data, settings, of.model, states)))
+        own: list[Callback] = [keeper] if keeper is not None else []
+        callbacks.append(own)
+    stage = f"rehearsal {', '.join(str(n) for n in sorted({part.number for part in parts}))}"
+    if display is not None:
+        display.stage = f"{stage} of {parts[0].run.settings.rehearsals}"
+        callbacks[0].append(display)
+    try:
+        return train_together(trials, callbacks)
+    except UserError as error:
+        raise type(error)(f"In {stage}: {error}") from error
+    finally:
+        if display is not None:
+            display.stage = ""

@@ -66,6 +66,11 @@ class Run:
         """How it is run."""
         return self.federation.settings
 
+    @property
+    def softness(self) -> float:
+        """The temperature of all its class probabilities, learnt or given; 1: they are left as they are."""
+        return self.federation.softness
+
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
         """Run the rounds that are left."""
         return train_together([self], [callbacks])[0]
@@ -219,6 +224,8 @@ class Run:
             record |= {"participants": participants, "never_drawn": int((federation.times_drawn() == 0).sum())}
         if (epsilon := federation.epsilon()) is not None:
             record |= {"epsilon": epsilon, "delta": self.settings.delta}
+        if self.softness != 1.0:
+            record["softness"] = self.softness
         return record | figures(self.history)
 
     def summary(self) -> str:
@@ -233,6 +240,8 @@ class Run:
             if isinstance(value, dict):
                 last, worst = ("n/a" if value[k] is None else f"{value[k]:.4f}" for k in ("last", "worst_client"))
                 lines.append(f"  {name:<9} {last}   (worst client {worst})")
+        if "softness" in record:
+            lines.append(f"  softness  {record['softness']:.4f}")
         if "epsilon" in record:
             lines.append(f"  epsilon   {record['epsilon']:.4f}   (of a client, delta {record['delta']:g})")
         return "\n".join(lines)

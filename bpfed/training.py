@@ -23,7 +23,7 @@ from bpfed.likelihoods import Likelihood
 from bpfed.methods import Recipe
 from bpfed.methods.base import Method
 from bpfed.metrics import SURE
-from bpfed.rehearsal import forget, recalled, rehearse
+from bpfed.rehearsal import rehearse
 from bpfed.report import text
 from bpfed.run import Run, to_stderr, train_together
 
@@ -64,10 +64,13 @@ def fit(
         data = load(data, seed=settings.seed)
     shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []
     run = prepare(method or Recipe(), data, settings, model, likelihood, folder, say or to_stderr)
-    rehearse(run, folder, shown[0] if shown else None)
-    run.train([*([folder] if folder else []), *shown, *callbacks])
-    forget(folder)
-    return run
+    try:
+        rehearse([run], [folder], shown[0] if shown else None)
+    except BaseException:
+        for display in shown:
+            display.close()
+        raise
+    return run.train([*([folder] if folder else []), *shown, *callbacks])
 
 
 def fit_seeds(
@@ -100,12 +103,8 @@ def fit_seeds(
         dealt = load(data, seed=seed) if isinstance(data, str) else data
         runs.append(prepare(method or Recipe(), dealt, own, model, likelihood, folder, say or to_stderr))
         folders.append(folder)
-    for run, folder in zip(runs, folders, strict=True):
-        rehearse(run, folder)
-    train_together(runs, [[folder] if folder else [] for folder in folders])
-    for folder in folders:
-        forget(folder)
-    return runs
+    rehearse(runs, folders)
+    return train_together(runs, [[folder] if folder else [] for folder in folders])
 
 
 def prepare(
@@ -121,8 +120,8 @@ def prepare(
     states = folder.states if folder is not None else None
     if not len(data.test.y):
         raise UserError(f"No client of '{data.name}' has a test example; set a test_fraction above 0.")
-    settings = recalled(settings, folder)
     run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
+    run.federation.learnt = folder.learnt if folder is not None else None
     for note in (*run.federation.model.notes, *(lookalikes(data.preparation) if data.preparation else ())):
         say(note)
     held, least = run.data.calibration, fewest(SURE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import tomllib
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +13,19 @@ from scenarios import classification, regression
 from scipy.optimize import minimize_scalar
 
 import bpfed
+from bpfed import rehearsal, training
 from bpfed.calibration import common_temperature, tempered
 from bpfed.callbacks import Callback
+from bpfed.callbacks.progress import Progress
+from bpfed.data.held import held_out
 from bpfed.engine.evaluate import evaluate_clients
+from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
+from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
 from bpfed.methods import BPFed, FedAvg, Recipe
-from bpfed.rehearsal import as_rehearsal, common
+from bpfed.rehearsal import APART, as_rehearsal, common
+from bpfed.run import Run
 
 pytestmark = pytest.mark.usefixtures("untraced")
 
@@ -70,10 +76,10 @@ def test_sets_are_calibrated_at_the_softness_they_are_made_with():
 
 def test_what_a_test_would_prefer_is_told_and_not_used():
     run = bpfed.fit(FedAvg(), classification(sizes=(30, 40)), **TINY)
-    told = run.detail()["softness"]
+    told = run.detail()["fitted_softness"]
     assert told > 0.0
-    assert run.settings.softness == 1.0
-    run.federation.settings = replace(run.settings, softness=told)
+    assert run.federation.softness == 1.0
+    run.federation.learnt = told
     better = evaluate_clients(run.federation)[0]["nll"].pooled
     assert better <= run.evaluation[0]["nll"].pooled
 
@@ -82,16 +88,49 @@ def test_rehearsals_see_training_examples_alone():
     data = classification(sizes=(30, 40))
     wrong = replace(data, test=replace(data.test, x=100.0 * data.test.x, y=(data.test.y + 1) % 3))
     a, b = (bpfed.fit(FedAvg(), d, rehearsals=2, **TINY) for d in (data, wrong))
-    assert a.settings.softness == b.settings.softness != 1.0
+    assert a.federation.softness == b.federation.softness != 1.0
 
 
 def test_a_run_with_rehearsals_is_the_run_without_at_what_they_found():
     data = classification(sizes=(30, 40))
-    tuned = bpfed.tune(Recipe(), data, {"lr": [0.002]}, cuts=1, **TINY)
-    learnt = bpfed.fit(Recipe(), data, rehearsals=1, **TINY)
-    assert learnt.settings.softness == tuned.softness
-    given = bpfed.fit(Recipe(), data, softness=tuned.softness, **TINY)
+    learnt = bpfed.fit(Recipe(), data, rehearsals=2, **TINY)
+    given = bpfed.fit(Recipe(), data, softness=learnt.federation.softness, **TINY)
     assert given.history[-1]["nll"] == learnt.history[-1]["nll"]
+    assert learnt.seconds > given.seconds
+
+
+def test_rehearsals_are_fitted_to_what_they_hold_out():
+    """Written out by hand: train on four fifths, fit to the fifth, twice; the geometric mean."""
+    data = classification(sizes=(30, 40))
+    run = bpfed.fit(FedAvg(), data, rehearsals=2, seed=3, **TINY)
+    fitted = []
+    for number in (1, 2):
+        seed = 3 + number * APART
+        trial = Federation.of(
+            FedAvg(),
+            held_out(data, 0.2, seed),
+            replace(run.settings, seed=seed, rehearsals=0),
+            run.federation.model,
+        )
+        for _ in range(2):
+            Simulator([trial]).round()
+        probs, y = [], []
+        for i, name in enumerate(data.clients):
+            x, labels = trial.data.test.client(i)
+            probs.append(Run(trial).client(name).predict(x).probs)
+            y.append(labels)
+        fitted.append(common_temperature(torch.cat(probs), torch.cat(y)))
+    assert run.federation.softness == pytest.approx((fitted[0] * fitted[1]) ** 0.5, rel=1e-3)
+
+
+def test_seeds_side_by_side_rehearse_each_their_own():
+    data = classification(sizes=(30, 40))
+    both = bpfed.fit_seeds(
+        FedAvg(), data, seeds=(0, 1), rehearsals=1, **{k: v for k, v in TINY.items() if k != "progress"}
+    )
+    alone = [bpfed.fit(FedAvg(), data, seed=s, rehearsals=1, **TINY) for s in (0, 1)]
+    assert [r.federation.softness for r in both] == [r.federation.softness for r in alone]
+    assert both[0].federation.softness != both[1].federation.softness
 
 
 def test_cuts_count_alike_whether_too_sure_or_not_sure_enough():
@@ -102,7 +141,7 @@ def test_cuts_count_alike_whether_too_sure_or_not_sure_enough():
 def test_a_rehearsal_is_run_as_the_run_will_be():
     settings = Settings(rounds=7, rehearsals=3, calibration=0.2, seed=5, epochs=2)
     own = as_rehearsal(settings, 2)
-    assert own == replace(settings, rehearsals=0, calibration=0.0, seed=6, eval_every=7)
+    assert own == replace(settings, rehearsals=0, calibration=0.0, seed=5 + 2 * APART, eval_every=7)
 
 
 class Stop(Exception):
@@ -119,37 +158,115 @@ class StopAfter(Callback):
             raise Stop
 
 
-def test_a_rehearsal_that_is_broken_off_goes_on(tmp_path, monkeypatch):
-    data = classification(sizes=(30, 40))
+class Count(Callback):
+    rounds = 0
+
+    def round(self, run, info, record):
+        self.rounds += 1
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The rounds that rehearsals were trained for."""
+    found: list[int] = []
+    train = rehearsal.train_together
+
+    def counted(runs, callbacks):
+        counts = [Count() for _ in runs]
+        train(runs, [[*own, count] for own, count in zip(callbacks, counts, strict=True)])
+        found.extend(count.rounds for count in counts)
+        return runs
+
+    monkeypatch.setattr(rehearsal, "train_together", counted)
+    return found
+
+
+def test_a_rehearsal_that_is_broken_off_goes_on(tmp_path, trained, monkeypatch):
+    data, out = classification(sizes=(30, 40)), tmp_path / "a"
     whole = bpfed.fit(FedAvg(), data, rehearsals=2, **TINY)
-    begun: list[int] = []
-    train = bpfed.run.Run.train
+    keep = rehearsal.Keeper.round
 
-    def counted(run, callbacks=()):
-        callbacks = [*callbacks, StopAfter(1)] if len(begun) == 1 else callbacks
-        begun.append(run.federation.round)
-        return train(run, callbacks)
+    def stopping(self, run, info, record):
+        keep(self, run, info, record)
+        if self.path.name == "2":
+            raise Stop
 
-    monkeypatch.setattr(bpfed.run.Run, "train", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(rehearsal.Keeper, "round", stopping)
+        with pytest.raises(Stop):
+            bpfed.fit(FedAvg(), data, rehearsals=2, out=out, **TINY)
+    assert [p.name for p in out.iterdir()] == ["rehearsals"]
+    trained.clear()
+    run = bpfed.fit(FedAvg(), data, rehearsals=2, out=out, **TINY)
+    assert trained == [0, 1]
+    assert run.federation.softness == whole.federation.softness
+    assert json.loads((out / "summary.json").read_text())["nll"]["last"] == whole.history[-1]["nll"]["pooled"]
+    assert not (out / "rehearsals").exists()
+
+
+def test_rehearsals_of_another_configuration_are_made_anew(tmp_path, trained):
+    data, out = classification(sizes=(30, 40)), tmp_path / "a"
     with pytest.raises(Stop):
-        bpfed.fit(FedAvg(), data, rehearsals=2, out=tmp_path / "a", **TINY)
-    assert not (tmp_path / "a").exists()
-    assert sorted(p.name for p in (tmp_path / "a-rehearsals").iterdir()) == ["1", "2"]
-    run = bpfed.fit(FedAvg(), data, rehearsals=2, out=tmp_path / "a", **TINY)
-    assert run.settings.softness == whole.settings.softness
-    assert json.loads((tmp_path / "a/summary.json").read_text())["nll"]["last"] == whole.history[-1]["nll"]["pooled"]
-    assert not (tmp_path / "a-rehearsals").exists()
+        bpfed.fit(FedAvg(), data, rehearsals=1, out=out, callbacks=[StopAfter(1)], **TINY)
+    (out / "rehearsals").mkdir()
+    (out / "rehearsals/config.toml").write_text("of another run")
+    trained.clear()
+    bpfed.fit(FedAvg(lr=0.01), data, rehearsals=1, out=out, overwrite=True, **TINY)
+    assert trained == [2]
+    assert not (out / "rehearsals").exists()
 
 
-def test_a_run_that_goes_on_is_not_rehearsed_again(tmp_path, monkeypatch):
+def test_nothing_of_anybody_elses_is_taken_away(tmp_path):
     data = classification(sizes=(30, 40))
+    for name in ("a-rehearsals", "a/rehearsals"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds other files and no run"):
+        bpfed.fit(FedAvg(), data, rehearsals=1, out=tmp_path / "a", **TINY)
+    bpfed.fit(FedAvg(), data, rehearsals=1, out=tmp_path / "b", **TINY)
+    assert (tmp_path / "a-rehearsals/notes.txt").exists()
+    assert (tmp_path / "a/rehearsals/notes.txt").exists()
+
+
+def test_a_run_that_goes_on_is_not_rehearsed_again(tmp_path, trained):
+    data, out = classification(sizes=(30, 40)), tmp_path / "a"
     with pytest.raises(Stop):
-        bpfed.fit(FedAvg(), data, rehearsals=2, out=tmp_path / "a", callbacks=[StopAfter(1)], **TINY)
-    kept = tomllib.loads((tmp_path / "a/config.toml").read_text())["run"]
-    assert kept["rehearsals"] == 2
-    run = bpfed.fit(FedAvg(), data, rehearsals=2, out=tmp_path / "a", resume=True, **TINY)
-    assert run.settings.softness == kept["softness"]
+        bpfed.fit(FedAvg(), data, rehearsals=2, out=out, callbacks=[StopAfter(1)], **TINY)
+    kept = json.loads((out / "learnt.json").read_text())["softness"]
+    trained.clear()
+    run = bpfed.fit(FedAvg(), data, rehearsals=2, out=out, resume=True, **TINY)
+    assert trained == []
+    assert run.federation.softness == kept
     assert run.federation.round == 2
+    assert bpfed.Run.load(out).federation.softness == kept
+
+
+def test_what_cannot_go_on_is_said_before_anything_is_rehearsed(tmp_path, trained):
+    data, out = classification(sizes=(30, 40)), tmp_path / "a"
+    bpfed.fit(FedAvg(), data, out=out, **TINY)
+    with pytest.raises(UserError, match=r"run\.rehearsals is 0 there and 2 here"):
+        bpfed.fit(FedAvg(), data, rehearsals=2, out=out, resume=True, **TINY)
+    assert trained == []
+    assert not (out / "rehearsals").exists()
+
+
+def test_a_display_is_closed_when_a_rehearsal_fails(monkeypatch):
+    shown = []
+    monkeypatch.setattr(training, "Progress", lambda **given: shown.append(Progress(**given)) or shown[-1])
+    with pytest.raises(UserError, match=r"In rehearsal 1: Training diverged"):
+        bpfed.fit(FedAvg(lr=1e38), classification(sizes=(30, 40)), rehearsals=1, **TINY | {"progress": True})
+    assert shown[0]._closed
+    assert shown[0].stage == ""
+
+
+def test_a_run_folder_from_before_goes_on(tmp_path):
+    """Its configuration knows nothing of either setting."""
+    data, out = classification(sizes=(30, 40)), tmp_path / "a"
+    with pytest.raises(Stop):
+        bpfed.fit(FedAvg(), data, out=out, callbacks=[StopAfter(1)], **TINY)
+    path = out / "config.toml"
+    path.write_text(re.sub(r"(?m)^(softness|rehearsals) = .*\n", "", path.read_text()))
+    assert bpfed.fit(FedAvg(), data, out=out, resume=True, **TINY).federation.round == 2
 
 
 def test_a_comparison_rehearses_each_seed_and_knows_what_is_finished(tmp_path):
@@ -158,35 +275,44 @@ def test_a_comparison_rehearses_each_seed_and_knows_what_is_finished(tmp_path):
         bpfed.compare(["fedavg", "fedavg+softness"], data, 2, out=tmp_path / "c", **TINY) for _ in ("once", "again")
     ]
     for comparison in found:
-        learnt = [r.config["run"]["softness"] for r in comparison.records["fedavg+softness"].values()]
-        assert 1.0 not in learnt
+        learnt = [r.summary["softness"] for r in comparison.records["fedavg+softness"].values()]
         assert learnt[0] != learnt[1]
-        assert [r.config["run"]["softness"] for r in comparison.records["fedavg"].values()] == [1.0, 1.0]
+        assert all("softness" not in r.summary for r in comparison.records["fedavg"].values())
     assert found[0].over_seeds("fedavg+softness", "nll") == found[1].over_seeds("fedavg+softness", "nll")
-    assert not list((tmp_path / "c/fedavg+softness").glob("*-rehearsals"))
+    assert not list((tmp_path / "c").rglob("rehearsals"))
 
 
 def test_a_user_asks_for_rehearsals(command):
     shown = command.ok(*DIGITS, "--rehearsals", "2")
-    kept = tomllib.loads(Path("a/config.toml").read_text())["run"]
+    kept = json.loads(Path("a/summary.json").read_text())
     sentence = f"Probabilities are given with a softness of {kept['softness']:.2f}, learnt in 2 rehearsals."
     assert sentence in shown.out
     assert sentence in Path("a/report.html").read_text()
     assert [p.name for p in Path().iterdir()] == ["a"]
     command.ok("run", "a/config.toml", "--quiet", "--out", "b")
-    one, two = (json.loads(Path(run, "summary.json").read_text())["nll"] for run in "ab")
-    assert one == two
-    assert tomllib.loads(Path("b/config.toml").read_text())["run"] == kept
+    again = json.loads(Path("b/summary.json").read_text())
+    assert (again["softness"], again["nll"]) == (kept["softness"], kept["nll"])
+    other = command.ok("run", "a/config.toml", "--method", "fedavg", "--quiet", "--out", "c")
+    assert sentence not in other.out  # what was learnt for one method is not another's
+
+
+def test_a_report_says_what_rehearsals_would_do(command):
+    command.ok(*DIGITS)
+    assert "Trained with --rehearsals 3 they would learn" in Path("a/report.html").read_text()
+    command.ok(*DIGITS[:-1], "b", "--scaling", "client", "--calibration", "0.3")
+    assert "--rehearsals" not in Path("b/report.html").read_text()
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (("--softness", "0"), "softness is 0.0, but must be above 0"),
+        (("--softness", "0"), "softness is 0.0, but must be from 0.01 to 100"),
         (("--rehearsals", "-1"), "rehearsals is -1, but must be 0 or more"),
+        (("--rehearsals", "1", "--softness", "0.5"), "softness is 0.5, but rehearsals are to learn it"),
+        (("--rehearsals", "1", "--noise", "1", "--clip", "1"), "which the ε of a run leaves out"),
         (
             ("--rehearsals", "1", "--scaling", "client", "--calibration", "0.2"),
-            "softness is a temperature for all clients, scaling one for each",
+            "rehearsals learn a temperature for all clients, but scaling is 'client', one for each",
         ),
     ],
 )

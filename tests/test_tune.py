@@ -239,3 +239,14 @@ def test_what_moves_along_is_said(command):
     assert [line for line in lines if re.match(r"(\* )?BPFed recipe as it is, temperature 0.05 \d", line)]
     assert [line for line in lines if re.match(r"(\* )?temperature 0.005 \d", line)]
     assert "anchor moves along, so that its product with T stays; best.toml has both." in lines
+
+
+def test_what_a_notebook_shows_is_a_line_or_two():
+    data = classification(sizes=(12, 20))
+    found = bpfed.tune(FedAvg(), data, {"lr": [0.03]}, cuts=1, **TINY)
+    assert (
+        repr(data) == f"<data 'small': 2 clients, 32 training and {len(data.test.y)} test examples of [4], 3 classes>"
+    )
+    assert repr(found).startswith("<Tuning on small, 20 % of training examples held out: 2 settings, 1 cut, 2 clients")
+    assert repr(found).endswith(f"; best: {found.best}, softness {found.softness:g}>")
+    assert len(repr(found)) < 300

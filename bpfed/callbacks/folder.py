@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,11 @@ from bpfed.callbacks.base import Callback
 from bpfed.card import card
 from bpfed.engine import checkpoint
 from bpfed.engine.evaluate import calibrate
+from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.files import append_line, clear_parts, is_part, lock, said, to_json, to_json_line, to_toml, write_whole
 from bpfed.report import text
-from bpfed.report.record import CONFIG, EVALUATION, METRICS, REPORT, SUMMARY
+from bpfed.report.record import CONFIG, EVALUATION, METRICS, REHEARSALS, REPORT, SUMMARY
 from bpfed.schema import RECORDED
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from bpfed.run import Run
 
 CHECKPOINT, STATES = "checkpoint", "state"
+#: What was learnt in rehearsals.
+LEARNT = "learnt.json"
 #: What a run must know to predict without its data: of the data, the network, and how predictions are calibrated.
 DATA, MODEL, CALIBRATION = "data.json", "model.safetensors", "calibration.json"
 
@@ -56,6 +60,32 @@ class Folder(Callback):
     def report(self) -> Path:
         """Where the report is once the run is finished."""
         return self.path / REPORT
+
+    @property
+    def rehearsals(self) -> Path:
+        """Where rehearsals are kept until the run begins."""
+        return self.path / REHEARSALS
+
+    @property
+    def learnt(self) -> float | None:
+        """The softness that the run here has learnt, if it is to go on and has."""
+        return learnt(self.path) if self.resume and (self.path / CONFIG).exists() else None
+
+    def begin_rehearsals(self, run: Run) -> None:
+        """Before the first rehearsal: those of another configuration are thrown away.
+
+        Raises:
+            UserError: There is another run here, and it is to go on.
+        """
+        config = to_toml(run.config())
+        if self.resume and (self.path / CONFIG).exists():
+            self._same(run.config())
+        kept = self.rehearsals / CONFIG
+        if self.rehearsals.exists() and not (kept.exists() and kept.read_text() == config):
+            shutil.rmtree(self.rehearsals)
+        with said(self.path):
+            self.rehearsals.mkdir(parents=True, exist_ok=True)
+        write_whole(kept, config)
 
     def start(self, run: Run) -> None:
         made = not self.path.exists()
@@ -101,24 +131,28 @@ class Folder(Callback):
             raise UserError(
                 f"'{self.path}' cannot be a run folder ({error.strerror}); choose another --out."
             ) from error
-        if there and CONFIG not in there:
+        rehearsed = (self.rehearsals / CONFIG).exists()
+        if there and CONFIG not in there and not rehearsed:
             raise UserError(
                 f"'{self.path}' holds other files and no run, so nothing is written there; choose another --out."
             )
-        if there and not (self.resume or self.overwrite):
+        if CONFIG in there and not (self.resume or self.overwrite):
             raise UserError(
                 f"The run folder '{self.path}' exists already; add --resume to go on with it, --overwrite to replace it, "
                 "or choose another --out."
             )
 
     def _begin(self, run: Run) -> None:
-        if self.resume:
+        if self.resume and not self.rehearsals.exists():
             run.say(f"There is no run in '{self.path}' yet, so it starts from the first round.")
         clear_parts(self.path)
         with said(self.path):  # the old configuration goes last, for without it this would be no run folder
-            for old in [p for p in self.path.iterdir() if p.name != CONFIG]:
+            for old in [p for p in self.path.iterdir() if p.name not in (CONFIG, REHEARSALS)]:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+        if run.federation.learnt is not None:
+            write_whole(self.path / LEARNT, to_json({"softness": run.federation.learnt}))
         write_whole(self.path / CONFIG, to_toml(run.config()))
+        self._forget_rehearsals()
         write_whole(self.path / METRICS, "")
         self._describe(run)
 
@@ -128,8 +162,13 @@ class Folder(Callback):
         if not (self.path / DATA).exists():
             write_whole(self.path / DATA, to_json(card(run.data)))
 
+    def _forget_rehearsals(self) -> None:
+        if self.rehearsals.exists():
+            shutil.rmtree(self.rehearsals)
+
     def _go_on(self, run: Run) -> None:
         self._same(run.config())
+        self._forget_rehearsals()
         found = checkpoint.restore(self.path / CHECKPOINT, run.federation)
         if found is not None:
             for name in found.damaged:
@@ -175,6 +214,17 @@ class Folder(Callback):
             )
 
 
+def learnt(folder: Path) -> float | None:
+    """The softness that the run in a folder has learnt; None if there were no rehearsals."""
+    path = folder / LEARNT
+    if not path.exists():
+        return None
+    try:
+        return float(json.loads(path.read_text())["softness"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"'{path}' is damaged ({error}); delete it, and its rehearsals are made anew.") from error
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics; one cut short by a crash is none."""
     records = []
@@ -188,13 +238,18 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     """What differs between two configurations, a clause for each setting; not what merely follows from others."""
-    old, new = _flat(there), _flat(here)
+    old, new = (_usual() | _flat(config) for config in (there, here))
     names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
     if "method.name" in names:
         names = [name for name in names if name == "method.name" or not name.startswith("method.")]
     follow = {f"{table}.{key}" for table, keys in RECORDED.items() for key in keys or ()}
     names = [name for name in names if name not in follow and not name.startswith("model.")] or names
     return [f"{name} is {_shown(old.get(name))} there and {_shown(new.get(name))} here" for name in names]
+
+
+def _usual() -> dict[str, Any]:
+    """Settings of a run as they are by default: an older configuration may not have known of some."""
+    return {f"run.{f.name}": f.default for f in fields(Settings) if f.default is not None}
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

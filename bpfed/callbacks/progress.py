@@ -84,12 +84,8 @@ class Progress(Callback):
         self.pause()
 
     def start(self, run: Run) -> None:
-        settings, federation = run.settings, run.federation
-        clients = text.many(len(run.data), "client")
-        self.title = f"{federation.method.title} on {run.data.name}, {clients}, {federation.device.type}"
-        if self.stage:
-            self.title = f"{self.stage}: {self.title}"
-        self.rounds, self.done = settings.rounds, federation.round
+        self.title = self._title(run)
+        self.rounds, self.done = run.settings.rounds, run.federation.round
         self.figures = figures(run.history[-1]) if run.history else ""
         self._recent.clear()
         self._last = time.perf_counter()
@@ -97,6 +93,10 @@ class Progress(Callback):
         self.words = f"round {self.done + 1}: {step}" if self.done < self.rounds else "evaluating"
         self._open()
         self._announce()
+
+    def _title(self, run: Run) -> str:
+        clients, stage = text.many(len(run.data), "client"), f"{self.stage}: " if self.stage else ""
+        return f"{stage}{run.federation.method.title} on {run.data.name}, {clients}, {run.federation.device.type}"
 
     def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
         self._advance(run, record)
@@ -261,10 +261,9 @@ class CellProgress(Progress):
         left = "" if self.left is None else f", about {clock(self.left)} left"
         self._line(f"cell {self._over}/{self._cells}  {self._entrant}  {self.figures}  {clock(took)}{left}")
 
-    def start(self, run: Run) -> None:
-        super().start(run)
+    def _title(self, run: Run) -> str:
         cell, stage = f"cell {self._over + 1}/{self._cells}", f", {self.stage}" if self.stage else ""
-        self.title = f"{cell}{stage}: {self._entrant}, {run.data.name}, {run.federation.device.type}"
+        return f"{cell}{stage}: {self._entrant}, {run.data.name}, {run.federation.device.type}"
 
     def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
         self._advance(run, record)

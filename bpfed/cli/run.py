@@ -69,7 +69,7 @@ def run(
         source, said = config or _own(out, resume), overrides(method, settings or [], flags)
         chosen = read(source, said)
         from bpfed.callbacks import Folder
-        from bpfed.rehearsal import forget, rehearse
+        from bpfed.rehearsal import rehearse
         from bpfed.training import prepare
 
         out = out or free(chosen)
@@ -86,9 +86,10 @@ def run(
             loading(progress, chosen.data.name, data_dir)
         trained = prepare(chosen.method, chosen.load_data(data_dir), chosen.run, folder=folder, say=progress.say)
         chosen.confirm(trained.config())
-        rehearse(trained, folder, None if quiet else progress)
+        rehearse([trained], [folder], None if quiet else progress)
+        if trained.federation.learnt is not None:
+            progress.say(f"Rehearsed: probabilities will have a softness of {trained.softness:.2f}.")
         trained.train(callbacks)
-        forget(folder)
     except KeyboardInterrupt:
         progress.close()
         progress.say(_stopped(out, data_dir, track or []))
@@ -113,10 +114,12 @@ def data_word(config: Config) -> str:
 
 
 def _own(out: Path | None, resume: bool) -> Path | None:
-    """The configuration of the run that is resumed."""
-    from bpfed.report.record import CONFIG
+    """The configuration of the run that is resumed; of one that is being rehearsed, it is with the rehearsals."""
+    from bpfed.report.record import CONFIG, REHEARSALS
 
-    return out / CONFIG if resume and out is not None and (out / CONFIG).exists() else None
+    if not resume or out is None:
+        return None
+    return next((path for path in (out / CONFIG, out / REHEARSALS / CONFIG) if path.exists()), None)
 
 
 def overrides(method: str | None, settings: list[str], flags: dict[str, str | None]) -> list[Override]:
@@ -160,12 +163,12 @@ def loading(progress: Progress, name: str, data_dir: Path | None) -> None:
 
 
 def _stopped(out: Path | None, data_dir: Path | None, track: list[str]) -> str:
-    if _own(out, resume=True) is None:
-        from bpfed.rehearsal import beside
+    from bpfed.report.record import REHEARSALS
 
-        if out is not None and beside(out).exists():
-            return "bpfed: Stopped in a rehearsal; at most the current round is lost. Go on with the same command."
+    if out is None or (config := _own(out, resume=True)) is None:
         return "bpfed: Stopped before the first round; nothing was written."
+    if (out / REHEARSALS / config.name).exists() and config.parent == out:  # the run here is to be overwritten
+        return "bpfed: Stopped in a rehearsal; at most the current round is lost. Go on with the same command."
     again = ["bpfed", "run", "--out", str(out), "--resume"]
     again += ["--data-dir", str(data_dir)] if data_dir is not None else []
     again += [word for name in track for word in ("--track", name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -126,7 +127,7 @@ def _best(config: Config, found: Tuning) -> dict[str, Any]:
     """
     method, run = found.method, config.run
     if _softens(config):
-        run = replace(run, softness=found.softness)
+        run = replace(run, softness=found.softness, rehearsals=0)
     data = replace(config.data, seed=run.seed if config.data.seed is None else config.data.seed)
     if data.name.startswith(PREFIX):
         data = replace(data, name=f"{PREFIX}{Path(data.name.removeprefix(PREFIX)).expanduser().resolve()}")
@@ -149,6 +150,7 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
     from bpfed.comparison.tables import gap, spread
     from bpfed.comparison.tuning import AS_IT_IS, TEMPERATURES, worded
     from bpfed.report.measures import MEASURES
+    from bpfed.report.sections import NOTICED
 
     console, comparison = Console(), found.comparison
     measures = [m for m in comparison.measures if m.name in ("accuracy", "rmse", "nll", "ece")]
@@ -170,7 +172,7 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
     console.print(
         f"On training examples that were held out{', mean ± standard deviation over cuts' if several else ''}, lowest NLL first. "
         f"Difference: from {reference} as it is, mean over clients{', with a 95 % interval' if several else ''}. "
-        "No test example took part.",
+        "No test example took part, and no softness.",
         style="dim",
     )
     if along := next((trial.along for trial in found.trials.values() if trial.along), ()):
@@ -181,9 +183,9 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
         console.print("Nothing that was tried has a lower NLL than the method as it is.")
     elif (t := found.trials[found.best].changed.get("temperature")) in (TEMPERATURES[0], TEMPERATURES[-1]):
         console.print(
-            f"{t:g} is the {'lowest' if t == TEMPERATURES[0] else 'highest'} temperature that is tried by itself."
+            f"{t:g} is the {'lowest' if t == TEMPERATURES[0] else 'highest'} temperature that is tried without --grid."
         )
-    if softens and found.softness != 1.0:
+    if softens and abs(math.log(found.softness)) >= NOTICED:
         sure = "not sure enough" if found.softness < 1.0 else "too sure"
         console.print(
             f"Its probabilities are {sure} on these examples: a softness of {found.softness:.2f} mends that, and {BEST} has it."

@@ -31,7 +31,7 @@ from bpfed.errors import Diverged, UserError
 from bpfed.files import clear_parts, is_part, lock, said, to_json, to_toml, write_whole
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method
-from bpfed.rehearsal import forget, rehearse
+from bpfed.rehearsal import rehearse
 from bpfed.report.record import CONFIG, SUMMARY, RunRecord
 from bpfed.run import Run, to_stderr, train_together
 from bpfed.training import prepare
@@ -252,13 +252,10 @@ def _train(cells: list[Cell], display: CellProgress | None) -> list[Cell]:
         display.begin(entrant.name, entrant.title, seeds)
         callbacks[0].append(display)
     try:
-        for cell in cells:
-            rehearse(cell.run, cell.folder, display)
+        rehearse([cell.run for cell in cells], [cell.folder for cell in cells], display)
         train_together([cell.run for cell in cells], callbacks)
     except UserError as error:
         raise type(error)(f"{entrant.name}, seed {', '.join(map(str, seeds))}: {error}") from error
-    for cell in cells:
-        forget(cell.folder)
     if display is not None:
         display.finished()
     return cells

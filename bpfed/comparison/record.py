@@ -45,7 +45,7 @@ class Words(NamedTuple):
 METHODS_AND_SEEDS = Words()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Methods on the same data, each with the same seeds.
 
@@ -60,6 +60,10 @@ class Comparison:
     titles: dict[str, str]
     reference: str
     words: Words = METHODS_AND_SEEDS
+
+    def __repr__(self) -> str:
+        scores = ", ".join(f"{name} {self.mean(name, 'nll'):.3f}" for name in self.ranking)
+        return f"<{self.title}; NLL: {scores}>"
 
     @property
     def names(self) -> list[str]:

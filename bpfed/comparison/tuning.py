@@ -71,7 +71,7 @@ class Trial(NamedTuple):
         return worded(self.tried) or self.method.title
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tuning:
     """What was tried, and what came of it.
 
@@ -82,6 +82,9 @@ class Tuning:
 
     comparison: Comparison
     trials: dict[str, Trial]
+
+    def __repr__(self) -> str:
+        return f"{repr(self.comparison)[:-1]}; best: {self.best}, softness {self.softness:g}>"
 
     @property
     def best(self) -> str:
@@ -96,7 +99,7 @@ class Tuning:
     @property
     def softness(self) -> float:
         """The temperature at which its class probabilities suit the held-out labels best; 1 for numbers."""
-        return common(run.evaluation.get("softness", 1.0) for run in self.comparison.records[self.best].values())
+        return common(run.evaluation.get("fitted_softness", 1.0) for run in self.comparison.records[self.best].values())
 
     @property
     def gain(self) -> float:
@@ -128,16 +131,14 @@ def _ladder(method: Method) -> list[dict[str, Any]]:
             f"{method.name} has no temperature, which is what is tried where nothing is said; name what to try, as in "
             "--grid lr=0.001,0.003,0.01."
         )
-    return [with_temperature(method, t) for t in TEMPERATURES if t != method.settings()["temperature"]]
-
-
-def with_temperature(method: Method, temperature: float) -> dict[str, Any]:
-    """The settings of a method at another temperature, with what must move along."""
-    values: dict[str, Any] = {"temperature": temperature}
-    # T multiplies the prior of the means too; that one is to stay as strong as it is.
-    if isinstance(method, Recipe):
-        values["anchor"] = float(f"{method.temperature * method.anchor / temperature:.9g}")
-    return values
+    found = []
+    for t in (t for t in TEMPERATURES if t != method.settings()["temperature"]):
+        values = {"temperature": t}
+        # T multiplies the prior of the means too; that one is to stay as strong as it is.
+        if isinstance(method, Recipe):
+            values["anchor"] = float(f"{method.temperature * method.anchor / t:.9g}")
+        found.append(values)
+    return found
 
 
 def _combinations(method: Method, grid: Grid) -> list[dict[str, Any]]:

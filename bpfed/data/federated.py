@@ -64,7 +64,7 @@ def held_back(sizes: Tensor, fraction: float) -> Tensor:
     return torch.minimum(held, sizes - 1).clamp(min=0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FederatedData:
     """What a federation trains and is tested on.
 
@@ -100,6 +100,13 @@ class FederatedData:
 
     def __len__(self) -> int:
         return len(self.clients)
+
+    def __repr__(self) -> str:
+        kinds = f"{self.classes} classes" if self.classes else "numbers"
+        return (
+            f"<data {self.name!r}: {len(self)} clients, {len(self.train.y)} training and {len(self.test.y)} test examples of "
+            f"{list(self.input_shape)}, {kinds}>"
+        )
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
             probs = tempered(probs, calibration.temperatures.to(federation.device)[owner])
         shares = class_shares(federation.data.train, federation.data.classes)[clients].to(federation.device)
         scored = evaluate(probs, found.y, offsets.to(federation.device), bins, sets, bounded, shares)
-        return replace(scored, softness=partial(common_temperature, probs, found.y)), clients
+        return replace(scored, fitted_softness=partial(common_temperature, probs, found.y)), clients
     mean, scale, nll = found.outputs
     half = bound * scale if bound is not None else None
     inside, width = ((found.y - mean).abs() <= half, 2.0 * half) if half is not None else (None, None)
@@ -174,5 +174,5 @@ def _predict(
         return _Predicted((empty.reshape(0, federation.data.classes),) if classification else (empty,) * 3, y, offsets)
     back = torch.cat(at).argsort().to(device)
     if classification:
-        return _Predicted((tempered(torch.cat(outputs[0])[back], federation.settings.softness),), y, offsets)
+        return _Predicted((tempered(torch.cat(outputs[0])[back], federation.softness),), y, offsets)
     return _Predicted(tuple(torch.cat(o)[back] for o in outputs), y, offsets)

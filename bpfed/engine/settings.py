@@ -34,8 +34,8 @@ class Settings:
             calibration examples; ``none``: they are left as they are.
         softness: Temperature of all clients' class probabilities, which become p^(1/softness) / Z: below 1 surer, above 1 less
             sure.
-        rehearsals: How often to train on a part of each client's examples before the run, to learn the softness from the
-            rest; 0: never.
+        rehearsals: How often to train on four fifths of each client's examples before the run, to learn its softness from the
+            others; 3 is a good number, and each takes as long as the run. 0: never.
         clip: Norm that a client's update may have, its means and the pre-images ρ of its standard deviations as one vector;
             longer ones are scaled down. 0: any.
         noise: Standard deviation, in units of ``clip``, of the noise on the sum of a round's updates; above 0 the run is
@@ -109,10 +109,15 @@ class Settings:
             raise UserError(f"drop_rate is {self.drop_rate}, but must be at least 0 and below 1.")
         if not 0.0 <= self.calibration < 1.0:
             raise UserError(f"calibration is {self.calibration}, but must be at least 0 and below 1.")
-        if not 0.0 < self.softness < float("inf"):
-            raise UserError(f"softness is {self.softness}, but must be above 0.")
+        if not 0.01 <= self.softness <= 100.0:
+            raise UserError(f"softness is {self.softness}, but must be from 0.01 to 100.")
         if self.scaling == "client" and (self.softness != 1.0 or self.rehearsals):
-            raise UserError("softness is a temperature for all clients, scaling one for each; leave one of them out.")
+            asked = "rehearsals learn" if self.rehearsals else "softness is"
+            raise UserError(
+                f"{asked} a temperature for all clients, but scaling is 'client', one for each; leave one out."
+            )
+        if self.softness != 1.0 and self.rehearsals:
+            raise UserError(f"softness is {self.softness}, but rehearsals are to learn it; leave one of them out.")
         self._check_defence()
 
     @property
@@ -140,6 +145,10 @@ class Settings:
             raise UserError(f"delta is {self.delta}, but must be above 0 and below 1.")
         if self.noise > 0.0 and self.clip == 0.0:
             raise UserError(f"noise is {self.noise}, but is in units of clip, which is 0; set clip too.")
+        if self.noise > 0.0 and self.rehearsals:
+            raise UserError(
+                "rehearsals train on the same clients once more, which the ε of a run leaves out; leave them out."
+            )
         robust = self.trim is not None
         if self.noise > 0.0 and robust:
             raise UserError("noise hides a client in a sum, and robust takes no sum; set one of the two to 0 or none.")

@@ -25,7 +25,6 @@ from bpfed.flower.journal import STATUS
 from bpfed.flower.plan import SERVER, Plan
 from bpfed.flower.processes import Say
 from bpfed.names import PREFIX
-from bpfed.rehearsal import pending
 from bpfed.report import RunRecord, text
 from bpfed.report.record import LARGEST, REPORT
 
@@ -54,7 +53,7 @@ def make(folder: Path, plan: Plan, config: Config) -> None:
         raise UserError("Two sites' names differ only in signs that a file's name cannot have; rename one.")
     config.method.check()
     config.run.check(len(plan.sites))
-    if pending(config.run):
+    if config.run.rehearsals:
         raise UserError(
             "rehearsals are for simulated runs; learn a softness where examples are at hand, by 'bpfed tune', and set run.softness."
         )

@@ -84,8 +84,8 @@ class Evaluation:
         bins: Number of bins behind ECE and MCE, without which neither can be compared.
         sums: What all of it is made of. Clients that never meet can have theirs put together by `evaluate_sums`.
         more: What further scores there are, by name; see `evaluate`.
-        softness: Of class probabilities, finds the temperature at which they would suit these labels best: below 1 where they
-            are not sure enough. None where only sums are known.
+        fitted_softness: Of class probabilities, finds the temperature at which they would suit these labels best: below 1 where
+            they are not sure enough. None where only sums are known.
     """
 
     scores: dict[str, Score]
@@ -95,7 +95,7 @@ class Evaluation:
     bins: int
     sums: Sums
     more: dict[str, Score] = field(default_factory=dict)
-    softness: Callable[[], float] | None = None
+    fitted_softness: Callable[[], float] | None = None
 
     def __getitem__(self, metric: str) -> Score:
         return self.scores[metric] if metric in self.scores else self.more[metric]
@@ -138,7 +138,7 @@ class Evaluation:
             "clients": self.clients(names, train_sizes, calibration_sizes),
             "reliability": self.reliability.record(),
             "ece_floor": _json(self.ece_floor.pooled),
-            **({"softness": self.softness()} if self.softness is not None else {}),
+            **({"fitted_softness": self.fitted_softness()} if self.fitted_softness is not None else {}),
         }
 
 

@@ -25,9 +25,9 @@ from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
 from bpfed.paper import protocol
-from bpfed.paper.search import HELD
-from bpfed.paper.softness import learnt
+from bpfed.paper.search import HELD, MEMORY
 from bpfed.paper.training import Kept, device_name, differing, tests_on
+from bpfed.rehearsal import rehearse
 from bpfed.run import Run, train_together
 from bpfed.training import prepare
 
@@ -150,10 +150,10 @@ def train(entrant: Entrant, cell: Cell, seeds: Sequence[int], callbacks: Sequenc
     """The runs of these seeds, trained side by side; the callbacks see the first one."""
     ready = []
     dealt = {seed: load(cell.cell, partition=cell.partition, seed=seed) for seed in seeds}
-    softness = learnt(entrant, dealt)
     for seed in seeds:
-        settings = replace(entrant.settings, seed=seed, softness=softness[seed])
+        settings = replace(entrant.settings, seed=seed)
         ready.append(prepare(entrant.method, tests_on(dealt[seed], pick_device(settings.device)), settings))
+    rehearse(ready, held=HELD, eval_draws=protocol.LAST_DRAWS, memory=MEMORY)
     told = [list(callbacks) if i == 0 else [] for i in range(len(ready))]
     return [_last_test(run) for run in train_together(ready, told)]
 
@@ -202,7 +202,7 @@ def seed_record(run: Run) -> dict[str, Any]:
     last |= {"ece_worst_client": history[-1]["ece"]["worst"], "ece_floor": detail["ece_floor"]}
     curve: dict[str, list[Any]] = {"round": [r["round"] for r in history]}
     curve |= {name: [_short(r[name]["pooled"]) for r in history] for name in CURVES}
-    learnt = {"softness": run.settings.softness} if run.settings.softness != 1.0 else {}
+    learnt = {"softness": run.federation.learnt} if run.federation.learnt is not None else {}
     return {"seed": run.settings.seed, "last": last, **learnt, "curve": curve, "reliability": detail["reliability"]}
 
 

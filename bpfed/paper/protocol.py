@@ -77,7 +77,8 @@ def cells(names: str | Iterable[str] | None = None) -> tuple[str, ...]:
 def methods(names: str | Iterable[str] | None = None) -> tuple[str, ...]:
     """The methods of these names, all if none is given; ``table`` stands for the paper's nine, and any variant may be named."""
     known: tuple[str, ...] = (*TABLE, *EXTRA)
-    for name in _words(names or ()):
+    names = None if names is None else _words(names)
+    for name in names or ():
         if "+" in name and name not in known:
             from bpfed.comparison.entrants import changes  # which needs torch
 

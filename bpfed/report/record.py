@@ -22,6 +22,8 @@ CONFIG, METRICS, EVALUATION, SUMMARY, REPORT = (
     "summary.json",
     "report.html",
 )
+#: Its folder of rehearsals, until the run begins.
+REHEARSALS = "rehearsals"
 #: What a client with fewer test examples than `JUDGED` shows by chance alone.
 CALIBRATION, JUDGED = frozenset({"ece", "mce"}), 10
 #: So many clients are named in a sentence.
@@ -132,11 +134,11 @@ class RunRecord:
     @property
     def softened(self) -> str:
         """A sentence on the temperature of all class probabilities; empty where they are left as they are."""
-        run = self.config.get("run", {})
-        if (softness := run.get("softness", 1.0)) == 1.0:
+        if "softness" not in self.summary:
             return ""
-        learnt = f", learnt in {text.many(count, 'rehearsal')}" if (count := run.get("rehearsals", 0)) else ""
-        return f"Probabilities are given with a softness of {softness:.2f}{learnt}."
+        count = self.config.get("run", {}).get("rehearsals", 0)
+        learnt = f", learnt in {text.many(count, 'rehearsal')}" if count else ""
+        return f"Probabilities are given with a softness of {self.summary['softness']:.2f}{learnt}."
 
     @property
     def no_use(self) -> str:

@@ -174,15 +174,20 @@ def _verdict(found: dict[str, Any], intervals: bool) -> str:
         if n and c is not None and a is not None
     ]
     if intervals:
-        n, level, inside = entries[-1]
-        low, high = wilson(inside, n)
-        words = (
-            "too narrow" if high < level else "too wide" if low > level else "as wide as they should be, within chance"
-        )
-        return (
-            f"The models’ own {text.percent(level, 0)} intervals hold {text.percent(inside)} of the targets: they are "
-            f"{words}."
-        )
+        judged = [min(entries, key=lambda entry: abs(entry[1] - 0.5)), entries[-1]]
+        held = " and ".join(f"{text.percent(a)} ({text.percent(c, 0)} intervals)" for _, c, a in judged)
+        bounds = [(c, *wilson(a, n)) for n, c, a in judged]
+        narrow, wide = any(high < level for level, _, high in bounds), any(low > level for level, low, _ in bounds)
+        words = "as wide as they should be, within chance"
+        if narrow or wide:
+            words = (
+                "too wide in the middle and too narrow at the ends"
+                if narrow and wide
+                else "too narrow"
+                if narrow
+                else "too wide"
+            )
+        return f"The models’ own intervals hold {held} of the targets: they are {words}."
     total = sum(n for n, _, _ in entries)
     if not total:
         return "There are no finite predictions to judge."
@@ -202,8 +207,9 @@ def _softness(run: RunRecord) -> str:
     """What was done about that, or could be."""
     if run.softened:
         return f" {run.softened}"
-    fitted = run.evaluation.get("softness")
-    if fitted is None or run.summary.get("protocol") == "deployed" or abs(math.log(fitted)) < NOTICED:
+    fitted, asked = run.evaluation.get("fitted_softness"), run.config.get("run", {})
+    settled = asked.get("rehearsals") or asked.get("scaling") == "client" or asked.get("noise")
+    if fitted is None or settled or abs(math.log(fitted)) < NOTICED:
         return ""
     surer = "surer" if fitted < 1.0 else "less sure"
     return f" Trained with --rehearsals 3 they would learn from training examples to be {surer}."

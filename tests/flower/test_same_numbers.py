@@ -111,7 +111,9 @@ def test_calibrated_sets_and_intervals(data, tmp_path):
     same(server, federation, history)
     assert server.history[-1]["coverage"]["pooled"] > 0.5
     told, wanted = RunRecord.read(server.journal.folder).evaluation, Run(federation).detail()
-    assert told.keys() == wanted.keys() - {"softness"}  # which takes every probability, and sites tell sums alone
+    assert told.keys() == wanted.keys() - {
+        "fitted_softness"
+    }  # which takes every probability, and sites tell sums alone
     assert told["fewest_calibration"] == wanted["fewest_calibration"]
     for row, theirs in zip(told["clients"], wanted["clients"], strict=True):
         assert row == pytest.approx(theirs, abs=1e-6)

@@ -118,7 +118,7 @@ def test_regression_has_its_own_figures_and_no_others() -> None:
     run = record(task="regression")
     words = plain(Page(render(run)).text)
     assert f"{run.history[-1]['rmse']['pooled']:.3f}" in words
-    assert "95 % intervals hold" in words
+    assert "The models’ own intervals hold" in words
     for absent in ("Accuracy", "Brier", "MCE"):
         assert absent not in words
 
@@ -187,13 +187,31 @@ def test_the_error_stands_beside_that_of_the_training_mean() -> None:
     assert "<h3>RMSE of own training mean</h3>" not in page  # it is no result of the run
 
 
+@pytest.mark.parametrize(
+    ("middle", "end", "verdict"),
+    [
+        (0.5, 0.95, "as wide as they should be, within chance"),
+        (0.98, 0.99, "too wide"),  # at the end alone, where there is no room above, nobody would see it
+        (0.3, 0.7, "too narrow"),
+        (0.8, 0.8, "too wide in the middle and too narrow at the ends"),
+    ],
+)
+def test_intervals_are_judged_in_the_middle_and_at_the_end(middle, end, verdict) -> None:
+    run = record(task="regression")
+    found = run.evaluation["reliability"]
+    count = [200] * len(found["count"])
+    inside = [middle if level == 0.5 else end for level in found["confidence"]]
+    judged = replace(run, evaluation=run.evaluation | {"reliability": found | {"count": count, "accuracy": inside}})
+    assert f"of the targets: they are {verdict}." in plain(Page(render(judged)).text)
+
+
 def test_own_intervals_and_calibrated_ones_are_told_apart() -> None:
     run = record(task="regression")
     coverage = {"pooled": 0.875, "mean": 0.8, "worst": 0.5}
     words = plain(
         Page(render(replace(run, history=[*run.history[:-1], run.history[-1] | {"coverage": coverage}]))).text
     )
-    assert "The models’ own 95 % intervals hold" in words
+    assert "The models’ own intervals hold" in words
     assert "The calibrated 90 % intervals, widened or narrowed by what examples held back say, hold 87.5 %" in words
 
 
