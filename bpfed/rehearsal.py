@@ -21,6 +21,8 @@ from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.run import Run, train_together
 
+#: Held-out examples, in all rehearsals of a run together, below which a softness is uncertain by a tenth and more.
+ENOUGH = 1000
 #: Between the seeds of two rehearsals of a run, so that they are none of another run's.
 APART = 1_000_000
 
@@ -62,14 +64,22 @@ def rehearse(
         if folder is not None:
             folder.begin_rehearsals(run)
     found: dict[int, list[float]] = {id(run): [] for run, _ in waiting}
+    seen = dict.fromkeys(found, 0)
     parts = [Part(run, folder, n) for run, folder in waiting for n in range(1, run.settings.rehearsals + 1)]
     stacked = bool(parts) and parts[0].run.federation.device.type == "cuda"
     for together in [parts] if stacked else [[part] for part in parts]:
         for part, trial in zip(together, _train(together, display, held, changes), strict=True):
             part.run.seconds += trial.seconds
             found[id(part.run)].append(trial.detail()["fitted_softness"])
+            seen[id(part.run)] += len(trial.data.test.y)
     for run, _ in waiting:
         run.federation.learnt = common(found[id(run)])
+        if (examples := seen[id(run)]) < ENOUGH:
+            better = math.ceil(ENOUGH * run.settings.rehearsals / examples)
+            run.say(
+                f"The softness of {run.softness:.2f} is learnt from {examples} held-out examples, so it is uncertain; "
+                f"rehearsals = {better} would learn it from {ENOUGH}."
+            )
 
 
 def pending(federation: Federation) -> bool:

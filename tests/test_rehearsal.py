@@ -123,6 +123,19 @@ def test_rehearsals_are_fitted_to_what_they_hold_out():
     assert run.federation.softness == pytest.approx((fitted[0] * fitted[1]) ** 0.5, rel=1e-3)
 
 
+def test_few_examples_are_said_to_be_few():
+    said: list[str] = []
+    data = classification(sizes=(30, 40))
+    bpfed.fit(FedAvg(), data, rehearsals=2, say=said.append, **TINY)
+    assert len(said) == 1
+    assert (
+        "is learnt from 28 held-out examples, so it is uncertain; rehearsals = 72 would learn it from 1000." in said[0]
+    )
+    said.clear()
+    bpfed.fit(FedAvg(), classification(sizes=(2600, 2600)), rehearsals=1, say=said.append, **TINY)
+    assert said == []
+
+
 def test_seeds_side_by_side_rehearse_each_their_own():
     data = classification(sizes=(30, 40))
     both = bpfed.fit_seeds(

@@ -35,7 +35,7 @@ class Settings:
         softness: Temperature of all clients' class probabilities, which become p^(1/softness) / Z: below 1 surer, above 1 less
             sure.
         rehearsals: How often to train on four fifths of each client's examples before the run, to learn its softness from the
-            others; 3 is a good number, and each takes as long as the run. 0: never.
+            others; 3 is a good number, with fewer than 2 000 examples in all more are. Each takes as long as the run. 0: never.
         clip: Norm that a client's update may have, its means and the pre-images ρ of its standard deviations as one vector;
             longer ones are scaled down. 0: any.
         noise: Standard deviation, in units of ``clip``, of the noise on the sum of a round's updates; above 0 the run is
