@@ -149,6 +149,9 @@ def test_numbers_are_in_their_own_units_with_intervals(bpfed: Command, numbers: 
     shutil.copytree(numbers, ".", dirs_exist_ok=True)
     out = bpfed.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--level", "0.8", "--out", "p.csv")
     assert out.out == "7 predictions of 'bern': p.csv\n"
+    again = bpfed.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--out", "p.csv")
+    assert again.out == "7 predictions of 'bern': p.csv, replaced\n"
+    bpfed.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--level", "0.8", "--out", "p.csv")
     shown = " ".join(bpfed.ok("report", "run").out.split())  # it may be wrapped
     assert "RMSE in SD of 'outcome'" in shown
     assert json.loads(Path("run/evaluation.json").read_text())["target"]["name"] == "outcome"
@@ -166,6 +169,15 @@ def test_numbers_are_in_their_own_units_with_intervals(bpfed: Command, numbers: 
         "this run predicts numbers"
         in bpfed("predict", "run", "--client", "bern", "--input", "new.csv", "--abstain", "0.9").sentence
     )
+
+
+def test_a_newcomer_of_numbers_sees_its_error_before_and_after(bpfed: Command, numbers: Path) -> None:
+    shutil.copytree(numbers, ".", dirs_exist_ok=True)
+    shown = bpfed.ok("adapt", "run", "--input", "new.csv", "--steps", "200", "--name", "late").out
+    (line,) = [line.split() for line in shown.splitlines() if line.strip().startswith("RMSE")]
+    count, before, after = (float(word) for word in line[1:])
+    assert count == 7
+    assert after < before < 100  # in the target's own unit, whose standard deviation is some 20
 
 
 def test_columns_are_kept_as_they_are(bpfed: Command, ward: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from scenarios import classification, regression
 
 import bpfed
+from bpfed.comparison import Difference
 from bpfed.comparison.tuning import AS_IT_IS, TEMPERATURES, trials
 from bpfed.data.federated import FederatedData
 from bpfed.data.held import held_out
@@ -250,3 +251,11 @@ def test_what_a_notebook_shows_is_a_line_or_two():
     assert repr(found).startswith("<Tuning on small, 20 % of training examples held out: 2 settings, 1 cut, 2 clients")
     assert repr(found).endswith(f"; best: {found.best}, softness {found.softness:g}>")
     assert len(repr(found)) < 300
+
+
+def test_what_cannot_be_told_apart_is_said(command, monkeypatch):
+    alike = "cannot tell what is best from the method as it is"
+    call = (*SMALL, "--cuts", "5", "--method", "fedavg", "--set", "method.lr=0", "--grid", "lr=0.05", "--out", "a")
+    assert alike not in command.ok(*call).out
+    monkeypatch.setattr(Difference, "clear", False)
+    assert alike in command.ok(*call).out

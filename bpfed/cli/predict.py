@@ -98,9 +98,10 @@ def predict(
     else:
         from bpfed.files import write_whole
 
+        replaced = ", replaced" if out.exists() else ""
         write_whole(out, text)
         Console().print(
-            f"{many(len(x), 'prediction')} of '{who.name}': {out}",
+            f"{many(len(x), 'prediction')} of '{who.name}': {out}{replaced}",
             style="bold",
             soft_wrap=True,
         )

@@ -185,6 +185,8 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
         console.print(
             f"{t:g} is the {'lowest' if t == TEMPERATURES[0] else 'highest'} temperature that is tried without --grid."
         )
+    if found.best != AS_IT_IS and several and not comparison.difference(found.best).clear:
+        console.print("These examples cannot tell what is best from the method as it is: the interval includes zero.")
     if softens and abs(math.log(found.softness)) >= NOTICED:
         sure = "not sure enough" if found.softness < 1.0 else "too sure"
         console.print(
