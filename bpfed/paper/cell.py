@@ -149,10 +149,10 @@ def run(
 def train(entrant: Entrant, cell: Cell, seeds: Sequence[int], callbacks: Sequence[Callback] = ()) -> list[Run]:
     """The runs of these seeds, trained side by side; the callbacks see the first one."""
     ready = []
-    dealt = {seed: load(cell.cell, partition=cell.partition, seed=seed) for seed in seeds}
     for seed in seeds:
         settings = replace(entrant.settings, seed=seed)
-        ready.append(prepare(entrant.method, tests_on(dealt[seed], pick_device(settings.device)), settings))
+        data = load(cell.cell, partition=cell.partition, seed=seed)
+        ready.append(prepare(entrant.method, tests_on(data, pick_device(settings.device)), settings))
     rehearse(ready, held=HELD, eval_draws=protocol.LAST_DRAWS, memory=MEMORY)
     told = [list(callbacks) if i == 0 else [] for i in range(len(ready))]
     return [_last_test(run) for run in train_together(ready, told)]

@@ -32,11 +32,11 @@ SOFTENED = "+softness"
 
 def ordered(names: Iterable[str]) -> list[str]:
     """Names in the order of the tables, unknown ones last."""
-    return sorted(set(names), key=_place)
+    return sorted(set(names), key=place)
 
 
-def _place(name: str) -> tuple[int, str]:
-    """A variant that is not in the order stands after its method."""
+def place(name: str) -> tuple[int, str]:
+    """Where a name stands; a variant that is not in the order, after its method, and unknown ones last."""
     known = name if name in ORDER else name.partition("+")[0]
     return ORDER.index(known) if known in ORDER else len(ORDER), name
 

@@ -176,7 +176,7 @@ def lines(axes: Axes, drawn: Sequence[Line], measure: Measure, settled: float = 
         settled: The first part of the horizontal axis that the vertical one need not show.
     """
     axes.set_yscale("function", functions=(measure.scale, measure.back))
-    order = sorted(drawn, key=lambda line: (line.method in CHIEF, -_place(line.method)))
+    order = sorted(drawn, key=lambda line: (line.method in CHIEF, -lineup.place(line.method)[0]))
     for level, line in enumerate(order):
         style, chief = ink(line.method), line.method in CHIEF
         every = math.ceil(len(line.x) / 12)
@@ -190,7 +190,7 @@ def lines(axes: Axes, drawn: Sequence[Line], measure: Measure, settled: float = 
             markersize=4.6 if chief else 3.2,
             markerfacecolor=style.colour if style.filled else "white",
             markeredgewidth=0.9 if chief else 0.6,
-            markevery=(_place(line.method) % every, every),
+            markevery=(lineup.place(line.method)[0] % every, every),
             zorder=3 + level / 100,
             clip_on=True,
         )
@@ -252,10 +252,6 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
         write_whole(path, buffer.getvalue())
         written.append(path)
     return written
-
-
-def _place(method: str) -> int:
-    return lineup.ORDER.index(method) if method in lineup.ORDER else len(lineup.ORDER)
 
 
 def _limits(drawn: Sequence[Line], measure: Measure, settled: float) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_report import Page, plain, record
+from pages import Page, plain, record
 
 from bpfed.comparison import Comparison
 from bpfed.metrics import evaluate

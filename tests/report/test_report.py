@@ -7,81 +7,14 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from pages import Page, plain, record
 
 from bpfed.cli import show
 from bpfed.errors import UserError
-from bpfed.metrics import evaluate, evaluate_regression
 from bpfed.report import RunRecord, render, write
-
-
-def record(n: int = 8, rounds: int = 5, task: str = "classification", names: list[str] | None = None) -> RunRecord:
-    """A run as the engine would leave it: made-up predictions that get better, client 2 without test examples."""
-    g = torch.Generator().manual_seed(n)
-    train = torch.randint(20, 400, (n,), generator=g)
-    sizes = train // 10 + 3
-    if n > 2:
-        sizes[2] = 0
-    offsets = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
-    total = int(sizes.sum())
-    y = torch.randint(3, (total,), generator=g)
-    noise = torch.randn(total, 3, generator=g)
-    history: list[dict[str, Any]] = []
-    for t in range(1, rounds + 1):
-        if task == "classification":
-            evaluation = evaluate((noise + t * torch.eye(3)[y]).softmax(1), y, offsets)
-        else:
-            target, scale = y.float(), torch.full((total,), 1 / t)
-            nll = -torch.distributions.Normal(target + noise[:, 0] / t, scale).log_prob(target)
-            evaluation = evaluate_regression(target + noise[:, 0] / t, scale, nll, target, offsets)
-        entry = {"round": t} | evaluation.record()
-        history.append(entry | {"train_nll": 1 / t, "train_kl": 0.1 / t, "participants": n, "seconds": 1.2})
-    detail = evaluation.detail(rounds, names or [f"site-{i}" for i in range(n)], train.tolist())
-    facts = {"method": "BPFed", "data": "digits", "partition": "groups", "protocol": "paper", "device": "cpu"}
-    summary = facts | {"seed": 0, "rounds": rounds, "clients": n, "seconds": 83.2}
-    return RunRecord({"rounds": rounds, "method": {"lr": 1e-3}}, history, detail, summary)
-
-
-class Page(HTMLParser):
-    """What a browser would make of the page: tags balanced, attributes, text."""
-
-    VOID = frozenset({"meta"})
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.feed(page)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not {"style", "script"} & set(self.open):
-            self.text += data
-
-    def count(self, tag: str) -> int:
-        return sum(t == tag for t, _ in self.tags)
-
-
-def plain(words: str) -> str:
-    return words.replace("\u202f", " ").replace("\u00a0", " ")
 
 
 def test_the_figures_of_the_last_round_are_on_the_page() -> None:
@@ -112,15 +45,6 @@ def test_the_last_round_is_the_headline_and_the_best_is_named_as_such() -> None:
     best = max(run.history, key=lambda entry: entry["accuracy"]["pooled"])
     assert f"best, round {best['round']}" in page
     assert f"The ring is the best round ({best['round']})." in page
-
-
-def test_regression_has_its_own_figures_and_no_others() -> None:
-    run = record(task="regression")
-    words = plain(Page(render(run)).text)
-    assert f"{run.history[-1]['rmse']['pooled']:.3f}" in words
-    assert "The models’ own intervals hold" in words
-    for absent in ("Accuracy", "Brier", "MCE"):
-        assert absent not in words
 
 
 @pytest.mark.parametrize("task", ["classification", "regression"])
@@ -154,65 +78,6 @@ def test_clients_of_their_own_are_no_partition(partition: str, said: str) -> Non
     words = Page(render(replace(run, summary=run.summary | {"partition": partition}))).text
     assert said in words
     assert ("partition" in words) == (partition == "groups:5")
-
-
-@pytest.mark.parametrize("data", [{"name": "folder:sites"}, {"name": "heart", "target": "age"}, {"name": "arrays"}])
-def test_the_unit_of_the_error_is_said(data: dict[str, str]) -> None:
-    run = record(task="regression")
-    words = Page(render(replace(run, config={"data": data}))).text
-    name = f"'{data['target']}'" if "target" in data else "the target"
-    assert (f"RMSE in SD of {name}" in words) == (data["name"] != "arrays")
-    assert (f"in standard deviations of {name}" in words) == (data["name"] != "arrays")
-    assert ("in the unit of the targets as given" in words) == (data["name"] == "arrays")
-
-
-@pytest.mark.parametrize(("scale", "shown"), [(51.776, "51.78"), (0.001234, "0.00123"), (12345.6, "12\u202f346")])
-def test_the_unit_is_said_in_numbers_where_it_is_known(scale: float, shown: str) -> None:
-    run = record(task="regression")
-    run.evaluation["target"] = {"name": "chol", "scale": scale}
-    assert f"RMSE in SD of 'chol' (1 SD = {shown})" in Page(render(run)).text
-
-
-def test_the_error_stands_beside_that_of_the_training_mean() -> None:
-    run = record(task="regression")
-    assert "training mean" not in Page(render(run)).text
-    for entry in run.history:
-        entry["baseline"] = {"pooled": 1.234, "mean": 1.3, "worst": 2.345}
-    for row in run.evaluation["clients"]:
-        row["baseline"] = 1.567
-    page = render(run)
-    assert "<dt>own training mean</dt><dd>1.234</dd>" in page
-    assert '<button type="button">RMSE of mean</button>' in page
-    assert page.count("1.567") >= len(run.evaluation["clients"])
-    assert "<h3>RMSE of own training mean</h3>" not in page  # it is no result of the run
-
-
-@pytest.mark.parametrize(
-    ("middle", "end", "verdict"),
-    [
-        (0.5, 0.95, "as wide as they should be, within chance"),
-        (0.98, 0.99, "too wide"),  # at the end alone, where there is no room above, nobody would see it
-        (0.3, 0.7, "too narrow"),
-        (0.8, 0.8, "too wide in the middle and too narrow at the ends"),
-    ],
-)
-def test_intervals_are_judged_in_the_middle_and_at_the_end(middle, end, verdict) -> None:
-    run = record(task="regression")
-    found = run.evaluation["reliability"]
-    count = [200] * len(found["count"])
-    inside = [middle if level == 0.5 else end for level in found["confidence"]]
-    judged = replace(run, evaluation=run.evaluation | {"reliability": found | {"count": count, "accuracy": inside}})
-    assert f"of the targets: they are {verdict}." in plain(Page(render(judged)).text)
-
-
-def test_own_intervals_and_calibrated_ones_are_told_apart() -> None:
-    run = record(task="regression")
-    coverage = {"pooled": 0.875, "mean": 0.8, "worst": 0.5}
-    words = plain(
-        Page(render(replace(run, history=[*run.history[:-1], run.history[-1] | {"coverage": coverage}]))).text
-    )
-    assert "The models’ own intervals hold" in words
-    assert "The calibrated 90 % intervals, widened or narrowed by what examples held back say, hold 87.5 %" in words
 
 
 def test_clients_that_count_in_no_figure_are_told() -> None:
