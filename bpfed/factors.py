@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,15 @@ class Factors:
 
     Attributes:
         names: Parameter names, shared ones first.
-        shapes: Their shapes, in the same order.
+        shapes: Their shapes in one network, in the same order.
         shared: Number of shared weights; ``vector[..., :shared]`` are the shared factors.
+        members: Networks of the same kind whose weights are in the vector (`bpfed.mixture`), parameter by parameter.
     """
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     shared: int
+    members: int = 1
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor], personal: Personal = "head") -> Factors:
@@ -48,8 +50,8 @@ class Factors:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of weights of each parameter."""
-        return [shape.numel() for shape in self.shapes]
+        """Number of weights of each parameter, in all members."""
+        return [self.members * shape.numel() for shape in self.shapes]
 
     @property
     def total(self) -> int:
@@ -86,9 +88,25 @@ class Factors:
         return torch.cat([parameters[n].detach().reshape(-1) for n in self.names])
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
-        """One vector ``[P]`` to named parameters (views)."""
+        """One vector ``[P]`` to named parameters (views); of several members these have a first axis for them."""
         parts = torch.split(vector, self.sizes)
-        return {n: part.view(shape) for n, part, shape in zip(self.names, parts, self.shapes, strict=True)}
+        lead = (self.members,) if self.members > 1 else ()
+        return {n: part.view(*lead, *shape) for n, part, shape in zip(self.names, parts, self.shapes, strict=True)}
+
+    @property
+    def one(self) -> Factors:
+        """Those of one member."""
+        return replace(self, shared=self.shared // self.members, members=1)
+
+    def apart(self, vector: Tensor) -> Tensor:
+        """``[..., P]`` to the vectors of the members, ``[..., members, P / members]``."""
+        parts = torch.split(vector, self.sizes, -1)
+        return torch.cat([part.unflatten(-1, (self.members, -1)) for part in parts], -1)
+
+    def together(self, members: Tensor) -> Tensor:
+        """``[..., members, P / members]`` to ``[..., P]``, back from `apart`."""
+        parts = torch.split(members, self.one.sizes, -1)
+        return torch.cat([part.flatten(-2) for part in parts], -1)
 
     def split(self, vector: Tensor) -> tuple[Tensor, Tensor]:
         """``[..., P]`` to its shared and its personal part (views)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,16 @@ class Model:
         model = cls(module, likelihood, factors, factors.flatten(weights | extra), frozenset(), notes)
         model._try(example)
         return cls(module, likelihood, factors, model.initial, model._local_names(example), notes)
+
+    @property
+    def members(self) -> int:
+        """Networks it consists of; several in a `bpfed.mixture.Mixture`."""
+        return self.factors.members
+
+    @property
+    def one(self) -> Model:
+        """One of them: a function of ``P / members`` weights."""
+        return self
 
     def outputs(self, weights: Tensor, x: Tensor, key: Tensor | None = None) -> Tensor:
         """The network's outputs ``[B, K]`` for one client's weights ``[P]``; with a key ``[2]`` dropout is on."""
@@ -150,8 +160,7 @@ class Model:
 
     def to(self, device: torch.device | str) -> Model:
         """The same model with its constants on that device."""
-        module = copy.deepcopy(self.module).to(device)
-        return Model(module, self.likelihood, self.factors, self.initial.to(device), self.local, self.notes)
+        return replace(self, module=copy.deepcopy(self.module).to(device), initial=self.initial.to(device))
 
     def _try(self, example: Tensor) -> None:
         before = {n: b.clone() for n, b in self.module.named_buffers()}

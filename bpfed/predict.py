@@ -13,8 +13,9 @@ from torch.func import vmap
 
 from bpfed.calibration import tempered, threshold
 from bpfed.errors import UserError, unknown
+from bpfed.gaussian import Gaussian
 from bpfed.likelihoods import Normal
-from bpfed.methods.base import GaussianPredictive, Predictive
+from bpfed.methods.base import GaussianPredictive, PointPredictive, Predictive
 from bpfed.model import Model
 from bpfed.moments import gaussian_softmax, moments
 
@@ -148,25 +149,43 @@ def classify(
         how: ``single-pass``: the average is over Gaussian outputs instead, and no weight is drawn.
     """
     if how == "single-pass":
-        probs, aleatoric = gaussian_softmax(moments(model, predictive, x))
+        single = [gaussian_softmax(moments(model.one, member, x)) for member in _members(model, predictive)]
+        probs, aleatoric = (torch.stack(parts).mean(0) for parts in zip(*single, strict=True))
         return Classified(probs, torch.special.entr(probs).sum(-1), aleatoric)
-    count = predictive.draws(draws)
     total: Tensor | float = 0.0
     entropy: Tensor | float = 0.0
-    for _, outputs in _drawn(model, predictive, x, key, count):
+    count = 0
+    for _, outputs in _drawn(model, predictive, x, key, draws):
         logp = torch.log_softmax(outputs, -1)
         p = logp.exp()
         total = total + p.sum(0)
         entropy = entropy - (p * logp).sum(-1).sum(0)
+        count += len(outputs)
     assert isinstance(total, Tensor)
     assert isinstance(entropy, Tensor)
     probs = total / count
     return Classified(probs, torch.special.entr(probs).sum(-1), entropy / count)
 
 
-def _drawn(model: Model, predictive: Predictive, x: Tensor, key: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Weights ``[D, S, P]`` and outputs ``[D, S, B, ...]`` of some draws at a time, all draws in turn."""
-    each = len(x) * model.factors.total + x.numel()
+def _members(model: Model, predictive: Predictive) -> list[Predictive]:
+    """What each member of the model has of it."""
+    if model.members == 1:
+        return [predictive]
+    if isinstance(predictive, GaussianPredictive):
+        parts = zip(*(model.factors.apart(t).unbind(-2) for t in predictive.weights), strict=True)
+        return [GaussianPredictive(Gaussian(*part)) for part in parts]
+    if isinstance(predictive, PointPredictive):
+        return [PointPredictive(weights) for weights in model.factors.apart(predictive.weights).unbind(-2)]
+    return [predictive]
+
+
+def _drawn(model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Weights ``[D, S, P]`` and outputs ``[D, S, B, ...]`` of some draws at a time, all draws in turn.
+
+    There are ``draws`` of them, or as many as the predictive has; a draw is one of one member's weights, and all members have equally many.
+    """
+    count = predictive.draws(-(-draws // model.members))
+    each = len(x) * model.factors.total + x.numel() * model.members
     stack = max(1, STACKED.get(x.device.type, STACKED["cpu"]) // each)
     for start in range(0, count, stack):
         some = range(start, min(start + stack, count))
@@ -174,7 +193,8 @@ def _drawn(model: Model, predictive: Predictive, x: Tensor, key: Tensor, count: 
             weights = predictive.draw(key, torch.tensor(some, dtype=torch.int32, device=key.device))
         else:
             weights = torch.stack([predictive.draw(key, m) for m in some])
-        yield weights, vmap(model.stacked_outputs, (0, None))(weights, x)
+        weights = model.factors.apart(weights).movedim(-2, 1).flatten(0, 1) if model.members > 1 else weights
+        yield weights, vmap(model.one.stacked_outputs, (0, None))(weights, x)
 
 
 def regress(
@@ -191,11 +211,10 @@ def regress(
     assert isinstance(likelihood, Normal)
     if how == "single-pass":
         return _regress_at_once(model, likelihood, predictive, x, key, y)
-    count = predictive.draws(draws)
     means, noises, densities = [], [], []
-    for weights, outputs in _drawn(model, predictive, x, key, count):
+    for weights, outputs in _drawn(model, predictive, x, key, draws):
         out = outputs.reshape(len(weights), *x.shape[:2])
-        parameters = vmap(vmap(model.factors.unflatten))(weights)
+        parameters = vmap(vmap(model.one.factors.unflatten))(weights)
         log_scale = torch.as_tensor(likelihood.log_scale(parameters), device=out.device).expand(*out.shape[:2], 1)
         means.append(out)
         noises.append(torch.exp(2.0 * log_scale).expand_as(out))
@@ -204,7 +223,7 @@ def regress(
                 -0.5 * ((y - out).square() / noises[-1] + math.log(2.0 * math.pi)) - log_scale.expand_as(out)
             )
     stacked = torch.cat(means)
-    nll = math.log(count) - torch.logsumexp(torch.cat(densities), 0) if y is not None else None
+    nll = math.log(len(stacked)) - torch.logsumexp(torch.cat(densities), 0) if y is not None else None
     return Regressed(stacked.mean(0), stacked.var(0, correction=0), torch.cat(noises).mean(0), nll)
 
 
@@ -212,6 +231,21 @@ def _regress_at_once(
     model: Model, likelihood: Normal, predictive: Predictive, x: Tensor, key: Tensor, y: Tensor | None
 ) -> Regressed:
     """By moments; the predictive density is taken as Gaussian."""
+    single = [_one_at_once(model.one, likelihood, member, x, key) for member in _members(model, predictive)]
+    means, epistemics, aleatorics = (torch.stack(parts) for parts in zip(*single, strict=True))
+    mean, aleatoric = means.mean(0), aleatorics.mean(0)
+    epistemic = epistemics.mean(0) + means.var(0, correction=0)
+    nll = None
+    if y is not None:
+        total = epistemic + aleatoric
+        nll = 0.5 * ((y - mean).square() / total + torch.log(2.0 * math.pi * total))
+    return Regressed(mean, epistemic, aleatoric, nll)
+
+
+def _one_at_once(
+    model: Model, likelihood: Normal, predictive: Predictive, x: Tensor, key: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, epistemic and aleatoric variance of one network, ``[S, B]`` each."""
     found = moments(model, predictive, x)
     mean = found.mean.reshape(x.shape[:2])
     epistemic = torch.zeros_like(mean) if found.covariance is None else found.covariance.reshape(mean.shape)
@@ -223,8 +257,4 @@ def _regress_at_once(
     log_scale = torch.as_tensor(likelihood.log_scale(means), device=mean.device).expand(len(mean), 1)
     spread = torch.as_tensor(likelihood.log_scale(sigmas) if likelihood.learnt else 0.0, device=mean.device)
     aleatoric = torch.exp(2.0 * (log_scale + spread.square())).expand_as(mean)  # the mean of a log-normal
-    nll = None
-    if y is not None:
-        total = epistemic + aleatoric
-        nll = 0.5 * ((y - mean).square() / total + torch.log(2.0 * math.pi * total))
-    return Regressed(mean, epistemic, aleatoric, nll)
+    return mean, epistemic, aleatoric

@@ -16,6 +16,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "laplace": {"method.laplace": True},
     "temperature": {"run.scaling": "client", "run.calibration": 0.2},
     "softness": {"run.rehearsals": 3},
+    "members": {"run.members": 2},
     "ivon": {"method.optimiser": "ivon"},
 }
 

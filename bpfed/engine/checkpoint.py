@@ -23,6 +23,7 @@ from bpfed.errors import UserError
 from bpfed.factors import Personal
 from bpfed.files import to_json, write_whole
 from bpfed.likelihoods import Categorical, Likelihood, Normal
+from bpfed.mixture import mixture
 from bpfed.model import Model
 from bpfed.networks import default
 
@@ -97,7 +98,12 @@ def save_model(path: Path, model: Model) -> None:
 
 
 def load_model(
-    path: Path, module: nn.Module | None, likelihood: Likelihood | None, shape: tuple[int, ...], personal: Personal
+    path: Path,
+    module: nn.Module | None,
+    likelihood: Likelihood | None,
+    shape: tuple[int, ...],
+    personal: Personal,
+    members: int = 1,
 ) -> Model:
     """The network that was saved there, with its first weights.
 
@@ -107,6 +113,7 @@ def load_model(
         likelihood: None: that of the file, if it is one of `bpfed.likelihoods`.
         shape: Of one input.
         personal: See `Factors.of`.
+        members: See `Settings.members`.
     """
     try:
         with safetensors.safe_open(path, "pt") as file:
@@ -119,9 +126,9 @@ def load_model(
     given = module is not None
     if module is None:
         module = default(shape, likelihood.classes if isinstance(likelihood, Categorical) else 1)
-    model = Model.of(module, likelihood, torch.zeros(2, *shape), personal)
+    model = mixture(Model.of(module, likelihood, torch.zeros(2, *shape), personal), members, 0)
     there = {n: tuple(t.shape) for n, t in weights.items()}
-    here = {n: tuple(s) for n, s in zip(model.factors.names, model.factors.shapes, strict=True)}
+    here = {n: tuple(t.shape) for n, t in model.factors.unflatten(model.initial).items()}
     if not given and (there != here or words.get("network") != str(model.module)):
         raise UserError(f"The run of '{path}' has a network of its own; give the module it was trained with as model.")
     for name in sorted({*there, *here}):

@@ -19,6 +19,7 @@ from bpfed.engine.store import Store, make_store
 from bpfed.errors import UserError
 from bpfed.likelihoods import Categorical, Likelihood, Normal
 from bpfed.methods.base import Course, Method, State, rows
+from bpfed.mixture import mixture
 from bpfed.model import Model
 from bpfed.networks import default
 from bpfed.noise import Purpose
@@ -97,7 +98,8 @@ class Federation:
             likelihood = Categorical(data.classes) if data.task == "classification" else Normal()
         if module is None:
             module = default(data.input_shape, data.classes or 1, settings.seed)
-        model = Model.of(module, likelihood, data.train.x[:2], method.personal).to(device)
+        model = Model.of(module, likelihood, data.train.x[:2], method.personal)
+        model = mixture(model, settings.members, settings.seed).to(device)
         if data.task == "regression":
             model = replace(model, notes=(*model.notes, *_unusual_scale(data)))
         return cls.of(method, data, settings, model, folder)

@@ -121,7 +121,7 @@ class LocalRound:
             self._stepper(phase.name, ragged and not phase.batches).run(work, steps)
             before += phase.epochs
             taken = taken + todo.steps
-        finished = self.method.finish(self.model, local, rows.hyper)
+        finished = self.method.finish(self.model, local, hyper)
         # What travels is a copy: a view of the whole weight vector, once saved or sent, would take the personal part along.
         upload = tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), finished.upload)
         told = {name: value / rows.size for name, value in finished.info.items()}

@@ -19,6 +19,8 @@ class Settings:
         epochs: Local passes over a client's data in a round.
         batch: Mini-batch size; a client's last batch of an epoch may be smaller.
         seed: Of everything random.
+        members: Networks, each from first weights of its own, whose predictions are averaged: better ones, for as many times the work and
+            the bytes. Two bring most of what many would.
         drop_rate: Chance that a drawn client fails to return in a round.
         sampling: ``fixed``: as many clients as ``participants`` says; ``poisson``: every client by a coin of its own, so many
             on average.
@@ -58,6 +60,7 @@ class Settings:
     epochs: int = 10
     batch: int = 50
     seed: int = 0
+    members: int = 1
     drop_rate: float = 0.0
     sampling: Literal["fixed", "poisson"] = "fixed"
     weighting: Literal["equal", "size"] = "equal"
@@ -92,7 +95,7 @@ class Settings:
             whole = kind is int or (int in get_args(kind) and value is not None)
             if whole and (not isinstance(value, int) or isinstance(value, bool)):
                 raise UserError(f"{name} is {value!r}, but must be a whole number.")
-        for name in ("rounds", "epochs", "batch", "eval_draws", "bins", "memory"):
+        for name in ("rounds", "epochs", "batch", "members", "eval_draws", "bins", "memory"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be at least 1.")
         for name in ("eval_clients", "chunk"):

@@ -36,6 +36,7 @@ from bpfed.flower.post import Post
 from bpfed.likelihoods import Categorical, Normal
 from bpfed.methods.base import State
 from bpfed.metrics import Form, Sums, evaluate_sums
+from bpfed.mixture import mixture
 from bpfed.model import Model
 from bpfed.networks import default
 from bpfed.privacy import secret_normal
@@ -287,6 +288,7 @@ def without_examples(config: Config, sites: tuple[str, ...], facts: Mapping[str,
     method, settings = config.method, config.run
     module = default(shape, classes or 1, settings.seed)
     model = Model.of(module, likelihood, torch.zeros(2, *shape), method.personal)
+    model = mixture(model, settings.members, settings.seed)
     first = method.init(model)
     ids, cpu = noise.client_ids(sites), torch.device("cpu")
     return Federation(method, data, settings, model, cpu, first.shared, MemoryStore(first.personal, 0), ids)

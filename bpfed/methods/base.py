@@ -220,7 +220,7 @@ class Method(ABC):
 
     @property
     def counting(self) -> bool:
-        """Whether `begin` is told how many examples of each class a client has, as ``hyper["counts"]``, ``[S, K]``."""
+        """Whether `begin` and `finish` are told how many examples of each class a client has, as ``hyper["counts"]``, ``[S, K]``."""
         return False
 
     def hyper_in(self, course: Course, batches: Tensor) -> dict[str, Tensor]:

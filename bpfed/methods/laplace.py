@@ -56,6 +56,8 @@ class Head(NamedTuple):
     @classmethod
     def of(cls, model: Model) -> Head:
         """The layer with the module's last parameters; a `UserError` if that is no linear map."""
+        if model.members > 1:
+            raise UserError("laplace is for one network, but members is above 1; leave one of them out.")
         names = [n for n in model.factors.names if n in dict(model.module.named_parameters())]
         order = [n for n, _ in model.module.named_parameters() if n in names]
         last = [n for n in order if n.rpartition(".")[0] == order[-1].rpartition(".")[0]]

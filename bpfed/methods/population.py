@@ -77,8 +77,6 @@ class Population(Recipe):
     def check(self) -> None:
         super().check()
         self.require(head_rate="from 0 to 1")
-        if self.bias_count > 0.0:
-            raise UserError("bias_count is for a fixed prior of biases, but bpfed-population learns it; leave it at 0.")
         if self.personal == "none":
             raise UserError("personal is 'none', but bpfed-population learns a prior of personal factors; choose some.")
 

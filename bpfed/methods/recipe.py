@@ -14,7 +14,7 @@ way. With ζ = (m, σ̄) from the server, q = (q_w, q_h) over shared and persona
 3. The prior of the personal factors is fixed, N(g h0, s_h²), where h0 is the head that every client starts with: drawn once for
    the run, the same for all, and never learnt. Heads that stay near a common one make features that mean the same everywhere,
    which is what a population of heads is for; but nothing of a head is uploaded for it. A bias says how frequent a class is
-   here, not what it looks like: its prior is wide, and around 0 or, with ``bias_count``, around the logarithm of the class's share here.
+   here, not what it looks like: its prior is wide, and around 0.
 4. T < 1, noise drawn per example (the ``local`` estimator), and a step size that falls along a cosine.
 5. The step size is bounded. Times rounds and local epochs (``path``), and times a client's steps in as many rounds (``span``): with
    more rounds the steps are smaller, and training ends in the same place. The hyper-prior of 2 alone bounds networks with enough
@@ -27,6 +27,7 @@ clients' data (for a conjugate model it tends to 1/s0² + n/(T (1 − a)) after 
 take part more seldom than in every other round, ``path`` and ``span`` are that much longer. A client that cannot get far in the whole run starts
 with a head nearer to its prior.
 
+A class that a client has never seen is predicted as rarely as its labels say (`bpfed.methods.unseen`).
 There is no step on π (Eq. 10): η_i and the upload are taken from q. Settings were chosen on validation data cut from the
 training data of the three small cells, one set for all (docs/recipe.md).
 """
@@ -47,6 +48,7 @@ from bpfed.gaussian import Gaussian, discounted, kl, kl_gradients_q
 from bpfed.likelihoods import Categorical
 from bpfed.methods.base import ADAPT, Course, Finished, GaussianPredictive, Initial, Method, frozen
 from bpfed.methods.heads import NOISE_SIGMA, biases, of_likelihood, per_head
+from bpfed.methods.unseen import class_biases, corrections, noted
 from bpfed.methods.variational import Memory, Variational, join, split
 from bpfed.model import Model
 
@@ -58,12 +60,21 @@ REGRESSION_SIGMA = 0.6
 
 
 class Local(NamedTuple):
-    """A client during a round: posterior q, the prior (held), h0 ``[S, P_personal]``, number of steps taken ``[S]``."""
+    """A client during a round.
+
+    Attributes:
+        q: Its posterior.
+        prior: Held, ``[S, P]``.
+        first: h0, ``[S, P_personal]``.
+        steps: Taken so far, ``[S]``.
+        noted: What this round has told of how probable classes are here, ``[S, K + 1]``; ``[S, 1]`` where nothing is noted.
+    """
 
     q: Variational
     prior: Gaussian
     first: Tensor
     steps: Tensor
+    noted: Tensor
 
 
 class Personal(NamedTuple):
@@ -74,12 +85,14 @@ class Personal(NamedTuple):
         first: h0, the head that all clients of the run started with, ``[S, P_personal]``.
         memory: Adam's.
         steps: Local steps so far, ``[S, 1]``.
+        lowered: What is added to the biases of classes for prediction, ``[S, K]``; ``[S, 0]`` where nothing is added.
     """
 
     head: Gaussian
     first: Tensor
     memory: Memory
     steps: Tensor
+    lowered: Tensor
 
 
 @dataclass(frozen=True)
@@ -96,8 +109,8 @@ class Recipe(Method):
         head_gain: g, the prior mean of the personal factors in units of the head that all clients start with; 0: the mean is 0.
             Where other layers than the head are personal, 1 at most.
         bias_sigma: σ of the prior of a head's biases, whose mean is 0; for classes, and where the head is what is personal.
-        bias_count: Added to the number of a client's examples of each class, and the mean of that prior is then the logarithm of
-            the class's share, less that of the most frequent one; 0: it is 0.
+        unseen: Examples, shared out among all classes, that are added to a client's own to say how rare a class is that it has never
+            seen; such a class is not predicted more often (`bpfed.methods.unseen`). 0: as often as the model says.
         anchor: 1/(K s_m²), pull of the shared factors' means towards 0, with up to 20 clients.
         estimator: Of the data term, see BPFed.
         draws: Weight draws in a step.
@@ -121,7 +134,7 @@ class Recipe(Method):
         "head_sigma",
         "head_gain",
         "bias_sigma",
-        "bias_count",
+        "unseen",
         "anchor",
         "sigma",
         "path",
@@ -138,7 +151,7 @@ class Recipe(Method):
     head_sigma: float = 0.05
     head_gain: float = 5.0
     bias_sigma: float = 1.0
-    bias_count: float = 0.0
+    unseen: float = 1.0
     anchor: float = 10.0
     estimator: str = "local"
     draws: int = 1
@@ -159,7 +172,7 @@ class Recipe(Method):
             prior_sigma="above 0",
             head_sigma="above 0",
             bias_sigma="above 0",
-            bias_count="0 or more",
+            unseen="0 or more",
             anchor="0 or more",
             path="above 0",
             reach="above 0",
@@ -172,7 +185,7 @@ class Recipe(Method):
 
     @property
     def counting(self) -> bool:
-        return self.bias_count > 0.0 and self.personal == "head"
+        return self.unseen > 0.0 and self.personal == "head"
 
     def init(self, model: Model) -> Initial:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
@@ -180,7 +193,13 @@ class Recipe(Method):
         untrained = head
         if self._grows(model):
             untrained = Gaussian(torch.where(biases(model), 0.0, self.head_gain * head.mean), head.sigma)
-        return Initial(shared, Personal(untrained, head.mean, Variational.at(start).memory, model.initial.new_zeros(1)))
+        none, memory = model.initial.new_zeros, Variational.at(start).memory
+        return Initial(shared, Personal(untrained, head.mean, memory, none(1), none(self._counted(model))))
+
+    def _counted(self, model: Model) -> int:
+        """Classes whose biases are corrected for prediction."""
+        where = class_biases(model)
+        return where.stop - where.start if self.counting else 0
 
     def _grows(self, model: Model) -> bool:
         """Whether personal factors are heads that grow from h0 to their prior mean; other layers are not five times as large."""
@@ -218,7 +237,8 @@ class Recipe(Method):
         body = discounted(shared, hyper["discount"][:, None], hyper["prior_sigma"][:, None] * fan_in.rsqrt())
         head = self._head_prior(model, personal.first, hyper)
         q = Variational.at(join(shared, self._start(model, personal, hyper)), personal.memory)
-        return Local(q, join(body, head), personal.first, personal.steps[:, 0])
+        noted = personal.lowered.new_zeros(len(personal.lowered), self._counted(model) + 1)
+        return Local(q, join(body, head), personal.first, personal.steps[:, 0], noted)
 
     def _start(self, model: Model, personal: Personal, hyper: dict[str, Tensor]) -> Gaussian:
         """Where heads start a round, ``[S, P_personal]``: where they were; at first at h0, or at most ``way`` from their prior.
@@ -231,13 +251,12 @@ class Recipe(Method):
         gain = (hyper["head_gain"] - hyper["way"] / size).clamp(min=1.0)
         grown = torch.where(biases(model), 1.0, gain[:, None]) * personal.first
         first_round = personal.steps == 0.0
-        mean = torch.where(first_round & (hyper["way"] > 0.0)[:, None], grown, personal.head.mean)
-        if self.counting:
-            mean = torch.where(first_round & biases(model), self._levels(model, personal.first, hyper), mean)
-        return personal.head._replace(mean=mean)
+        return personal.head._replace(
+            mean=torch.where(first_round & (hyper["way"] > 0.0)[:, None], grown, personal.head.mean)
+        )
 
     def _head_prior(self, model: Model, first: Tensor, hyper: dict[str, Tensor]) -> Gaussian:
-        """N(g h0, s_h²) of heads, ``[S, P_personal]``, and of their biases N(`_levels`, σ²). Logits have no unit, so a common head can be
+        """N(g h0, s_h²) of heads, ``[S, P_personal]``, and of their biases N(0, σ²). Logits have no unit, so a common head can be
         asked for; targets have one.
 
         A noise scale's prior is around the likelihood's own, and is not tempered: few examples fit any head that T lets go free,
@@ -247,21 +266,12 @@ class Recipe(Method):
         if isinstance(model.likelihood, Categorical):
             gain = hyper["head_gain"] if whole else hyper["head_gain"].clamp(max=1.0)
             free = biases(model) & whole
-            mean = torch.where(free, self._levels(model, first, hyper), gain[:, None] * first)
+            mean = torch.where(free, none, gain[:, None] * first)
             return Gaussian(mean, torch.where(free, hyper["bias_sigma"][:, None], hyper["head_sigma"][:, None]))
         noise = of_likelihood(model)
         untempered = NOISE_SIGMA * hyper["temperature"][:, None].clamp(min=1e-6).sqrt()
         weights = none + REGRESSION_SIGMA * (per_head(model) if whole else 1.0)
         return Gaussian(torch.where(noise, first, none), torch.where(noise, untempered, weights))
-
-    def _levels(self, model: Model, first: Tensor, hyper: dict[str, Tensor]) -> Tensor:
-        """Where the biases' prior is around, ``[S, P_personal]``; 0 at whatever is no class's bias, and where nothing was counted."""
-        levels = torch.zeros_like(first)
-        here, counts = biases(model), hyper.get("counts")
-        if counts is not None and counts.shape[-1] == int(here.sum()):
-            shares = (counts + hyper["bias_count"][:, None]).log()
-            levels[:, here] = shares - shares.amax(-1, keepdim=True)
-        return levels
 
     def step(
         self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
@@ -276,16 +286,29 @@ class Recipe(Method):
         new = local.q.moved(on_mean, on_sigma, steps, hyper["lr"])
         if phase == ADAPT:
             new = new._replace(mean=frozen(model, local.q.mean, new.mean), rho=frozen(model, local.q.rho, new.rho))
-        return local._replace(q=new, steps=steps), data.nll
+        return local._replace(q=new, steps=steps, noted=self._noted(model, local.noted, data.mean)), data.nll
+
+    def _noted(self, model: Model, before: Tensor, gradient: Tensor) -> Tensor:
+        return (
+            noted(before, model.factors.split(gradient)[1][:, class_biases(model)]) if self._counted(model) else before
+        )
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
         q = local.q.gaussian
         shared, head = split(model, q)
-        kept = Personal(head, local.first, local.q.memory, local.steps[:, None])
+        counts = hyper.get("counts", torch.zeros_like(local.noted[:, 1:]))
+        lowered = corrections(local.noted, counts, hyper["unseen"]) if self._counted(model) else counts
+        kept = Personal(head, local.first, local.q.memory, local.steps[:, None], lowered)
         return Finished(shared, kept, {"kl": kl(q, local.prior)})
 
     def aggregate(self, shared: Gaussian, uploads: Gaussian, weights: Tensor) -> Gaussian:
         return mean(uploads, weights)
 
     def predictive(self, model: Model, shared: Gaussian, personal: Personal) -> GaussianPredictive:
-        return GaussianPredictive(join(shared, personal.head))
+        head = personal.head
+        if self._counted(model):
+            where = class_biases(model)
+            head = head._replace(
+                mean=head.mean + pad(personal.lowered, (where.start, head.mean.shape[-1] - where.stop))
+            )
+        return GaussianPredictive(join(shared, head))

@@ -216,6 +216,8 @@ def _settings(entrant: Entrant) -> dict[str, Any]:
     run = {name: getattr(entrant.settings, name) for name in kept} | {"last_draws": protocol.LAST_DRAWS}
     if entrant.settings.rehearsals:
         run |= {"rehearsals": entrant.settings.rehearsals, "held": HELD}
+    if entrant.settings.members > 1:
+        run |= {"members": entrant.settings.members}
     return json.loads(to_json({"method": entrant.method.settings(), "run": run}))
 
 

@@ -229,10 +229,12 @@ def adapt(
     key = _keys(federations, newcomers, Purpose.ADAPTATION)
     todo = _plan(noise.fold(key, 0), noise.fold(key, 1), sizes, batch, stops[-1])
     hyper = {n: torch.full((len(sizes),), value, device=device) for n, value in method.hyper().items()}
+    counts = torch.stack([torch.bincount(n.y, minlength=first.data.classes) for n in newcomers]).float().to(device)
+    told = hyper | ({"counts": counts} if method.counting else {})
     start = [method.newcomer(f.model, f.shared) for f in federations]
     with torch.no_grad():
         local = method.begin(
-            model, _stacked([f.shared for f in federations], newcomers), _stacked(start, newcomers), hyper
+            model, _stacked([f.shared for f in federations], newcomers), _stacked(start, newcomers), told
         )
     local = tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), local)
     stepper, loss = Stepper(method, model, ADAPT, False, False), torch.zeros(len(sizes), device=device)
@@ -246,7 +248,7 @@ def adapt(
             stepper.run(Work(local, none, loss, x, y, part, hyper), unit)
             progress.done(step)
         if step in stops:
-            states.append(tree_map(torch.clone, method.finish(model, local, hyper).personal))
+            states.append(tree_map(torch.clone, method.finish(model, local, told).personal))
     if not all(bool(t.isfinite().all()) for t in tree_flatten(states[-1])[0]):
         raise UserError(f"{what}: the adaptation diverged; lower the step size.")
     return states

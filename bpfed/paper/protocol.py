@@ -38,8 +38,10 @@ TABLE = ("fedavg", "perfedavg", "pfedme", "pfedbayes", "fedper", "lg-fedavg", "f
 EXTRA = (
     "bpfed-recipe",
     "bpfed-recipe+softness",
+    "bpfed-recipe+members+softness",
     "bpfed-population",
     "bpfed-population+softness",
+    "bpfed-population+members+softness",
     "bpfed+ivon",
     "local",
     "fedavg-ft",
@@ -50,7 +52,9 @@ EXTRA = (
     "fedper+laplace",
 )
 #: Methods that are run with five seeds, the others with three.
-MAIN = ("bpfed-recipe", "bpfed-recipe+softness", "bpfed-population", "bpfed-population+softness")
+MAIN = tuple(
+    f"bpfed-{kind}{variant}" for kind in ("recipe", "population") for variant in ("", "+softness", "+members+softness")
+)
 SEEDS = {"main": 5, "other": 3}
 
 

@@ -12,8 +12,6 @@ from scenarios import small_mlp
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-import bpfed
-from bpfed.data.federated import Examples
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
@@ -227,65 +225,3 @@ def test_heads_that_grow_and_heads_that_do_not_are_not_stacked():
 
 
 # --- biases around the logarithm of a class's share ---------------------------------------------------------------------
-
-
-def test_a_bias_is_around_the_logarithm_of_its_classs_share():
-    method = Recipe(bias_count=0.5, bias_sigma=2.0)
-    state = federation(method)
-    hyper = {name: torch.full((2,), value) for name, value in method.hyper().items()}
-    hyper |= {"counts": torch.tensor([[7.0, 0.0, 3.0], [0.0, 0.0, 0.0]]), "way": torch.tensor([0.1, 0.0])}
-    begun = method.begin(state.model, rows(state.shared, 2), state.personal(torch.arange(2)), hyper)
-    wanted = torch.tensor([[7.5, 0.5, 3.5], [0.5, 0.5, 0.5]])
-    wanted = (wanted / wanted.amax(-1, keepdim=True)).log()
-    torch.testing.assert_close(begun.prior.mean[:, -3:], wanted)
-    assert begun.prior.sigma[:, -3:].unique().tolist() == [2.0]
-    torch.testing.assert_close(begun.q.mean[:, -3:], wanted)  # that is where they start, too
-
-
-def few_of_one(sizes=(40, 40, 24)):
-    """Three clients; the first one has no example of class 2, neither in training nor in the test."""
-    data = scenarios.classification(sizes=sizes)
-
-    def without(part):
-        clients = [part.client(i) for i in range(len(data))]
-        x, y = clients[0]
-        return Examples.of([(x[y != 2], y[y != 2]), *clients[1:]])
-
-    return replace(data, train=without(data.train), test=without(data.test))
-
-
-def test_what_is_counted_are_the_examples_that_a_client_trains_on(monkeypatch):
-    data, seen = few_of_one(), []
-    begin = Recipe.begin
-
-    def watched(self, model, shared, personal, hyper):
-        seen.append(hyper["counts"])
-        return begin(self, model, shared, personal, hyper)
-
-    monkeypatch.setattr(Recipe, "begin", watched)
-    state = Federation.start(Recipe(bias_count=0.5), data, SETTINGS)
-    scenarios.local_round(state)(scenarios.rows_of(state, [2, 0, 1]), state.method.phases(1))
-    wanted = [torch.bincount(data.train.client(i)[1], minlength=3).tolist() for i in (2, 0, 1)]
-    assert seen[0].tolist() == wanted
-    assert wanted[1][2] == 0
-
-
-def test_counting_depends_on_no_chunk():
-    one, all_ = (bpfed.fit(Recipe(bias_count=0.5), few_of_one(), settings=replace(SETTINGS, chunk=c)) for c in (1, 3))
-    assert one.history[-1]["nll"]["pooled"] == pytest.approx(all_.history[-1]["nll"]["pooled"], abs=1e-6)
-
-
-def test_a_class_that_a_client_has_never_seen_is_less_probable_there():
-    data = few_of_one()
-    x = data.test.client(0)[0]
-    said = {}
-    for count in (0.0, 0.1):
-        run = bpfed.fit(Recipe(bias_count=count), data, settings=replace(SETTINGS, rounds=4))
-        newcomer = run.adapt(*data.train.client(0), steps=40)
-        said[count] = [float(who.predict(x).probs[:, 2].mean()) for who in (run.client(data.clients[0]), newcomer)]
-    assert all(few < 0.5 * many for few, many in zip(said[0.1], said[0.0], strict=True))
-
-
-def test_a_learnt_prior_of_biases_is_not_fixed_too():
-    with pytest.raises(UserError, match="bpfed-population learns it"):
-        Population(bias_count=0.5).check()

@@ -1,0 +1,111 @@
+"""Several networks of one kind, trained side by side from other first weights, whose predictions are averaged.
+
+With Gaussian weights this is a posterior that is a mixture of M Gaussians, each around a solution of its own, where one Gaussian
+knows of one solution alone (Wilson & Izmailov 2020); with point weights it is a deep ensemble (Lakshminarayanan et al. 2017). Members do not
+see each other before they predict: the bound on the evidence of a mixture whose components do not overlap is the mean of theirs plus log M.
+
+To a method it is a model with M times the weights, so it works with all of them, shared factors, personal ones and all. To the engine a
+member of a client is one more row of the stack.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bpfed import noise
+from bpfed.errors import UserError
+from bpfed.gaussian import Gaussian
+from bpfed.model import Model
+from bpfed.noise import Purpose
+
+
+@dataclass(frozen=True)
+class Mixture(Model):
+    """A model of M members; ``P`` counts the weights of all of them."""
+
+    @cached_property
+    def one(self) -> Model:
+        first = self.factors.apart(self.initial)[0]
+        return Model(self.module, self.likelihood, self.factors.one, first, self.local, self.notes)
+
+    def gradient(self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean over members of −log p, summed over the batch, ``[S]``; and each member's gradient of its own, ``[S, P]``."""
+        value, gradient = self.one.gradient(self._rows(weights), *self._each(x, y, mask), self._keys(key))
+        return self._mean(value), self._joined(gradient)
+
+    def hessian_product(
+        self, weights: Tensor, vector: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor
+    ) -> Tensor:
+        """Each member's own, ``[S, P]``."""
+        rows, along = self._rows(weights), self._rows(vector)
+        return self._joined(self.one.hessian_product(rows, along, *self._each(x, y, mask), self._keys(key)))
+
+    def local_gradient(
+        self, q: Gaussian, x: Tensor, y: Tensor, mask: Tensor, key: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `gradient`."""
+        rows = Gaussian(*(self._rows(t) for t in q))
+        value, mean, sigma = self.one.local_gradient(rows, *self._each(x, y, mask), self._keys(key))
+        return self._mean(value), self._joined(mean), self._joined(sigma)
+
+    def _rows(self, weights: Tensor) -> Tensor:
+        """``[S, P]`` to a row for each member, ``[S M, P / M]``."""
+        return self.factors.apart(weights).flatten(0, 1)
+
+    def _joined(self, rows: Tensor) -> Tensor:
+        return self.factors.together(rows.unflatten(0, (-1, self.members)))
+
+    def _each(self, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The batch for every member, ``[S, ...]`` to ``[S M, ...]``."""
+        each = self.members
+        return x.repeat_interleave(each, 0), y.repeat_interleave(each, 0), mask.repeat_interleave(each, 0)
+
+    def _keys(self, key: Tensor) -> Tensor:
+        """A key of its own for each member, ``[S M, 2]``."""
+        member = torch.arange(self.members, dtype=torch.int32, device=key.device)
+        return noise.fold(key[:, None], member).flatten(0, 1)
+
+    def _mean(self, values: Tensor) -> Tensor:
+        return values.unflatten(0, (-1, self.members)).mean(1)
+
+
+def mixture(model: Model, members: int, seed: int) -> Model:
+    """A model of that many networks like this one; all but the first start with weights drawn anew.
+
+    Args:
+        model: The first member.
+        members: 1: the model itself.
+        seed: Of the run.
+    """
+    if members == 1:
+        return model
+    like = model.factors.unflatten(model.initial)
+    drawn = [like, *(like | _redrawn(model.module, seed, member) for member in range(1, members))]
+    factors = type(model.factors)(model.factors.names, model.factors.shapes, members * model.factors.shared, members)
+    initial = factors.together(torch.stack([model.factors.flatten(weights) for weights in drawn]))
+    return Mixture(model.module, model.likelihood, factors, initial, model.local, model.notes)
+
+
+def _redrawn(module: nn.Module, seed: int, member: int) -> dict[str, Tensor]:
+    """First weights as the module's own layers draw them."""
+    fresh = copy.deepcopy(module).cpu()
+    word = noise.words(seed, member, Purpose.INIT, np.zeros(1, dtype=np.uint64))[0]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(word >> np.uint64(1)))
+        for name, layer in fresh.named_modules():
+            if not any(True for _ in layer.parameters(recurse=False)):
+                continue
+            if not callable(again := getattr(layer, "reset_parameters", None)):
+                where = f"Layer '{name}' of the module" if name else "The module"
+                raise UserError(
+                    f"{where} has parameters but no reset_parameters() to draw them anew, which members = 2 and more need; "
+                    "give it one, or leave members at 1."
+                )
+            again()
+    return {n: p.detach().float() for n, p in fresh.named_parameters()}

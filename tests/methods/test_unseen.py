@@ -1,0 +1,136 @@
+"""Classes that a client has never seen: predicted no more often than its labels say, whoever is stacked with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import scenarios
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import bpfed
+from bpfed.data.federated import Examples
+from bpfed.engine.federation import Federation
+from bpfed.engine.settings import Settings
+from bpfed.errors import UserError
+from bpfed.likelihoods import Categorical, Normal
+from bpfed.methods import Population, Recipe
+from bpfed.methods.unseen import class_biases, corrections, noted
+from bpfed.model import Model
+
+SETTINGS = Settings(rounds=4, epochs=2, batch=5, eval_draws=50, device="cpu", compile="off")
+METHODS = pytest.mark.parametrize("method", [Recipe, Population])
+
+
+def few_of_one(sizes=(40, 40, 24)):
+    """Three clients; the first one has no example of class 2, neither in training nor in the test."""
+    data = scenarios.classification(sizes=sizes)
+
+    def without(part):
+        clients = [part.client(i) for i in range(len(data))]
+        x, y = clients[0]
+        return Examples.of([(x[y != 2], y[y != 2]), *clients[1:]])
+
+    return replace(data, train=without(data.train), test=without(data.test))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 30), min_size=3, max_size=3), min_size=1, max_size=4),
+    st.floats(0.01, 10.0),
+    st.integers(1, 50),
+)
+def test_what_is_lowered_brings_a_class_to_the_rule_of_succession(counts, extra, steps):
+    """And nothing else is: no class that the client has, none that is rare enough, nobody who has no example."""
+    counts = torch.tensor(counts, dtype=torch.float32)
+    size = counts.sum(-1, keepdim=True)
+    probable = torch.tensor([0.5, 0.02, 1e-6])
+    seen = torch.zeros(len(counts), 4)
+    for _ in range(steps):
+        seen = noted(seen, size * probable - torch.where(counts > 0, counts, 0.0))
+    found = corrections(seen, counts, torch.full((len(counts),), extra))
+    wanted = (extra / (3 * (size + extra)) / probable).log().clamp(max=0.0)
+    wanted = torch.where((counts > 0) | (size == 0), 0.0, wanted)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert not corrections(seen, counts, torch.zeros(len(counts))).any()
+    assert not corrections(torch.zeros_like(seen), counts, torch.full((len(counts),), extra)).any()
+
+
+def test_where_the_biases_are():
+    def where(module, likelihood, personal="head"):
+        return class_biases(Model.of(module, likelihood, torch.zeros(2, 4), personal))
+
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    assert where(network, Categorical(3)) == slice(24, 27)
+    nothing = slice(0, 0)
+    assert where(nn.Linear(4, 1), Normal(1.0)) == nothing
+    assert where(network, Categorical(3), "0") == nothing  # other biases, eight of them
+    assert where(network, Categorical(3), "all") == nothing  # those of two layers
+    assert where(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3, bias=False)), Categorical(3)) == nothing
+
+
+@METHODS
+def test_predictions_at_the_clients_examples_are_as_rare_as_it_says(method):
+    """The model is asked again here; in training the gradient of the bias told it. Steps are so small that nothing moves."""
+    data, settings = few_of_one(), replace(SETTINGS, rounds=1, batch=64)
+    run, plain = (bpfed.fit(method(lr=1e-7, sigma=1e-3, unseen=extra), data, settings=settings) for extra in (1.0, 0.0))
+    x = data.train.client(0)[0]
+    before, after = (r.client(data.clients[0]).predict(x).probs for r in (plain, run))
+    odds = [(p[:, 2] / p[:, 0]).mean() for p in (before, after)]
+    wanted = 1.0 / (3 * (len(x) + 1)) / float(before[:, 2].mean())
+    assert float(odds[1] / odds[0]) == pytest.approx(wanted, rel=0.02)
+    assert wanted < 0.2
+    for who in data.clients[1:]:  # who have all classes
+        same = [r.client(who).predict(x).probs for r in (plain, run)]
+        torch.testing.assert_close(*same, atol=1e-6, rtol=0)
+
+
+def test_what_is_counted_are_the_examples_that_a_client_trains_on(monkeypatch):
+    data, seen = few_of_one(), []
+    finish = Recipe.finish
+
+    def watched(self, model, local, hyper):
+        seen.append(hyper["counts"])
+        return finish(self, model, local, hyper)
+
+    state = Federation.start(Recipe(), data, SETTINGS)
+    monkeypatch.setattr(Recipe, "finish", watched)
+    done = scenarios.local_round(state)(scenarios.rows_of(state, [2, 0, 1]), state.method.phases(1))
+    wanted = [torch.bincount(data.train.client(i)[1], minlength=3).tolist() for i in (2, 0, 1)]
+    assert seen[0].tolist() == wanted
+    assert wanted[1][2] == 0
+    assert (done.personal.lowered < 0.0).tolist() == [[False] * 3, [False, False, True], [False] * 3]
+
+
+def test_counting_depends_on_no_chunk():
+    one, all_ = (bpfed.fit(Recipe(), few_of_one(), settings=replace(SETTINGS, chunk=c)) for c in (1, 3))
+    assert one.history[-1]["nll"]["pooled"] == pytest.approx(all_.history[-1]["nll"]["pooled"], abs=1e-6)
+
+
+@METHODS
+def test_a_class_that_a_client_has_never_seen_is_less_probable_there(method):
+    data = few_of_one()
+    x = data.test.client(0)[0]
+    said = {}
+    for extra in (0.0, 0.3):
+        run = bpfed.fit(method(unseen=extra), data, settings=SETTINGS)
+        newcomer = run.adapt(*data.train.client(0), steps=40)
+        said[extra] = [float(who.predict(x).probs[:, 2].mean()) for who in (run.client(data.clients[0]), newcomer)]
+    assert all(few < 0.8 * many for few, many in zip(said[0.3], said[0.0], strict=True))
+
+
+def test_training_is_as_without():
+    """What is corrected is prediction alone."""
+    runs = [bpfed.fit(Recipe(unseen=extra), few_of_one(), settings=SETTINGS) for extra in (0.0, 1.0)]
+    everyone = torch.arange(3)
+    for plain, counted in zip(*(r.federation.personal(everyone).head for r in runs), strict=True):
+        torch.testing.assert_close(plain, counted)
+    for plain, counted in zip(*(r.federation.shared for r in runs), strict=True):
+        torch.testing.assert_close(plain, counted)
+
+
+def test_it_is_a_number_of_examples():
+    with pytest.raises(UserError, match="unseen is -1"):
+        Recipe(unseen=-1.0).check()
