@@ -55,6 +55,12 @@ class Override(NamedTuple):
     flag: str = "--set"
 
 
+#: Of methods, in files that runs have written: settings that came later, with what was done before they were there, and settings that are
+#: gone, with the value at which they did nothing.
+LATER: dict[str, dict[str, Any]] = {name: {"unseen": 0.0} for name in ("bpfed-recipe", "bpfed-population")}
+GONE: dict[str, dict[str, Any]] = {name: {"bias_count": 0.0} for name in ("bpfed-recipe", "bpfed-population")}
+
+
 @dataclass(frozen=True)
 class Config:
     """A checked configuration.
@@ -137,6 +143,10 @@ def read(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
         place = document.where("method", "name") if not named and path is not None else ""
         raise UserError(f"{place}Unknown method '{name}'; {hint(name, METHODS)}")
 
+    if "bpfed" in document.content and tables["method"]:
+        gone = GONE.get(name, {})
+        tables["method"] = {k: v for k, v in tables["method"].items() if k not in gone or gone[k] != v}
+        tables["method"] = LATER.get(name, {}) | tables["method"]
     schema["method"] = fields_of(method(name))
     recorded = _recorded(tables)
     for table, keys in tables.items():

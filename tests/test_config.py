@@ -177,6 +177,16 @@ def test_a_new_method_needs_no_change_here(monkeypatch: pytest.MonkeyPatch) -> N
         read(None, [Override("method.name", "mine"), Override("method.knob", "3")])
 
 
+def test_a_run_from_before_a_setting_predicts_as_it_did(write) -> None:
+    """A file of one's own has the defaults of now; a run's own file says what was done then, and its states are shaped by that."""
+    method = '[method]\nname = "bpfed-recipe"\nlr = 0.001\n'
+    assert read(write(method)).method.unseen == 1.0
+    assert read(write(f'bpfed = "0.2.0"\n{method}bias_count = 0.0\n')).method.unseen == 0.0
+    assert read(write(f'bpfed = "0.3.0"\n{method}unseen = 2.0\n')).method.unseen == 2.0
+    with pytest.raises(UserError, match="unknown key 'bias_count'"):  # it did something there
+        read(write(f'bpfed = "0.2.0"\n{method}bias_count = 0.5\n'))
+
+
 def test_what_a_run_noted_of_itself_is_a_promise(write) -> None:
     path = write('bpfed = "0.0.1"\n[data]\nfingerprint = "ab"\nprotocol = "own"\n[model]\nweights = 3\n')
     config = read(path)
