@@ -37,6 +37,15 @@ def test_every_method_deploys_with_the_simulators_numbers(name, tmp_path):
     same(deployed.serve(), *simulated(method, data, rounds=2))
 
 
+@pytest.mark.parametrize("name", ["bpfed-recipe", "bpfed-population", "fedper"])
+def test_members_deploy_too(name, tmp_path):
+    method, data = METHODS[name](), classification(sizes=(7, 12))
+    deployed = Deployed(tmp_path, method, data, rounds=2, members=2)
+    federation, history = simulated(method, data, rounds=2, members=2)
+    assert federation.model.members == 2
+    same(deployed.serve(), federation, history)
+
+
 def test_a_site_that_is_down_for_a_round(tmp_path):
     data = classification(sizes=(12, 7, 20))
     deployed = Deployed(tmp_path, BPFed(), data)
