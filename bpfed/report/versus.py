@@ -13,9 +13,11 @@ from bpfed.report.plots import BOTTOM, LEFT, TOP
 from bpfed.report.svg import Scale
 
 WIDE, TALL = 960, 400
-#: Room for the names: at the ends of curves, and left of rows.
+#: Room for names at least: at the ends of curves, and left of rows; a letter takes some `LETTER`, and longer names than `LONGEST` are cut.
 NAMES_RIGHT, NAMES_LEFT = 176, 150
-ROW, ROWS_WIDTH = 25, 560
+LETTER, LONGEST = 7, 40
+#: Height of a row, and width of what is right of its name.
+ROW, ROWS_WIDTH = 25, 410
 #: Side of a small reliability diagram.
 SMALL = 150
 #: More dots in a row than this carry no names under the pointer.
@@ -108,11 +110,9 @@ def convergence(lines: Sequence[Line], measure: Measure) -> str:
     """A line for each method, told apart by dash and colour and named at its end."""
     per_cent = measure.show is text.percent
     rounds = sorted({r for line in lines for r in line.rounds})
-    x = (
-        Scale(rounds[0], rounds[-1], LEFT, WIDE - NAMES_RIGHT)
-        if len(rounds) > 1
-        else svg.fit(rounds, LEFT, WIDE - NAMES_RIGHT)
-    )
+    names = [f"{text.short(line.label, LONGEST)} {measure.show(_last(line.values))}" for line in lines]
+    stop = WIDE - _room(names, NAMES_RIGHT)
+    x = Scale(rounds[0], rounds[-1], LEFT, stop) if len(rounds) > 1 else svg.fit(rounds, LEFT, stop)
     y, cut = _settled(lines, per_cent)
     notes = [note for note, true in (("values on a log scale", y.log), ("first rounds off the scale", cut)) if true]
     label = "round" + (f" ({', '.join(notes)})" if notes else "")
@@ -123,11 +123,10 @@ def convergence(lines: Sequence[Line], measure: Measure) -> str:
     for k, (line, end, place) in enumerate(zip(lines, ends, places, strict=True)):
         points = [(x(r), y(v)) for r, v in zip(line.rounds, line.values, strict=True) if math.isfinite(v)]
         inside = svg.window(x, y, [svg.line(points, "curve")])
-        stop = points[-1][0] if points else x.stop
-        leader = svg.line([(stop + 4, end), (x.stop + 16, place)], "leader")
-        told = f"{line.label} {measure.show(_last(line.values))}"
-        name = svg.words(x.stop + 20, place + 4.5, told)
-        dot = svg.dot((stop, end), 3, "") if points else ""
+        last = points[-1][0] if points else x.stop
+        leader = svg.line([(last + 4, end), (x.stop + 16, place)], "leader")
+        name = svg.words(x.stop + 20, place + 4.5, names[k])
+        dot = svg.dot((last, end), 3, "") if points else ""
         chief = " chief" if line.chief else ""
         shapes.append(f'<g class="method c{k % COLOURS} d{k % DASHES}{chief}">{inside}{leader}{dot}{name}</g>')
     told = "; ".join(f"{line.label} {measure.show(_last(line.values))} at the end" for line in lines)
@@ -138,7 +137,7 @@ def convergence(lines: Sequence[Line], measure: Measure) -> str:
 def bars(rows: Sequence[Row], measure: Measure) -> str:
     """A bar from zero for each method, with its interval and its floor."""
     ends = [v for row in rows for v in (row.centre, row.high, row.floor, 0.0)]
-    x = svg.fit(ends, NAMES_LEFT, ROWS_WIDTH - 70, floor=0)
+    x = svg.fit(ends, *_beside(rows), floor=0)
 
     def body(row: Row, y: float) -> list[str]:
         drawn = [svg.box(x(0), y - 7, max(0.5, x(row.centre) - x(0)), 14, "bar", row.note)]
@@ -156,9 +155,9 @@ def strips(rows: Sequence[Row], measure: Measure) -> str:
     per_cent = measure.show is text.percent
     every = [v for row in rows for v, _ in row.dots]
     if per_cent:
-        x = svg.fit(every, NAMES_LEFT, ROWS_WIDTH - 70, floor=0, ceiling=1, least=0.04)
+        x = svg.fit(every, *_beside(rows), floor=0, ceiling=1, least=0.04)
     else:
-        x = svg.fit(every, NAMES_LEFT, ROWS_WIDTH - 70, log=True)
+        x = svg.fit(every, *_beside(rows), log=True)
 
     def body(row: Row, y: float) -> list[str]:
         drawn = []
@@ -174,7 +173,7 @@ def strips(rows: Sequence[Row], measure: Measure) -> str:
 def forest(rows: Sequence[Row], measure: Measure, reference: str, show: Callable[[float], str]) -> str:
     """A difference for each method, with its interval and the seeds it is made of; filled where the interval leaves out zero."""
     ends = [v for row in rows for v in (row.centre, row.low, row.high, *(d for d, _ in row.dots), 0.0)]
-    x = svg.fit(ends, NAMES_LEFT, ROWS_WIDTH - 70)
+    x = svg.fit(ends, *_beside(rows))
 
     def body(row: Row, y: float) -> list[str]:
         drawn = [svg.dot((x(v), y), 2.6, "seed", note) for v, note in row.dots]
@@ -249,14 +248,25 @@ def _rows(
     shapes += behind
     for k, row in enumerate(rows):
         y, style = TOP + ROW * (k + 0.5), " chief" if row.chief else ""
-        shapes.append(svg.words(NAMES_LEFT - 10, y + 4.5, text.short(row.label, 20), f"end{style}"))
+        shapes.append(svg.words(x.start - 10, y + 4.5, text.short(row.label, LONGEST), f"end{style}"))
         if math.isfinite(row.centre):
             shapes += body(row, y)
-        shapes.append(svg.words(ROWS_WIDTH - 4, y + 4.5, beside(row), f"end{style}"))
+        shapes.append(svg.words(x.stop + 66, y + 4.5, beside(row), f"end{style}"))
     shapes.append(svg.words((x.start + x.stop) / 2, height + 37, label, "mid name"))
     told = "; ".join(f"{row.label} {row.note or measure.show(row.centre)}" for row in rows)
-    drawn = svg.drawing(ROWS_WIDTH, height + 44, f"{label}: {told}", shapes)
+    drawn = svg.drawing(round(x.stop) + 70, height + 44, f"{label}: {told}", shapes)
     return drawn.replace('class="plot"', 'class="plot rowed"', 1)
+
+
+def _room(names: Sequence[str], least: int) -> int:
+    """How wide the longest of these names is."""
+    return max(least, LETTER * max(len(name) for name in names) + 24)
+
+
+def _beside(rows: Sequence[Row]) -> tuple[float, float]:
+    """Where the scale begins and ends, right of the names and left of the numbers."""
+    start = _room([text.short(row.label, LONGEST) for row in rows], NAMES_LEFT) if rows else NAMES_LEFT
+    return start, start + ROWS_WIDTH - 70
 
 
 def _across(x: Scale, low: float, high: float, y: float, style: str) -> str:
