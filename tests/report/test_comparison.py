@@ -15,6 +15,7 @@ from bpfed.comparison import Comparison
 from bpfed.metrics import evaluate
 from bpfed.report import versus
 from bpfed.report.comparison import render
+from bpfed.report.measures import MEASURES
 from bpfed.report.versus import _spread, pooled
 
 
@@ -119,3 +120,16 @@ def test_reliability_of_several_runs_is_that_of_all_their_examples() -> None:
     for key in ("confidence", "accuracy"):
         for one, two in zip(together[key], expected[key], strict=True):
             assert one == (None if two is None else pytest.approx(two))
+
+
+def test_names_of_variants_have_room_and_are_told_apart():
+    """Cut to the same letters, two of them would look like one."""
+    names = ["BPFed recipe + members", "BPFed recipe + members + softness"]
+    rows = [versus.Row(name, 0.4, 0.3, 0.5) for name in names]
+    lines = [versus.Line(name, [1, 2], [0.5, 0.4]) for name in names]
+    for drawn in (versus.bars(rows, MEASURES["nll"]), versus.convergence(lines, MEASURES["nll"])):
+        width = int(re.search(r'viewBox="0 0 (\d+) ', drawn).group(1))
+        for name in names:
+            style, x = re.search(rf'<text class="([^"]*)" x="([\d.]+)"[^>]*>{re.escape(name)}[< ]\d?', drawn).groups()
+            room = float(x) if style.startswith("end") else width - float(x)
+            assert room > 6.5 * len(name)
