@@ -11,6 +11,7 @@ from bpfed.data.preparation import Preparation
 
 #: Fields of `FederatedData` that are written as they are.
 PLAIN = ("name", "task", "classes", "partition", "protocol", "test_fraction", "seed")
+_LETTERS = bytes.maketrans(bytes([0, 1]), b"01")
 
 
 def card(data: FederatedData) -> dict[str, Any]:
@@ -22,8 +23,17 @@ def card(data: FederatedData) -> dict[str, Any]:
         "clients": list(data.clients),
         "train_sizes": data.train.sizes.tolist(),
         "test_sizes": data.test.sizes.tolist(),
+        **({"classes_seen": _seen(data)} if data.task == "classification" else {}),
         "preparation": None if data.preparation is None else data.preparation.record(),
     }
+
+
+def _seen(data: FederatedData) -> list[str]:
+    """For each client a letter for each class: 1 if it trains on an example of it, else 0."""
+    owner = torch.repeat_interleave(torch.arange(len(data)), data.train.sizes)
+    found = torch.zeros(len(data), data.classes, dtype=torch.uint8)
+    found[owner, data.train.y.cpu()] = 1
+    return [bytes(row).translate(_LETTERS).decode() for row in found.numpy()]
 
 
 def without_examples(record: dict[str, Any]) -> FederatedData:

@@ -141,6 +141,11 @@ def read(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
         name, tables["method"] = named[-1], {}
     if name not in METHODS:
         place = document.where("method", "name") if not named and path is not None else ""
+        if (base := name.partition("+")[0]) in METHODS and base != name:
+            raise UserError(
+                f"{place}'{name}' names a variant, and variants are for 'bpfed compare'; name {base}, and set what it stands for "
+                "(see the researcher's guide)."
+            )
         raise UserError(f"{place}Unknown method '{name}'; {hint(name, METHODS)}")
 
     if "bpfed" in document.content and tables["method"]:
@@ -161,8 +166,8 @@ def read(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
             raise _unknown_key(f"{override.flag}: ", table, key, schema)
         tables[table][key] = _from_text(override, table, schema[table][key])
 
-    # Whoever changes the data, the method or the seed does not mean to repeat the file's run.
-    if any(table != "run" or key == "seed" for table, key, _ in said):
+    # Whoever changes the data, the method, the seed or the network does not mean to repeat the file's run.
+    if any(table != "run" or key in ("seed", "members") for table, key, _ in said):
         recorded = {}
     version = document.content.get("bpfed", __version__)
     if version != __version__:

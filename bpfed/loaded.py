@@ -31,11 +31,15 @@ class LoadedRun(Run):
 
     Attributes:
         folder: Where it is.
+        seen: For each client a letter for each class, 1 if it was trained on an example of it; empty where that was not noted.
     """
 
-    def __init__(self, folder: Path, federation: Federation, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, federation: Federation, say: Callable[[str], None], seen: Sequence[str] = ()
+    ) -> None:
         super().__init__(federation, say)
         self.folder = folder
+        self.seen = seen
 
     @property
     def finished(self) -> bool:
@@ -78,7 +82,8 @@ def load_run(
     for note in chosen.notes:
         say(note)
     try:
-        data = without_examples(json.loads((folder / DATA).read_text()))
+        noted = json.loads((folder / DATA).read_text())
+        data = without_examples(noted)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"'{folder / DATA}' is damaged ({error}); delete it and go on with --resume.") from error
     settings = chosen.run
@@ -97,7 +102,7 @@ def load_run(
         )
     for name in found.damaged:
         say(f"Checkpoint {name} is damaged; the one before is used, of round {found.round}.")
-    run = LoadedRun(folder, federation, say)
+    run = LoadedRun(folder, federation, say, noted.get("classes_seen", ()))
     run.seconds = float(found.extra.get("seconds", 0.0))
     if (folder / CALIBRATION).is_file():
         run.calibration = _calibration(folder / CALIBRATION)

@@ -56,6 +56,11 @@ class Run:
         self.compiled = False
         self.calibration: Calibration | None = None
 
+    def __repr__(self) -> str:
+        federation = self.federation
+        done = f"{federation.round} of {text.many(self.settings.rounds, 'round')}"
+        return f"<run of {federation.method.name} on '{self.data.name}': {text.many(len(self.data), 'client')}, {done}>"
+
     @property
     def data(self) -> FederatedData:
         """What the run is trained and tested on."""
@@ -224,6 +229,8 @@ class Run:
             record |= {"participants": participants, "never_drawn": int((federation.times_drawn() == 0).sum())}
         if (epsilon := federation.epsilon()) is not None:
             record |= {"epsilon": epsilon, "delta": self.settings.delta}
+        if self.settings.members > 1:
+            record["members"] = self.settings.members
         if self.softness != 1.0:
             record["softness"] = self.softness
         return record | figures(self.history)
@@ -231,8 +238,9 @@ class Run:
     def summary(self) -> str:
         """The last round in a few lines of text."""
         record = self.summary_record()
+        members = f", {text.many(record['members'], 'member')}" if "members" in record else ""
         head = (
-            f"{self.federation.method.title} on {record['data']}: {text.many(record['clients'], 'client')}, "
+            f"{self.federation.method.title}{members} on {record['data']}: {text.many(record['clients'], 'client')}, "
             f"round {record['rounds']}"
         )
         lines = [f"{head}, seed {record['seed']}, {record['seconds']:.1f} s"]

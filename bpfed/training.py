@@ -48,7 +48,8 @@ def fit(
     Args:
         method: E.g. ``bpfed.methods.BPFed()``, the paper's; None: ``bpfed.methods.Recipe()``, what that became.
         data: A federated dataset or the name of one.
-        model: Any module; None: a network that suits the data.
+        model: Any module; None: a network that suits the data. With ``members`` its weights are the first member's, and others are
+            drawn anew by its layers' ``reset_parameters``.
         likelihood: None: categorical for classes, Gaussian with learnt noise for numbers.
         out: Run folder to keep everything in; None: nothing is written.
         resume: Go on with the run in ``out``.

@@ -215,6 +215,16 @@ def test_variants_are_settings_under_a_name(monkeypatch: pytest.MonkeyPatch) -> 
         changes("bpfad+cold")
 
 
+def test_a_variant_and_what_all_are_given_must_agree() -> None:
+    """Else the plain method could have more members than what is called its variant with members."""
+    with pytest.raises(UserError, match=r"^'fedper\+members' stands for run.members = 2, but run.members is 3 for all"):
+        entrants("fedper,fedper+members", Settings(members=3))
+    same = entrants("fedper+members", Settings(members=2))
+    assert same[0].settings.members == 2
+    with pytest.raises(UserError, match="has the variant 'members' twice"):
+        entrants("fedper+members+members", Settings())
+
+
 def test_every_variant_applies_to_some_method() -> None:
     for variant in VARIANTS:
         assert any(_applies(f"{name}+{variant}") for name in METHODS), variant

@@ -187,6 +187,18 @@ def test_a_run_from_before_a_setting_predicts_as_it_did(write) -> None:
         read(write(f'bpfed = "0.2.0"\n{method}bias_count = 0.5\n'))
 
 
+def test_a_variant_is_no_method_of_a_run() -> None:
+    with pytest.raises(UserError, match=r"^'fedper\+members' names a variant, and variants are for 'bpfed compare'"):
+        read(None, [Override("method.name", "fedper+members")])
+
+
+def test_other_members_are_another_run(write) -> None:
+    path = write('bpfed = "0.3.0"\n[model]\nweights = 3\n')
+    assert read(path).recorded["model"] == {"weights": 3}
+    assert read(path, [Override("run.epochs", "2")]).recorded["model"] == {"weights": 3}
+    assert read(path, [Override("run.members", "2")]).recorded == {}
+
+
 def test_what_a_run_noted_of_itself_is_a_promise(write) -> None:
     path = write('bpfed = "0.0.1"\n[data]\nfingerprint = "ab"\nprotocol = "own"\n[model]\nweights = 3\n')
     config = read(path)

@@ -169,6 +169,19 @@ def test_a_run_with_members_goes_on_and_predicts_from_its_folder(tmp_path):
     torch.testing.assert_close(loaded.predict(x).probs, newcomer.predict(x).probs)
 
 
+def test_a_run_says_how_many_members_it_has():
+    data = scenarios.classification(sizes=(12, 12, 20))
+    said = []
+    run = bpfed.fit(FedAvg(), data, model=small_mlp(), say=said.append, settings=SETTINGS)
+    assert said == ["The first member starts with the module's weights, others anew."]
+    assert run.summary().startswith("FedAvg, 2 members on small: 3 clients, round 2")
+    assert run.record().title.startswith("FedAvg with 2 members on small")
+    assert repr(run) == "<run of fedavg on 'small': 3 clients, 2 of 2 rounds>"
+    alone = bpfed.fit(FedAvg(), data, settings=replace(SETTINGS, members=1))
+    assert "member" not in alone.summary() + alone.record().title
+    assert "members" not in alone.summary_record()
+
+
 def test_regression_of_members():
     run = bpfed.fit(BPFed(), scenarios.regression(), settings=SETTINGS)
     assert math.isfinite(run.history[-1]["nll"]["pooled"])

@@ -277,6 +277,32 @@ def test_a_newcomer_joins_and_predicts(bpfed: Command, ward: Path) -> None:
     assert read(bpfed.ok("predict", "run", "--adapted", "w.safetensors", "--input", "new.csv").out) == found
 
 
+def test_labels_that_a_client_has_never_seen_are_said(bpfed: Command, tmp_path: Path) -> None:
+    """Which classes it has is in the run's folder, since the examples are not."""
+    g = torch.Generator().manual_seed(0)
+    parts = []
+    for classes in ([0, 1, 2], [0, 1, 2], [0, 1]):
+        y = torch.tensor(classes * 12)
+        parts.append((3.0 * torch.eye(3)[y] + 0.3 * torch.randn(len(y), 3, generator=g), y))
+    examples = Examples.of(parts)
+    data = FederatedData("three", ("a", "b", "c"), examples, examples, "classification", 3, ("red", "green", "blue"))
+    library.fit(library.methods.FedAvg(lr=0.01), data, out="run", rounds=5, epochs=5)
+    noted = json.loads(Path("run/data.json").read_text())
+    assert noted["classes_seen"] == ["111", "111", "110"]
+    np.savez("new.npz", x=3.0 * np.eye(3, dtype=np.float32)[[0, 2, 2]])
+    said = bpfed.ok("predict", "run", "--client", "c", "--input", "new.npz").err
+    assert "2 rows are given 'blue', of which 'c' has no training example." in said
+    assert "of which" not in bpfed.ok("predict", "run", "--client", "a", "--input", "new.npz").err
+    np.savez("two.npz", x=3.0 * np.eye(3, dtype=np.float32)[[0, 1]], y=np.array([0, 1]))
+    said = bpfed.ok("adapt", "run", "--input", "two.npz", "--name", "d", "--steps", "2").err
+    assert "It has no example of 'blue', so it will predict that seldom." in said
+    said = bpfed.ok("predict", "run", "--client", "d", "--input", "new.npz").err
+    assert "2 rows are given 'blue', of which 'd' has no training example." in said
+    del noted["classes_seen"]  # a run from before it was noted
+    Path("run/data.json").write_text(json.dumps(noted))
+    assert "of which" not in bpfed.ok("predict", "run", "--client", "c", "--input", "new.npz").err
+
+
 def test_a_newcomer_without_examples_is_unsure(bpfed: Command, ward: Path) -> None:
     assert bpfed.ok("adapt", "run").out == "Client 'newcomer': run/adapted/newcomer.safetensors\n"
     found = read(bpfed.ok("predict", "run", "--client", "newcomer", "--input", "new.csv").out)

@@ -155,6 +155,7 @@ def test_the_help_says_that_rounds_cannot_be_added(bpfed: Command) -> None:
         (["--rounds", "3"], "run.rounds is 4 there and 3 here. Resume"),
         (["--set", "method.temperature=0.5"], "method.temperature is 0.05 there and 0.5 here. Resume"),
         (["--method", "fedavg"], "method.name is 'bpfed-recipe' there and 'fedavg' here. Resume"),
+        (["--members", "2"], "run.members is 1 there and 2 here. Resume"),
         (["--participants", "none"], "run.participants is 2 there and not set here. Resume"),
         (
             ["--clients", "4", "--bins", "5"],

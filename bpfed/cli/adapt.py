@@ -11,7 +11,7 @@ from bpfed.cli import show
 from bpfed.cli.predict import ADAPTED, finished_run, newcomers_of
 from bpfed.cli.run import PATIENCE
 from bpfed.console import Console
-from bpfed.errors import UserError
+from bpfed.errors import UserError, quoted
 from bpfed.report import text
 
 if TYPE_CHECKING:
@@ -81,6 +81,12 @@ def adapt(
         progress.close()
     if shown is not None:
         show.put(shown)
+    if (classes := run.data.classes) and any(client.examples) and not all(client.examples):
+        labels = run.data.labels or tuple(str(k) for k in range(classes))
+        missing = [label for label, count in zip(labels, client.examples, strict=True) if not count]
+        progress.say(
+            f"It has no example of {quoted(missing)}, so it will predict {'that' if len(missing) == 1 else 'those'} seldom."
+        )
     Console().print(f"Client '{name}': {out}", style="bold", soft_wrap=True)
 
 

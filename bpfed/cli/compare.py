@@ -115,7 +115,7 @@ def _entrants(
     methods: str, rounds: int, settings: list[str], flags: dict[str, str | None]
 ) -> tuple[list[Entrant], Config]:
     """Who takes part, and the configuration of the first of them."""
-    from bpfed.comparison.entrants import Entrant, changes, listed, title
+    from bpfed.comparison.entrants import Entrant, changes, check_common, listed, title
     from bpfed.config import Override, read
 
     names = listed(methods)
@@ -140,6 +140,7 @@ def _entrants(
         mine = [o for whose in dict.fromkeys((base, name)) for o in own.get(whose, [])]
         variant = [Override(key, str(value)) for key, value in changes(name).items()]
         _check(base, [*common, *mine])
+        check_common(name, {o.key: o.text for o in common})
         config = read(None, [Override("method.name", base), *common, *variant, *mine])
         found.append(Entrant(name, title(name), config.method, config.run))
         configs.append(config)

@@ -90,6 +90,8 @@ def predict(
             progress.say(f"No sets or intervals: {_why(run, who)}.")
         elif endless := _endless(found, level, who.name):
             progress.say(endless)
+        if strange := _strange(run, who, found):
+            progress.say(strange)
         text = table(data, found, level, abstain, kept)
     finally:
         progress.close()
@@ -120,6 +122,27 @@ def _endless(found: Classified | Regressed, level: float, name: str) -> str | No
     return (
         f"The {what}: '{name}' has {has}, and a level of {level:g} needs at least {least}; give a lower --level, or train "
         "with a larger --calibration."
+    )
+
+
+def _strange(run: LoadedRun, who: Client, found: Classified | Regressed) -> str | None:
+    """How many rows are given labels that the client has no training example of; None where none is, or nobody knows."""
+    from bpfed.adapt import NewClient
+    from bpfed.predict import Classified
+
+    if isinstance(who, NewClient):
+        seen = [bool(count) for count in who.examples] if any(who.examples) else []
+    else:
+        seen = [letter == "1" for letter in run.seen[who.index]] if run.seen else []
+    if not isinstance(found, Classified) or not seen:
+        return None
+    given = [k for k in found.label.tolist() if not seen[k]]
+    if not given:
+        return None
+    labels = who.run.data.labels or tuple(str(k) for k in range(len(seen)))
+    return (
+        f"{many(len(given), 'row')} {'is' if len(given) == 1 else 'are'} given {quoted([labels[k] for k in sorted(set(given))])}, of which "
+        f"'{who.name}' has no training example."
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bpfed.engine.settings import Settings
@@ -64,12 +64,30 @@ def changes(name: str) -> dict[str, Any]:
     for variant in variants:
         if variant not in VARIANTS:
             raise unknown("variant", variant, VARIANTS)
+        if variants.count(variant) > 1:
+            raise UserError(f"'{name}' has the variant '{variant}' twice; name it once.")
         if not _applies(variant, chosen):
             fitting = [n for n, m in METHODS.items() if _applies(variant, m)]
             says = f"it applies to: {', '.join(fitting)}" if fitting else "no method here has it"
             raise UserError(f"The variant '{variant}' does not apply to {base}; {says}.")
         found |= VARIANTS[variant]
     return found
+
+
+def check_common(name: str, common: Mapping[str, Any]) -> None:
+    """Raise a `UserError` if a variant in the name stands for another value of a run's setting than everybody is given.
+
+    (Of a method's own settings the variant's come before those for all.)
+
+    Args:
+        name: See `changes`.
+        common: What is set for all, by full names, as values or as texts.
+    """
+    for key, value in changes(name).items():
+        if key.startswith("run.") and key in common and str(common[key]).lower() != str(value).lower():
+            raise UserError(
+                f"'{name}' stands for {key} = {value}, but {key} is {common[key]} for all here; leave one of the two out."
+            )
 
 
 def title(name: str) -> str:
@@ -88,7 +106,9 @@ def entrants(methods: str | Sequence[str] | Mapping[str, Method], settings: Sett
                 )
         return [Entrant(name, name, value, settings) for name, value in methods.items()]
     found = []
+    usual, common = asdict(Settings()), asdict(settings)
     for name in listed(methods):
+        check_common(name, {f"run.{key}": value for key, value in common.items() if value != usual[key]})
         values = _tables(changes(name))
         made = method(name.split("+")[0])(**values.get("method", {}))
         found.append(Entrant(name, title(name), made, replace(settings, **values.get("run", {}))))

@@ -96,10 +96,15 @@ class Federation:
         device = pick_device(settings.device, settings.tf32)
         if likelihood is None:
             likelihood = Categorical(data.classes) if data.task == "classification" else Normal()
+        own = module is not None
         if module is None:
             module = default(data.input_shape, data.classes or 1, settings.seed)
         model = Model.of(module, likelihood, data.train.x[:2], method.personal)
         model = mixture(model, settings.members, settings.seed).to(device)
+        if own and settings.members > 1:
+            model = replace(
+                model, notes=(*model.notes, "The first member starts with the module's weights, others anew.")
+            )
         if data.task == "regression":
             model = replace(model, notes=(*model.notes, *_unusual_scale(data)))
         return cls.of(method, data, settings, model, folder)

@@ -110,7 +110,8 @@ class Recipe(Method):
             Where other layers than the head are personal, 1 at most.
         bias_sigma: σ of the prior of a head's biases, whose mean is 0; for classes, and where the head is what is personal.
         unseen: Examples, shared out among all classes, that are added to a client's own to say how rare a class is that it has never
-            seen; such a class is not predicted more often (`bpfed.methods.unseen`). 0: as often as the model says.
+            seen. The odds of such a class are lowered to that; an input that looks like it and like nothing else may still be one.
+            0: they are left as they are.
         anchor: 1/(K s_m²), pull of the shared factors' means towards 0, with up to 20 clients.
         estimator: Of the data term, see BPFed.
         draws: Weight draws in a step.

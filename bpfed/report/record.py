@@ -67,6 +67,8 @@ class RunRecord:
     def title(self) -> str:
         """The run in one line of plain words."""
         name = self.summary.get("title") or self.summary.get("method", "A run")
+        if "members" in self.summary:
+            name = f"{name} with {text.many(self.summary['members'], 'member')}"
         facts = [f"{name} on {self.summary.get('data', 'unnamed data')}"]
         for key, one in (("clients", "client"), ("rounds", "round")):
             if key in self.summary:
