@@ -128,7 +128,8 @@ def load_newcomer(federation: Federation, path: Path) -> NewClient:
         if words["shared"] != _shared_hash(alone):
             raise UserError(f"'{path}' is a client of another run, or of another round of this one; adapt it again.")
         leaves, spec = tree_flatten(alone.personal(torch.tensor([0])))
-        personal = tree_unflatten([tensors[f"personal.{i}"] for i in range(len(leaves))], spec)
+        kept = [tensors[f"personal.{i}"] if leaf.numel() else leaf for i, leaf in enumerate(leaves)]
+        personal = tree_unflatten(kept, spec)
         alone.store.put(torch.tensor([0]), tree_map(lambda t: t.to(alone.device), personal))
         return NewClient(Run(alone), list(words["examples"]))
     except FileNotFoundError:

@@ -2,7 +2,8 @@
 
 With Gaussian weights this is a posterior that is a mixture of M Gaussians, each around a solution of its own, where one Gaussian
 knows of one solution alone (Wilson & Izmailov 2020); with point weights it is a deep ensemble (Lakshminarayanan et al. 2017). Members do not
-see each other before they predict: the bound on the evidence of a mixture whose components do not overlap is the mean of theirs plus log M.
+see each other's predictions in training: the bound on the evidence of a mixture whose components do not overlap is the mean of theirs plus
+log M. (What a method reckons over all weights, such as the size of the recipe's first heads or the norm that is clipped, is of all members.)
 
 To a method it is a model with M times the weights, so it works with all of them, shared factors, personal ones and all. To the engine a
 member of a client is one more row of the stack.
@@ -32,7 +33,10 @@ class Mixture(Model):
     @cached_property
     def one(self) -> Model:
         first = self.factors.apart(self.initial)[0]
-        return Model(self.module, self.likelihood, self.factors.one, first, self.local, self.notes)
+        return Model(self.module, self.likelihood, self.factors.one, first, self.local, self.notes, self.levels)
+
+    def outputs(self, weights: Tensor, x: Tensor, key: Tensor | None = None) -> Tensor:
+        raise TypeError("A mixture has no outputs but those of its members; ask `one` for those of `Factors.apart`.")
 
     def gradient(self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """The mean over members of −log p, summed over the batch, ``[S]``; and each member's gradient of its own, ``[S, P]``."""
@@ -89,23 +93,34 @@ def mixture(model: Model, members: int, seed: int) -> Model:
     drawn = [like, *(like | _redrawn(model.module, seed, member) for member in range(1, members))]
     factors = type(model.factors)(model.factors.names, model.factors.shapes, members * model.factors.shared, members)
     initial = factors.together(torch.stack([model.factors.flatten(weights) for weights in drawn]))
-    return Mixture(model.module, model.likelihood, factors, initial, model.local, model.notes)
+    return Mixture(model.module, model.likelihood, factors, initial, model.local, model.notes, model.levels)
 
 
 def _redrawn(module: nn.Module, seed: int, member: int) -> dict[str, Tensor]:
-    """First weights as the module's own layers draw them."""
+    """First weights as the module draws them, or where it does not say how, as its layers do."""
     fresh = copy.deepcopy(module).cpu()
     word = noise.words(seed, member, Purpose.INIT, np.zeros(1, dtype=np.uint64))[0]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(word >> np.uint64(1)))
-        for name, layer in fresh.named_modules():
-            if not any(True for _ in layer.parameters(recurse=False)):
-                continue
-            if not callable(again := getattr(layer, "reset_parameters", None)):
-                where = f"Layer '{name}' of the module" if name else "The module"
-                raise UserError(
-                    f"{where} has parameters but no reset_parameters() to draw them anew, which members = 2 and more need; "
-                    "give it one, or leave members at 1."
-                )
-            again()
+        _redraw(fresh, "")
     return {n: p.detach().float() for n, p in fresh.named_parameters()}
+
+
+def _redraw(module: nn.Module, name: str) -> None:
+    where = f"Layer '{name}' of the module" if name else "The module"
+    if callable(again := getattr(module, "reset_parameters", None)):
+        try:
+            again()
+        except Exception as error:
+            raise UserError(
+                f"{where} cannot draw its parameters anew, which members = 2 and more need: reset_parameters() says "
+                f"'{error}'; mend it, or leave members at 1."
+            ) from error
+        return
+    if any(True for _ in module.parameters(recurse=False)):
+        raise UserError(
+            f"{where} has parameters but no reset_parameters() to draw them anew, which members = 2 and more need; "
+            "give it one, or leave members at 1."
+        )
+    for child, layer in module.named_children():
+        _redraw(layer, f"{name}.{child}" if name else child)

@@ -34,6 +34,7 @@ class Model:
         initial: The module's own initial weights, ``[P]``.
         local: Names of parameters whose noise can be drawn locally (see `LocalNoise`).
         notes: What was changed in the module, in words.
+        levels: Name of the parameter that is added to the outputs as it is, such as the last layer's bias; None: there is none.
     """
 
     module: nn.Module
@@ -42,6 +43,7 @@ class Model:
     initial: Tensor
     local: frozenset[str]
     notes: tuple[str, ...] = field(default=())
+    levels: str | None = None
 
     @classmethod
     def of(cls, module: nn.Module, likelihood: Likelihood, example: Tensor, personal: Personal = "head") -> Model:
@@ -70,7 +72,7 @@ class Model:
             factors = Factors.of(weights | extra, chosen or "none")
         model = cls(module, likelihood, factors, factors.flatten(weights | extra), frozenset(), notes)
         model._try(example)
-        return cls(module, likelihood, factors, model.initial, model._local_names(example), notes)
+        return replace(model, local=model._local_names(example), levels=model._levels(example))
 
     @property
     def members(self) -> int:
@@ -182,6 +184,20 @@ class Model:
         with LocalCalls(parameters, len(example)) as calls, torch.no_grad():
             self._forward(parameters, example, None)
         return calls.local
+
+    def _levels(self, example: Tensor) -> str | None:
+        """Seen by trying it: what is added to the parameter comes out, whatever follows it in the module."""
+        parameters = self.factors.unflatten(self.initial)
+        with torch.no_grad():
+            before = self._forward(parameters, example, None)
+            for name in reversed(self.factors.names):
+                if parameters[name].shape != before.shape[1:] or name in self.likelihood.parameters():
+                    continue
+                more = torch.linspace(0.5, 1.0, parameters[name].numel())
+                after = self._forward(parameters | {name: parameters[name] + more}, example, None)
+                if torch.allclose(after - before, more.expand_as(before), atol=1e-4):
+                    return name
+        return None
 
 
 @contextmanager

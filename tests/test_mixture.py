@@ -187,6 +187,47 @@ def test_regression_of_members():
     assert math.isfinite(run.history[-1]["nll"]["pooled"])
 
 
+def test_what_is_told_of_a_round_is_of_a_member():
+    data = scenarios.classification(sizes=(12, 12, 20))
+    one, four = (bpfed.fit(BPFed(), data, settings=replace(SETTINGS, members=m)).history[-1] for m in (1, 4))
+    for name in ("train_nll", "train_kl"):
+        assert one[name] == pytest.approx(four[name], rel=0.5), name
+
+
+def test_a_module_that_draws_its_own_weights_is_asked_to():
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            nn.init.constant_(self.layer.bias, 7.0)
+            nn.init.normal_(self.layer.weight)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    _, several = of(Own())
+    weights = several.factors.unflatten(several.initial)
+    assert weights["layer.bias"].unique().tolist() == [7.0]
+    assert len(weights["layer.weight"].unique()) == 36
+
+    class Broken(Own):
+        def reset_parameters(self) -> None:
+            if hasattr(self, "done"):
+                raise ValueError("not twice")
+            self.done = True
+
+    with pytest.raises(UserError, match=r"cannot draw its parameters anew, .* says 'not twice'"):
+        of(Broken())
+
+
+def test_a_mixture_has_no_outputs_of_its_own():
+    with pytest.raises(TypeError, match="those of its members"):
+        of(small_mlp())[1].stacked_outputs(torch.zeros(1, 3), torch.zeros(1, 2, 4))
+
+
 def test_what_cannot_have_members_says_so():
     class Own(nn.Module):
         def __init__(self) -> None:

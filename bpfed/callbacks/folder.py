@@ -206,6 +206,11 @@ class Folder(Callback):
             there = tomllib.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"'{path}' cannot be read ({error}); start again with --overwrite.") from error
+        if (version := there.get("bpfed")) != config["bpfed"]:
+            raise UserError(
+                f"The run in '{self.path}' was begun by bpfed {version} and this is {config['bpfed']}; go on with that version, or "
+                "start anew with another --out."
+            )
         differs = differences(there, tomllib.loads(to_toml(config)))
         if differs:
             raise UserError(

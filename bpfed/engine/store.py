@@ -11,6 +11,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -142,7 +143,9 @@ class FileStore:
     def put(self, clients: Tensor, state: State) -> None:
         last, older = (kept[clients] for kept in self.kept)
         free = torch.stack([(last != s) & (older != s) for s in range(self.SLOTS)], -1).int().argmax(-1)
-        rows = self.layout.pack(state).cpu().contiguous().numpy() if self.layout.width else ()
+        rows = self.layout.pack(state).cpu().contiguous().numpy() if self.layout.width else np.zeros((0, 0), np.float32)
+        if len(rows) and rows.shape[1] != self.layout.width:  # it would be written over the next client's
+            raise ValueError(f"A state of {rows.shape[1]} numbers does not fit a row of {self.layout.width}.")
         for row, client, slot in zip(rows, clients.tolist(), free.tolist(), strict=False):
             data, at = row.tobytes(), self._at(client, slot)
             with said(self.path):

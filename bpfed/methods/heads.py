@@ -22,15 +22,14 @@ def of_likelihood(model: Model) -> Tensor:
     return factors.split(torch.cat(parts).to(model.initial.device))[1]
 
 
-def is_bias(name: str) -> bool:
-    """Whether a parameter of this name is a bias; a vector need not be one, such as the scale of a normalisation."""
-    return name.rpartition(".")[2].endswith("bias")
-
-
 def biases(model: Model) -> Tensor:
-    """Which personal weights are biases of the network, ``[P_personal]`` bool: a class's own level, whatever the example."""
+    """Which personal weights are biases of the network, ``[P_personal]`` bool: a class's own level, whatever the example.
+
+    They go by their name: the scale of a normalisation is a vector as well.
+    """
     factors = model.factors
-    parts = [torch.full((size,), is_bias(name)) for name, size in zip(factors.names, factors.sizes, strict=True)]
+    called = [name.rpartition(".")[2].endswith("bias") for name in factors.names]
+    parts = [torch.full((size,), bias) for size, bias in zip(factors.sizes, called, strict=True)]
     return factors.split(torch.cat(parts).to(model.initial.device))[1]
 
 

@@ -27,7 +27,7 @@ clients' data (for a conjugate model it tends to 1/s0² + n/(T (1 − a)) after 
 take part more seldom than in every other round, ``path`` and ``span`` are that much longer. A client that cannot get far in the whole run starts
 with a head nearer to its prior.
 
-A class that a client has never seen is predicted as rarely as its labels say (`bpfed.methods.unseen`).
+A class that a client has never seen is predicted about as rarely as its labels say (`bpfed.methods.unseen`).
 There is no step on π (Eq. 10): η_i and the upload are taken from q. Settings were chosen on validation data cut from the
 training data of the three small cells, one set for all (docs/recipe.md).
 """
@@ -67,7 +67,7 @@ class Local(NamedTuple):
         prior: Held, ``[S, P]``.
         first: h0, ``[S, P_personal]``.
         steps: Taken so far, ``[S]``.
-        noted: What this round has told of how probable classes are here, ``[S, K + 1]``; ``[S, 1]`` where nothing is noted.
+        noted: What this round has told of how probable classes are here, ``[S, M K + 1]``; ``[S, 1]`` where nothing is noted.
     """
 
     q: Variational
@@ -85,7 +85,7 @@ class Personal(NamedTuple):
         first: h0, the head that all clients of the run started with, ``[S, P_personal]``.
         memory: Adam's.
         steps: Local steps so far, ``[S, 1]``.
-        lowered: What is added to the biases of classes for prediction, ``[S, K]``; ``[S, 0]`` where nothing is added.
+        lowered: What is added to the biases of classes for prediction, ``[S, M K]``; ``[S, 0]`` where nothing is added.
     """
 
     head: Gaussian
@@ -186,7 +186,7 @@ class Recipe(Method):
 
     @property
     def counting(self) -> bool:
-        return self.unseen > 0.0 and self.personal == "head"
+        return self.unseen > 0.0
 
     def init(self, model: Model) -> Initial:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
@@ -198,7 +198,7 @@ class Recipe(Method):
         return Initial(shared, Personal(untrained, head.mean, memory, none(1), none(self._counted(model))))
 
     def _counted(self, model: Model) -> int:
-        """Classes whose biases are corrected for prediction."""
+        """Biases of classes that are corrected for prediction, in all members."""
         where = class_biases(model)
         return where.stop - where.start if self.counting else 0
 
@@ -297,8 +297,9 @@ class Recipe(Method):
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
         q = local.q.gaussian
         shared, head = split(model, q)
-        counts = hyper.get("counts", torch.zeros_like(local.noted[:, 1:]))
-        lowered = corrections(local.noted, counts, hyper["unseen"]) if self._counted(model) else counts
+        lowered = torch.zeros_like(local.noted[:, 1:])
+        if self._counted(model) and "counts" in hyper:
+            lowered = corrections(local.noted, hyper["counts"], hyper["unseen"])
         kept = Personal(head, local.first, local.q.memory, local.steps[:, None], lowered)
         return Finished(shared, kept, {"kl": kl(q, local.prior)})
 

@@ -1,24 +1,26 @@
 """Classes that a client has never seen: how probable its model finds them there, and how rare its labels say they are.
 
-A bias has a prior, and so a class without a single example keeps some probability p̄ at a client. At the client's own examples p̄ is known
-without asking the model again: the data term's gradient in the bias of class c is Σ_j (p_c(x_j) − 1[y_j = c]), that is n p̄ for a
-class that is never the label. The rule of succession, with one more example that is shared out among all K classes, says 1/(K (n + 1)).
-Where p̄ is above that, the odds of the class are lowered by what is between the two, as one corrects a classifier for another share of
-classes (Saerens, Latinne & Decaestecker 2002); an input that looks like the class and like no other may still be one.
+A bias has a prior, and so a class without a single example keeps some probability p̄ at a client. Training tells it on the way: the
+data term's gradient in the bias of class c is Σ_j (p_c(x_j) − 1[y_j = c]), that is n p̄ for a class that is never the label. (It is p̄ with the weights
+that the client has in its last steps; those it predicts with are averaged after that, and hardly differ where steps have become small.)
+The rule of succession, with one more example that is shared out among all K classes, says w = 1/(K (n + 1)). Where p̄ is above that, the
+odds of the class are multiplied by
+
+    w (1 − Σ p̄) / (p̄ (1 − Σ w)),    sums over all such classes,
+
+as one corrects a classifier for other shares of classes (Saerens, Latinne & Decaestecker 2002); an input that looks like the class and
+like no other may still be one.
 
 This concerns prediction alone. In training the other classes stay what features must tell apart.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from bpfed.likelihoods import Categorical
-from bpfed.methods.heads import is_bias
 from bpfed.model import Model
 
 #: How much of the running mean of p̄ the last step is.
@@ -26,23 +28,20 @@ RATE = 0.05
 
 
 def class_biases(model: Model) -> slice:
-    """Where among the personal weights the biases of the classes are, member by member; an empty slice if they are not all there."""
-    factors, likelihood = model.factors, model.likelihood
-    ends = list(accumulate(factors.sizes))
-    named = [(end - size, end) for n, size, end in zip(factors.names, factors.sizes, ends, strict=True) if is_bias(n)]
-    own = [(start - factors.shared, end - factors.shared) for start, end in named if start >= factors.shared]
-    if not isinstance(likelihood, Categorical) or [end - start for start, end in own] != [
-        model.members * likelihood.classes
-    ]:
+    """Where among the personal weights the biases of the classes are, member by member; an empty slice if none are personal."""
+    factors = model.factors
+    if not isinstance(model.likelihood, Categorical) or model.levels not in factors.personal_names:
         return slice(0, 0)
-    return slice(*own[0])
+    at = factors.names.index(model.levels)
+    start = sum(factors.sizes[:at]) - factors.shared
+    return slice(start, start + factors.sizes[at])
 
 
 def noted(seen: Tensor, gradient: Tensor) -> Tensor:
-    """The running mean of the gradients ``[S, K]`` of biases, after one more; its last column says how much of a mean it is yet.
+    """The running mean of the gradients ``[S, M K]`` of biases, after one more; its last column says how much of a mean it is yet.
 
     Args:
-        seen: The mean before, ``[S, K + 1]``; zeros at first.
+        seen: The mean before, ``[S, M K + 1]``; zeros at first.
         gradient: Of the data term over all n examples of the client.
     """
     return torch.lerp(seen, pad(gradient, (0, 1), value=1.0), RATE)
@@ -58,7 +57,14 @@ def corrections(seen: Tensor, counts: Tensor, extra: Tensor) -> Tensor:
     """
     size, classes, extra = counts.sum(-1, keepdim=True), counts.shape[-1], extra[:, None]
     found = seen[:, :-1] / (seen[:, -1:].clamp(min=1e-30) * size.clamp(min=1.0))
-    wanted = extra / (classes * (size + extra))
-    lowered = (wanted.clamp(min=1e-30).log() - found.clamp(min=1e-30).log()).clamp(max=0.0)
+    wanted = (extra / (classes * (size + extra))).expand_as(found)
     known = (counts > 0).repeat(1, found.shape[-1] // classes)
-    return torch.where(known | (size == 0) | (extra == 0) | (seen[:, -1:] == 0), 0.0, lowered)
+    lower = ~known & (found > wanted) & (size > 0) & (extra > 0) & (seen[:, -1:] > 0)
+
+    def left(part: Tensor) -> Tensor:
+        """What such classes of a member leave to the others, of these shares."""
+        taken = torch.where(lower, part, 0.0).unflatten(-1, (-1, classes)).sum(-1, keepdim=True)
+        return (1.0 - taken).clamp(min=1e-6).expand(-1, -1, classes).flatten(-2)
+
+    odds = wanted * left(found) / (found * left(wanted)).clamp(min=1e-30)
+    return torch.where(lower, odds.clamp(min=1e-30).log(), 0.0)

@@ -222,6 +222,3 @@ def test_heads_that_grow_and_heads_that_do_not_are_not_stacked():
     runs = [federation(Recipe(head_gain=gain)) for gain in (1.0, 6.0)]
     with pytest.raises(UserError, match="Only runs of the same method"):
         Simulator(runs)
-
-
-# --- biases around the logarithm of a class's share ---------------------------------------------------------------------

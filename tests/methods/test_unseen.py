@@ -18,6 +18,7 @@ from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.likelihoods import Categorical, Normal
 from bpfed.methods import Population, Recipe
+from bpfed.methods.base import rows
 from bpfed.methods.unseen import class_biases, corrections, noted
 from bpfed.model import Model
 
@@ -51,9 +52,15 @@ def test_what_is_lowered_brings_a_class_to_the_rule_of_succession(counts, extra,
     for _ in range(steps):
         seen = noted(seen, size * probable - torch.where(counts > 0, counts, 0.0))
     found = corrections(seen, counts, torch.full((len(counts),), extra))
-    wanted = (extra / (3 * (size + extra)) / probable).log().clamp(max=0.0)
-    wanted = torch.where((counts > 0) | (size == 0), 0.0, wanted)
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    rule = extra / (3 * (size + extra))
+    lowered = (counts == 0) & (size > 0) & (probable > rule)
+    assert torch.equal(found < 0.0, lowered)
+    # An example at which all classes have their mean probability comes out at the rule, where there is anything left to give.
+    shares = torch.where(lowered, 0.0, probable.expand_as(counts)).sum(-1, keepdim=True)
+    weights = torch.where(lowered, probable * found.exp(), probable)
+    rest = 1.0 - torch.where(lowered, probable.expand_as(counts), 0.0).sum(-1, keepdim=True)
+    after = weights / (weights.sum(-1, keepdim=True) + rest - shares)
+    torch.testing.assert_close(after[lowered], rule.expand_as(after)[lowered], atol=1e-5, rtol=1e-3)
     assert not corrections(seen, counts, torch.zeros(len(counts))).any()
     assert not corrections(torch.zeros_like(seen), counts, torch.full((len(counts),), extra)).any()
 
@@ -67,8 +74,56 @@ def test_where_the_biases_are():
     nothing = slice(0, 0)
     assert where(nn.Linear(4, 1), Normal(1.0)) == nothing
     assert where(network, Categorical(3), "0") == nothing  # other biases, eight of them
-    assert where(network, Categorical(3), "all") == nothing  # those of two layers
+    assert where(network, Categorical(3), "2.*") == slice(24, 27)  # the head by another name
+    assert where(network, Categorical(3), "all") == slice(64, 67)
+    assert where(network, Categorical(3), "none") == nothing
     assert where(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3, bias=False)), Categorical(3)) == nothing
+
+
+class Scaled(nn.Module):
+    """Multiplies what it gets."""
+
+    def forward(self, x):
+        return 10.0 * x
+
+
+@pytest.mark.parametrize("last", [Scaled(), nn.Softmax(-1), nn.ReLU(), nn.Linear(3, 3, bias=False)])
+def test_a_bias_that_is_no_logit_is_left_alone(last):
+    module = nn.Sequential(nn.Linear(4, 3), last)
+    assert class_biases(Model.of(module, Categorical(3), torch.randn(2, 4), "0")) == slice(0, 0)
+    shifted = nn.Sequential(
+        nn.Linear(4, 3), nn.LogSoftmax(-1)
+    )  # which takes away what it is given, but not to each class alike
+    assert class_biases(Model.of(shifted, Categorical(3), torch.randn(2, 4), "0")) == slice(0, 0)
+
+
+@METHODS
+@pytest.mark.parametrize("store", ["memory", "file"])
+def test_a_head_without_biases_is_as_without(method, store, tmp_path):
+    """Nothing is kept of it, so that no row of a file of states is longer than another."""
+    found = []
+    for extra in (0.0, 1.0):
+        module = scenarios.seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3, bias=False)))
+        settings = replace(SETTINGS, store=store, participants=2)
+        run = bpfed.fit(method(unseen=extra), few_of_one(), model=module, settings=settings, out=tmp_path / str(extra))
+        found.append(list(run.federation.personal(torch.arange(3)).head))
+    for plain, counted in zip(*found, strict=True):
+        assert torch.equal(plain, counted)
+
+
+def test_members_are_corrected_each_by_itself():
+    data, settings = few_of_one(), replace(SETTINGS, members=2, rounds=1)
+    run = bpfed.fit(Recipe(), data, settings=settings)
+    first, second = run.federation.personal(torch.arange(3)).lowered.unflatten(1, (2, 3)).unbind(1)
+    for lowered in (first, second):
+        assert (lowered < 0.0).tolist() == [[False, False, True], [False] * 3, [False] * 3]
+    assert first[0, 2] != second[0, 2]
+    weights = run.federation.method.predictive(
+        run.federation.model, rows(run.federation.shared, 3), run.federation.personal(torch.arange(3))
+    ).weights.mean
+    head = run.federation.personal(torch.arange(3)).head.mean
+    moved = run.federation.model.factors.apart(weights)[:, :, -3:] - head[:, -6:].unflatten(1, (2, 3))
+    torch.testing.assert_close(moved, torch.stack([first, second], 1))
 
 
 @METHODS
@@ -78,10 +133,11 @@ def test_predictions_at_the_clients_examples_are_as_rare_as_it_says(method):
     run, plain = (bpfed.fit(method(lr=1e-7, sigma=1e-3, unseen=extra), data, settings=settings) for extra in (1.0, 0.0))
     x = data.train.client(0)[0]
     before, after = (r.client(data.clients[0]).predict(x).probs for r in (plain, run))
-    odds = [(p[:, 2] / p[:, 0]).mean() for p in (before, after)]
-    wanted = 1.0 / (3 * (len(x) + 1)) / float(before[:, 2].mean())
-    assert float(odds[1] / odds[0]) == pytest.approx(wanted, rel=0.02)
-    assert wanted < 0.2
+    rule, found = 1.0 / (3 * (len(x) + 1)), float(before[:, 2].mean())
+    odds = [float((p[:, 2] / p[:, 0]).mean()) for p in (before, after)]
+    assert odds[1] / odds[0] == pytest.approx(rule * (1 - found) / (found * (1 - rule)), rel=0.02)
+    assert found > 5.0 * rule
+    assert 0.5 * rule < float(after[:, 2].mean()) < 2.0 * rule  # exactly so, where it is the same at every example
     for who in data.clients[1:]:  # who have all classes
         same = [r.client(who).predict(x).probs for r in (plain, run)]
         torch.testing.assert_close(*same, atol=1e-6, rtol=0)
