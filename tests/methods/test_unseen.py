@@ -9,6 +9,8 @@ import scenarios
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 import bpfed
@@ -190,3 +192,16 @@ def test_training_is_as_without():
 def test_it_is_a_number_of_examples():
     with pytest.raises(UserError, match="unseen is -1"):
         Recipe(unseen=-1.0).check()
+
+
+def test_a_newcomer_from_before_loads(tmp_path):
+    """Its file has no entry for what is empty."""
+    data, path = few_of_one(), tmp_path / "new.safetensors"
+    run = bpfed.fit(Recipe(unseen=0.0), data, settings=SETTINGS)
+    newcomer = run.adapt(*data.train.client(0), steps=5, name="new")
+    newcomer.save(path)
+    with safe_open(path, "pt") as file:
+        words, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    save_file({key: value for key, value in tensors.items() if value.numel()}, path, words)
+    x = data.test.client(0)[0]
+    assert torch.equal(run.newcomer(path).predict(x).probs, newcomer.predict(x).probs)
