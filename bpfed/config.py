@@ -18,7 +18,6 @@ data, the network and its first weights) is then a promise: a run from that file
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from bpfed.document import Document
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError, hint
 from bpfed.schema import PLACES, RECORDED, TABLES, DataSettings, Field, fields_of
+from bpfed.versions import Gone, as_then
 
 if TYPE_CHECKING:
     from bpfed.data import FederatedData
@@ -54,16 +54,6 @@ class Override(NamedTuple):
     key: str
     text: str
     flag: str = "--set"
-
-
-#: Methods' settings that came with a version, with what was done before that, and settings that went with it, with the value at which
-#: they did nothing: in files that runs of earlier versions have written.
-CAME: dict[str, dict[str, dict[str, Any]]] = {
-    "0.3.0": {name: {"unseen": 0.0} for name in ("bpfed-recipe", "bpfed-population")}
-}
-WENT: dict[str, dict[str, dict[str, Any]]] = {
-    "0.3.0": {name: {"bias_count": 0.0} for name in ("bpfed-recipe", "bpfed-population")}
-}
 
 
 @dataclass(frozen=True)
@@ -154,7 +144,10 @@ def read(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
         raise UserError(f"{place}Unknown method '{name}'; {hint(name, METHODS)}")
 
     if isinstance(written := document.content.get("bpfed"), str) and not named:
-        tables["method"] = _as_then(written, name, tables["method"], document)
+        try:
+            tables["method"] = as_then(written, name, tables["method"])
+        except Gone as gone:
+            raise UserError(f"{document.where('method', gone.name)}{gone}") from None
     schema["method"] = fields_of(method(name))
     recorded = _recorded(tables)
     for table, keys in tables.items():
@@ -186,27 +179,6 @@ def read(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
         document,
         tuple(notes),
     )
-
-
-def _as_then(written: str, name: str, settings: dict[str, Any], document: Document) -> dict[str, Any]:
-    """A method's settings in a file that a run of version ``written`` wrote, as they would be written now."""
-    settings = dict(settings)
-    for version in CAME:
-        if _number(written) >= _number(version):
-            continue
-        for key, idle in WENT[version].get(name, {}).items():
-            if key in settings and settings.pop(key) != idle:
-                raise UserError(
-                    f"{document.where('method', key)}method.{key} is gone since bpfed {version}; use the run with {written}, or "
-                    "train anew."
-                )
-        settings = CAME[version].get(name, {}) | settings
-    return settings
-
-
-def _number(version: str) -> tuple[int, ...]:
-    """A version as numbers that can be compared."""
-    return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
 def _tables(document: Document) -> dict[str, dict[str, Any]]:

@@ -154,6 +154,14 @@ def test_the_tables_are_shown(digits, tmp_path, capsys, monkeypatch):
     assert "FedPer" in shown.out
     assert "Runs done now: 1, there already: 0" in shown.err
     assert "Runs done now: 0, there already: 1" in bpfed.ok("paper", "table1", *asked).err
+    (path,) = (tmp_path / "paper").rglob("*.json")
+    record = json.loads(path.read_text())
+    record["settings"]["method"]["lr"] = 0.7
+    path.write_text(json.dumps(record))
+    kept = bpfed.ok("paper", "table1", *asked)
+    assert "was made with other settings (lr 0.7, now 0.001) and is kept; delete it to run the cell anew." in kept.err
+    assert "Runs done now: 0, there already: 0" in kept.err
+    assert json.loads(path.read_text()) == record
     assert len(digits) == 1
 
 
@@ -193,6 +201,9 @@ def test_a_result_is_there_with_all_its_seeds_or_more_and_settings_that_came_lat
     assert there(found, asked(3, momentum=0.5), path)
     with pytest.raises(Kept, match="other settings"):
         there(found, asked(3, lr=0.2), path)
+    with pytest.raises(Kept, match="other settings"):  # what was done before it came is not what is done by default
+        there(found, asked(3, unseen=1.0), path)
+    assert there(found, asked(3, unseen=0.0), path)
     with pytest.raises(Kept, match="other seeds"):
         there(found, asked(5), path, more=False)
 

@@ -252,6 +252,7 @@ def _run_cells(
         from bpfed.paper import pool, protocol
         from bpfed.paper.cell import Cell, run
         from bpfed.paper.summary import write
+        from bpfed.paper.training import Kept
 
         tag = _tag(rounds)
         chosen = None if seeds is None else tuple(range(seeds))
@@ -261,7 +262,12 @@ def _run_cells(
             for cell in protocol.cells(cells)
             for method in protocol.methods(methods)
         ]
-        missing = {cell: cell.missing(results) for cell in todo}  # all are looked at before one is run
+        missing, kept = {}, []
+        for cell in todo:  # all are looked at before one is run
+            try:
+                missing[cell] = cell.missing(results)
+            except Kept as error:
+                kept.append(str(error))
         left = [cell for cell, seeds_left in missing.items() if seeds_left]
         display.expect([(cell.name, seed) for cell in left for seed in missing[cell]])
         if jobs > 1:
@@ -275,6 +281,8 @@ def _run_cells(
     finally:
         display.close()
     write(results)
+    for sentence in kept:
+        Console(stderr=True).print(sentence, soft_wrap=True)
     _count(missing, results)
 
 

@@ -115,7 +115,7 @@ class Cell:
         settings = _settings(self.entrant())
         if differs := differing(record["settings"], settings):
             raise Kept(
-                f"'{self.path(results)}' was made with other settings ({differs}); delete it to run the cell anew."
+                f"'{self.path(results)}' was made with other settings ({differs}) and is kept; delete it to run the cell anew."
             )
         done = {found["seed"] for found in record["runs"]}
         return [seed for seed in self.wanted if seed not in done]

@@ -22,6 +22,7 @@ from bpfed.files import to_json
 from bpfed.methods import METHODS
 from bpfed.methods.base import Method
 from bpfed.paper import protocol
+from bpfed.versions import before
 
 Say = Callable[[str], None]
 #: Seconds between two words of progress.
@@ -143,13 +144,11 @@ def _same(name: str, was: Any, now: Any) -> bool:
 
 
 def differing(was: dict[str, Any], now: dict[str, Any]) -> str:
-    """What of the settings is no longer as it was, in words; a setting that came later is as it is by default."""
+    """What of the settings is no longer as it was, in words; one that came later was what it is by default, or what `before` says."""
     words = []
     for table in ("method", "run"):
-        for name in sorted(was[table]):
-            before, after = was[table].get(name), now[table].get(name)
-            if before != after:
-                words.append(f"{name} {before}, now {after}")
+        then = {name: before(name) for name in now[table] if before(name) is not None} | was[table]
+        words += [f"{n} {then[n]}, now {now[table].get(n)}" for n in sorted(then) if then[n] != now[table].get(n)]
     return "; ".join(words)
 
 
