@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +67,8 @@ class Factors:
     @property
     def personal_names(self) -> tuple[str, ...]:
         """Names of the personal parameters."""
-        ends = torch.tensor([0, *self.sizes]).cumsum(0).tolist()
-        return tuple(n for n, start in zip(self.names, ends, strict=False) if start >= self.shared)
+        starts = accumulate(self.sizes, initial=0)
+        return tuple(n for n, start in zip(self.names, starts, strict=False) if start >= self.shared)
 
     def fan_in(self) -> Tensor:
         """Of each weight the number of inputs that its unit sums over, ``[P]``; that of a bias is its layer's.
