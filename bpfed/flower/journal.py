@@ -221,4 +221,8 @@ class Journal:
         }
         if (epsilon := federation.epsilon(secret=False)) is not None:  # every site knows the seed, and so who was drawn
             record |= {"epsilon": epsilon, "delta": self.config.run.delta}
+        if self.config.run.members > 1:
+            record["members"] = self.config.run.members
+        if self.config.run.softness != 1.0:
+            record["softness"] = self.config.run.softness
         return record | figures(self.history)

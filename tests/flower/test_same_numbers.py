@@ -43,7 +43,9 @@ def test_members_deploy_too(name, tmp_path):
     deployed = Deployed(tmp_path, method, data, rounds=2, members=2)
     federation, history = simulated(method, data, rounds=2, members=2)
     assert federation.model.members == 2
-    same(deployed.serve(), federation, history)
+    server = deployed.serve()
+    same(server, federation, history)
+    assert RunRecord.read(server.journal.folder).title.startswith(f"{method.title} with 2 members on ")
 
 
 def test_a_site_that_is_down_for_a_round(tmp_path):
