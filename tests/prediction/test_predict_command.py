@@ -1,9 +1,8 @@
-"""``bpfed predict`` and ``bpfed adapt``, from files to files."""
+"""``bpfed predict``, from files to files."""
 
 from __future__ import annotations
 
 import csv
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from command import PLAIN, Command, files
+from hospitals import read
 
 import bpfed as library
 from bpfed.cli.predict import table
@@ -22,60 +22,6 @@ from bpfed.data import FederatedData, Preparation, load
 from bpfed.data.federated import Examples
 from bpfed.errors import UserError
 from bpfed.predict import Classified, Regressed
-
-
-def write_hospital(path: Path, count: int, seed: int, number: bool = False) -> Path:
-    """A table of patients: two numbers, a word, and an outcome that follows from them."""
-    g = np.random.default_rng(seed)
-    age, dose = g.normal(60, 10, count), g.normal(size=count)
-    ward = g.choice(["east", "west"], count)
-    score = (age - 60) / 10 + dose + (ward == "east")
-    outcome = [f"{50 + 20 * s:.2f}" for s in score] if number else ["ill" if s > 0.5 else "well" for s in score]
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["age", "dose", "ward", "outcome"])
-        writer.writerows(zip(age.round(1), dose.round(3), ward, outcome, strict=True))
-    return path
-
-
-def read(text: str) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(text)))
-
-
-@pytest.fixture
-def bpfed(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    monkeypatch.chdir(tmp_path)
-    return Command(capsys)
-
-
-def trained(place: Path, number: bool, **settings: object) -> Path:
-    """A run on three hospitals' tables, and tables of new patients beside it."""
-    (place / "sites").mkdir()
-    for i, name in enumerate(("bern", "genf", "zug")):
-        write_hospital(place / "sites" / f"{name}.csv", 60, i, number)
-    data = load(f"folder:{place / 'sites'}", target="outcome")
-    method = library.methods.BPFed(lr=0.01)
-    library.fit(method, data, out=place / "run", rounds=3, epochs=5, eval_draws=5, **settings)  # type: ignore[arg-type]
-    write_hospital(place / "new.csv", 7, 9, number)
-    shutil.rmtree(place / "sites")  # nothing below needs the training data
-    return place
-
-
-@pytest.fixture(scope="module")
-def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(tmp_path_factory.mktemp("classes"), number=False)
-
-
-@pytest.fixture(scope="module")
-def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(tmp_path_factory.mktemp("numbers"), number=True, calibration=0.3)
-
-
-@pytest.fixture
-def ward(classes: Path, bpfed: Command) -> Path:
-    """A copy of the run and its new patients, in the folder that the command runs in."""
-    shutil.copytree(classes, ".", dirs_exist_ok=True)
-    return Path()
 
 
 def test_each_row_has_a_line_in_its_order(bpfed: Command, ward: Path) -> None:
@@ -171,15 +117,6 @@ def test_numbers_are_in_their_own_units_with_intervals(bpfed: Command, numbers: 
     )
 
 
-def test_a_newcomer_of_numbers_sees_its_error_before_and_after(bpfed: Command, numbers: Path) -> None:
-    shutil.copytree(numbers, ".", dirs_exist_ok=True)
-    shown = bpfed.ok("adapt", "run", "--input", "new.csv", "--steps", "200", "--name", "late").out
-    (line,) = [line.split() for line in shown.splitlines() if line.strip().startswith("RMSE")]
-    count, before, after = (float(word) for word in line[1:])
-    assert count == 7
-    assert after < before < 100  # in the target's own unit, whose standard deviation is some 20
-
-
 def test_columns_are_kept_as_they_are(bpfed: Command, ward: Path) -> None:
     rows = ["age,dose,ward,patient no,label,note", '61,0.50,east,0017,a,"x, ""y"""', "60,1,west,NA,b, 57% ", ""]
     Path("ids.csv").write_text("\n".join(rows))
@@ -253,30 +190,6 @@ def test_intervals_without_end_are_explained(bpfed: Command, numbers: Path) -> N
     assert "needs at least 99;" in outcome.err
 
 
-def test_a_newcomer_joins_and_predicts(bpfed: Command, ward: Path) -> None:
-    write_hospital(Path("ward3.csv"), 20, 20)
-    outcome = bpfed.ok("adapt", "run", "--input", "ward3.csv", "--steps", "200")
-    assert "ward3: how sure of its 20 examples" in outcome.out
-    assert "probability of 'ill'" in outcome.out
-    assert outcome.out.endswith("Client 'ward3': run/adapted/ward3.safetensors\n")
-    assert all(line.endswith(" …") for line in outcome.err.splitlines())  # on a slow machine it says what it is doing
-    found = read(bpfed.ok("predict", "run", "--client", "ward3", "--input", "new.csv").out)
-    truth = [row["outcome"] for row in read(Path("new.csv").read_text())]
-    assert sum(row["label"] == t for row, t in zip(found, truth, strict=True)) >= 5
-    before = files(Path("run"))
-    said = bpfed("adapt", "run", "--input", "ward3.csv", "--steps", "5").sentence
-    assert said == (
-        "'run/adapted/ward3.safetensors' exists already; add --overwrite to replace it, or give another --name or --out."
-    )
-    assert files(Path("run")) == before
-    # The same examples under another column and name, kept elsewhere.
-    Path("other.csv").write_text(Path("ward3.csv").read_text().replace("outcome", "result"))
-    other = ("--target", "result", "--name", "ward3", "--steps", "200", "--out", "w.safetensors")
-    bpfed.ok("adapt", "run", "--input", "other.csv", *other)
-    assert files(Path("run")) == before
-    assert read(bpfed.ok("predict", "run", "--adapted", "w.safetensors", "--input", "new.csv").out) == found
-
-
 def test_labels_that_a_client_has_never_seen_are_said(bpfed: Command, tmp_path: Path) -> None:
     """Which classes it has is in the run's folder, since the examples are not."""
     g = torch.Generator().manual_seed(0)
@@ -301,12 +214,6 @@ def test_labels_that_a_client_has_never_seen_are_said(bpfed: Command, tmp_path: 
     del noted["classes_seen"]  # a run from before it was noted
     Path("run/data.json").write_text(json.dumps(noted))
     assert "of which" not in bpfed.ok("predict", "run", "--client", "c", "--input", "new.npz").err
-
-
-def test_a_newcomer_without_examples_is_unsure(bpfed: Command, ward: Path) -> None:
-    assert bpfed.ok("adapt", "run").out == "Client 'newcomer': run/adapted/newcomer.safetensors\n"
-    found = read(bpfed.ok("predict", "run", "--client", "newcomer", "--input", "new.csv").out)
-    assert np.mean([float(row["total"]) for row in found]) > 0.9 * np.log(2)
 
 
 def test_arrays_of_a_built_in_dataset(bpfed: Command) -> None:
@@ -400,24 +307,4 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(
     spoil()
     before = files(Path())
     assert said in bpfed("predict", "run", "--input", "new.csv", "--out", "p.csv", *arguments).sentence
-    assert files(Path()) == before
-
-
-@pytest.mark.parametrize(
-    ("text", "arguments", "said"),
-    [
-        ("age,dose,ward\n60,1,east\n", (), "'ward3.csv' has no column 'outcome'"),
-        ("age,dose,ward,outcome\n60,1,east,dead\n", (), "'dead', which no training row has"),
-        ("age,dose,ward,outcome\n60,1,east,\n", (), "have no 'outcome'"),
-        ("age,dose,ward,outcome\n60,1,east,ill\n", ("--name", "bern"), "There is a client 'bern' in the run already"),
-        ("age,dose,ward,outcome\n60,1,east,ill\n", ("--name", "a/b"), "cannot be kept in a file of that name"),
-        ("age,dose,ward,outcome\n60,1,east,ill\n", ("--steps", "0"), "steps is 0, but must be at least 1"),
-    ],
-)
-def test_a_newcomers_mistake_is_one_sentence_and_writes_nothing(
-    bpfed: Command, ward: Path, text: str, arguments: tuple[str, ...], said: str
-) -> None:
-    Path("ward3.csv").write_text(text)
-    before = files(Path())
-    assert said in bpfed("adapt", "run", "--input", "ward3.csv", *arguments).sentence
     assert files(Path()) == before
