@@ -11,7 +11,6 @@ from bpfed.data.preparation import Preparation
 
 #: Fields of `FederatedData` that are written as they are.
 PLAIN = ("name", "task", "classes", "partition", "protocol", "test_fraction", "seed")
-_LETTERS = bytes.maketrans(bytes([0, 1]), b"01")
 
 
 def card(data: FederatedData) -> dict[str, Any]:
@@ -33,7 +32,7 @@ def _seen(data: FederatedData) -> list[str]:
     owner = torch.repeat_interleave(torch.arange(len(data)), data.train.sizes)
     found = torch.zeros(len(data), data.classes, dtype=torch.uint8)
     found[owner, data.train.y.cpu()] = 1
-    return [bytes(row).translate(_LETTERS).decode() for row in found.numpy()]
+    return ["".join(map(str, row)) for row in found.tolist()]
 
 
 def without_examples(record: dict[str, Any]) -> FederatedData:

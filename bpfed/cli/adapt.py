@@ -81,9 +81,8 @@ def adapt(
         progress.close()
     if shown is not None:
         show.put(shown)
-    if (classes := run.data.classes) and any(client.examples) and not all(client.examples):
-        labels = run.data.labels or tuple(str(k) for k in range(classes))
-        missing = [label for label, count in zip(labels, client.examples, strict=True) if not count]
+    if run.data.classes and any(client.examples) and not all(client.examples):
+        missing = [label for label, count in zip(run.data.class_names, client.examples, strict=True) if not count]
         progress.say(
             f"It has no example of {quoted(missing)}, so it will predict {'that' if len(missing) == 1 else 'those'} seldom."
         )
@@ -98,7 +97,7 @@ def _shown(before: NewClient, after: NewClient, x: Tensor, y: Tensor) -> show.Ta
     found = [client.predict(x) for client in (before, after)]
     title = f"{after.name}: how sure of its {text.many(len(y), 'example')}"
     shown = show.table("", "examples", "before", "after", title=title, right=3)
-    for k, label in enumerate(data.labels or map(str, range(data.classes))):
+    for k, label in enumerate(data.class_names):
         if after.examples[k]:
             sure = [float(f.probs[y == k, k].mean()) for f in found if isinstance(f, Classified)]
             shown.add_row(f"probability of '{label}'", str(after.examples[k]), *(f"{p:.2f}" for p in sure))

@@ -139,7 +139,7 @@ def _strange(run: LoadedRun, who: Client, found: Classified | Regressed) -> str 
     given = [k for k in found.label.tolist() if not seen[k]]
     if not given:
         return None
-    labels = who.run.data.labels or tuple(str(k) for k in range(len(seen)))
+    labels = who.run.data.class_names
     return (
         f"{many(len(given), 'row')} {'is' if len(given) == 1 else 'are'} given {quoted([labels[k] for k in sorted(set(given))])}, of which "
         f"'{who.name}' has no training example."
@@ -222,7 +222,7 @@ def table(
 
 
 def _classes(data: FederatedData, found: Classified, level: float, abstain: float | None) -> dict[str, list[Any]]:
-    labels = data.labels or tuple(str(k) for k in range(data.classes))
+    labels = data.class_names
     columns: dict[str, list[Any]] = {"label": [labels[k] for k in found.label.tolist()]}
     columns |= {f"p({label})": _typed(found.probs[:, k]) for k, label in enumerate(labels)}
     parts = (("total", found.entropy), ("epistemic", found.epistemic), ("aleatoric", found.aleatoric))

@@ -109,6 +109,11 @@ class FederatedData:
         )
 
     @property
+    def class_names(self) -> tuple[str, ...]:
+        """A word for each class: its label, or its number where classes have none; none for numbers."""
+        return self.labels or tuple(str(k) for k in range(self.classes))
+
+    @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one input, without the batch axis."""
         return tuple(self.train.x.shape[1:])

@@ -194,13 +194,12 @@ class Recipe(Method):
         untrained = head
         if self._grows(model):
             untrained = Gaussian(torch.where(biases(model), 0.0, self.head_gain * head.mean), head.sigma)
-        none, memory = model.initial.new_zeros, Variational.at(start).memory
-        return Initial(shared, Personal(untrained, head.mean, memory, none(1), none(self._counted(model))))
+        none, lowered = model.initial.new_zeros(1), torch.zeros_like(head.mean[self._lowered(model)])
+        return Initial(shared, Personal(untrained, head.mean, Variational.at(start).memory, none, lowered))
 
-    def _counted(self, model: Model) -> int:
-        """Biases of classes that are corrected for prediction, in all members."""
-        where = class_biases(model)
-        return where.stop - where.start if self.counting else 0
+    def _lowered(self, model: Model) -> slice:
+        """Which personal weights are corrected for prediction."""
+        return class_biases(model) if self.counting else slice(0, 0)
 
     def _grows(self, model: Model) -> bool:
         """Whether personal factors are heads that grow from h0 to their prior mean; other layers are not five times as large."""
@@ -238,8 +237,9 @@ class Recipe(Method):
         body = discounted(shared, hyper["discount"][:, None], hyper["prior_sigma"][:, None] * fan_in.rsqrt())
         head = self._head_prior(model, personal.first, hyper)
         q = Variational.at(join(shared, self._start(model, personal, hyper)), personal.memory)
-        noted = personal.lowered.new_zeros(len(personal.lowered), self._counted(model) + 1)
-        return Local(q, join(body, head), personal.first, personal.steps[:, 0], noted)
+        return Local(
+            q, join(body, head), personal.first, personal.steps[:, 0], pad(torch.zeros_like(personal.lowered), (0, 1))
+        )
 
     def _start(self, model: Model, personal: Personal, hyper: dict[str, Tensor]) -> Gaussian:
         """Where heads start a round, ``[S, P_personal]``: where they were; at first at h0, or at most ``way`` from their prior.
@@ -287,18 +287,14 @@ class Recipe(Method):
         new = local.q.moved(on_mean, on_sigma, steps, hyper["lr"])
         if phase == ADAPT:
             new = new._replace(mean=frozen(model, local.q.mean, new.mean), rho=frozen(model, local.q.rho, new.rho))
-        return local._replace(q=new, steps=steps, noted=self._noted(model, local.noted, data.mean)), data.nll
-
-    def _noted(self, model: Model, before: Tensor, gradient: Tensor) -> Tensor:
-        return (
-            noted(before, model.factors.split(gradient)[1][:, class_biases(model)]) if self._counted(model) else before
-        )
+        told = model.factors.split(data.mean)[1][:, self._lowered(model)]
+        return local._replace(q=new, steps=steps, noted=noted(local.noted, told)), data.nll
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
         q = local.q.gaussian
         shared, head = split(model, q)
         lowered = torch.zeros_like(local.noted[:, 1:])
-        if self._counted(model) and "counts" in hyper:
+        if lowered.shape[-1] and "counts" in hyper:
             lowered = corrections(local.noted, hyper["counts"], hyper["unseen"])
         kept = Personal(head, local.first, local.q.memory, local.steps[:, None], lowered)
         return Finished(shared, kept, {"kl": kl(q, local.prior)})
@@ -307,10 +303,6 @@ class Recipe(Method):
         return mean(uploads, weights)
 
     def predictive(self, model: Model, shared: Gaussian, personal: Personal) -> GaussianPredictive:
-        head = personal.head
-        if self._counted(model):
-            where = class_biases(model)
-            head = head._replace(
-                mean=head.mean + pad(personal.lowered, (where.start, head.mean.shape[-1] - where.stop))
-            )
-        return GaussianPredictive(join(shared, head))
+        head, where = personal.head, self._lowered(model)
+        lowered = pad(personal.lowered, (where.start, head.mean.shape[-1] - where.stop))
+        return GaussianPredictive(join(shared, head._replace(mean=head.mean + lowered)))
