@@ -296,3 +296,37 @@ def test_names_stand_apart_and_near_their_lines(places: list[float]) -> None:
     assert all(-1e-12 <= place <= 1 + 1e-12 for place in moved)
     if all(b - a >= 0.1 for a, b in pairwise(places)):
         assert moved == pytest.approx(places)
+
+
+def test_readme_has_ours_beside_the_best_of_others(tmp_path: Path) -> None:
+    """Two seeds each; the population, which uploads moments of personal factors, is none of the others."""
+    results, docs, readme = tmp_path / "results", tmp_path / "docs", tmp_path / "README.md"
+    for method, accuracy in (
+        ("bpfed-recipe", 0.95),
+        ("bpfed", 0.90),
+        ("fedper", 0.92),
+        ("pfedbayes", 0.96),
+        ("bpfed-population", 0.99),
+        ("bpfed-recipe+softness", 0.98),
+    ):
+        put(results, "mnist-small", method, [seed_result(s, [0.1, 0.2, 0.3, accuracy]) for s in (0, 1)])
+    docs.mkdir()
+    readme.write_text("# Mine\n\n<!-- headline -->\nold\n<!-- /headline -->\n\nStays.\n")
+    assert readme.resolve() in [path.resolve() for path in render(results, docs)]
+    page = readme.read_text()
+    assert page.startswith("# Mine\n")
+    assert page.endswith("\nStays.\n")
+    assert "old" not in page
+    lines = dict(line.strip("| ").split(" | ", 1) for line in page.splitlines() if line.startswith("| "))
+    assert lines["accuracy %: recipe"].startswith("95.00 | – |")
+    assert lines["accuracy %: best that the paper prints"].startswith("94.75 | **98.51** |")
+    assert lines["accuracy %: best of the other methods here"].startswith("**96.00** | – |")
+    assert lines["accuracy %: recipe, two members, rehearsed"].startswith("– | –")
+
+
+def test_readme_without_a_place_is_left_alone(results: Path, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (tmp_path / "README.md").write_text("# Mine\n")
+    render(results, docs)
+    assert (tmp_path / "README.md").read_text() == "# Mine\n"

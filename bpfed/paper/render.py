@@ -11,7 +11,7 @@ from bpfed.paper import markdown, typeset
 from bpfed.paper.records import read
 from bpfed.paper.results import Results
 
-PAGE = "results.md"
+PAGE, README = "results.md", "README.md"
 FIGURES = "figures"
 
 
@@ -35,21 +35,21 @@ def render(results: Path, docs: Path, say: Callable[[Path], None] = lambda path:
     written, pictures = _draw(found, docs / FIGURES, say)
     write_whole(page, markdown.fill(text, found, pictures))
     say(page)
-    return [*written, page, *_tables(results, docs, say)]
+    return [*written, page, *_tables(found, results, docs, say)]
 
 
-def _tables(results: Path, docs: Path, say: Callable[[Path], None]) -> list[Path]:
-    """The one table each of the pages on the recipe and on the public code, where both page and results are there."""
-    from bpfed.paper import audit, search
+def _tables(found: Results, results: Path, docs: Path, say: Callable[[Path], None]) -> list[Path]:
+    """The one table each of the README and of the pages on the recipe and on the public code, where they have a place for it."""
+    from bpfed.paper import audit, headline, search
 
     written = []
-    for name, part, source, table in (
-        ("recipe.md", "search", results / "search", lambda: search.markdown(results)),
-        ("audit.md", "audit", results / audit.FILE, lambda: audit.markdown(read(results / audit.FILE))),
+    for page, part, source, table in (
+        (docs.resolve().parent / README, headline.PART, results / "paper", lambda: headline.markdown(found)),
+        (docs / "recipe.md", "search", results / "search", lambda: search.markdown(results)),
+        (docs / "audit.md", "audit", results / audit.FILE, lambda: audit.markdown(read(results / audit.FILE))),
     ):
-        page = docs / name
-        if page.exists() and source.exists():
-            write_whole(page, typeset.placed(_text(page), part, table()))
+        if page.exists() and source.exists() and typeset.opens(part) in (text := _text(page)):
+            write_whole(page, typeset.placed(text, part, table()))
             say(page)
             written.append(page)
     return written

@@ -22,6 +22,11 @@ MEASURES = {
 }
 
 
+def opens(name: str) -> str:
+    """The marker before a part of a page."""
+    return f"<!-- {name} -->"
+
+
 def placed(page: str, name: str, text: str) -> str:
     """A page with the text of one part in its place.
 

@@ -1,0 +1,74 @@
+"""The table of the README: the recipe, beside what the paper prints and the best of all others, in the six cells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from bpfed.methods import METHODS
+from bpfed.paper import lineup
+from bpfed.paper.markdown import PRINTED, Cells
+from bpfed.paper.published import CELLS, TABLES, published
+from bpfed.paper.results import Results
+from bpfed.paper.typeset import MEASURES, figures, strong, table
+
+#: The part's name on the page.
+PART = "headline"
+#: Ours, by what they are called in this table.
+OURS = {"recipe": "bpfed-recipe", "recipe, two members, rehearsed": "bpfed-recipe+members+softness"}
+
+#: Of a cell and a measure, a number; NaN where there is none.
+Number = Callable[[str, str], float]
+
+
+def markdown(found: Results) -> str:
+    """Accuracy, ECE and NLL of partition `groups`, a row each; the best of a measure in a cell is bold."""
+    cells = found.of("paper", "groups")
+    rows: list[list[str]] = []
+    for measure, word in (("accuracy", "accuracy %"), ("ece", "ECE %"), ("nll", "NLL")):
+        numbers: dict[str, Number] = {title: _of(cells, name) for title, name in OURS.items()}
+        if measure in TABLES:
+            numbers["best that the paper prints"] = _printed
+        else:
+            numbers["BPFed as written"] = _of(cells, "bpfed")
+        numbers["best of the other methods here"] = lambda cell, measure: _best_other(cells, cell, measure)
+        columns = []
+        for cell in CELLS:
+            values = [number(cell, measure) for number in numbers.values()]
+            columns.append(strong(values, [_shown(value, measure) for value in values], measure))
+        rows += [[f"{word}: {title}", *(column[i] for column in columns)] for i, title in enumerate(numbers)]
+    return table(["last round", *map(lineup.cell_title, CELLS)], rows)
+
+
+def _of(cells: Cells, name: str) -> Number:
+    def number(cell: str, measure: str) -> float:
+        record = cells.get(cell, {}).get(name)
+        return math.nan if record is None else record.mean(measure)
+
+    return number
+
+
+def _printed(cell: str, measure: str) -> float:
+    return _best([v for name in TABLES[measure] if (v := published(measure, name, cell)) is not None], measure)
+
+
+def _best_other(cells: Cells, cell: str, measure: str) -> float:
+    """The best of those that are neither the recipe nor learn from moments of personal factors, with or without variants."""
+    others = [record for name, record in cells.get(cell, {}).items() if not _ours(name)]
+    return _best([record.mean(measure) for record in others], measure)
+
+
+def _ours(name: str) -> bool:
+    base = name.partition("+")[0]
+    return base == OURS["recipe"] or (base in METHODS and METHODS[base].population)
+
+
+def _shown(value: float, measure: str) -> str:
+    """With the decimals that the paper has, where it has the measure."""
+    shown = math.isfinite(value) and measure in PRINTED
+    return f"{100 * value:.{PRINTED[measure]}f}" if shown else figures(value, measure)
+
+
+def _best(values: list[float], measure: str) -> float:
+    more_is_better = MEASURES[measure][2]
+    return (max if more_is_better else min)(values, default=math.nan)
