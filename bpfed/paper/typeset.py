@@ -61,10 +61,11 @@ def figures(value: float, measure: str, sd: float = math.nan) -> str:
 
 def strong(values: Sequence[float], texts: Sequence[str], measure: str) -> list[str]:
     """The texts, with the best number bold; so are all that look the same."""
-    finite = [v for v in values if math.isfinite(v)]
+    finite = [i for i, value in enumerate(values) if math.isfinite(value)]
     if not finite:
         return list(texts)
-    best = figures(max(finite) if MEASURES[measure][2] else min(finite), measure)
+    first = (max if MEASURES[measure][2] else min)(finite, key=values.__getitem__)
+    best = texts[first].split(" ")[0]
     return [f"**{best}**" + t.removeprefix(best) if t.split(" ")[0] == best else t for t in texts]
 
 
