@@ -15,7 +15,6 @@ from bpfed.callbacks.base import Callback
 from bpfed.callbacks.folder import Folder
 from bpfed.callbacks.progress import Progress
 from bpfed.data import FederatedData, load
-from bpfed.data.lookalikes import lookalikes
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings, changed
 from bpfed.errors import UserError
@@ -123,7 +122,7 @@ def prepare(
         raise UserError(f"No client of '{data.name}' has a test example; set a test_fraction above 0.")
     run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
     run.federation.learnt = folder.learnt if folder is not None else None
-    for note in (*run.federation.model.notes, *(lookalikes(data.preparation) if data.preparation else ())):
+    for note in (*run.federation.model.notes, *data.notes):
         say(note)
     held, least = run.data.calibration, fewest(SURE)
     if held is not None and (short := int((held.sizes < least).sum())):

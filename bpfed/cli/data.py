@@ -98,9 +98,8 @@ def inspect(
     """
     check_data(name)
     with _busy() as progress:
-        from bpfed.data.columns import columns, doubts
+        from bpfed.data.columns import columns
         from bpfed.data.load import is_table, load, tables
-        from bpfed.data.lookalikes import lookalikes
         from bpfed.data.overview import missing
         from bpfed.data.picture import check_ending, draw
 
@@ -121,8 +120,6 @@ def inspect(
             ignore=ignore,
             read=read or None,
         )
-        for note in lookalikes(data.preparation) if data.preparation is not None else ():
-            progress.say(note)
         gaps = missing(read)
         if plot is not None:
             progress.doing(f"drawing {plot}")
@@ -148,8 +145,8 @@ def inspect(
             show.put(_columns(listed))
         if len(listed) > COLUMNS:
             _say(f"... and {len(listed) - COLUMNS} more columns.")
-        if doubtful := doubts(read, data.preparation):
-            _say(doubtful)
+        for note in data.notes:
+            _say(note)
     if gaps.columns:
         show.put(_missing(gaps))
     elif read:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,23 +55,26 @@ def columns(tables: Mapping[str, Table], preparation: Preparation) -> list[Colum
     return rows
 
 
-def doubts(tables: Mapping[str, Table], preparation: Preparation) -> str | None:
-    """Which inputs look like dates, identities or text, in a sentence; None where none does."""
+def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, ...]:
+    """Which inputs look like dates, identities or text, in a sentence; none where none does."""
     if preparation.shape is not None:
-        return None
+        return ()
     dates, identities, wordy = [], [], []
     for feature in (f for f in preparation.features if f.scale):
         held = [table.columns[feature.name] for table in tables.values() if feature.name in table.columns]
         values = [_known(column) for column in held]
+        named = _IDENTITY.fullmatch(feature.name) is not None
+        if feature.kind != "words" and not named and not all(map(_whole, values)):
+            continue  # measurements: neither dates nor counted, and the most there is
         if _dates(values):
             dates.append(feature.name)
-        elif _different(values) and (feature.kind == "words" or _counted(values) or _IDENTITY.fullmatch(feature.name)):
+        elif _different(values) and (feature.kind == "words" or named or _counted(values)):
             identities.append(feature.name)
         elif len(feature.levels) > MANY:
             wordy.append(feature.name)
     found = [*dates, *identities, *wordy]
     if not found:
-        return None
+        return ()
     parts = (
         ("dates", dates),
         ("identifiers (nearly every value is different)", identities),
@@ -79,7 +82,7 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> str | None:
     )
     told = ", ".join(f"{what} in {quoted(names)}" for what, names in parts if names)
     left = ",".join((*preparation.ignore, *found))
-    return f"There seem to be {told}; if these should be no inputs, --ignore '{left}' leaves them out."
+    return (f"There seem to be {told}; if these should be no inputs, --ignore '{left}' leaves them out.",)
 
 
 def _known(column: Column) -> np.ndarray:
@@ -91,7 +94,7 @@ def _known(column: Column) -> np.ndarray:
 
 def _dates(values: Sequence[np.ndarray]) -> bool:
     """Whether they are dates: words such as 2024-05-14 or 14.5.24 10:00, or numbers such as 20240514."""
-    distinct = {value for part in values for value in part.tolist()}
+    distinct = set().union(*map(_distinct, values))
     if any(isinstance(value, str) for value in distinct):
         return sum(bool(_DATE.fullmatch(str(value))) for value in distinct) >= DIFFERENT * len(distinct)
     return bool(distinct) and all(
@@ -106,8 +109,8 @@ def _dates(values: Sequence[np.ndarray]) -> bool:
 def _different(values: Sequence[np.ndarray]) -> bool:
     """Whether nearly every value differs from all others, of all clients or, where they have enough, of its own."""
     known = sum(map(len, values))
-    own = sum(len(set(part.tolist())) for part in values)
-    all_ = len({value for part in values for value in part.tolist()})
+    distinct = [_distinct(part) for part in values]
+    own, all_ = sum(map(len, distinct)), len(set().union(*distinct))
     return (known >= ENOUGH and all_ >= DIFFERENT * known) or (
         known >= ENOUGH * len(values) and own >= DIFFERENT * known
     )
@@ -116,11 +119,21 @@ def _different(values: Sequence[np.ndarray]) -> bool:
 def _counted(values: Sequence[np.ndarray]) -> bool:
     """Whether they are whole numbers that run on from row to row, or leave hardly any out."""
     pooled = np.concatenate(values)
-    if not (pooled == np.trunc(pooled)).all():
+    if not _whole(pooled):
         return False
     runs = all((np.diff(part) > 0).all() for part in values)
     return runs or _dense(pooled) or all(_dense(part) for part in values if len(part))
 
 
 def _dense(values: np.ndarray) -> bool:
-    return bool(np.ptp(values) <= 1.2 * len(set(values.tolist())))
+    return bool(np.ptp(values) <= 1.2 * len(_distinct(values)))
+
+
+def _whole(values: np.ndarray) -> bool:
+    """Whether all are whole numbers; words are none."""
+    return values.dtype != object and bool((values == np.trunc(values)).all())
+
+
+def _distinct(values: np.ndarray) -> set[Any]:
+    """Each value once."""
+    return set(values.tolist()) if values.dtype == object else set(np.unique(values).tolist())

@@ -82,6 +82,7 @@ class FederatedData:
         seed: Which examples went where; None where nothing was drawn.
         preparation: How tables became these inputs and targets, to do the same to new rows; None where they were arrays.
         calibration: Examples that nobody trains on and predictions are calibrated with (see `hold_out`); may be None.
+        notes: What whoever trains on them should know, in words.
     """
 
     name: str
@@ -97,6 +98,7 @@ class FederatedData:
     seed: int | None = None
     preparation: Preparation | None = None
     calibration: Examples | None = None
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.clients)

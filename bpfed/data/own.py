@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bpfed.data.columns import doubts
 from bpfed.data.combine import combine
 from bpfed.data.federated import Examples, FederatedData, Task
+from bpfed.data.lookalikes import lookalikes
 from bpfed.data.preparation import Preparation, Standardise
 from bpfed.data.split import split
 from bpfed.data.summary import MOST_WHOLE, SPLIT, check_words, client_summary
@@ -130,6 +132,7 @@ def federate(
         test_fraction=None if marked else fraction,
         seed=seed,
         preparation=preparation,
+        notes=(*lookalikes(preparation), *doubts(tables, preparation)),
     ).check()
 
 

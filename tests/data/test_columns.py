@@ -64,11 +64,28 @@ def test_each_column_is_told() -> None:
 )
 def test_what_looks_like_no_input_is_named(name: str, column: list[str] | np.ndarray, said: str | None) -> None:
     tables = clients(**{name: column}, out=[f"{k}" for k in range(N)])
-    made = federate("t", tables, "y", ignore=["out"]).preparation
-    assert made is not None
-    assert doubts(tables, made) == (
-        said and f"There seem to be {said}; if these should be no inputs, --ignore 'out,{name}' leaves them out."
+    data = federate("t", tables, "y", ignore=["out"])
+    assert data.preparation is not None
+    sentence = f"There seem to be {said}; if these should be no inputs, --ignore 'out,{name}' leaves them out."
+    assert doubts(tables, data.preparation) == data.notes == ((sentence,) if said else ())
+
+
+def test_whoever_trains_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows_of, out = tmp_path / "rows", tmp_path / "out"
+    rows_of.mkdir()
+    for k, client in enumerate("ab"):
+        rows = (f"{100 * k + i},{i % 3 + 0.5 * (i % 2)},{i % 2}" for i in range(40))
+        (rows_of / f"{client}.csv").write_text("\n".join(["patient_id,age,y", *rows]))
+    asked = (f"folder:{rows_of}", "--target", "y", "--rounds", "1")
+    told = (
+        "There seem to be identifiers (nearly every value is different) in 'patient_id'; if these should be no inputs"
     )
+    said = Command(capsys).ok("run", "--data", *asked, "--out", str(out / "run")).err
+    assert said.count(told) == 1
+    methods = ("--methods", "local,fedavg", "--seeds", "2", "--out", str(out / "compared"))
+    assert Command(capsys).ok("compare", "--data", *asked, *methods).err.count(told) == 1
+    left = Command(capsys).ok("run", "--data", *asked, "--ignore", "patient_id", "--out", str(out / "left"))
+    assert "There seem to be" not in left.err
 
 
 def test_inspect_lists_columns_and_folds_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
