@@ -21,9 +21,9 @@ from bpfed.files import to_toml, write_whole
 from bpfed.flower import keys, processes
 from bpfed.flower.app import write_app
 from bpfed.flower.deployed import CONFIG, RUN, open_server
-from bpfed.flower.journal import STATUS
 from bpfed.flower.plan import SERVER, Plan
 from bpfed.flower.processes import Say
+from bpfed.flower.status import STATUS
 from bpfed.names import PREFIX
 from bpfed.report import RunRecord, text
 from bpfed.report.record import LARGEST, REPORT

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from bpfed.metrics import SURE, Evaluation
 from bpfed.report import RunRecord, write
 from bpfed.report.record import CONFIG, EVALUATION, METRICS, REPORT, SUMMARY
 
-CHECKPOINT, STATUS = "checkpoint", "status.json"
+CHECKPOINT = "checkpoint"
 
 
 class Journal:
@@ -35,6 +33,7 @@ class Journal:
     Attributes:
         run: A word for this run.
         facts: What all sites' data have in common.
+        counted: The last round in which a site's upload was used, by site; none of whom none was.
         history: A line of metrics for each round that was tested.
         pending: What is known of the last round beside its scores.
         seconds: Time that exchanges and aggregation took.
@@ -54,11 +53,11 @@ class Journal:
         self.folder, self.config, self.fingerprint, self.sites, self.say = folder, config, fingerprint, sites, say
         self.run = secrets.token_hex(8)
         self.facts: dict[str, Any] = {}
+        self.counted: dict[str, int] = {}
         self.history: list[dict[str, Any]] = []
         self.pending: dict[str, Any] = {}
         self.seconds = 0.0
         self.evaluation: tuple[Evaluation, list[str]] | None = None
-        self._state = "starting"
 
     # --- going on -------------------------------------------------------------------------------------------------------
 
@@ -86,8 +85,7 @@ class Journal:
             self.say(f"Checkpoint {name} is damaged; going on from the one before, round {restored.round}.")
         kept = restored.extra
         self.run, self.seconds, self.history, self.pending = (kept[k] for k in ("run", "seconds", "history", "pending"))
-        for site in self.sites.keys() & kept["sites"].keys():
-            self.sites[site] = Seen(**kept["sites"][site])
+        self.counted = kept["counted"]
         self.say(f"Going on after round {restored.round} of {self.config.run.rounds}.")
 
     def save(self, federation: Federation) -> None:
@@ -99,6 +97,7 @@ class Journal:
             "seconds": round(self.seconds, 3),
             "facts": self.facts,
             "pending": self.pending,
+            "counted": self.counted,
             "sites": sites,
             "history": self.history,
         }
@@ -128,33 +127,6 @@ class Journal:
         record["seconds"] = round(self.seconds, 3)
         self.history = [r for r in self.history if r["round"] != round_] + [record]
         append_line(self.folder / METRICS, to_json_line(record))
-
-    def status(self, state: str | None, round_: int, error: BaseException | None = None) -> None:
-        """How the run is at this moment; ``state`` None: as it was."""
-        self._state = state or self._state
-        sites = {
-            site: {
-                "connected": seen.node is not None,
-                "online": seen.there,
-                "counted": seen.counted,
-                "refused": seen.refused,
-                "lost": seen.lost,
-                "why": seen.why,
-            }
-            for site, seen in self.sites.items()
-        }
-        status = {
-            "state": self._state,
-            "error": "" if error is None else str(error) if isinstance(error, UserError) else type(error).__name__,
-            "by_user_error": isinstance(error, UserError),
-            "pid": os.getpid(),
-            "at": time.time(),
-            "round": round_,
-            "rounds": self.config.run.rounds,
-            "sites": sites,
-            "metrics": self.history[-1] if self.history else None,
-        }
-        write_whole(self.folder / STATUS, to_json(status))
 
     # --- the result -----------------------------------------------------------------------------------------------------
 
