@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from flwr.app import RecordDict
 
-from bpfed.flower.journal import Journal
+from bpfed.flower.journal import Journal, sentence
 from bpfed.flower.message import Answer, Ask, size
 from bpfed.flower.pattern import Pattern, Patterns, Refused
 from bpfed.flower.post import Post
@@ -19,10 +19,11 @@ from bpfed.metrics import Form
 
 
 class Todo(NamedTuple):
-    """What a site is asked to do: to train in the round, to test the state that is sent."""
+    """What a site is asked to do: to train in the round, to test the state that is sent, and to tell slopes of the test."""
 
     train: bool
     test: bool
+    slopes: bool = False
 
 
 class Exchanged(NamedTuple):
@@ -70,6 +71,8 @@ class Exchange:
                 what.test,
                 journal.counted.get(site, 0),
                 facts,
+                journal.rehearsal,
+                1.0 if journal.softness is None else journal.softness,
                 shared,
             ).write(down)
             for site, what in todo.items()
@@ -107,8 +110,9 @@ class Exchange:
         for site in asks:
             if site not in replies:
                 self.journal.sites[site].lost += 1
-                self.journal.sites[site].why = f"in round {number} it did not answer within {self.timeout:g} s."
-                self.say(f"Round {number}: site '{site}' did not answer within {self.timeout:g} s.")
+                place = self.journal.place(number)
+                self.journal.sites[site].why = f"in {place} it did not answer within {self.timeout:g} s."
+                self.say(f"{sentence(place)}: site '{site}' did not answer within {self.timeout:g} s.")
         return replies
 
     def _let_in(self, site: str, reply: RecordDict | str, number: int, asked: Todo) -> Answer | None:
@@ -117,7 +121,7 @@ class Exchange:
             if isinstance(reply, str):
                 raise Refused(reply)
             pattern: Pattern | None = self.patterns.upload if asked.train else None
-            answer = Answer.read(reply, pattern, self.form if asked.test else None)
+            answer = Answer.read(reply, pattern, self.form if asked.test else None, asked.slopes)
             if answer.site != site:
                 raise Refused(f"it says it is '{answer.site[:40]}'.")
             if answer.refused:
@@ -131,6 +135,7 @@ class Exchange:
             return answer
         except Refused as refused:
             self.journal.sites[site].refused += 1
-            self.journal.sites[site].why = f"its message of round {number} is not used: {refused}"
-            self.say(f"Round {number}: the message of site '{site}' is not used: {refused}")
+            place = self.journal.place(number)
+            self.journal.sites[site].why = f"its message of {place} is not used: {refused}"
+            self.say(f"{sentence(place)}: the message of site '{site}' is not used: {refused}")
             return None

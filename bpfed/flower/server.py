@@ -1,9 +1,10 @@
-"""The server of a deployed federation: it meets its sites, and trains with them."""
+"""The server of a deployed federation: it meets its sites, rehearses with them where that is asked for, and makes the run."""
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,27 @@ from bpfed.data.lookalikes import lookalikes
 from bpfed.data.preparation import Preparation
 from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
+from bpfed.files import said
 from bpfed.flower.data import agreed
-from bpfed.flower.journal import Journal
+from bpfed.flower.journal import Found, Journal
 from bpfed.flower.meeting import Meeting, Seen
 from bpfed.flower.message import fingerprint
 from bpfed.flower.plan import Plan
 from bpfed.flower.post import Post
 from bpfed.flower.status import Status
 from bpfed.flower.training import Rule, Training, method_rule, without_examples
+from bpfed.rehearsal import common, uncertain
 from bpfed.report import RunRecord
+from bpfed.report.record import REHEARSALS
 
 
 class Server:
     """The server of one deployed run; goes on from the last finished round where there is one.
+
+    Attributes:
+        sites: What is known of each site, by name.
+        journal: Of the run itself.
+        training: The rehearsal or run that is under way; None: none is yet.
 
     Args:
         folder: Where the run is kept: the files of any run folder, and ``status.json``.
@@ -50,8 +59,9 @@ class Server:
         self.fingerprint = fingerprint(config)
         self.sites = {site: Seen() for site in plan.sites}
         self.meeting = Meeting(self.sites, keys or {}, self.fingerprint, plan.timeout, say)
-        self.journal = Journal(folder, config, self.fingerprint, self.sites, say)
-        self.status = Status(folder, config.run.rounds, self.sites)
+        self.journal = self._journal(folder, 0)
+        self.rehearsals = [self._journal(folder, number) for number in range(1, config.run.rehearsals + 1)]
+        self.status = Status(folder, config.run, self.sites)
         self.training: Training | None = None
         config.method.check()
         config.run.check(len(plan.sites))
@@ -72,9 +82,11 @@ class Server:
         began = time.perf_counter()
         try:
             training = self._begin(post)
-            while not training.federation.finished:
-                training.round(post)
-                self._note("running")
+            while training.journal.rehearsal:
+                self._rounds(post, training)
+                self._conclude(training, *training.held_out(post))
+                training = self._take_up(training.journal.facts)
+            self._rounds(post, training)
             training.last_scores(post)
             record = self.journal.finish(training.federation)
             self._note("finished")
@@ -86,20 +98,64 @@ class Server:
             self.say(f"The server ran for {time.perf_counter() - began:.1f} s.")
 
     def _begin(self, post: Post) -> Training:
-        """Meet the sites, and take up the training where it is."""
-        kept = self.journal.kept()
+        """Meet the sites, and take up the run where it is."""
+        newest = (self.journal, *reversed(self.rehearsals))
+        kept = next((found for journal in newest if (found := journal.kept()) is not None), None)
         if kept is not None:
             for site in self.sites.keys() & kept["sites"].keys():
                 self.sites[site] = Seen(**kept["sites"][site])
-            self.training = self._training(kept["facts"])
-            self.journal.restore(self.training.federation)
+            self._take_up(kept["facts"])
         self._note("waiting for sites")
         self._wait(post, len(self.sites) if kept is None else 1)
-        if self.training is None:
-            self.training = self._training(self._agreed())
-            self.journal.begin(self.training.federation)
-        self.journal.write_metrics()
-        return self.training
+        return self.training or self._take_up(self._agreed())
+
+    def _take_up(self, facts: dict[str, Any]) -> Training:
+        """What is next: the run where it has begun, else the first rehearsal that is not over, else the run."""
+        over = [] if self.journal.kept() is not None else [rehearsal.found() for rehearsal in self.rehearsals]
+        journal = self.rehearsals[over.index(None)] if None in over else self.journal
+        journal.facts = facts
+        federation = without_examples(self.config, self.plan.sites, facts, journal.rehearsal)
+        training = Training(self.plan, federation, journal, self._meet, self.rule, self.say, self.sleep)
+        if journal.kept() is not None:
+            journal.restore(federation)
+        else:
+            if journal is self.journal:
+                self._learn([found for found in over if found is not None])
+            journal.begin(federation)
+        if journal is self.journal:
+            self._forget_rehearsals()
+            journal.write_metrics()
+        self.training = training
+        return training
+
+    def _rounds(self, post: Post, training: Training) -> None:
+        """The rounds that are left of a training."""
+        while not training.federation.finished:
+            training.round(post)
+            self._note("running")
+
+    def _conclude(self, rehearsal: Training, softness: float, examples: int) -> None:
+        """Keep what a rehearsal has found."""
+        rehearsal.journal.conclude(softness, examples)
+        stage = f"Rehearsal {rehearsal.journal.rehearsal} of {len(self.rehearsals)}"
+        self.say(f"{stage} is over: of {examples} held-out examples, the softness is {softness:.2f}.")
+
+    def _learn(self, found: Sequence[Found]) -> None:
+        """Before the run begins: what all rehearsals say."""
+        if not found:
+            return
+        self.journal.softness = softness = common(each.softness for each in found)
+        self.journal.seconds = sum(each.seconds for each in found)
+        self.say(f"Rehearsed: probabilities will have a softness of {softness:.2f}.")
+        if doubt := uncertain(softness, sum(each.examples for each in found), len(found)):
+            self.say(doubt)
+
+    def _forget_rehearsals(self) -> None:
+        """Once the run has begun and knows what they found."""
+        folder = self.journal.home / REHEARSALS
+        if folder.exists():
+            with said(folder):
+                shutil.rmtree(folder)
 
     def _agreed(self) -> dict[str, Any]:
         """What the data of the sites that are there have in common."""
@@ -109,10 +165,8 @@ class Server:
                 self.say(note)
         return {**facts, "sites": len(self.plan.sites)}
 
-    def _training(self, facts: dict[str, Any]) -> Training:
-        self.journal.facts = facts
-        federation = without_examples(self.config, self.plan.sites, facts)
-        return Training(self.plan, federation, self.journal, self._meet, self.rule, self.say, self.sleep)
+    def _journal(self, folder: Path, rehearsal: int) -> Journal:
+        return Journal(folder, self.config, self.fingerprint, self.sites, self.say, rehearsal)
 
     def _wait(self, post: Post, wanted: int) -> None:
         """Until so many sites are there, or the time for it is over and there are enough."""
@@ -140,4 +194,9 @@ class Server:
             self._note(None)
 
     def _note(self, state: str | None, error: BaseException | None = None) -> None:
-        self.status.write(self.journal, self.training.federation.round if self.training else 0, state, error)
+        """Write the status; before anything is known of the sites, that of the first training."""
+        if self.training is not None:
+            journal, round_ = self.training.journal, self.training.federation.round
+        else:
+            journal, round_ = (*self.rehearsals, self.journal)[0], 0
+        self.status.write(journal, round_, state, error)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
-from bpfed.flower.journal import Journal
+from bpfed.flower.journal import Journal, place
 from bpfed.flower.meeting import Seen
 
 STATUS = "status.json"
@@ -19,12 +22,12 @@ class Status:
 
     Args:
         folder: The run folder.
-        rounds: Of a training.
+        settings: How it is run.
         sites: What is known of each site, by name.
     """
 
-    def __init__(self, folder: Path, rounds: int, sites: dict[str, Seen]) -> None:
-        self.path, self.rounds, self.sites = folder / STATUS, rounds, sites
+    def __init__(self, folder: Path, settings: Settings, sites: dict[str, Seen]) -> None:
+        self.path, self.settings, self.sites = folder / STATUS, settings, sites
         self._state = "starting"
 
     def write(
@@ -57,8 +60,24 @@ class Status:
             "pid": os.getpid(),
             "at": time.time(),
             "round": round_,
-            "rounds": self.rounds,
+            "rounds": self.settings.rounds,
+            "rehearsal": journal.rehearsal,
+            "rehearsals": self.settings.rehearsals,
+            "softness": journal.softness,
             "sites": sites,
             "metrics": journal.history[-1] if journal.history else None,
         }
         write_whole(self.path, to_json(status))
+
+
+def where(found: Mapping[str, Any], further: int = 0) -> str:
+    """In words how far a run is by its status, or which round comes so much later: ``rehearsal 1 of 3, round 4 of 20``."""
+    words = place(found["round"] + further, found.get("rehearsal", 0), found.get("rehearsals", 0))
+    return f"{words} of {found['rounds']}"
+
+
+def done(found: Mapping[str, Any]) -> int:
+    """Rounds done by its status, those of rehearsals among them."""
+    rehearsals = found.get("rehearsals", 0)
+    before = (found.get("rehearsal", 0) or rehearsals + 1) - 1
+    return int(before * found["rounds"] + found["round"])

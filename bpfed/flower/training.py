@@ -2,6 +2,7 @@
 
 One exchange makes a round. In exchange r the sites get the shared state after round r - 1; every site tests it, and those
 drawn for round r train from it. So the scores of a round arrive with the next one, and a last exchange is for them alone.
+In a rehearsal there is nothing but that last exchange to test, with what the sites hold out.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from bpfed import noise
 from bpfed.config import Config
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.engine.evaluate import evaluated_clients
-from bpfed.engine.federation import Federation
+from bpfed.engine.federation import Federation, check_softness
 from bpfed.engine.store import MemoryStore
 from bpfed.errors import UserError
 from bpfed.flower.exchange import Exchange, Todo
-from bpfed.flower.journal import Journal
+from bpfed.flower.journal import Journal, sentence
 from bpfed.flower.message import Answer
 from bpfed.flower.pattern import patterns
 from bpfed.flower.plan import Plan
@@ -35,6 +36,8 @@ from bpfed.mixture import mixture
 from bpfed.model import Model
 from bpfed.networks import default
 from bpfed.privacy import secret_normal
+from bpfed.rehearsal import as_rehearsal
+from bpfed.slopes import fitted
 
 #: The server's rule: (the federation, uploads ``[S, ...]``, weights ``[S]``) to its new state.
 Rule = Callable[[Federation, State, Tensor], State]
@@ -46,7 +49,7 @@ def method_rule(federation: Federation, uploads: State, weights: Tensor) -> Stat
 
 
 class Training:
-    """One training: the rounds that are left of it, and the scores of its last one.
+    """One training, the run itself or a rehearsal: the rounds that are left of it, and the test of its last one.
 
     Args:
         plan: Who belongs to it, how long to wait.
@@ -82,14 +85,15 @@ class Training:
     def round(self, post: Post) -> None:
         """One round: asked again, of those that are missing, until enough sites have answered."""
         number = self.federation.round + 1
+        here = sentence(self.journal.place(number))
         drawn = [self.plan.sites[i] for i in self.federation.participants(number).tolist()]
         least = min(len(drawn), self.plan.min_replies or -(-len(drawn) // 2))
-        tested = self._tested() if number > 1 and self.federation.settings.evaluated(number - 1) else []
+        tested = self._tested() if number > 1 and self._scored(number - 1) else []
         uploads: dict[str, Answer] = {}
         scores: dict[str, Sums] = {}
         for attempt in range(self.plan.attempts):
             if attempt:
-                self.say(f"Round {number}: {len(uploads)} of {len(drawn)} uploads, {least} are needed; asking again.")
+                self.say(f"{here}: {len(uploads)} of {len(drawn)} uploads, {least} are needed; asking again.")
                 self.sleep(self.plan.pause)
             self.meet(post)
             todo = {
@@ -104,7 +108,7 @@ class Training:
                 break
         else:
             raise UserError(
-                f"Round {number} got {len(uploads)} uploads of {len(drawn)} where {least} are needed, {self.plan.attempts} "
+                f"{here} got {len(uploads)} uploads of {len(drawn)} where {least} are needed, {self.plan.attempts} "
                 "times; look after the sites and start the run again, it goes on from here."
             )
         if tested:
@@ -112,26 +116,40 @@ class Training:
         self._aggregate(number, [site for site in drawn if site in uploads], uploads)
 
     def last_scores(self, post: Post) -> None:
-        """After the last round: its scores."""
-        scores: dict[str, Sums] = {}
-        wanted = self._tested()
-        for attempt in range(self.plan.attempts):
-            if attempt:
-                self.say(f"The last round's scores of {len(wanted) - len(scores)} sites are missing; asking again.")
-                self.sleep(self.plan.pause)
-            self.meet(post)
-            missing = [s for s in wanted if s not in scores and self.journal.sites[s].there]
-            answers = self._asked(post, self.federation.round + 1, dict.fromkeys(missing, Todo(False, True)))
-            scores |= {site: answer.sums for site, answer in answers.items() if answer.sums is not None}
-            if len(scores) == len(wanted):
-                break
-        if not scores:
-            raise UserError("No site has tested the last round; look after the sites and start the run again.")
-        if not any(map(_examples, scores.values())):
+        """After the last round of a run: its scores."""
+        scores = {site: answer.sums for site, answer in self._last(post).items() if answer.sums is not None}
+        if not any(sums.examples for sums in scores.values()):
             raise UserError(
                 "No site has a test example; move the server's run away and set data.test_fraction above 0."
             )
         self._record(scores)
+
+    def held_out(self, post: Post) -> tuple[float, int]:
+        """After the last round of a rehearsal: the softness that suits what the sites hold out, and how many examples."""
+        told = self._last(post).values()
+        examples = sum(answer.sums.examples for answer in told if answer.sums is not None)
+        if not examples:
+            raise UserError(
+                "No site has two training examples, so none can be held out in rehearsals; make the deployment without them."
+            )
+        return fitted(torch.stack([answer.slopes for answer in told if answer.slopes is not None]).sum(0)), examples
+
+    def _last(self, post: Post) -> dict[str, Answer]:
+        """What the sites say of the last round, each tested on its own examples."""
+        found: dict[str, Answer] = {}
+        wanted, todo = self._tested(), Todo(train=False, test=True, slopes=self.journal.rehearsal > 0)
+        for attempt in range(self.plan.attempts):
+            if attempt:
+                self.say(f"The last round's scores of {len(wanted) - len(found)} sites are missing; asking again.")
+                self.sleep(self.plan.pause)
+            self.meet(post)
+            missing = [s for s in wanted if s not in found and self.journal.sites[s].there]
+            found |= self._asked(post, self.federation.round + 1, dict.fromkeys(missing, todo))
+            if len(found) == len(wanted):
+                break
+        if not found:
+            raise UserError("No site has tested the last round; look after the sites and start the run again.")
+        return found
 
     def _asked(self, post: Post, number: int, todo: Mapping[str, Todo]) -> dict[str, Answer]:
         found = self.exchange(post, number, self.federation.shared, todo)
@@ -160,7 +178,12 @@ class Training:
         self.journal.seconds += time.perf_counter() - start
         self.journal.save(self.federation)
         spent = "" if epsilon is None else f" epsilon is {epsilon:.3f} now, delta {settings.delta:g}."
-        self.say(f"Round {number} of {settings.rounds}: {len(order)} uploads.{spent}")
+        here = sentence(self.journal.place(number))
+        self.say(f"{here} of {settings.rounds}: {len(order)} uploads.{spent}")
+
+    def _scored(self, round_: int) -> bool:
+        """Whether the scores of a round are asked for with the next one."""
+        return not self.journal.rehearsal and self.federation.settings.evaluated(round_)
 
     def _tested(self) -> list[str]:
         """Sites that are tested, always the same ones."""
@@ -168,7 +191,7 @@ class Training:
 
     def _record(self, scores: Mapping[str, Sums]) -> None:
         """The line of metrics of the last finished round, from what its sites say of their test examples."""
-        order = [site for site in self.plan.sites if site in scores and _examples(scores[site])]
+        order = [site for site in self.plan.sites if site in scores and scores[site].examples]
         if not order:
             self.say(f"No site has tested round {self.federation.round}; it has no line of metrics.")
             return
@@ -176,19 +199,18 @@ class Training:
         self.journal.score(self.federation.round, evaluation, order, len(scores) - len(order))
 
 
-def _examples(sums: Sums) -> int:
-    """Test examples behind these sums."""
-    return int(sums.cells[0].sum())
-
-
-def without_examples(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any]) -> Federation:
+def without_examples(
+    config: Config, sites: tuple[str, ...], facts: Mapping[str, Any], rehearsal: int = 0
+) -> Federation:
     """The server's side of a federation: the clients' names, and none of their examples.
 
     Args:
         config: What is computed.
         sites: The clients' names.
         facts: What their data have in common.
+        rehearsal: Which rehearsal it is, from 1; 0: the run itself. All start with the run's first weights.
     """
+    check_softness(config.run, facts["task"])
     shape, classes = tuple(facts["shape"]), int(facts["classes"])
     offsets = torch.zeros(len(sites) + 1, dtype=torch.int64)
     none = Examples(torch.zeros(0, *shape), torch.zeros(0, dtype=torch.int64), offsets)
@@ -199,5 +221,6 @@ def without_examples(config: Config, sites: tuple[str, ...], facts: Mapping[str,
     model = Model.of(module, likelihood, torch.zeros(2, *shape), method.personal)
     model = mixture(model, settings.members, settings.seed)
     first = method.init(model)
+    settings = as_rehearsal(settings, rehearsal) if rehearsal else settings
     ids, cpu = noise.client_ids(sites), torch.device("cpu")
     return Federation(method, data, settings, model, cpu, first.shared, MemoryStore(first.personal, 0), ids)
