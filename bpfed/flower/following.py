@@ -28,6 +28,7 @@ class Following:
         self.shown = Progress(console)
         self.sites: dict[str, str] = {}
         self.trouble: dict[str, int] = {}
+        self.learnt = ""
         self._words, self._since = "", time.monotonic()
         self._next, self._silence = self._since, SILENCE[0]
         self._state: tuple[Any, ...] = ()
@@ -70,6 +71,10 @@ class Following:
             if trouble > self.trouble.get(site, 0):
                 self.say(f"Site '{site}': {seen.get('why', '')}")
             self.trouble[site] = trouble
+        learnt = found.get("learnt", "")
+        if learnt and learnt != self.learnt:
+            self.say(learnt)
+            self.learnt = learnt
         metrics = found.get("metrics") or {}
         self.shown.rounds, self.shown.done = found["rounds"], found["round"]
         self.shown.figures = figures(metrics) if metrics else ""

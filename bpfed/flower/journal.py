@@ -21,6 +21,7 @@ from bpfed.files import append_line, to_json, to_json_line, to_toml, write_whole
 from bpfed.flower.meeting import Seen
 from bpfed.flower.plan import EXCHANGES
 from bpfed.metrics import SURE, Evaluation
+from bpfed.rehearsal import uncertain
 from bpfed.report import RunRecord, write
 from bpfed.report.record import CONFIG, EVALUATION, METRICS, REHEARSALS, REPORT, SUMMARY
 
@@ -44,6 +45,7 @@ class Journal:
         folder: Where: the run folder, or a rehearsal's own in it.
         run: A word for this training.
         softness: In the run itself, what rehearsals have learnt; None: there were none.
+        held: Held-out examples that it was learnt from, in all rehearsals together.
         facts: What all sites' data have in common.
         counted: The last round in which a site's upload was used, by site; none of whom none was.
         history: A line of metrics for each round that was tested.
@@ -74,12 +76,21 @@ class Journal:
         self.folder = home / REHEARSALS / str(rehearsal) if rehearsal else home
         self.run = secrets.token_hex(8)
         self.softness: float | None = None
+        self.held = 0
         self.facts: dict[str, Any] = {}
         self.counted: dict[str, int] = {}
         self.history: list[dict[str, Any]] = []
         self.pending: dict[str, Any] = {}
         self.seconds = 0.0
         self.evaluation: tuple[Evaluation, list[str]] | None = None
+
+    @property
+    def learnt(self) -> str:
+        """In words what rehearsals have learnt; empty: nothing yet."""
+        if self.softness is None:
+            return ""
+        doubt = uncertain(self.softness, self.held, self.config.run.rehearsals)
+        return f"Rehearsed: probabilities will have a softness of {self.softness:.2f}. {doubt}".strip()
 
     def place(self, round_: int) -> str:
         """In words which round of which training, such as ``rehearsal 1 of 3, round 4``."""
@@ -111,7 +122,7 @@ class Journal:
             self.say(f"Checkpoint {name} is damaged; going on from the one before, round {restored.round}.")
         kept = restored.extra
         self.run, self.seconds, self.history, self.pending = (kept[k] for k in ("run", "seconds", "history", "pending"))
-        self.counted, self.softness = kept["counted"], kept["softness"]
+        self.counted, self.softness, self.held = (kept[k] for k in ("counted", "softness", "held"))
         federation.learnt = self.softness
         self.say(f"Going on after {self.place(restored.round)} of {self.config.run.rounds}.")
 
@@ -123,6 +134,7 @@ class Journal:
             "fingerprint": self.fingerprint,
             "seconds": round(self.seconds, 3),
             "softness": self.softness,
+            "held": self.held,
             "facts": self.facts,
             "pending": self.pending,
             "counted": self.counted,

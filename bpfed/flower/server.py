@@ -22,7 +22,7 @@ from bpfed.flower.plan import Plan
 from bpfed.flower.post import Post
 from bpfed.flower.status import Status
 from bpfed.flower.training import Rule, Training, method_rule, without_examples
-from bpfed.rehearsal import common, uncertain
+from bpfed.rehearsal import common
 from bpfed.report import RunRecord
 from bpfed.report.record import REHEARSALS
 
@@ -144,11 +144,10 @@ class Server:
         """Before the run begins: what all rehearsals say."""
         if not found:
             return
-        self.journal.softness = softness = common(each.softness for each in found)
+        self.journal.softness = common(each.softness for each in found)
+        self.journal.held = sum(each.examples for each in found)
         self.journal.seconds = sum(each.seconds for each in found)
-        self.say(f"Rehearsed: probabilities will have a softness of {softness:.2f}.")
-        if doubt := uncertain(softness, sum(each.examples for each in found), len(found)):
-            self.say(doubt)
+        self.say(self.journal.learnt)
 
     def _forget_rehearsals(self) -> None:
         """Once the run has begun and knows what they found."""

@@ -63,7 +63,7 @@ class Status:
             "rounds": self.settings.rounds,
             "rehearsal": journal.rehearsal,
             "rehearsals": self.settings.rehearsals,
-            "softness": journal.softness,
+            "learnt": journal.learnt,
             "sites": sites,
             "metrics": journal.history[-1] if journal.history else None,
         }

@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
+from command import Command
 from federations import Deployed, simulated
-from flwr.app import MetricRecord
+from flwr.app import Message, MetricRecord
 from scenarios import classification, regression
 from test_faults import Killed, spoil
 from test_same_numbers import same
@@ -17,6 +18,7 @@ from bpfed.data.held import held_out
 from bpfed.engine.federation import Federation
 from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
+from bpfed.flower.guard import Guard
 from bpfed.flower.message import Answer, Ask
 from bpfed.methods import METHODS, FedAvg, FedPer, PerFedAvg, Recipe
 from bpfed.rehearsal import as_rehearsal, common
@@ -75,8 +77,9 @@ def test_what_was_learnt_is_told_with_the_run_and_sites_predict_with_it(tmp_path
     assert [r["round"] for r in server.history] == [1, 2]
     told = [s for s in deployed.said if "softness" in s or s.startswith("Rehearsal")]
     assert told[0] == "Rehearsal 1 of 2, round 1 of 2: 3 uploads."
-    assert f"Rehearsed: probabilities will have a softness of {server.journal.softness:.2f}." in told
+    assert told[-1].startswith(f"Rehearsed: probabilities will have a softness of {server.journal.softness:.2f}. The ")
     assert "is learnt from 36 held-out examples, so it is uncertain; rehearsals = 56 would learn it" in told[-1]
+    assert json.loads((tmp_path / "server" / "status.json").read_text())["learnt"] == told[-1]
     for i, name in enumerate(DATA.clients):
         own, (x, _) = Run.load(tmp_path / "own" / name), DATA.test.client(i)
         assert own.softness == server.journal.softness
@@ -164,6 +167,51 @@ def test_a_kill_between_the_last_rehearsal_and_the_run_loses_nothing(tmp_path, w
     as_simulated(deployed.serve(), *wanted)
     assert len(deployed.grid.wire) - before == 2 * 3 * (1 + ROUNDS + 1)
     assert not (tmp_path / "server" / "rehearsals").exists()
+
+
+def test_a_site_that_is_started_anew_for_every_message_goes_on_from_its_disk(tmp_path):
+    deployed = Deployed(tmp_path, FedPer(), DATA, **TINY)
+
+    def fresh(message):
+        site = Deployed(tmp_path, FedPer(), DATA, **TINY).sites["site b"]
+        return Message(site.answer(message.content), reply_to=message)
+
+    deployed.grid.clients[deployed.node("site b")] = fresh
+    as_simulated(deployed.serve(), *simulated(FedPer(), DATA, **TINY))
+
+
+def test_a_site_that_is_away_for_a_round_of_a_rehearsal_is_away_for_that_one_alone(tmp_path, wanted):
+    deployed = Deployed(tmp_path, FedAvg(), DATA, **TINY)
+
+    def lost(record, message):
+        return None if Ask.read(message.content).rehearsal == 1 else record
+
+    spoil(deployed, "site b", lost, rounds=("1",))
+    server = deployed.serve()
+    assert server.sites["site b"].lost == 1
+    assert server.sites["site b"].why == "in rehearsal 1 of 2, round 1 it did not answer within 1 s."
+    same_shared = zip(tree_leaves(server.federation.shared), tree_leaves(wanted[0].shared), strict=True)
+    assert all(torch.allclose(ours, theirs, rtol=0, atol=1e-6) for ours, theirs in same_shared)
+
+
+def test_rehearsals_spend_of_what_a_site_may_send(tmp_path):
+    deployed = Deployed(tmp_path, FedAvg(), DATA, **TINY)
+    site = deployed.sites["site b"]
+    site.transform = Guard(site.folder, FedAvg(), 0.5, 4.0, 1e-5, 0.0, deployed.said.append)
+    deployed.serve()
+    assert json.loads((site.folder / "released.json").read_text())["releases"] == 3 * ROUNDS
+
+
+def test_whoever_asks_is_told_which_rehearsal_it_is(tmp_path, capsys):
+    command, fed = Command(capsys), tmp_path / "fed"
+    command.ok("deploy", "init", fed, "--sites", ",".join(DATA.clients), "--rehearsals", "2", "--rounds", str(ROUNDS))
+    assert "rehearsals = 2" in (fed / "server" / "config.toml").read_text()
+    deployed = Deployed(tmp_path, FedAvg(), DATA, **TINY)
+    killed_in(deployed, 2, 2)
+    (tmp_path / "server").rename(fed / "server" / "run")
+    shown = command.ok("deploy", "status", fed).out
+    assert "stopped, rehearsal 2 of 2, round 1 of 2, " in shown
+    assert "accuracy" not in shown
 
 
 def test_a_damaged_finding_is_named_and_found_anew_once_deleted(tmp_path, wanted):

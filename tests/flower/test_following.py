@@ -86,12 +86,17 @@ def test_a_rehearsal_is_called_one():
     with Following(console) as watched:
         for found in (rehearsed, rehearsed | {"round": 3}, rehearsed | {"rehearsal": 2, "round": 0}):
             watched.status(found)
+        for round_ in (0, 1):
+            watched.status(rehearsed | {"rehearsal": 0, "round": round_, "learnt": "Rehearsed: 0.50."})
     lines = [line.partition(" ")[2] for line in console.file.getvalue().splitlines()]
     assert lines == [
         "Site 'a' is ready.",
         "Running, rehearsal 1 of 2, round 2 of 3 done.",
         "Running, rehearsal 1 of 2, round 3 of 3 done.",
         "Running, rehearsal 2 of 2, round 0 of 3 done.",
+        "Rehearsed: 0.50.",
+        "Running, round 0 of 3 done.",
+        "Running, round 1 of 3 done.",
     ]
     assert waited_for(rehearsed) == "rehearsal 1 of 2, round 3 of 3 is under way"
     assert waited_for(rehearsed | {"round": 3}) == "rehearsal 1 of 2: what was held out is being tested"
