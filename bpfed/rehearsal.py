@@ -74,12 +74,8 @@ def rehearse(
             seen[id(part.run)] += len(trial.data.test.y)
     for run, _ in waiting:
         run.federation.learnt = common(found[id(run)])
-        if (examples := seen[id(run)]) < ENOUGH:
-            better = math.ceil(ENOUGH * run.settings.rehearsals / examples)
-            run.say(
-                f"The softness of {run.softness:.2f} is learnt from {examples} held-out examples, so it is uncertain; "
-                f"rehearsals = {better} would learn it from {ENOUGH}."
-            )
+        if sentence := uncertain(run.softness, seen[id(run)], run.settings.rehearsals):
+            run.say(sentence)
 
 
 def pending(federation: Federation) -> bool:
@@ -91,6 +87,17 @@ def common(fitted: Iterable[float]) -> float:
     """The softness that several cuts of the data agree on: their geometric mean, to four digits."""
     logs = [math.log(softness) for softness in fitted]
     return float(f"{math.exp(sum(logs) / len(logs)):.4g}")
+
+
+def uncertain(softness: float, examples: int, rehearsals: int) -> str:
+    """A sentence on a softness that so many rehearsals learnt from few held-out examples in all; empty: they are enough."""
+    if examples >= ENOUGH:
+        return ""
+    better = math.ceil(ENOUGH * rehearsals / examples)
+    return (
+        f"The softness of {softness:.2f} is learnt from {examples} held-out examples, so it is uncertain; "
+        f"rehearsals = {better} would learn it from {ENOUGH}."
+    )
 
 
 def as_rehearsal(settings: Settings, number: int) -> Settings:

@@ -148,6 +148,7 @@ def status(folder: Folder) -> None:
     _flower()
     from bpfed.flower import control
     from bpfed.flower.plan import Plan, server_folder
+    from bpfed.flower.status import where
 
     own = server_folder(folder)
     plan = Plan.read(own)
@@ -159,7 +160,7 @@ def status(folder: Folder) -> None:
     state = found["state"]
     if state not in ("finished", "stopped") and not control.alive(int(found["pid"])):
         state = "broken off"
-    print(f"{state}, round {found['round']} of {found['rounds']}, {ago:.0f} s ago" + _because(found))
+    print(f"{state}, {where(found)}, {ago:.0f} s ago" + _because(found))
     shown = show.table("site", "online", "last round used", "refused", "lost", right=3)
     for site in plan.sites:
         seen = found["sites"].get(site, {})

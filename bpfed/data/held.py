@@ -12,16 +12,22 @@ HELD = 0.2
 
 
 def held_out(data: FederatedData, held: float, cut: int) -> FederatedData:
+    """As `parted`, or a `UserError` where nothing is held out."""
+    kept = parted(data, held, cut)
+    if not len(kept.test.y):
+        raise UserError(f"No client of '{data.name}' has two training examples, so none can be held out to choose by.")
+    return kept
+
+
+def parted(data: FederatedData, held: float, cut: int) -> FederatedData:
     """The data with a part of the training examples in the place of the test examples, which are left out.
 
     Args:
         data: Its calibration examples, if any, are left out too.
-        held: How large a part of each client's.
+        held: How large a part of each client's; of one with a single training example none.
         cut: Which part: another number, another part.
     """
     kept = replace(data, calibration=None).hold_out(held, cut)
     assert kept.calibration is not None
-    if not len(kept.calibration.y):
-        raise UserError(f"No client of '{data.name}' has two training examples, so none can be held out to choose by.")
     name = f"{data.name}, {100 * held:g} % of training examples held out"
     return replace(kept, name=name, seed=cut, test=kept.calibration, calibration=None)

@@ -22,6 +22,7 @@ from bpfed.methods.base import State, rows
 from bpfed.metrics import SURE, Evaluation, evaluate, evaluate_regression
 from bpfed.noise import Purpose, words
 from bpfed.predict import How, classify, regress
+from bpfed.slopes import slopes
 
 #: Outputs and inputs of one draw that are held at a time, in numbers.
 BLOCK = 8_000_000
@@ -69,7 +70,8 @@ def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
             probs = tempered(probs, calibration.temperatures.to(federation.device)[owner])
         shares = class_shares(federation.data.train, federation.data.classes)[clients].to(federation.device)
         scored = evaluate(probs, found.y, offsets.to(federation.device), bins, sets, bounded, shares)
-        return replace(scored, fitted_softness=partial(common_temperature, probs, found.y)), clients
+        fitted = partial(common_temperature, probs, found.y)
+        return replace(scored, fitted_softness=fitted, slopes=partial(slopes, probs, found.y)), clients
     mean, scale, nll = found.outputs
     half = bound * scale if bound is not None else None
     inside, width = ((found.y - mean).abs() <= half, 2.0 * half) if half is not None else (None, None)

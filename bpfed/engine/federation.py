@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bpfed import noise
-from bpfed.data.federated import FederatedData
+from bpfed.data.federated import FederatedData, Task
 from bpfed.engine.local import LocalRound, Rows, chunk_size
 from bpfed.engine.server import combined
 from bpfed.engine.settings import Settings
@@ -88,9 +88,7 @@ class Federation:
             raise UserError(
                 "scaling fits a temperature to class probabilities, but the targets here are numbers; leave it out."
             )
-        if (settings.softness != 1.0 or settings.rehearsals) and data.task == "regression":
-            word = "softness is" if settings.softness != 1.0 else "rehearsals are for a softness"
-            raise UserError(f"{word} of class probabilities, but the targets here are numbers; leave it out.")
+        check_softness(settings, data.task)
         if settings.scaling == "client" and data.calibration is None:
             raise UserError("scaling needs examples to fit a temperature to; set calibration = 0.2 with it.")
         device = pick_device(settings.device, settings.tf32)
@@ -292,6 +290,13 @@ class Federation:
             len(self),
             draw or (lambda count: noise.normal(key, count)),
         )
+
+
+def check_softness(settings: Settings, task: Task) -> None:
+    """Raise a `UserError` if a softness is given or to be learnt and this task has none."""
+    if (settings.softness != 1.0 or settings.rehearsals) and task == "regression":
+        word = "softness is" if settings.softness != 1.0 else "rehearsals are for a softness"
+        raise UserError(f"{word} of class probabilities, but the targets here are numbers; leave it out.")
 
 
 def pick_device(name: str, tf32: bool = True) -> torch.device:

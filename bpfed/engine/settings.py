@@ -8,6 +8,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bpfed.errors import UserError, unknown
 
+#: The lowest softness and the highest; no probabilities are surer or softer for it than at these.
+SUREST, SOFTEST = 0.01, 100.0
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -112,8 +115,8 @@ class Settings:
             raise UserError(f"drop_rate is {self.drop_rate}, but must be at least 0 and below 1.")
         if not 0.0 <= self.calibration < 1.0:
             raise UserError(f"calibration is {self.calibration}, but must be at least 0 and below 1.")
-        if not 0.01 <= self.softness <= 100.0:
-            raise UserError(f"softness is {self.softness}, but must be from 0.01 to 100.")
+        if not SUREST <= self.softness <= SOFTEST:
+            raise UserError(f"softness is {self.softness}, but must be from {SUREST:g} to {SOFTEST:g}.")
         if self.scaling == "client" and (self.softness != 1.0 or self.rehearsals):
             asked = "rehearsals learn" if self.rehearsals else "softness is"
             raise UserError(

@@ -21,9 +21,9 @@ from bpfed.files import to_toml, write_whole
 from bpfed.flower import keys, processes
 from bpfed.flower.app import write_app
 from bpfed.flower.deployed import CONFIG, RUN, open_server
-from bpfed.flower.journal import STATUS
 from bpfed.flower.plan import SERVER, Plan
 from bpfed.flower.processes import Say
+from bpfed.flower.status import STATUS, done, where
 from bpfed.names import PREFIX
 from bpfed.report import RunRecord, text
 from bpfed.report.record import LARGEST, REPORT
@@ -53,10 +53,6 @@ def make(folder: Path, plan: Plan, config: Config) -> None:
         raise UserError("Two sites' names differ only in signs that a file's name cannot have; rename one.")
     config.method.check()
     config.run.check(len(plan.sites))
-    if config.run.rehearsals:
-        raise UserError(
-            "rehearsals are for simulated runs; learn a softness where examples are at hand, by 'bpfed tune', and set run.softness."
-        )
     server = folder / SERVER
     run = {k: v for k, v in vars(config.run).items() if v is not None}
     asked = {k: v for k, v in vars(config.data).items() if v is not None}
@@ -113,7 +109,7 @@ def run(
         rounds = found.summary["rounds"]
         say(f"The run in '{folder / RUN}' is finished already: {text.done(rounds)}.")
         return found
-    failures, done, patience = 0, -1, STARTING
+    failures, most, patience = 0, -1, STARTING
     while True:
         start = f"bpfed deploy server {folder.parent}"
         waiting(f"waiting up to {patience:.0f} s for the server at {plan.address}, which '{start}' starts")
@@ -130,12 +126,14 @@ def run(
         if state == "finished":
             return RunRecord.read(folder / RUN)
         last = status(folder) or {}
-        failures = 0 if last.get("round", 0) > done else failures + 1
-        done = max(done, last.get("round", 0))
+        now = done(last) if last else 0
+        failures = 0 if now > most else failures + 1
+        most = max(most, now)
         if last.get("state") == "stopped" and last.get("by_user_error"):
             raise UserError(str(last.get("error")))
         if failures >= RESTARTS:
-            raise UserError(f"The run broke off {failures} times after round {done}; see the server's log.")
+            after = where(last) if last else "round 0"
+            raise UserError(f"The run broke off {failures} times after {after}; see the server's log.")
         say("The run broke off; taking it up again from its last finished round.")
         time.sleep(2.0)
 

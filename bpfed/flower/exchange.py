@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from flwr.app import RecordDict
 
-from bpfed.flower.meeting import Seen
+from bpfed.flower.journal import Journal, sentence
 from bpfed.flower.message import Answer, Ask, size
 from bpfed.flower.pattern import Pattern, Patterns, Refused
 from bpfed.flower.post import Post
@@ -19,10 +19,11 @@ from bpfed.metrics import Form
 
 
 class Todo(NamedTuple):
-    """What a site is asked to do: to train in the round, to test the state that is sent."""
+    """What a site is asked to do: to train in the round, to test the state that is sent, and to tell slopes of the test."""
 
     train: bool
     test: bool
+    slopes: bool = False
 
 
 class Exchanged(NamedTuple):
@@ -41,23 +42,17 @@ class Exchanged(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """How the server of a run asks its sites.
+    """How the server asks its sites in a training.
 
     Attributes:
-        sites: What is known of each site, by name; what is refused and lost is counted there.
-        fingerprint: Of the configuration.
-        run: The word for this run.
-        facts: What all sites' data have in common.
+        journal: Of the training. What is refused and lost is counted with its sites.
         patterns: What travels.
         form: What sums look like.
         timeout: Seconds that a site has to answer.
         say: Told in words what happens.
     """
 
-    sites: dict[str, Seen]
-    fingerprint: str
-    run: str
-    facts: dict[str, Any]
+    journal: Journal
     patterns: Patterns
     form: Form
     timeout: float
@@ -65,10 +60,20 @@ class Exchange:
 
     def __call__(self, post: Post, number: int, shared: State, todo: Mapping[str, Todo]) -> Exchanged:
         """Ask these sites, in round ``number``, with the server's state."""
-        down, facts = self.patterns.down(number), json.dumps(self.facts, sort_keys=True)
+        journal, down = self.journal, self.patterns.down(number)
+        facts = json.dumps(journal.facts, sort_keys=True)
         asks = {
             site: Ask(
-                self.fingerprint, self.run, number, what.train, what.test, self.sites[site].counted, facts, shared
+                journal.fingerprint,
+                journal.run,
+                number,
+                what.train,
+                what.test,
+                journal.counted.get(site, 0),
+                facts,
+                journal.rehearsal,
+                1.0 if journal.softness is None else journal.softness,
+                shared,
             ).write(down)
             for site, what in todo.items()
         }
@@ -99,14 +104,15 @@ class Exchange:
         return Exchanged(answers, seconds, line)
 
     def _send(self, post: Post, asks: Mapping[str, RecordDict], number: int) -> dict[str, RecordDict | str]:
-        nodes = {node: site for site in asks if (node := self.sites[site].node) is not None}
+        nodes = {node: site for site in asks if (node := self.journal.sites[site].node) is not None}
         found = post.exchange({node: asks[site] for node, site in nodes.items()}, number, self.timeout)
         replies = {site: found[node] for node, site in nodes.items() if node in found}
         for site in asks:
             if site not in replies:
-                self.sites[site].lost += 1
-                self.sites[site].why = f"in round {number} it did not answer within {self.timeout:g} s."
-                self.say(f"Round {number}: site '{site}' did not answer within {self.timeout:g} s.")
+                self.journal.sites[site].lost += 1
+                place = self.journal.place(number)
+                self.journal.sites[site].why = f"in {place} it did not answer within {self.timeout:g} s."
+                self.say(f"{sentence(place)}: site '{site}' did not answer within {self.timeout:g} s.")
         return replies
 
     def _let_in(self, site: str, reply: RecordDict | str, number: int, asked: Todo) -> Answer | None:
@@ -115,20 +121,21 @@ class Exchange:
             if isinstance(reply, str):
                 raise Refused(reply)
             pattern: Pattern | None = self.patterns.upload if asked.train else None
-            answer = Answer.read(reply, pattern, self.form if asked.test else None)
+            answer = Answer.read(reply, pattern, self.form if asked.test else None, asked.slopes)
             if answer.site != site:
                 raise Refused(f"it says it is '{answer.site[:40]}'.")
             if answer.refused:
                 raise Refused(answer.refused[:300])
-            if (answer.run, answer.round) != (self.run, number):
+            if (answer.run, answer.round) != (self.journal.run, number):
                 raise Refused(f"it is of round {answer.round} of run {answer.run[:16]}, and this is round {number}.")
-            if answer.fingerprint != self.fingerprint:
+            if answer.fingerprint != self.journal.fingerprint:
                 raise Refused("it has another configuration; give all sites the same config.toml.")
             if asked.train and answer.train < 1:
                 raise Refused("it says it has no training example.")
             return answer
         except Refused as refused:
-            self.sites[site].refused += 1
-            self.sites[site].why = f"its message of round {number} is not used: {refused}"
-            self.say(f"Round {number}: the message of site '{site}' is not used: {refused}")
+            self.journal.sites[site].refused += 1
+            place = self.journal.place(number)
+            self.journal.sites[site].why = f"its message of {place} is not used: {refused}"
+            self.say(f"{sentence(place)}: the message of site '{site}' is not used: {refused}")
             return None

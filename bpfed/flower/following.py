@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from bpfed.callbacks.progress import Progress, clock, figures
+from bpfed.flower.status import where
 
 #: Elsewhere than on a terminal, seconds without a line after which there is one: at first, and the most.
 SILENCE = (2.0, 15.0)
@@ -27,6 +28,7 @@ class Following:
         self.shown = Progress(console)
         self.sites: dict[str, str] = {}
         self.trouble: dict[str, int] = {}
+        self.learnt = ""
         self._words, self._since = "", time.monotonic()
         self._next, self._silence = self._since, SILENCE[0]
         self._state: tuple[Any, ...] = ()
@@ -69,15 +71,19 @@ class Following:
             if trouble > self.trouble.get(site, 0):
                 self.say(f"Site '{site}': {seen.get('why', '')}")
             self.trouble[site] = trouble
+        learnt = found.get("learnt", "")
+        if learnt and learnt != self.learnt:
+            self.say(learnt)
+            self.learnt = learnt
         metrics = found.get("metrics") or {}
         self.shown.rounds, self.shown.done = found["rounds"], found["round"]
         self.shown.figures = figures(metrics) if metrics else ""
-        state = (found["state"], found["round"], metrics.get("round"))
+        state = (found["state"], where(found), metrics.get("round"))
         if state != self._state:
             self._state = state
             scores = f" Round {metrics['round']}: {self.shown.figures}." if metrics else ""
             why = f" ({found['error']})" if found.get("error") else ""
-            self.say(f"{found['state'].capitalize()}, round {found['round']} of {found['rounds']} done.{scores}{why}")
+            self.say(f"{found['state'].capitalize()}, {where(found)} done.{scores}{why}")
         self.waiting(waited_for(found))
 
     def _tick(self) -> None:
@@ -96,5 +102,7 @@ def waited_for(found: Mapping[str, Any]) -> str:
         few = "; ".join(named[:6]) + ("; ..." if len(absent) > 6 else "")
         return f"waiting for {len(absent)} of {len(found['sites'])} sites ({few})"
     if found["round"] < found["rounds"]:
-        return f"round {found['round'] + 1} of {found['rounds']} is under way"
+        return f"{where(found, 1)} is under way"
+    if found.get("rehearsal"):
+        return f"rehearsal {found['rehearsal']} of {found['rehearsals']}: what was held out is being tested"
     return "the last round's scores are under way"

@@ -1,14 +1,12 @@
-"""The journal of a deployed run: what its server writes into the run folder, and reads back to go on."""
+"""The journal of a deployed training: what the server writes into the run folder, and reads back to go on."""
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,42 +21,80 @@ from bpfed.files import append_line, to_json, to_json_line, to_toml, write_whole
 from bpfed.flower.meeting import Seen
 from bpfed.flower.plan import EXCHANGES
 from bpfed.metrics import SURE, Evaluation
+from bpfed.rehearsal import uncertain
 from bpfed.report import RunRecord, write
-from bpfed.report.record import CONFIG, EVALUATION, METRICS, REPORT, SUMMARY
+from bpfed.report.record import CONFIG, EVALUATION, METRICS, REHEARSALS, REPORT, SUMMARY
 
-CHECKPOINT, STATUS = "checkpoint", "status.json"
+CHECKPOINT = "checkpoint"
+#: What a rehearsal found, in its folder.
+FOUND = "found.json"
+
+
+class Found(NamedTuple):
+    """What came of a rehearsal: a softness, from so many held-out examples, after so many seconds."""
+
+    softness: float
+    examples: int
+    seconds: float
 
 
 class Journal:
-    """What is kept of a run beside the server's state of the method.
+    """What is kept of a training, the run itself or a rehearsal, beside the server's state of the method.
 
     Attributes:
-        run: A word for this run.
+        folder: Where: the run folder, or a rehearsal's own in it.
+        run: A word for this training.
+        softness: In the run itself, what rehearsals have learnt; None: there were none.
+        held: Held-out examples that it was learnt from, in all rehearsals together.
         facts: What all sites' data have in common.
+        counted: The last round in which a site's upload was used, by site; none of whom none was.
         history: A line of metrics for each round that was tested.
         pending: What is known of the last round beside its scores.
         seconds: Time that exchanges and aggregation took.
         evaluation: Scores of the last round that was tested, and of which sites.
 
     Args:
-        folder: The run folder.
+        home: The run folder.
         config: What is computed.
         fingerprint: Of that.
         sites: What is known of each site, by name.
         say: Told in words what happens.
+        rehearsal: Which rehearsal it is, from 1; 0: it is the run itself.
     """
 
     def __init__(
-        self, folder: Path, config: Config, fingerprint: str, sites: dict[str, Seen], say: Callable[[str], None]
+        self,
+        home: Path,
+        config: Config,
+        fingerprint: str,
+        sites: dict[str, Seen],
+        say: Callable[[str], None],
+        rehearsal: int = 0,
     ) -> None:
-        self.folder, self.config, self.fingerprint, self.sites, self.say = folder, config, fingerprint, sites, say
+        self.home, self.config, self.fingerprint, self.sites, self.say = home, config, fingerprint, sites, say
+        self.rehearsal = rehearsal
+        self.folder = home / REHEARSALS / str(rehearsal) if rehearsal else home
         self.run = secrets.token_hex(8)
+        self.softness: float | None = None
+        self.held = 0
         self.facts: dict[str, Any] = {}
+        self.counted: dict[str, int] = {}
         self.history: list[dict[str, Any]] = []
         self.pending: dict[str, Any] = {}
         self.seconds = 0.0
         self.evaluation: tuple[Evaluation, list[str]] | None = None
-        self._state = "starting"
+
+    @property
+    def learnt(self) -> str:
+        """In words what rehearsals have learnt; empty: nothing yet."""
+        if self.softness is None:
+            return ""
+        doubt = uncertain(self.softness, self.held, self.config.run.rehearsals)
+        return f"Rehearsed: probabilities will have a softness of {self.softness:.2f}. {doubt}".strip()
+
+    def place(self, round_: int) -> str:
+        """In words which round of which training, such as ``rehearsal 1 of 3, round 4``."""
+        return place(round_, self.rehearsal, self.config.run.rehearsals)
 
     # --- going on -------------------------------------------------------------------------------------------------------
 
@@ -73,7 +109,7 @@ class Journal:
                 continue
             if record.get("fingerprint") != self.fingerprint:
                 raise UserError(
-                    f"The run in '{self.folder}' has another configuration; move that folder away to start a new run."
+                    f"The run in '{self.home}' has another configuration; move that folder away to start a new run."
                 )
             return dict(record)
         return None
@@ -86,9 +122,9 @@ class Journal:
             self.say(f"Checkpoint {name} is damaged; going on from the one before, round {restored.round}.")
         kept = restored.extra
         self.run, self.seconds, self.history, self.pending = (kept[k] for k in ("run", "seconds", "history", "pending"))
-        for site in self.sites.keys() & kept["sites"].keys():
-            self.sites[site] = Seen(**kept["sites"][site])
-        self.say(f"Going on after round {restored.round} of {self.config.run.rounds}.")
+        self.counted, self.softness, self.held = (kept[k] for k in ("counted", "softness", "held"))
+        federation.learnt = self.softness
+        self.say(f"Going on after {self.place(restored.round)} of {self.config.run.rounds}.")
 
     def save(self, federation: Federation) -> None:
         """Write a checkpoint."""
@@ -97,8 +133,11 @@ class Journal:
             "run": self.run,
             "fingerprint": self.fingerprint,
             "seconds": round(self.seconds, 3),
+            "softness": self.softness,
+            "held": self.held,
             "facts": self.facts,
             "pending": self.pending,
+            "counted": self.counted,
             "sites": sites,
             "history": self.history,
         }
@@ -107,8 +146,10 @@ class Journal:
     # --- as it goes -----------------------------------------------------------------------------------------------------
 
     def begin(self, federation: Federation) -> None:
-        """Before the first round of a new run."""
-        write_whole(self.folder / CONFIG, to_toml(self._config(federation)))
+        """Before the first round of a new training."""
+        federation.learnt = self.softness
+        if not self.rehearsal:
+            write_whole(self.folder / CONFIG, to_toml(self._config(federation)))
         write_whole(self.folder / EXCHANGES, "")
         self.save(federation)
 
@@ -129,32 +170,21 @@ class Journal:
         self.history = [r for r in self.history if r["round"] != round_] + [record]
         append_line(self.folder / METRICS, to_json_line(record))
 
-    def status(self, state: str | None, round_: int, error: BaseException | None = None) -> None:
-        """How the run is at this moment; ``state`` None: as it was."""
-        self._state = state or self._state
-        sites = {
-            site: {
-                "connected": seen.node is not None,
-                "online": seen.there,
-                "counted": seen.counted,
-                "refused": seen.refused,
-                "lost": seen.lost,
-                "why": seen.why,
-            }
-            for site, seen in self.sites.items()
-        }
-        status = {
-            "state": self._state,
-            "error": "" if error is None else str(error) if isinstance(error, UserError) else type(error).__name__,
-            "by_user_error": isinstance(error, UserError),
-            "pid": os.getpid(),
-            "at": time.time(),
-            "round": round_,
-            "rounds": self.config.run.rounds,
-            "sites": sites,
-            "metrics": self.history[-1] if self.history else None,
-        }
-        write_whole(self.folder / STATUS, to_json(status))
+    # --- of a rehearsal ---------------------------------------------------------------------------------------------------
+
+    def found(self) -> Found | None:
+        """What this rehearsal found; None: it is not over."""
+        path = self.folder / FOUND
+        if not path.exists():
+            return None
+        try:
+            return Found(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"'{path}' is damaged ({error}); delete it, and it is found anew.") from error
+
+    def conclude(self, softness: float, examples: int) -> None:
+        """This rehearsal is over, and found such a softness in so many held-out examples."""
+        write_whole(self.folder / FOUND, to_json(Found(softness, examples, round(self.seconds, 3))._asdict()))
 
     # --- the result -----------------------------------------------------------------------------------------------------
 
@@ -223,6 +253,16 @@ class Journal:
             record |= {"epsilon": epsilon, "delta": self.config.run.delta}
         if self.config.run.members > 1:
             record["members"] = self.config.run.members
-        if self.config.run.softness != 1.0:
-            record["softness"] = self.config.run.softness
+        if federation.softness != 1.0:
+            record["softness"] = federation.softness
         return record | figures(self.history)
+
+
+def place(round_: int, rehearsal: int, rehearsals: int) -> str:
+    """In words which round, and of which rehearsal; 0: of none."""
+    return f"{f'rehearsal {rehearsal} of {rehearsals}, ' if rehearsal else ''}round {round_}"
+
+
+def sentence(words: str) -> str:
+    """Words as the beginning of a sentence."""
+    return words[:1].upper() + words[1:]

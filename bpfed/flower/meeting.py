@@ -23,7 +23,6 @@ class Seen:
     Attributes:
         node: Where it is reached now; None: it is not online.
         facts: What it told of its data; None: nothing yet.
-        counted: The last round in which its upload was used.
         refused: How many of its messages were refused.
         lost: How many of its answers never came.
         why: Of the last message that was refused or lost, what was said of it.
@@ -31,7 +30,6 @@ class Seen:
 
     node: int | None = None
     facts: dict[str, Any] | None = None
-    counted: int = 0
     refused: int = 0
     lost: int = 0
     why: str = ""

@@ -17,9 +17,10 @@ from bpfed.config import Config
 from bpfed.flower.pattern import Pattern, Refused, Upload, listed
 from bpfed.methods.base import State
 from bpfed.metrics import Form, Sums
+from bpfed.slopes import fault
 
 #: Raised whenever a message changes its meaning.
-PROTOCOL = 2
+PROTOCOL = 3
 #: A message may hold so many bytes beside its tensors.
 BESIDE = 1 << 20
 #: Settings of a run that have no part in what a site computes.
@@ -45,6 +46,8 @@ class Ask:
         evaluate: Whether to test the shared state, which is that after round ``round - 1``.
         counted: The last round in which this site's upload was used; it goes on from its own state of that round.
         facts: What all sites' data have in common, as JSON.
+        rehearsal: Which rehearsal the round is of, from 1; 0: it is of the run itself.
+        softness: In the run itself, what rehearsals have learnt; 1 where there were none.
         shared: The server's state; None in round 0.
     """
 
@@ -55,6 +58,8 @@ class Ask:
     evaluate: bool = False
     counted: int = 0
     facts: str = ""
+    rehearsal: int = 0
+    softness: float = 1.0
     shared: State = None
 
     def write(self, pattern: Pattern | None = None) -> RecordDict:
@@ -93,7 +98,8 @@ class Answer:
         seconds: Time it took.
         work: Of these, what training and testing took.
         upload: What it gives to the server, if it trained.
-        sums: Of its test examples, if it tested.
+        sums: Of its test examples, if it tested; in a rehearsal, of those it held out.
+        slopes: Of what it held out, at the end of a rehearsal (see `bpfed.slopes`).
         info: What is reported of its training.
     """
 
@@ -108,11 +114,12 @@ class Answer:
     work: float = 0.0
     upload: Upload | None = None
     sums: Sums | None = None
+    slopes: Tensor | None = None
     info: dict[str, float] = field(default_factory=dict)
 
     def write(self, pattern: Pattern | None = None) -> RecordDict:
         """As it travels."""
-        plain = {k: v for k, v in vars(self).items() if k not in ("upload", "sums", "info")}
+        plain = {k: v for k, v in vars(self).items() if k not in ("upload", "sums", "slopes", "info")}
         record = RecordDict({"answer": ConfigRecord({"protocol": PROTOCOL, "version": __version__, **plain})})
         if self.upload is not None:
             assert pattern is not None
@@ -122,20 +129,24 @@ class Answer:
             cells, losses, further = self.sums
             named = {"cells": cells, "losses": losses, **further}
             record["sums"] = MetricRecord({name: part.flatten().tolist() for name, part in named.items()})
+        if self.slopes is not None:
+            record["slopes"] = MetricRecord({"slopes": self.slopes.tolist()})
         if self.info:
             record["info"] = MetricRecord({name: float(v) for name, v in self.info.items()})
         return record
 
     @classmethod
-    def read(cls, record: RecordDict, pattern: Pattern | None, form: Form | None) -> Answer:
+    def read(cls, record: RecordDict, pattern: Pattern | None, form: Form | None, with_slopes: bool = False) -> Answer:
         """Of a message, or `Refused`.
 
         Args:
             record: The message.
             pattern: What an upload must look like; None: there must be none.
             form: What sums must look like; None: there must be none.
+            with_slopes: Whether there must be slopes, of the examples that the sums are of.
         """
         allowed = ("answer", *(("upload", "info") if pattern else ()), *(("sums",) if form else ()))
+        allowed += ("slopes",) if with_slopes else ()
         _only(record, allowed, pattern.bytes if pattern else 0)
         plain = _plain(record, "answer", _ANSWER)
         if plain["refused"]:
@@ -144,13 +155,14 @@ class Answer:
             raise Refused("its number of examples or its time is no such number.")
         upload = Upload(pattern.read(_part(record, "upload", ArrayRecord))) if pattern else None
         sums = _sums(_part(record, "sums", MetricRecord), form) if form else None
+        slopes = _slopes(_part(record, "slopes", MetricRecord), sums) if with_slopes and sums is not None else None
         info: dict[str, float] = {}
         if pattern and "info" in record:
             for name, value in _part(record, "info", MetricRecord).items():
                 if isinstance(value, list) or not math.isfinite(value):
                     raise Refused(f"'{name[:40]}' of its training is not a finite number.")
                 info[name] = float(value)
-        return cls(**plain, upload=upload, sums=sums, info=info)
+        return cls(**plain, upload=upload, sums=sums, slopes=slopes, info=info)
 
 
 _ASK: dict[str, type] = {
@@ -161,6 +173,8 @@ _ASK: dict[str, type] = {
     "evaluate": bool,
     "counted": int,
     "facts": str,
+    "rehearsal": int,
+    "softness": float,
 }
 _ANSWER: dict[str, type] = {
     "fingerprint": str,
@@ -228,3 +242,13 @@ def _sums(record: MetricRecord, form: Form) -> Sums:
             raise Refused(f"its '{name}' are not sums.")
         made[name] = tensor.reshape(shape)
     return Sums(made.pop("cells"), made.pop("losses"), made)
+
+
+def _slopes(record: MetricRecord, sums: Sums) -> Tensor:
+    values = record.get("slopes")
+    if list(record) != ["slopes"] or not isinstance(values, list):
+        raise Refused("its slopes are not readable.")
+    found = torch.tensor(values, dtype=torch.float64)
+    if why := fault(found, sums.examples):
+        raise Refused(why)
+    return found

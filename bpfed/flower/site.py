@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 import traceback
 from collections.abc import Callable
@@ -16,11 +17,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bpfed.config import Config
+from bpfed.data.held import HELD, parted
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound
+from bpfed.engine.settings import SOFTEST, SUREST
 from bpfed.engine.store import Layout
 from bpfed.errors import UserError
+from bpfed.files import said
 from bpfed.flower.data import Source
 from bpfed.flower.message import Answer, Ask, fingerprint, shared_of
 from bpfed.flower.own import keep
@@ -28,6 +32,9 @@ from bpfed.flower.pattern import Patterns, Refused, Upload, patterns
 from bpfed.flower.states import States
 from bpfed.methods.base import Course, State
 from bpfed.metrics import Evaluation, Form, Sums, evaluate_sums
+from bpfed.rehearsal import as_rehearsal
+from bpfed.report.record import REHEARSALS
+from bpfed.slopes import PLACES
 
 #: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same pattern.
 UploadTransform = Callable[[Upload, State, int], Upload]
@@ -65,7 +72,7 @@ class Site:
         self.transform, self.say, self.own = transform, say, own
         self.fingerprint = fingerprint(config)
         self.patterns: Patterns | None = None
-        self._federation: tuple[str, Federation] | None = None
+        self._federation: tuple[tuple[str, int], Federation] | None = None
         self._work = 0.0
 
     def answer(self, record: RecordDict) -> RecordDict:
@@ -94,22 +101,38 @@ class Site:
     def _answer(self, ask: Ask, record: RecordDict) -> Answer:
         if ask.fingerprint != self.fingerprint:
             raise Refused("the server has another configuration than this site; give both the same config.toml.")
+        self._check(ask)
         if ask.round == 0:
             return self._plain(ask, facts=json.dumps(self.source.facts(), sort_keys=True))
         federation = self._placed(ask, record)
         answer = self._plain(ask, train=int(federation.data.train.sizes[0]))
         if ask.evaluate:
-            answer = replace(answer, sums=self._evaluate(federation, ask))
+            sums, slopes = self._evaluate(federation, ask)
+            answer = replace(answer, sums=sums, slopes=slopes)
         if ask.train:
             upload, info = self._train(federation, ask)
             answer = replace(answer, upload=upload, info=info)
         return answer
 
+    def _check(self, ask: Ask) -> None:
+        """That rehearsals and what they found are as the configuration allows."""
+        most, softness = self.config.run.rehearsals, ask.softness
+        if not 0 <= ask.rehearsal <= most:
+            raise Refused(f"it is of rehearsal {ask.rehearsal}, and there are to be {most}.")
+        if not SUREST <= softness <= SOFTEST:
+            raise Refused(f"its softness is {softness}, which is not from {SUREST:g} to {SOFTEST:g}.")
+        if softness != 1.0 and (ask.rehearsal or not most):
+            raise Refused(f"its softness is {softness}, where none can have been learnt.")
+
     def _placed(self, ask: Ask, record: RecordDict) -> Federation:
         """A federation of this client alone, as it was after the round before the one that is asked for."""
-        if self._federation is None or self._federation[0] != ask.facts:
-            self._federation = ask.facts, self._start(ask.facts)
+        if not ask.rehearsal:
+            self._forget_rehearsals()
+        wanted = ask.facts, ask.rehearsal
+        if self._federation is None or self._federation[0] != wanted:
+            self._federation = wanted, self._start(ask.facts, ask.rehearsal)
         federation = self._federation[1]
+        federation.learnt = ask.softness if self.config.run.rehearsals and not ask.rehearsal else None
         assert self.patterns is not None
         federation.round = ask.round - 1
         shared = shared_of(record, self.patterns.down(ask.round))
@@ -125,7 +148,7 @@ class Site:
         federation.store.put(_ONLY, layout.unpack(row[None]))
         return federation
 
-    def _start(self, facts: str) -> Federation:
+    def _start(self, facts: str, rehearsal: int) -> Federation:
         try:
             common: dict[str, Any] = json.loads(facts)
             sites, longest = common["sites"], common["longest"]
@@ -136,10 +159,15 @@ class Site:
         data = self.source.data(common)
         settings = replace(self.config.run, participants=None, eval_clients=None, store="memory")
         federation = Federation.start(self.config.method, data, settings)
+        if rehearsal:  # with other examples and another seed, from the same first weights
+            settings = as_rehearsal(settings, rehearsal)
+            cut = parted(federation.data, HELD, settings.seed)
+            federation = Federation.of(self.config.method, cut, settings, federation.model)
         federation.run_of_all = Course(sites, self.config.run.per_round(sites), settings.rounds, settings.epochs)
-        train, batch = federation.data.train, settings.batch  # without what is held back for calibration
-        # Never compiled: the process ends with the round. The width is the simulator's for clients of any size; a site that
-        # joined late may have more examples than any that told of theirs.
+        train, batch = federation.data.train, settings.batch  # without what is held back or held out
+        # Never compiled: the process ends with the round. The width is at least the simulator's, for clients of any size,
+        # and what is beyond a client's examples counts for nothing; a site that joined late may have more examples than any
+        # that told of theirs.
         width = min(batch, max(longest, int(train.sizes[0])))
         x, y = train.x.to(federation.device), train.y.to(federation.device)
         federation.training = LocalRound(
@@ -148,16 +176,20 @@ class Site:
         self.patterns = patterns(self.config.method, federation.model, settings.compression == "half")
         return federation
 
-    def _evaluate(self, federation: Federation, ask: Ask) -> Sums:
+    def _evaluate(self, federation: Federation, ask: Ask) -> tuple[Sums, Tensor | None]:
+        """Sums over its test examples; at the end of a rehearsal, the slopes of those held out too."""
         start = time.perf_counter()
         if federation.finished:
             federation.settle()
         evaluated = evaluate_clients(federation) if len(federation.data.test.y) else self._untested(federation)
+        scores, slopes = evaluated[0], None
+        if ask.rehearsal and federation.finished:
+            slopes = scores.slopes() if scores.slopes is not None else torch.zeros(PLACES, dtype=torch.float64)
         self._work += time.perf_counter() - start
-        if federation.finished:  # what the site predicts with from now on
+        if federation.finished and not ask.rehearsal:  # what the site predicts with from now on
             self._states(ask).settle(federation.round, self._row(federation, federation.store.get(_ONLY)))
             self._keep(federation, evaluated)
-        return evaluated[0].sums.cpu()
+        return scores.sums.cpu(), slopes
 
     def _untested(self, federation: Federation) -> tuple[Evaluation, Tensor]:
         """What is said of a site without test examples: nothing, in the form of something."""
@@ -191,7 +223,13 @@ class Site:
         return layout.pack(personal)[0] if layout.width else torch.zeros(0)
 
     def _states(self, ask: Ask) -> States:
-        return States(self.folder, self.name, ask.run)
+        return States(self.folder / REHEARSALS if ask.rehearsal else self.folder, self.name, ask.run)
+
+    def _forget_rehearsals(self) -> None:
+        """Once the run itself has begun."""
+        if (folder := self.folder / REHEARSALS).exists():
+            with said(folder):
+                shutil.rmtree(folder)
 
     def _plain(self, ask: Ask, facts: str = "", train: int = 0) -> Answer:
         return Answer(self.fingerprint, ask.run, ask.round, self.name, "", facts, train)

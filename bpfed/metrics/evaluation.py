@@ -86,6 +86,7 @@ class Evaluation:
         more: What further scores there are, by name; see `evaluate`.
         fitted_softness: Of class probabilities, finds the temperature at which they would suit these labels best: below 1 where
             they are not sure enough. None where only sums are known.
+        slopes: Likewise, what is told of them to find it for clients that never meet (`bpfed.slopes`).
     """
 
     scores: dict[str, Score]
@@ -96,6 +97,7 @@ class Evaluation:
     sums: Sums
     more: dict[str, Score] = field(default_factory=dict)
     fitted_softness: Callable[[], float] | None = None
+    slopes: Callable[[], Tensor] | None = None
 
     def __getitem__(self, metric: str) -> Score:
         return self.scores[metric] if metric in self.scores else self.more[metric]

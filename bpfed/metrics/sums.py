@@ -41,6 +41,11 @@ class Sums(NamedTuple):
         cells = torch.zeros(form.rows, 1, form.bins, dtype=torch.float64)
         return cls(cells, losses, dict.fromkeys(form.further, further))
 
+    @property
+    def examples(self) -> int:
+        """Test examples behind these sums, of all clients together."""
+        return int(self.cells[0].sum())
+
     def cpu(self) -> Sums:
         """The same in main memory."""
         return Sums(self.cells.cpu(), self.losses.cpu(), {name: part.cpu() for name, part in self.further.items()})

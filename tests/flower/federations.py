@@ -15,6 +15,8 @@ from bpfed.flower.plan import Plan
 from bpfed.flower.post import GridPost
 from bpfed.flower.server import Server
 from bpfed.flower.site import Site
+from bpfed.rehearsal import rehearse
+from bpfed.run import Run
 from bpfed.schema import DataSettings
 
 SETTINGS = {"rounds": 5, "epochs": 2, "batch": 5, "eval_draws": 4, "eval_every": 1, "device": "cpu", "compile": "off"}
@@ -88,6 +90,7 @@ def simulated(method, data=None, away=None, **settings):
     """The same federation in the simulator; ``away`` maps a round to clients that are down in it."""
     data = classification() if data is None else data
     federation = Federation.start(method, data, Settings(**{**SETTINGS, **settings}))
+    rehearse([Run(federation)])
     everyone = federation.participants
 
     def present(round_):

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from bpfed.flower import following
 from bpfed.flower.following import Following, waited_for
+from bpfed.flower.status import done
 
 
 def status(state, round_, metrics=None, **sites):
@@ -77,3 +78,30 @@ def test_what_is_waited_for():
     waiting = status("waiting for sites", 0, a="joining", b="no", c="yes")
     assert waited_for(waiting) == "waiting for 2 of 3 sites (a: joined, getting ready; b)"
     assert waited_for(status("waiting for sites", 0, a="yes")) == "round 1 of 3 is under way"
+
+
+def test_a_rehearsal_is_called_one():
+    console = shown()
+    rehearsed = status("running", 2, a="yes") | {"rehearsal": 1, "rehearsals": 2}
+    with Following(console) as watched:
+        for found in (rehearsed, rehearsed | {"round": 3}, rehearsed | {"rehearsal": 2, "round": 0}):
+            watched.status(found)
+        for round_ in (0, 1):
+            watched.status(rehearsed | {"rehearsal": 0, "round": round_, "learnt": "Rehearsed: 0.50."})
+    lines = [line.partition(" ")[2] for line in console.file.getvalue().splitlines()]
+    assert lines == [
+        "Site 'a' is ready.",
+        "Running, rehearsal 1 of 2, round 2 of 3 done.",
+        "Running, rehearsal 1 of 2, round 3 of 3 done.",
+        "Running, rehearsal 2 of 2, round 0 of 3 done.",
+        "Rehearsed: 0.50.",
+        "Running, round 0 of 3 done.",
+        "Running, round 1 of 3 done.",
+    ]
+    assert waited_for(rehearsed) == "rehearsal 1 of 2, round 3 of 3 is under way"
+    assert waited_for(rehearsed | {"round": 3}) == "rehearsal 1 of 2: what was held out is being tested"
+    assert [done(found) for found in (rehearsed, rehearsed | {"rehearsal": 2}, rehearsed | {"rehearsal": 0})] == [
+        2,
+        5,
+        8,
+    ]

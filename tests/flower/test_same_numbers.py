@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from bpfed.data.federated import Examples
 from bpfed.errors import UserError
-from bpfed.flower.server import method_rule
+from bpfed.flower.training import method_rule
 from bpfed.methods import METHODS, BPFed, FedAvg
 from bpfed.report import RunRecord
 from bpfed.run import Run

@@ -1,5 +1,7 @@
 """What goes over the wire, byte by byte."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -75,6 +77,18 @@ def test_nothing_personal_is_in_any_byte(tmp_path):
     server = deployed.serve()
     assert len(list(secrets(deployed.sites, server.journal.run))) > 100
     assert seen(deployed, server.journal.run) == []
+
+
+def test_nothing_personal_of_a_rehearsal_is_in_any_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(Site, "_forget_rehearsals", lambda site: None)
+    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=2, rehearsals=1)
+    server = deployed.serve()
+    (run,) = {path.name for name in DATA.clients for path in (tmp_path / name / "rehearsals").iterdir()}
+    assert run != server.journal.run
+    sites = {n: SimpleNamespace(folder=s.folder / "rehearsals", source=s.source) for n, s in deployed.sites.items()}
+    looked_for = list(secrets(sites, run))
+    assert sum(what.startswith("personal") for what, _ in looked_for) > 50
+    assert found(deployed.grid.bytes(), looked_for) == []
 
 
 class Leaky(Site):

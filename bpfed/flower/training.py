@@ -1,0 +1,226 @@
+"""One training of a deployed federation, on the server's side: its rounds.
+
+One exchange makes a round. In exchange r the sites get the shared state after round r - 1; every site tests it, and those
+drawn for round r train from it. So the scores of a round arrive with the next one, and a last exchange is for them alone.
+In a rehearsal there is nothing but that last exchange to test, with what the sites hold out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bpfed import noise
+from bpfed.config import Config
+from bpfed.data.federated import Examples, FederatedData
+from bpfed.engine.evaluate import evaluated_clients
+from bpfed.engine.federation import Federation, check_softness
+from bpfed.engine.store import MemoryStore
+from bpfed.errors import UserError
+from bpfed.flower.exchange import Exchange, Todo
+from bpfed.flower.journal import Journal, sentence
+from bpfed.flower.message import Answer
+from bpfed.flower.pattern import patterns
+from bpfed.flower.plan import Plan
+from bpfed.flower.post import Post
+from bpfed.likelihoods import Categorical, Normal
+from bpfed.methods.base import State
+from bpfed.metrics import Form, Sums, evaluate_sums
+from bpfed.mixture import mixture
+from bpfed.model import Model
+from bpfed.networks import default
+from bpfed.privacy import secret_normal
+from bpfed.rehearsal import as_rehearsal
+from bpfed.slopes import fitted
+
+#: The server's rule: (the federation, uploads ``[S, ...]``, weights ``[S]``) to its new state.
+Rule = Callable[[Federation, State, Tensor], State]
+
+
+def method_rule(federation: Federation, uploads: State, weights: Tensor) -> State:
+    """The method's own rule, with the configuration's options; noise for privacy is from the system's randomness."""
+    return federation.combined(uploads, weights, secret_normal)
+
+
+class Training:
+    """One training, the run itself or a rehearsal: the rounds that are left of it, and the test of its last one.
+
+    Args:
+        plan: Who belongs to it, how long to wait.
+        federation: The server's side of it, see `without_examples`.
+        journal: What is kept of it.
+        meet: Sees which sites are there.
+        rule: How uploads become the new state.
+        say: Told in words what happens.
+        sleep: Waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        federation: Federation,
+        journal: Journal,
+        meet: Callable[[Post], None],
+        rule: Rule,
+        say: Callable[[str], None],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self.plan, self.federation, self.journal, self.meet = plan, federation, journal, meet
+        self.rule, self.say, self.sleep = rule, say, sleep
+        settings = federation.settings
+        self.exchange = Exchange(
+            journal,
+            patterns(federation.method, federation.model, settings.compression == "half"),
+            Form.of(federation.data.classes, settings.bins, settings.calibration > 0.0),
+            plan.timeout,
+            say,
+        )
+
+    def round(self, post: Post) -> None:
+        """One round: asked again, of those that are missing, until enough sites have answered."""
+        number = self.federation.round + 1
+        here = sentence(self.journal.place(number))
+        drawn = [self.plan.sites[i] for i in self.federation.participants(number).tolist()]
+        least = min(len(drawn), self.plan.min_replies or -(-len(drawn) // 2))
+        tested = self._tested() if number > 1 and self._scored(number - 1) else []
+        uploads: dict[str, Answer] = {}
+        scores: dict[str, Sums] = {}
+        for attempt in range(self.plan.attempts):
+            if attempt:
+                self.say(f"{here}: {len(uploads)} of {len(drawn)} uploads, {least} are needed; asking again.")
+                self.sleep(self.plan.pause)
+            self.meet(post)
+            todo = {
+                site: Todo(site in drawn and site not in uploads, site in tested and site not in scores)
+                for site, seen in self.journal.sites.items()
+                if seen.there
+            }
+            answers = self._asked(post, number, {site: what for site, what in todo.items() if any(what)})
+            uploads |= {site: answer for site, answer in answers.items() if answer.upload is not None}
+            scores |= {site: answer.sums for site, answer in answers.items() if answer.sums is not None}
+            if len(uploads) >= least:
+                break
+        else:
+            raise UserError(
+                f"{here} got {len(uploads)} uploads of {len(drawn)} where {least} are needed, {self.plan.attempts} "
+                "times; look after the sites and start the run again, it goes on from here."
+            )
+        if tested:
+            self._record(scores)
+        self._aggregate(number, [site for site in drawn if site in uploads], uploads)
+
+    def last_scores(self, post: Post) -> None:
+        """After the last round of a run: its scores."""
+        scores = {site: answer.sums for site, answer in self._last(post).items() if answer.sums is not None}
+        if not any(sums.examples for sums in scores.values()):
+            raise UserError(
+                "No site has a test example; move the server's run away and set data.test_fraction above 0."
+            )
+        self._record(scores)
+
+    def held_out(self, post: Post) -> tuple[float, int]:
+        """After the last round of a rehearsal: the softness that suits what the sites hold out, and how many examples."""
+        told = self._last(post).values()
+        examples = sum(answer.sums.examples for answer in told if answer.sums is not None)
+        if not examples:
+            raise UserError(
+                "No site has two training examples, so none can be held out in rehearsals; make the deployment without them."
+            )
+        return fitted(torch.stack([answer.slopes for answer in told if answer.slopes is not None]).sum(0)), examples
+
+    def _last(self, post: Post) -> dict[str, Answer]:
+        """What the sites say of the last round, each tested on its own examples."""
+        found: dict[str, Answer] = {}
+        wanted, todo = self._tested(), Todo(train=False, test=True, slopes=self.journal.rehearsal > 0)
+        for attempt in range(self.plan.attempts):
+            if attempt:
+                self.say(f"The last round's scores of {len(wanted) - len(found)} sites are missing; asking again.")
+                self.sleep(self.plan.pause)
+            self.meet(post)
+            missing = [s for s in wanted if s not in found and self.journal.sites[s].there]
+            found |= self._asked(post, self.federation.round + 1, dict.fromkeys(missing, todo))
+            if len(found) == len(wanted):
+                break
+        if not found:
+            raise UserError("No site has tested the last round; look after the sites and start the run again.")
+        return found
+
+    def _asked(self, post: Post, number: int, todo: Mapping[str, Todo]) -> dict[str, Answer]:
+        found = self.exchange(post, number, self.federation.shared, todo)
+        self.journal.seconds += found.seconds
+        self.journal.note(found.line)
+        return found.answers
+
+    def _aggregate(self, number: int, order: list[str], uploads: Mapping[str, Answer]) -> None:
+        start, settings = time.perf_counter(), self.federation.settings
+        states = [uploads[site].upload.state for site in order]  # type: ignore[union-attr]
+        stacked = tree_map(lambda *leaves: torch.stack(leaves), *states) if states else ()
+        sizes = torch.tensor([float(uploads[site].train) for site in order])
+        weights = sizes if settings.weighting == "size" else torch.ones(len(order))
+        self.federation.shared = self.rule(self.federation, stacked, weights)
+        self.journal.counted |= dict.fromkeys(order, number)
+        self.federation.round = number
+        pending: dict[str, Any] = {"participants": len(order)}
+        # Every site has the seed and can reckon who is drawn when, so that secret sampling is not counted on.
+        epsilon = self.federation.epsilon(secret=False)
+        if epsilon is not None:
+            pending["epsilon"] = epsilon
+        for name in dict.fromkeys(n for site in order for n in uploads[site].info):
+            values = [uploads[s].info[name] for s in order]
+            pending[f"train_{name}"] = float(np.mean(values, dtype=np.float32))
+        self.journal.pending = pending
+        self.journal.seconds += time.perf_counter() - start
+        self.journal.save(self.federation)
+        spent = "" if epsilon is None else f" epsilon is {epsilon:.3f} now, delta {settings.delta:g}."
+        here = sentence(self.journal.place(number))
+        self.say(f"{here} of {settings.rounds}: {len(order)} uploads.{spent}")
+
+    def _scored(self, round_: int) -> bool:
+        """Whether the scores of a round are asked for with the next one."""
+        return not self.journal.rehearsal and self.federation.settings.evaluated(round_)
+
+    def _tested(self) -> list[str]:
+        """Sites that are tested, always the same ones."""
+        return [self.plan.sites[i] for i in evaluated_clients(self.federation).tolist()]
+
+    def _record(self, scores: Mapping[str, Sums]) -> None:
+        """The line of metrics of the last finished round, from what its sites say of their test examples."""
+        order = [site for site in self.plan.sites if site in scores and scores[site].examples]
+        if not order:
+            self.say(f"No site has tested round {self.federation.round}; it has no line of metrics.")
+            return
+        evaluation = evaluate_sums(Sums.join([scores[site] for site in order]), self.federation.settings.bins)
+        self.journal.score(self.federation.round, evaluation, order, len(scores) - len(order))
+
+
+def without_examples(
+    config: Config, sites: tuple[str, ...], facts: Mapping[str, Any], rehearsal: int = 0
+) -> Federation:
+    """The server's side of a federation: the clients' names, and none of their examples.
+
+    Args:
+        config: What is computed.
+        sites: The clients' names.
+        facts: What their data have in common.
+        rehearsal: Which rehearsal it is, from 1; 0: the run itself. All start with the run's first weights.
+    """
+    check_softness(config.run, facts["task"])
+    shape, classes = tuple(facts["shape"]), int(facts["classes"])
+    offsets = torch.zeros(len(sites) + 1, dtype=torch.int64)
+    none = Examples(torch.zeros(0, *shape), torch.zeros(0, dtype=torch.int64), offsets)
+    data = FederatedData(config.data.name, sites, none, none, facts["task"], classes)
+    likelihood = Categorical(classes) if facts["task"] == "classification" else Normal()
+    method, settings = config.method, config.run
+    module = default(shape, classes or 1, settings.seed)
+    model = Model.of(module, likelihood, torch.zeros(2, *shape), method.personal)
+    model = mixture(model, settings.members, settings.seed)
+    first = method.init(model)
+    settings = as_rehearsal(settings, rehearsal) if rehearsal else settings
+    ids, cpu = noise.client_ids(sites), torch.device("cpu")
+    return Federation(method, data, settings, model, cpu, first.shared, MemoryStore(first.personal, 0), ids)

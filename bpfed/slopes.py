@@ -1,0 +1,87 @@
+"""One temperature for the examples of clients that never meet, from sums over the examples of each.
+
+`bpfed.calibration.temperatures` finds the temperature 1/β at which the slope of a convex loss in β is zero. That slope is a sum
+over examples, so each client can tell its part of it, at a few fixed β; added up and with the prior's, they change their
+sign where the temperature of all examples together is.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from bpfed.calibration import PRIOR
+from bpfed.engine.settings import SOFTEST, SUREST
+from bpfed.metrics import SMALLEST
+
+#: Places at which slopes are told. With so many the temperature is off by less than a ten-thousandth.
+PLACES = 257
+#: Steps of the root search, each of which halves a bracket.
+STEPS = 50
+
+
+def betas() -> Tensor:
+    """The places β = 1/T, from that of the softest predictions to that of the surest, ``[PLACES]``, at equal ratios."""
+    return torch.linspace(-math.log(SOFTEST), -math.log(SUREST), PLACES, dtype=torch.float64).exp()
+
+
+def slopes(probs: Tensor, y: Tensor) -> Tensor:
+    """Σ d/dβ of −log(p_y^β / Σ_k p_k^β) over these examples.
+
+    Args:
+        probs: ``[E, K]``, rows sum to 1.
+        y: Classes, ``[E]`` int64.
+
+    Returns:
+        At each of `betas`, ``[PLACES]`` float64, rising.
+    """
+    logp = probs.double().clamp(min=SMALLEST).log()
+    right = logp.gather(1, y[:, None]).sum()
+    return torch.stack([(torch.softmax(beta * logp, 1) * logp).sum() - right for beta in betas().tolist()]).cpu()
+
+
+def fault(told: Tensor, examples: int) -> str:
+    """Why these cannot be the `slopes` of so many examples, ``[...]``; empty: they can be."""
+    if told.shape != (PLACES,):
+        return f"its slopes are not {PLACES} numbers."
+    most = -math.log(SMALLEST) * examples
+    if not bool((told.abs() <= 1.000001 * most).all()):
+        return f"its slopes are not those of {examples} examples."
+    if not bool((told.diff() >= -1e-9 * most).all()):
+        return "its slopes do not rise, as those of a loss with one minimum do."
+    return ""
+
+
+def fitted(total: Tensor) -> float:
+    """The temperature of all examples whose `slopes` these are in sum, ``[PLACES]``; see `temperatures`.
+
+    Where it would be outside of `betas`, that end is given.
+    """
+    beta = betas()
+    full = total + PRIOR * (1.0 - 1.0 / beta)
+    below = int((full < 0.0).sum())
+    if below == 0:
+        return SOFTEST
+    if below == PLACES:
+        return SUREST
+    # A cubic in log β through the four places around the change of sign, and the prior as it is.
+    first = min(max(below - 2, 0), PLACES - 4)
+    near, start = total[first : first + 4].tolist(), math.log(float(beta[first]))
+    ratio = math.log(float(beta[1] / beta[0]))
+
+    def slope(place: float) -> float:
+        return _cubic(near, place) + PRIOR * (1.0 - math.exp(-start - ratio * place))
+
+    low, high = float(below - 1 - first), float(below - first)
+    for _ in range(STEPS):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if slope(middle) < 0.0 else (low, middle)
+    return math.exp(-start - ratio * low)
+
+
+def _cubic(values: list[float], at: float) -> float:
+    """The cubic through these values at 0, 1, 2 and 3."""
+    others = [[m for m in range(4) if m != j] for j in range(4)]
+    return sum(v * math.prod((at - m) / (j - m) for m in others[j]) for j, v in enumerate(values))
