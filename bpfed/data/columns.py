@@ -64,8 +64,9 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
         held = [table.columns[feature.name] for table in tables.values() if feature.name in table.columns]
         values = [_known(column) for column in held]
         named = _IDENTITY.fullmatch(feature.name) is not None
-        if feature.kind != "words" and not named and not all(map(_whole, values)):
-            continue  # measurements: neither dates nor counted, and the most there is
+        measured = feature.kind != "words" and not named and not all(map(_whole, values))
+        if measured or not any(map(len, values)):
+            continue  # neither dates nor counted, as most columns are; or of other clients alone
         if _dates(values):
             dates.append(feature.name)
         elif _different(values) and (feature.kind == "words" or named or _counted(values)):

@@ -16,6 +16,7 @@ import torch
 
 from bpfed.config import Config
 from bpfed.data import FederatedData
+from bpfed.data.columns import doubts
 from bpfed.data.combine import combine
 from bpfed.data.folder import DataDir
 from bpfed.data.load import names
@@ -115,6 +116,7 @@ class File:
             classes=len(preparation.labels),
             labels=preparation.labels,
             preparation=preparation,
+            notes=doubts({self.site: self.table}, preparation),
         )
 
 

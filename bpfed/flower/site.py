@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ class Site:
         self.patterns: Patterns | None = None
         self._federation: tuple[tuple[str, int], Federation] | None = None
         self._work = 0.0
+        self._told: set[str] = set()
 
     def answer(self, record: RecordDict) -> RecordDict:
         """What the site sends back; whatever fails, no word of the failure itself leaves the site."""
@@ -157,6 +158,7 @@ class Site:
         if not all(type(n) is int and 1 <= n <= MOST for n in (sites, longest)):
             raise Refused("what it says of the number of sites and of their examples cannot be.")
         data = self.source.data(common)
+        self._tell(data.notes)
         settings = replace(self.config.run, participants=None, eval_clients=None, store="memory")
         federation = Federation.start(self.config.method, data, settings)
         if rehearsal:  # with other examples and another seed, from the same first weights
@@ -175,6 +177,13 @@ class Site:
         )
         self.patterns = patterns(self.config.method, federation.model, settings.compression == "half")
         return federation
+
+    def _tell(self, notes: Iterable[str]) -> None:
+        """Say once what the site's owner should know of its examples."""
+        for note in notes:
+            if note not in self._told:
+                self._told.add(note)
+                self.say(f"{note} Whoever makes the deployment says that to 'bpfed deploy init', for all sites.")
 
     def _evaluate(self, federation: Federation, ask: Ask) -> tuple[Sums, Tensor | None]:
         """Sums over its test examples; at the end of a rehearsal, the slopes of those held out too."""

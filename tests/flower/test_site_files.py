@@ -176,3 +176,14 @@ def test_a_model_that_cannot_be_kept_costs_no_score(tmp_path, files):
     assert not server.sites["south"].refused
     assert any("own model could not be kept" in sentence for sentence in made.said)
     assert (tmp_path / "own" / "south").read_text() == "no folder"
+
+
+def test_a_site_is_told_once_of_columns_that_look_like_no_inputs(tmp_path, files):
+    for k, path in enumerate(files.values()):
+        head, *rows = path.read_text().splitlines()
+        path.write_text("\n".join([f"patient_id,{head}", *(f"{100 * k + i},{row}" for i, row in enumerate(rows))]))
+    made, _ = deployed(tmp_path, files, FedAvg())
+    made.serve()
+    told = [sentence for sentence in made.said if "There seem to be identifiers" in sentence]
+    assert len(told) == len(files)  # each of its own rows
+    assert "--ignore 'patient_id' leaves them out. Whoever makes the deployment" in told[0]
