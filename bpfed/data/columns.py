@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,14 +62,11 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
     dates, identities, wordy = [], [], []
     for feature in (f for f in preparation.features if f.scale):
         held = [table.columns[feature.name] for table in tables.values() if feature.name in table.columns]
-        values = [_known(column) for column in held]
         named = _IDENTITY.fullmatch(feature.name) is not None
-        measured = feature.kind != "words" and not named and not all(map(_whole, values))
-        if measured or not any(map(len, values)):
-            continue  # neither dates nor counted, as most columns are; or of other clients alone
-        if _dates(values):
+        dated, identity = _of_words(held) if feature.kind == "words" else _of_numbers(held, named)
+        if dated:
             dates.append(feature.name)
-        elif _different(values) and (feature.kind == "words" or named or _counted(values)):
+        elif identity:
             identities.append(feature.name)
         elif len(feature.levels) > MANY:
             wordy.append(feature.name)
@@ -86,55 +83,73 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
     return (f"There seem to be {told}; if these should be no inputs, --ignore '{left}' leaves them out.",)
 
 
-def _known(column: Column) -> np.ndarray:
-    """The values of a column that are not missing."""
-    if isinstance(column, Words):
-        return np.array(column.levels, dtype=object)[column.codes[column.codes != UNKNOWN]]
-    return column[~np.isnan(column)]
+def _of_words(held: Sequence[Column]) -> tuple[bool, bool]:
+    """Whether the words of all clients are dates, such as 2024-05-14 or 14.5.24 10:00, and whether they are identities."""
+    columns = [column for column in held if isinstance(column, Words)]
+    all_ = set().union(*(column.levels for column in columns))
+    if not all_:
+        return False, False  # of other clients alone
+    dated = sum(bool(_DATE.fullmatch(word)) for word in all_) >= DIFFERENT * len(all_)
+    known = sum(int(np.count_nonzero(column.codes != UNKNOWN)) for column in columns)
+    return dated, _different(known, len(all_), sum(len(column.levels) for column in columns), len(held))
 
 
-def _dates(values: Sequence[np.ndarray]) -> bool:
-    """Whether they are dates: words such as 2024-05-14 or 14.5.24 10:00, or numbers such as 20240514."""
-    distinct = set().union(*map(_distinct, values))
-    if any(isinstance(value, str) for value in distinct):
-        return sum(bool(_DATE.fullmatch(str(value))) for value in distinct) >= DIFFERENT * len(distinct)
-    return bool(distinct) and all(
-        value == value // 1
-        and 19000101 <= value <= 21001231
-        and 1 <= value // 100 % 100 <= 12
-        and 1 <= value % 100 <= 31
-        for value in distinct
-    )
+def _of_numbers(held: Sequence[Column], named: bool) -> tuple[bool, bool]:
+    """Whether the numbers of all clients are dates, and whether they are identities; ``named``: they are called so.
 
-
-def _different(values: Sequence[np.ndarray]) -> bool:
-    """Whether nearly every value differs from all others, of all clients or, where they have enough, of its own."""
-    known = sum(map(len, values))
-    distinct = [_distinct(part) for part in values]
-    own, all_ = sum(map(len, distinct)), len(set().union(*distinct))
-    return (known >= ENOUGH and all_ >= DIFFERENT * known) or (
-        known >= ENOUGH * len(values) and own >= DIFFERENT * known
-    )
-
-
-def _counted(values: Sequence[np.ndarray]) -> bool:
-    """Whether they are whole numbers that run on from row to row, or leave hardly any out."""
+    Tables may be long, so that what is different is only counted where nothing cheaper decides.
+    """
+    values = [column[~np.isnan(column)] for column in held if not isinstance(column, Words)]
+    values = [part for part in values if len(part)]
+    whole = all(map(_whole, values))
+    if not values or not (whole or named):
+        return False, False  # of other clients alone; or measured, as most columns are
     pooled = np.concatenate(values)
-    if not _whole(pooled):
+    if whole and _dates(pooled):
+        return True, False
+    if not (named or _counted(values, pooled)):
+        return False, False
+    return False, _different(len(pooled), _distinct(pooled), sum(map(_distinct, values)), len(held))
+
+
+def _dates(values: np.ndarray) -> bool:
+    """Whether these whole numbers are all dates such as 20240514."""
+    if values.min() < 19000101 or values.max() > 21001231:
         return False
+    month, day = values // 100 % 100, values % 100
+    return bool(((month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)).all())
+
+
+def _different(known: int, all_: int, own: int, clients: int) -> bool:
+    """Whether nearly every value differs from all others, of all clients or, where they have enough, of its own.
+
+    Args:
+        known: Number of values.
+        all_: How many of them are different.
+        own: The same of each client's, summed.
+        clients: Number of clients.
+    """
+    return (known >= ENOUGH and all_ >= DIFFERENT * known) or (known >= ENOUGH * clients and own >= DIFFERENT * known)
+
+
+def _counted(values: Sequence[np.ndarray], pooled: np.ndarray) -> bool:
+    """Whether these whole numbers run on from row to row, or leave hardly any out."""
     runs = all((np.diff(part) > 0).all() for part in values)
-    return runs or _dense(pooled) or all(_dense(part) for part in values if len(part))
+    return runs or _dense(pooled) or all(map(_dense, values))
 
 
 def _dense(values: np.ndarray) -> bool:
-    return bool(np.ptp(values) <= 1.2 * len(_distinct(values)))
+    spread = np.ptp(values)
+    return bool(spread <= 1.2 * len(values)) and bool(spread <= 1.2 * _distinct(values))
 
 
 def _whole(values: np.ndarray) -> bool:
-    """Whether all are whole numbers; words are none."""
-    return values.dtype != object and bool((values == np.trunc(values)).all())
+    """Whether all are whole numbers."""
+    return bool((values == np.trunc(values)).all())
 
 
-def _distinct(values: np.ndarray) -> set[Any]:
-    """Each value once."""
-    return set(values.tolist()) if values.dtype == object else set(np.unique(values).tolist())
+def _distinct(values: np.ndarray) -> int:
+    """How many different ones there are."""
+    if np.ptp(values) > 4 * len(values) or not _whole(values):
+        return len(np.unique(values))
+    return int(np.count_nonzero(np.bincount((values - values.min()).astype(np.int64))))
