@@ -23,6 +23,10 @@ from bpfed.slopes import fault
 PROTOCOL = 3
 #: A message may hold so many bytes beside its tensors.
 BESIDE = 1 << 20
+#: More sites or examples than this are not believed.
+MOST = 10**9
+#: Larger sums than this are mistakes, and those of all sites together would be no number.
+LARGEST = 1e100
 #: Settings of a run that have no part in what a site computes.
 LOCAL_SETTINGS = ("device", "tf32", "compile", "chunk", "memory", "store")
 
@@ -238,9 +242,12 @@ def _sums(record: MetricRecord, form: Form) -> Sums:
         if not isinstance(values, list) or len(values) != math.prod(shape):
             raise Refused(f"its '{name}' are not {math.prod(shape)} numbers.")
         tensor = torch.tensor(values, dtype=torch.float64)
-        if not bool(torch.isfinite(tensor).all()) or (name != "losses" and bool((tensor < 0).any())):
+        if not bool((tensor.abs() <= LARGEST).all()) or (name != "losses" and bool((tensor < 0).any())):
             raise Refused(f"its '{name}' are not sums.")
         made[name] = tensor.reshape(shape)
+    counts = made["cells"][0]
+    if not (bool((counts == counts.round()).all()) and float(counts.sum()) <= MOST):
+        raise Refused("its sums are of no number of examples.")
     return Sums(made.pop("cells"), made.pop("losses"), made)
 
 

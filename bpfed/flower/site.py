@@ -26,7 +26,7 @@ from bpfed.engine.store import Layout
 from bpfed.errors import UserError
 from bpfed.files import said
 from bpfed.flower.data import Source
-from bpfed.flower.message import Answer, Ask, fingerprint, shared_of
+from bpfed.flower.message import MOST, Answer, Ask, fingerprint, shared_of
 from bpfed.flower.own import keep
 from bpfed.flower.pattern import Patterns, Refused, Upload, patterns
 from bpfed.flower.states import States
@@ -38,9 +38,6 @@ from bpfed.slopes import PLACES
 
 #: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same pattern.
 UploadTransform = Callable[[Upload, State, int], Upload]
-
-#: More sites or examples than this are not believed.
-MOST = 10**9
 
 _ONLY = torch.tensor([0])
 

@@ -70,9 +70,20 @@ def without(key):
     return change
 
 
-def summed(name, value):
+def summed(name, *values):
     def change(record, m):
-        record["sums"][name] = [value]
+        record["sums"][name] = list(values)
+        return record
+
+    return change
+
+
+def counted(value):
+    """As many examples in every bin."""
+
+    def change(record, m):
+        sums = record["sums"]
+        sums["cells"] = [value] * len(sums["cells"])
         return record
 
     return change
@@ -103,6 +114,9 @@ BAD = {
     "no scores": (without("sums"), "no 'sums'"),
     "a score too many": (summed("labels", 1.0), "its sums hold 'labels'"),
     "a score below 0": (summed("sure", -1.0), "its 'sure' are not sums"),
+    "a score beyond measure": (summed("losses", 1e308, 1.0), "its 'losses' are not sums"),
+    "more examples than a number can be": (counted(1e99), "its sums are of no number of examples"),
+    "parts of examples": (counted(0.5), "its sums are of no number of examples"),
     "something more": (added, "no place in it"),
     "a field too many": (field("labels", [1, 2, 3]), "fields are not"),
     "an error of Flower's": (lambda r, m: Message(Error(0, "boom"), reply_to=m), "boom"),
