@@ -12,7 +12,7 @@ from flwr.app import RecordDict
 
 from bpfed.flower.journal import Journal, sentence
 from bpfed.flower.message import Answer, Ask, size
-from bpfed.flower.pattern import Pattern, Patterns, Refused
+from bpfed.flower.pattern import Pattern, Patterns, Refused, listed
 from bpfed.flower.post import Post
 from bpfed.methods.base import State
 from bpfed.metrics import Form
@@ -130,6 +130,9 @@ class Exchange:
                 raise Refused(f"it is of round {answer.round} of run {answer.run[:16]}, and this is round {number}.")
             if answer.fingerprint != self.journal.fingerprint:
                 raise Refused("it has another configuration; give all sites the same config.toml.")
+            if asked.train and answer.info.keys() != self.patterns.info:
+                names = listed(sorted(answer.info)), listed(sorted(self.patterns.info))
+                raise Refused("its training tells {} where {} are expected.".format(*names))
             if asked.train and answer.train < 1:
                 raise Refused("it says it has no training example.")
             return answer

@@ -151,11 +151,13 @@ class Patterns(NamedTuple):
         first: The server's state in round 1, which is that of `Method.init` in full.
         shared: The server's state in later rounds.
         upload: What a site gives to the server.
+        info: Names of what it reports of its training.
     """
 
     first: Pattern
     shared: Pattern
     upload: Pattern
+    info: frozenset[str]
 
     def down(self, round_: int) -> Pattern:
         """Of the server's state in the ask of a round."""
@@ -173,11 +175,12 @@ def patterns(method: Method, model: Model, half: bool = False) -> Patterns:
     Raises:
         UserError: Clients of this method give nothing to the server.
     """
-    first, upload = method.init(model), Upload.of(untrained(method, model)).state
+    first, finished = method.init(model), untrained(method, model)
     made = Patterns(
         Pattern.of(first.shared, method.scales),
         Pattern.of(first.shared, method.scales, half),
-        Pattern.of(upload, method.scales, half),
+        Pattern.of(Upload.of(finished).state, method.scales, half),
+        frozenset({"nll", *finished.info}),  # see `LocalRound`
     )
     if not made.upload.bytes:
         raise UserError(

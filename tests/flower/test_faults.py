@@ -89,6 +89,14 @@ def counted(value):
     return change
 
 
+def told(name, value):
+    def change(record, m):
+        record["info"][name] = value
+        return record
+
+    return change
+
+
 def added(record, m):
     record["more"] = ConfigRecord({"x": b"0" * 10})
     return record
@@ -117,6 +125,8 @@ BAD = {
     "a score beyond measure": (summed("losses", 1e308, 1.0), "its 'losses' are not sums"),
     "more examples than a number can be": (counted(1e99), "its sums are of no number of examples"),
     "parts of examples": (counted(0.5), "its sums are of no number of examples"),
+    "a loss too many": (told("labels", 1.0), "its training tells 'kl', 'labels', 'nll' where 'kl', 'nll' are expected"),
+    "no losses": (without("info"), "its training tells none where 'kl', 'nll' are expected"),
     "something more": (added, "no place in it"),
     "a field too many": (field("labels", [1, 2, 3]), "fields are not"),
     "an error of Flower's": (lambda r, m: Message(Error(0, "boom"), reply_to=m), "boom"),
