@@ -71,7 +71,8 @@ def rehearse(
         for part, trial in zip(together, _train(together, display, held, changes), strict=True):
             part.run.seconds += trial.seconds
             found[id(part.run)].append(trial.detail()["fitted_softness"])
-            seen[id(part.run)] += len(trial.data.test.y)
+            assert trial.evaluation is not None
+            seen[id(part.run)] += trial.evaluation[0].sums.examples  # of those clients that are tested
     for run, _ in waiting:
         run.federation.learnt = common(found[id(run)])
         if sentence := uncertain(run.softness, seen[id(run)], run.settings.rehearsals):

@@ -134,6 +134,8 @@ def test_few_examples_are_said_to_be_few():
     said.clear()
     bpfed.fit(FedAvg(), classification(sizes=(2600, 2600)), rehearsals=1, say=said.append, **TINY)
     assert said == []
+    bpfed.fit(FedAvg(), classification(sizes=(2600, 2600)), rehearsals=1, eval_clients=1, say=said.append, **TINY)
+    assert "is learnt from 520 held-out examples" in said[0]  # of the one client that is tested
 
 
 def test_seeds_side_by_side_rehearse_each_their_own():
