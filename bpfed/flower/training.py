@@ -130,7 +130,8 @@ class Training:
         examples = sum(answer.sums.examples for answer in told if answer.sums is not None)
         if not examples:
             raise UserError(
-                "No site has two training examples, so none can be held out in rehearsals; make the deployment without them."
+                "No site that has tested the rehearsal has two training examples, so nothing was held out; start the run again "
+                "when others are there, or make the deployment without rehearsals."
             )
         return fitted(torch.stack([answer.slopes for answer in told if answer.slopes is not None]).sum(0)), examples
 

@@ -341,8 +341,21 @@ def test_a_site_with_one_example_holds_nothing_out(tmp_path):
 
 
 def test_where_nobody_can_hold_anything_out_it_is_said(tmp_path):
-    with pytest.raises(UserError, match="No site has two training examples"):
+    with pytest.raises(
+        UserError, match=r"nothing was held out; start the run again .*, or make the deployment without"
+    ):
         Deployed(tmp_path, FedAvg(), classification(sizes=(1, 1)), **TINY).serve()
+
+
+def test_where_those_with_examples_were_away_the_run_goes_on_once_they_are_there(tmp_path):
+    deployed = Deployed(tmp_path, FedAvg(), classification(sizes=(1, 30)), **TINY)
+    node = deployed.node("site b")
+    answer = deployed.grid.clients[node]
+    spoil(deployed, "site b", lambda record, message: None, rounds=(str(ROUNDS + 1),))
+    with pytest.raises(UserError, match="No site that has tested the rehearsal has two training examples"):
+        deployed.serve()
+    deployed.grid.clients[node] = answer
+    as_simulated(deployed.serve(), *simulated(FedAvg(), deployed.data, **TINY))
 
 
 def test_numbers_have_no_softness_in_a_deployment_either(tmp_path):
