@@ -314,3 +314,15 @@ def fingerprint(data: FederatedData) -> str:
 def to_stderr(sentence: str) -> None:
     """Where sentences for the user go if nobody asked for them."""
     print(sentence, file=sys.stderr)
+
+
+def once(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Tell a sentence the first time only: what is true of one run is often true of all that are made together."""
+    told: set[str] = set()
+
+    def tell(sentence: str) -> None:
+        if sentence not in told:
+            told.add(sentence)
+            say(sentence)
+
+    return tell

@@ -24,7 +24,7 @@ from bpfed.methods.base import Method
 from bpfed.metrics import SURE
 from bpfed.rehearsal import rehearse
 from bpfed.report import text
-from bpfed.run import Run, to_stderr, train_together
+from bpfed.run import Run, once, to_stderr, train_together
 
 
 def fit(
@@ -95,13 +95,14 @@ def fit_seeds(
     base = changed(settings or Settings(), changes)
     if not seeds or len(set(seeds)) != len(seeds):
         raise UserError(f"seeds is {list(seeds)}, but must hold at least one and none twice.")
+    tell = once(say or to_stderr)
     runs: list[Run] = []
     folders: list[Folder | None] = []
     for seed in seeds:
         own = replace(base, seed=seed)
         folder = Folder(Path(out) / f"seed-{seed}", resume, overwrite) if out is not None else None
         dealt = load(data, seed=seed) if isinstance(data, str) else data
-        runs.append(prepare(method or Recipe(), dealt, own, model, likelihood, folder, say or to_stderr))
+        runs.append(prepare(method or Recipe(), dealt, own, model, likelihood, folder, tell))
         folders.append(folder)
     rehearse(runs, folders)
     return train_together(runs, [[folder] if folder else [] for folder in folders])

@@ -244,3 +244,10 @@ def test_a_run_says_who_was_never_drawn():
     assert record.seldom.startswith(f"2 of the 9 clients are drawn in a round; {9 - len(drawn)} were never drawn")
     whole = bpfed.fit(FedAvg(), data, rounds=1, device="cpu", compile="off").record()
     assert whole.seldom == ""
+
+
+def test_what_is_true_of_all_seeds_is_said_once():
+    said: list[str] = []
+    data = replace(classification(), notes=("There seem to be dates.",))
+    bpfed.fit_seeds(FedAvg(), data, (0, 1, 2), rounds=1, epochs=1, compile="off", say=said.append)
+    assert said == ["There seem to be dates."]

@@ -33,7 +33,7 @@ from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method
 from bpfed.rehearsal import rehearse
 from bpfed.report.record import CONFIG, SUMMARY, RunRecord
-from bpfed.run import Run, to_stderr, train_together
+from bpfed.run import Run, once, to_stderr, train_together
 from bpfed.training import prepare
 
 Say = Callable[[str], None]
@@ -160,7 +160,7 @@ def run_cells(
     if display is not None:
         display.expect([(entrant.name, seed) for seed in chosen for entrant in who])
     records: dict[str, dict[int, RunRecord]] = {name: {} for name in names}
-    once, trained = _once(say), 0
+    tell, trained = once(say), 0
     with _kept(out, words.kind):
         for together in [chosen] if stack else [[seed] for seed in chosen]:
             if display is not None:
@@ -170,7 +170,7 @@ def run_cells(
             for entrant in (e for e in who if e.name in records):  # all are looked at before one is trained
                 cells = []
                 for seed, data in dealt.items():
-                    cell = _cell(entrant, seed, data, model, likelihood, out, once)
+                    cell = _cell(entrant, seed, data, model, likelihood, out, tell)
                     if isinstance(cell, RunRecord):
                         records[entrant.name][seed] = cell
                         if display is not None:
@@ -321,15 +321,3 @@ def _chosen(seeds: int | Sequence[int]) -> list[int]:
     if not chosen or len(set(chosen)) != len(chosen) or min(chosen) < 0:
         raise UserError(f"seeds is {seeds}, but must be at least one, none below 0 and none twice.")
     return chosen
-
-
-def _once(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Tell a sentence the first time only: what is true of one cell is often true of all."""
-    told: set[str] = set()
-
-    def tell(sentence: str) -> None:
-        if sentence not in told:
-            told.add(sentence)
-            say(sentence)
-
-    return tell
