@@ -310,6 +310,8 @@ def test_readme_has_ours_beside_the_best_of_others(tmp_path: Path) -> None:
         ("bpfed-recipe+softness", 0.98),
     ):
         put(results, "mnist-small", method, [seed_result(s, [0.1, 0.2, 0.3, accuracy]) for s in (0, 1)])
+    diverged = seed_result(0, [0.1, 0.1, 0.1, 0.1])
+    put(results, "mnist-small", "bpfed", [diverged | {"last": diverged["last"] | {"nll": None}}])
     docs.mkdir()
     readme.write_text("# Mine\n\n<!-- headline -->\nold\n<!-- /headline -->\n\nStays.\n")
     assert readme.resolve() in [path.resolve() for path in render(results, docs)]
@@ -322,6 +324,7 @@ def test_readme_has_ours_beside_the_best_of_others(tmp_path: Path) -> None:
     assert lines["accuracy %: best that the paper prints"].startswith("94.75 | **98.51** |")
     assert lines["accuracy %: best of the other methods here"].startswith("**96.00** | – |")
     assert lines["accuracy %: recipe, two members, rehearsed"].startswith("– | –")
+    assert lines["NLL: best of the other methods here"].startswith("**0.250** | – |")
 
 
 def test_readme_without_a_place_is_left_alone(results: Path, tmp_path: Path) -> None:

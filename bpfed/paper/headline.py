@@ -71,4 +71,4 @@ def _shown(value: float, measure: str) -> str:
 
 def _best(values: list[float], measure: str) -> float:
     more_is_better = MEASURES[measure][2]
-    return (max if more_is_better else min)(values, default=math.nan)
+    return (max if more_is_better else min)(filter(math.isfinite, values), default=math.nan)
