@@ -14,7 +14,7 @@ way. With ζ = (m, σ̄) from the server, q = (q_w, q_h) over shared and persona
 3. The prior of the personal factors is fixed, N(g h0, s_h²), where h0 is the head that every client starts with: drawn once for
    the run, the same for all, and never learnt. Heads that stay near a common one make features that mean the same everywhere,
    which is what a population of heads is for; but nothing of a head is uploaded for it. A bias says how frequent a class is
-   here, not what it looks like: its prior is wide, and around 0.
+   here, not what it looks like: its prior is wide, and around what the client's own labels say (`bpfed.methods.levels`).
 4. T < 1, noise drawn per example (the ``local`` estimator), and a step size that falls along a cosine.
 5. The step size is bounded. Times rounds and local epochs (``path``), and times a client's steps in as many rounds (``span``): with
    more rounds the steps are smaller, and training ends in the same place. The hyper-prior of 2 alone bounds networks with enough
@@ -48,7 +48,8 @@ from bpfed.gaussian import Gaussian, discounted, kl, kl_gradients_q
 from bpfed.likelihoods import Categorical
 from bpfed.methods.base import ADAPT, Course, Finished, GaussianPredictive, Initial, Method, frozen
 from bpfed.methods.heads import NOISE_SIGMA, biases, of_likelihood, per_head
-from bpfed.methods.unseen import class_biases, corrections, noted
+from bpfed.methods.levels import class_biases, levels
+from bpfed.methods.unseen import corrections, noted
 from bpfed.methods.variational import Memory, Variational, join, split
 from bpfed.model import Model
 
@@ -108,7 +109,8 @@ class Recipe(Method):
             prior is N(0, 0.6²) divided by the number of the head's weights, and a noise scale has one of its own.
         head_gain: g, the prior mean of the personal factors in units of the head that all clients start with; 0: the mean is 0.
             Where other layers than the head are personal, 1 at most.
-        bias_sigma: σ of the prior of a head's biases, whose mean is 0; for classes, and where the head is what is personal.
+        bias_sigma: σ of the prior of a head's biases, whose mean is that of the client's own shares of classes; for classes, and where
+            the head is what is personal.
         unseen: Examples, shared out among all classes, that are added to a client's own to say how rare a class is that it has never
             seen. The odds of such a class are lowered to that; an input that looks like it and like nothing else may still be one.
             0: they are left as they are.
@@ -182,11 +184,11 @@ class Recipe(Method):
         )
 
     def structure(self) -> tuple[Any, ...]:
-        return (*super().structure(), self.head_gain > 1.0, self.counting)
+        return (*super().structure(), self.head_gain > 1.0, self.unseen > 0.0)
 
     @property
     def counting(self) -> bool:
-        return self.unseen > 0.0
+        return True
 
     def init(self, model: Model) -> Initial:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
@@ -199,7 +201,15 @@ class Recipe(Method):
 
     def _lowered(self, model: Model) -> slice:
         """Which personal weights are corrected for prediction."""
-        return class_biases(model) if self.counting else slice(0, 0)
+        return class_biases(model) if self.unseen > 0.0 else slice(0, 0)
+
+    def _levels(self, model: Model, hyper: dict[str, Tensor]) -> Tensor | float:
+        """What is added to personal weights to make the biases of classes those of the client's own labels, ``[S, P_personal]``."""
+        where = class_biases(model) if self.personal == "head" else slice(0, 0)
+        if "counts" not in hyper or where.start == where.stop:
+            return 0.0
+        all_ = model.factors.total - model.factors.shared
+        return pad(levels(hyper["counts"]).repeat(1, model.members), (where.start, all_ - where.stop))
 
     def _grows(self, model: Model) -> bool:
         """Whether personal factors are heads that grow from h0 to their prior mean; other layers are not five times as large."""
@@ -236,29 +246,31 @@ class Recipe(Method):
         fan_in = model.factors.split(model.factors.fan_in())[0].to(shared.mean.device)
         body = discounted(shared, hyper["discount"][:, None], hyper["prior_sigma"][:, None] * fan_in.rsqrt())
         head = self._head_prior(model, personal.first, hyper)
+        head = head._replace(mean=head.mean + self._levels(model, hyper))
         q = Variational.at(join(shared, self._start(model, personal, hyper)), personal.memory)
         return Local(
             q, join(body, head), personal.first, personal.steps[:, 0], pad(torch.zeros_like(personal.lowered), (0, 1))
         )
 
     def _start(self, model: Model, personal: Personal, hyper: dict[str, Tensor]) -> Gaussian:
-        """Where heads start a round, ``[S, P_personal]``: where they were; at first at h0, or at most ``way`` from their prior.
+        """Where heads start a round, ``[S, P_personal]``: where they were; at first at h0, or at most ``way`` from their prior, with
+        the biases of the client's own labels.
 
         A head that grows into its prior while the features are learnt makes better ones; but it has to get there.
         """
-        if not self._grows(model):
-            return personal.head
-        size = personal.first.square().mean(-1).sqrt().clamp(min=1e-12)
-        gain = (hyper["head_gain"] - hyper["way"] / size).clamp(min=1.0)
-        grown = torch.where(biases(model), 1.0, gain[:, None]) * personal.first
-        first_round = personal.steps == 0.0
-        return personal.head._replace(
-            mean=torch.where(first_round & (hyper["way"] > 0.0)[:, None], grown, personal.head.mean)
-        )
+        first = personal.head.mean
+        if self._grows(model):
+            size = personal.first.square().mean(-1).sqrt().clamp(min=1e-12)
+            gain = (hyper["head_gain"] - hyper["way"] / size).clamp(min=1.0)
+            grown = torch.where(biases(model), 1.0, gain[:, None]) * personal.first
+            first = torch.where((hyper["way"] > 0.0)[:, None], grown, first)
+        first = first + self._levels(model, hyper)
+        return personal.head._replace(mean=torch.where(personal.steps == 0.0, first, personal.head.mean))
 
     def _head_prior(self, model: Model, first: Tensor, hyper: dict[str, Tensor]) -> Gaussian:
-        """N(g h0, s_h²) of heads, ``[S, P_personal]``, and of their biases N(0, σ²). Logits have no unit, so a common head can be
-        asked for; targets have one.
+        """N(g h0, s_h²) of heads, ``[S, P_personal]``, and of their biases N(0, σ²), before labels are counted.
+
+        Logits have no unit, so a common head can be asked for; targets have one.
 
         A noise scale's prior is around the likelihood's own, and is not tempered: few examples fit any head that T lets go free,
         and would leave no noise.

@@ -20,21 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bpfed.likelihoods import Categorical
-from bpfed.model import Model
-
 #: How much of the running mean of p̄ the last step is.
 RATE = 0.05
-
-
-def class_biases(model: Model) -> slice:
-    """Where among the personal weights the biases of the classes are, member by member; an empty slice if none are personal."""
-    factors = model.factors
-    if not isinstance(model.likelihood, Categorical) or model.levels not in factors.personal_names:
-        return slice(0, 0)
-    at = factors.names.index(model.levels)
-    start = sum(factors.sizes[:at]) - factors.shared
-    return slice(start, start + factors.sizes[at])
 
 
 def noted(seen: Tensor, gradient: Tensor) -> Tensor:

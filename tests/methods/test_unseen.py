@@ -21,7 +21,8 @@ from bpfed.errors import UserError
 from bpfed.likelihoods import Categorical, Normal
 from bpfed.methods import Population, Recipe
 from bpfed.methods.base import rows
-from bpfed.methods.unseen import class_biases, corrections, noted
+from bpfed.methods.levels import class_biases
+from bpfed.methods.unseen import corrections, noted
 from bpfed.model import Model
 
 SETTINGS = Settings(rounds=4, epochs=2, batch=5, eval_draws=50, device="cpu", compile="off")
