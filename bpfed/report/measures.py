@@ -76,8 +76,10 @@ _ALL = (
         "auroc",
         "AUROC",
         text.decimal,
-        "Chance that an example of the second class is given a higher probability of it than one of the first; 0.5 is no use.",
+        "Chance that an example of the second class is given a higher probability of it than one of the first; 0.5 is no use. Of each "
+        "client by itself: among all examples together, differences between clients would count as skill.",
         True,
+        "AUROC, mean of clients",
     ),
     Measure(
         "sensitivity",
@@ -98,10 +100,6 @@ _ALL = (
     ),
     Measure(
         "ece", "ECE", text.percent, "Expected calibration error: mean gap between claimed and observed; low is good."
-    ),
-    Measure("mce", "MCE", text.percent, "Maximum calibration error: the largest gap of any bin; low is good."),
-    Measure(
-        "aurc", "AURC", text.decimal, "Error rate if only the surest are answered, mean over how many; low is good."
     ),
     Measure("abstained", "Abstains", text.percent, "Share of test examples that the model is less than 90 % sure of."),
     Measure(
@@ -128,6 +126,10 @@ _ALL = (
         text.decimal,
         "Mean width of a calibrated 90 % prediction interval, in the unit of the targets as given; low is good.",
         title="Width of 90 % intervals",
+    ),
+    Measure("mce", "MCE", text.percent, "Maximum calibration error: the largest gap of any bin; low is good."),
+    Measure(
+        "aurc", "AURC", text.decimal, "Error rate if only the surest are answered, mean over how many; low is good."
     ),
 )
 
@@ -168,13 +170,20 @@ def measures(
             name = f"'{target}'" if target else "the target"
             unit = f" (1 SD = {text.figure(scale)})" if math.isfinite(scale) else ""
             explain = f"Root of the mean squared error, in standard deviations of {name}{unit}."
-            found["rmse"] = replace(found["rmse"], explain=explain, title=f"RMSE in SD of {name}{unit}")
+            found["rmse"] = replace(
+                found["rmse"], label="RMSE, SD", explain=explain, title=f"RMSE in SD of {name}{unit}"
+            )
             if "nll" in found:
                 explain = "Negative log-likelihood of the standardised target, nats per example; low is good."
                 found["nll"] = replace(found["nll"], explain=explain)
             if "interval_width" in found:
                 explain = "Mean width of a calibrated 90 % prediction interval, in standard deviations of the target."
-                found["interval_width"] = replace(found["interval_width"], explain=explain)
+                found["interval_width"] = replace(
+                    found["interval_width"],
+                    label="Interval width, SD",
+                    explain=explain,
+                    title="Width of 90 % intervals in SD",
+                )
         if "coverage" in found:
             explain = "Share of targets inside their calibrated 90 % prediction interval."
             found["coverage"] = replace(found["coverage"], explain=explain, title="Coverage of 90 % intervals")

@@ -159,7 +159,7 @@ class RunRecord:
         more = f" and {text.count(len(names) - NAMED)} more" if len(names) > NAMED else ""
         few = f" with {JUDGED} or more test examples" if len(tested) < len(scored) else ""
         of = f"{text.count(len(names))} of {text.plural(len(tested), 'client')}{few}"
-        return f"At {of} the model is no use: {words} ({listed}{more})."
+        return f"At {of} the model does no better than a guess on the test examples: {words} ({listed}{more})."
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -177,7 +177,8 @@ class RunRecord:
         return [value(entry, metric, part) for entry in self.history]
 
     def last(self, metric: str, part: str = "pooled") -> float:
-        """A metric at the last evaluated round (NaN if it was not measured)."""
+        """A metric at the last evaluated round (NaN if it was not measured); AUROC is the mean of clients, see `MEASURES`."""
+        part = "mean" if (metric, part) == ("auroc", "pooled") else part
         return value(self.history[-1], metric, part) if self.history else math.nan
 
     def worst(self, metric: str) -> float:

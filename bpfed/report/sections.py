@@ -231,7 +231,8 @@ def _in_use(run: RunRecord) -> str:
         )
         words += f" and have {text.decimal(size, 2)} labels on average."
     elif math.isfinite(held):
-        wide = f" and are {text.decimal(width, 2)} wide on average" if math.isfinite(width) else ""
+        unit = " standard deviations" if run.standardised else ""
+        wide = f" and are {text.decimal(width, 2)}{unit} wide on average" if math.isfinite(width) else ""
         words += (
             f" The calibrated 90 % intervals, widened or narrowed by what examples held back say, hold {text.percent(held)} "
             f"of the targets{wide}; the diagram and the numbers below are of the models’ own."

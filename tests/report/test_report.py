@@ -10,11 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import scenarios
 from pages import Page, plain, record
 
+import bpfed
 from bpfed.cli import show
 from bpfed.errors import UserError
 from bpfed.report import RunRecord, render, write
+from bpfed.report.measures import MEASURES
 
 
 def test_the_figures_of_the_last_round_are_on_the_page() -> None:
@@ -144,7 +147,9 @@ def test_a_client_with_few_test_examples_is_not_judged() -> None:
     others = [row["ece"] for row in rows[1:]]
     assert found.mean("ece") == pytest.approx(sum(others) / len(others))
     assert found.worst("ece") == max(others) >= found.mean("ece")
-    assert found.no_use.startswith(f"At 1 of {len(others)} clients with 10 or more test examples the model is no use")
+    assert found.no_use.startswith(
+        f"At 1 of {len(others)} clients with 10 or more test examples the model does no better than a guess"
+    )
 
 
 def test_clients_that_would_do_as_well_without_a_model_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +158,7 @@ def test_clients_that_would_do_as_well_without_a_model_are_named(capsys: pytest.
     tested = [row for row in run.rows if row["test"] >= 10]
     rows = [row | {"shares_nll": (row["nll"] or 0.0) + (row is not tested[0]) * 0.1} for row in run.rows]
     found = replace(run, evaluation=run.evaluation | {"clients": rows})
-    words = f"At 1 of {len(tested)} clients the model is no use: NLL is not below that of saying its own class shares"
+    words = f"At 1 of {len(tested)} clients the model does no better than a guess on the test examples: NLL is not below that of saying its own class shares"
     assert found.no_use == f"{words} ({tested[0]['name']})."
     assert found.no_use in plain(Page(render(found)).text)
     show.result(found, Path("report.html"))
@@ -278,3 +283,12 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
 def test_importing_the_report_leaves_no_plotting_state() -> None:
     code = "import sys, bpfed.report; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_auroc_is_the_mean_of_clients_and_not_of_all_their_examples_together(tmp_path: Path) -> None:
+    bpfed.fit(data=scenarios.classification(classes=2, test=20), rounds=1, epochs=1, device="cpu", out=tmp_path / "run")
+    found = RunRecord.read(tmp_path / "run")
+    own = [row["auroc"] for row in found.rows if row["auroc"] is not None]
+    assert found.last("auroc") == pytest.approx(sum(own) / len(own))
+    assert found.history[-1]["auroc"]["pooled"] != pytest.approx(found.last("auroc"))
+    assert MEASURES["auroc"].full == "AUROC, mean of clients"
