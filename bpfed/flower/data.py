@@ -16,15 +16,15 @@ import torch
 
 from bpfed.config import Config
 from bpfed.data import FederatedData
-from bpfed.data.columns import doubts
+from bpfed.data.columns import doubts, telling
 from bpfed.data.combine import combine
 from bpfed.data.folder import DataDir
 from bpfed.data.load import names
 from bpfed.data.own import TEST_FRACTION, column_names, examples, find_target, held_out
 from bpfed.data.preparation import Preparation
-from bpfed.data.summary import Summary, client_summary
-from bpfed.data.table import read_table
-from bpfed.errors import UserError
+from bpfed.data.summary import SPLIT, Summary, client_summary
+from bpfed.data.table import Table, read_table
+from bpfed.errors import UserError, quoted
 from bpfed.flower.pattern import Refused
 
 
@@ -91,6 +91,7 @@ class File:
         self.task = getattr(asked, "task", None)
         self.ignore = tuple(column_names(getattr(asked, "ignore", None)))
         self.target = find_target({site: self.table}, getattr(asked, "target", None))
+        _check_told(self.table, path, self.target, self.ignore)
         fraction = TEST_FRACTION if asked.test_fraction is None else asked.test_fraction
         test = held_out(self.table, self.target, site, task=self.task, test_fraction=fraction, seed=self.seed)
         self.train, self.test = (self.table.take(np.flatnonzero(rows)) for rows in (~test, test))
@@ -118,6 +119,19 @@ class File:
             preparation=preparation,
             notes=doubts({self.site: self.table}, preparation),
         )
+
+
+def _check_told(table: Table, path: Path, target: str, ignore: tuple[str, ...]) -> None:
+    """Refuse, before anything is sent, a file whose words look like dates or identifiers: `File.facts` would tell them."""
+    found = telling(table.without([target, SPLIT, *ignore])) if table.images is None else {}
+    if not found:
+        return
+    what = " and ".join(f"{kind} in {quoted(names, len(names))}" for kind, names in found.items())
+    left = ",".join((*ignore, *(name for names in found.values() for name in names)))
+    raise UserError(
+        f"'{path}' seems to have {what}, and every word there would be told to the server and all sites; leave these columns out by "
+        f"--ignore '{left}' when the deployment is made ('bpfed deploy init'), or take them out of the file."
+    )
 
 
 def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, Any]:

@@ -187,3 +187,49 @@ def test_a_site_is_told_once_of_columns_that_look_like_no_inputs(tmp_path, files
     told = [sentence for sentence in made.said if "There seem to be identifiers" in sentence]
     assert len(told) == len(files)  # each of its own rows
     assert "--ignore 'patient_id' leaves them out. Whoever makes the deployment" in told[0]
+
+
+def with_words(files):
+    """The files with an id and a date in every row, and all of these words."""
+    told = []
+    for path in files.values():
+        head, *rows = path.read_text().splitlines()
+        own = [(f"{path.stem}-{i:03d}", f"2024-05-{i + 1:02d}") for i in range(len(rows))]
+        lines = [f"{patient},{row},{day}" for (patient, day), row in zip(own, rows, strict=True)]
+        path.write_text("\n".join([f"patient,{head},admitted", *lines]))
+        told += [word for pair in own for word in pair]
+    return told
+
+
+@pytest.mark.parametrize("rows", [5, 20])
+def test_words_that_look_like_dates_or_identifiers_are_refused_before_anything_is_sent(tmp_path, files, rows, capfd):
+    with_words(files)
+    lines = files["north"].read_text().splitlines()
+    files["north"].write_text("\n".join(lines[: rows + 1]))
+    bpfed, fed = Command(capfd), tmp_path / "fed"
+    bpfed.ok("deploy", "init", fed, "--sites", "north,south,east", "--target", "target")
+    outcome = bpfed("deploy", "client", fed / "site-north", "--data", files["north"])
+    assert outcome.code == 2
+    assert outcome.sentence == (
+        f"'{files['north']}' seems to have dates in 'admitted' and identifiers in 'patient', and every word there would be told to "
+        "the server and all sites; leave these columns out by --ignore 'admitted,patient' when the deployment is made "
+        "('bpfed deploy init'), or take them out of the file."
+    )
+    assert "joins" not in outcome.err  # no SuperNode has been started
+    assert Plan.read(fed / "site-north").data == ""
+
+
+def test_words_that_are_left_out_do_not_travel(tmp_path, files):
+    told = with_words(files)
+    made = Deployed(tmp_path, FedAvg(), rounds=1)
+    sites = tuple(files)
+    made.plan = replace(made.plan, sites=sites)
+    made.config = replace(made.config, data=DataSettings(name="files", ignore="admitted, patient"))
+    made.grid.clients = {
+        100 + i: node_of(Site(tmp_path / name, name, made.config, File(name, files[name], made.config)))
+        for i, name in enumerate(sites)
+    }
+    made.serve()
+    wire = made.grid.bytes()
+    assert b"ward" in wire
+    assert not [word for word in told if word.encode() in wire]
