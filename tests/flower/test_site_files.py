@@ -1,6 +1,7 @@
 """Sites with files of their own: scaled alike by sums alone, and the same numbers as a simulation of all tables."""
 
 import csv
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from bpfed.data.natural import ATTRIBUTES, HOSPITALS
 from bpfed.data.own import federate
 from bpfed.data.table import read_table
 from bpfed.errors import UserError
-from bpfed.flower.data import File, Part
+from bpfed.flower.data import File, Part, agreed, remarks
 from bpfed.flower.plan import Plan
 from bpfed.flower.site import Site
 from bpfed.methods import FedAvg, Recipe
@@ -54,6 +55,11 @@ def deployed(folder, files, method):
     return made, data
 
 
+def status_of(made):
+    """What the server last noted."""
+    return json.loads((made.folder / "server" / "status.json").read_text())
+
+
 def test_the_numbers_are_those_of_a_simulation_and_no_row_travels(tmp_path, files):
     made, data = deployed(tmp_path, files, FedAvg())
     same(made.serve(), *simulated(FedAvg(), data, rounds=ROUNDS))
@@ -83,7 +89,22 @@ def test_the_server_says_which_columns_differ_only_in_case(tmp_path, files):
     files["east"].write_text(files["east"].read_text().replace("height", "Height"))
     made, _ = deployed(tmp_path, files, FedAvg())
     made.serve()
-    assert any(said.startswith("Columns 'Height' and 'height' differ only in case") for said in made.said)
+    (note,) = status_of(made)["notes"]  # and not that some lack it
+    assert note.startswith("Columns 'Height' and 'height' differ only in case")
+    assert made.said.count(note) == 1
+
+
+def test_the_server_says_which_columns_a_site_lacks(tmp_path, files):
+    lines = files["east"].read_text().splitlines()
+    files["east"].write_text("\n".join(line.partition(",")[2] for line in lines))
+    made, _ = deployed(tmp_path, files, FedAvg())
+    made.serve()
+    (note,) = status_of(made)["notes"]
+    assert note == (
+        "Columns that other sites have are lacking, and taken as missing there: 'age' at 'east'; give them to these sites too, or "
+        "leave them out everywhere by --ignore when the deployment is made ('bpfed deploy init')."
+    )
+    assert made.said.count(note) == 1
 
 
 def test_sites_whose_columns_contradict_each_other_are_told_so(tmp_path, files):
@@ -94,6 +115,13 @@ def test_sites_whose_columns_contradict_each_other_are_told_so(tmp_path, files):
     made.grid.clients[made.node("east")] = node_of(site)
     with pytest.raises(UserError, match="'age' is numbers at 'north' but words at 'east'"):
         made.serve()
+
+
+@pytest.mark.parametrize("told", [{}, {"summary": "x"}, {"summary": {"columns": 3}}])
+def test_what_a_site_told_in_another_form_is_not_remarked_on(tmp_path, files, told):
+    made, _ = deployed(tmp_path, files, FedAvg())
+    facts = {name: site.source.facts() for name, site in made.sites.items()}
+    assert remarks(facts | {"late": told}, agreed(facts, made.config)) == []
 
 
 @pytest.mark.parametrize("order", [1, -1])
