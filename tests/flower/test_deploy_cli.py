@@ -178,6 +178,39 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
     assert "has another configuration" in bpfed("deploy", "run", fed).sentence
 
 
+@pytest.mark.parametrize(
+    ("state", "alive", "word", "online"),
+    [
+        ("running", True, "running", "yes"),
+        ("running", False, "broken off", "–"),
+        ("stopped", True, "stopped", "–"),
+        ("finished", False, "finished", "–"),
+    ],
+)
+def test_sites_are_called_online_only_while_the_run_is_under_way(bpfed, tmp_path, state, alive, word, online):
+    fed = tmp_path / "fed"
+    bpfed.ok("deploy", "init", fed, "--sites", "north,south")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    noted = {
+        "state": state,
+        "pid": os.getpid() if alive else ended.pid,
+        "at": time.time(),
+        "round": 1,
+        "rounds": 2,
+        "sites": {site: {"online": True, "connected": True} for site in ("north", "south")},
+        "notes": ["Columns 'X' and 'x' differ."],
+    }
+    (fed / "server" / "run").mkdir()
+    (fed / "server" / "run" / "status.json").write_text(json.dumps(noted))
+    shown = bpfed.ok("deploy", "status", fed).out
+    assert shown.startswith(f"{word}, round 1 of 2")
+    rows = [line.split() for line in shown.splitlines()]
+    assert [row[1] for row in rows if row[:1] in (["north"], ["south"])] == [online] * 2
+    assert ("Who is online is known only while a run is under way." in shown) == (online != "yes")
+    assert "Columns 'X' and 'x' differ.\n" in shown
+
+
 def test_flower_tells_its_makers_nothing_unless_allowed(tmp_path):
     silent = processes.environment(tmp_path, Plan(("a",)))
     assert (silent["FLWR_TELEMETRY_ENABLED"], silent["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
