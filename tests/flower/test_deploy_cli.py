@@ -19,7 +19,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from loopgrid import LoopGrid, node_of
 
 from bpfed.errors import UserError
-from bpfed.flower import control, frame, keys, processes, worker
+from bpfed.flower import client_app, control, frame, keys, processes, worker
 from bpfed.flower.deployed import open_server, open_site
 from bpfed.flower.message import Answer, Ask, fingerprint
 from bpfed.flower.plan import Plan
@@ -265,6 +265,30 @@ def test_an_app_asks_its_worker(bpfed, tmp_path):
     answer = Answer.read(frame.from_bytes(worker.ask(site, frame.to_bytes(ask), 30.0)), None, None)
     assert (answer.site, answer.refused) == ("client-00", "")
     assert '"classes": 10' in answer.facts
+
+
+@pytest.mark.parametrize(
+    ("round_", "rehearsal", "words"),
+    [
+        (0, 0, "What data there is"),
+        (4, 0, "Round 4"),
+        (5, 0, "The last round's scores"),
+        (2, 1, "Rehearsal 1, round 2"),
+        (5, 3, "Rehearsal 3, what was held out"),
+        ("2", 0, "A message"),
+        (2, -1, "A message"),
+    ],
+)
+def test_a_sites_log_calls_a_message_what_it_is(bpfed, tmp_path, round_, rehearsal, words):
+    bpfed.ok("deploy", "init", tmp_path / "fed", "--sites", "north,south", "--rounds", "4", "--rehearsals", "3")
+    rounds = client_app.rounds_of(tmp_path / "fed" / "site-north")
+    ask = Ask("ab", "cd", round_, rehearsal=rehearsal).write()["ask"]
+    assert client_app.called(ask, rounds) == words
+    assert client_app.called({}, rounds) == "A message"
+
+
+def test_without_a_configuration_a_round_is_called_by_its_number(tmp_path):
+    assert client_app.called({"round": 5, "rehearsal": 0}, client_app.rounds_of(tmp_path)) == "Round 5"
 
 
 def test_a_process_that_has_ended_is_not_alive_though_nobody_has_buried_it():
