@@ -110,12 +110,17 @@ def client(
     """Run a site, in the foreground, until SIGTERM or Ctrl-C."""
     _flower()
     from bpfed.flower import processes
-    from bpfed.flower.plan import Plan
+    from bpfed.flower.plan import FILE, Plan, site_folders
 
     own = folder.resolve()
+    if not (own / FILE).exists() and (inside := site_folders(folder)):
+        raise UserError(
+            f"'{folder}' is the folder of a whole deployment; give that of one site, such as '{inside[0]}'."
+        )
     plan = Plan.read(own)
     if not plan.site:
-        raise UserError(f"'{folder}' is not the folder of a site; give one such as '{folder / 'site-a'}'.")
+        beside = [*site_folders(folder.parent), folder.parent / "site-a"]
+        raise UserError(f"'{folder}' is not the folder of a site; give one such as '{beside[0]}'.")
     if data is not None and (path := Path(data).expanduser()).exists():
         data = str(path.resolve())
     if not processes.join(own, plan, _say, data):

@@ -186,8 +186,24 @@ def find(run: LoadedRun, name: str) -> Client:
         return run.client(name)
     newcomers = {path.stem: path for path in newcomers_of(run.folder).glob("*.safetensors")}
     if name not in newcomers:
+        if (there := _another_site(run.folder, name)) is not None:
+            raise there
         raise unknown("client", name, [*run.data.clients, *newcomers])
     return run.newcomer(newcomers[name])
+
+
+def _another_site(folder: Path, name: str) -> UserError | None:
+    """What is said where a site's own run is asked for another site's model; None: it is not."""
+    from bpfed.flower.plan import FILE, Plan
+
+    if not (folder.parent / FILE).is_file():
+        return None
+    plan = Plan.read(folder.parent)
+    if not plan.site or name not in plan.sites:
+        return None
+    return UserError(
+        f"'{folder}' has the model of site '{plan.site}' only; that of '{name}' is in the folder of that site, so predict there."
+    )
 
 
 def _copied(path: Path, keep: str | None, rows: int) -> dict[str, list[str]]:

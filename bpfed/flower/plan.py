@@ -134,3 +134,8 @@ def part(folder: Path) -> str:
 def server_folder(folder: Path) -> Path:
     """The server's folder of a deployment's folder, or itself."""
     return (folder if (folder / FILE).exists() else folder / SERVER).resolve()
+
+
+def site_folders(folder: Path) -> list[Path]:
+    """The sites' folders that are in a deployment's folder, in order."""
+    return [place.parent for place in sorted(folder.glob(f"*/{FILE}")) if Plan.read(place.parent).site]

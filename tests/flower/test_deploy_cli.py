@@ -83,7 +83,13 @@ def test_what_cannot_be_is_said_in_one_sentence(bpfed, tmp_path):
     assert "names a site twice" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a,a").sentence
     assert "host:port" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a", "--address", "here").sentence
     assert "no folder of a deployment" in bpfed("deploy", "server", tmp_path).sentence
-    assert "not the folder of a site" in bpfed("deploy", "client", fed / "server").sentence
+    assert bpfed("deploy", "client", fed / "server").sentence == (
+        f"'{fed / 'server'}' is not the folder of a site; give one such as '{fed / 'site-a'}'."
+    )
+    assert bpfed("deploy", "client", fed).sentence == (
+        f"'{fed}' is the folder of a whole deployment; give that of one site, such as '{fed / 'site-a'}'."
+    )
+    assert "no folder of a deployment" in bpfed("deploy", "client", tmp_path).sentence
     assert not (tmp_path / "x").exists()
     assert "No run yet" in bpfed.ok("deploy", "status", fed).out
     (fed / "server" / "deploy.toml").write_text('sites = ["a"]\ntimeuot = 3\n')
@@ -162,6 +168,13 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
             assert "is of a deployment's server, which has neither the sites' personal factors" in said
             assert "at a site, with its own folder" in said
     assert Run.load(fed / "site-client-00").client("client-00").name == "client-00"
+    own = fed / "site-client-00"
+    for folder in (own, own / "run"):
+        assert bpfed("predict", folder, "--client", "client-01", "--input", "x.csv").sentence == (
+            f"'{own / 'run'}' has the model of site 'client-00' only; that of 'client-01' is in the folder of that site, so predict "
+            "there."
+        )
+    assert "did you mean 'client-00'?" in bpfed("predict", own, "--client", "client-0", "--input", "x.csv").sentence
     shutil.rmtree(fed / "site-client-00" / "run")
     said = bpfed("predict", fed / "site-client-00", "--client", "client-00", "--input", "x.csv").sentence
     assert "is of a deployment's site, which has no model yet" in said
