@@ -17,8 +17,8 @@ DAY = 86_400.0
 #: What marks a moment in a site's log; the times of `bpfed.flower.processes.stamp` stand before it.
 MARKS = {
     "received": r"Receiving: train message",
-    "asked": r"bpfed: Round \d+: asked, (?P<age>[\d.]+) s after",
-    "answered": r"bpfed: Round \d+: answered",
+    "asked": r"bpfed: .+: asked, (?P<age>[\d.]+) s after",
+    "answered": r"bpfed: .+: answered",
     "sending": r"Sending: train message",
     "gone": r"Sent successfully",
 }

@@ -110,12 +110,17 @@ def client(
     """Run a site, in the foreground, until SIGTERM or Ctrl-C."""
     _flower()
     from bpfed.flower import processes
-    from bpfed.flower.plan import Plan
+    from bpfed.flower.plan import FILE, Plan, site_folders
 
     own = folder.resolve()
+    if not (own / FILE).exists() and (inside := site_folders(folder)):
+        raise UserError(
+            f"'{folder}' is the folder of a whole deployment; give that of one site, such as '{inside[0]}'."
+        )
     plan = Plan.read(own)
     if not plan.site:
-        raise UserError(f"'{folder}' is not the folder of a site; give one such as '{folder / 'site-a'}'.")
+        beside = [*site_folders(folder.parent), folder.parent / "site-a"]
+        raise UserError(f"'{folder}' is not the folder of a site; give one such as '{beside[0]}'.")
     if data is not None and (path := Path(data).expanduser()).exists():
         data = str(path.resolve())
     if not processes.join(own, plan, _say, data):
@@ -158,19 +163,24 @@ def status(folder: Folder) -> None:
         return
     ago = time.time() - float(found["at"])
     state = found["state"]
-    if state not in ("finished", "stopped") and not control.alive(int(found["pid"])):
-        state = "broken off"
+    over = state in ("finished", "stopped")
+    if not over and not control.alive(int(found["pid"])):
+        state, over = "broken off", True
     print(f"{state}, {where(found)}, {ago:.0f} s ago" + _because(found))
     shown = show.table("site", "online", "last round used", "refused", "lost", right=3)
     for site in plan.sites:
         seen = found["sites"].get(site, {})
         numbers = [str(seen.get(key, 0)) for key in ("counted", "refused", "lost")]
         online = "yes" if seen.get("online") else "joining" if seen.get("connected") else "no"
-        shown.add_row(site, online, *numbers)
+        shown.add_row(site, text.MISSING if over else online, *numbers)
     show.put(shown)
+    if over:
+        print("Who is online is known only while a run is under way.")
     for site in plan.sites:
         if why := found["sites"].get(site, {}).get("why"):
             print(f"Last of site '{site}': {why}")
+    for note in found.get("notes", ()):
+        print(note)
     print(_metrics(found))
 
 

@@ -20,6 +20,7 @@ from bpfed.report.text import many
 if TYPE_CHECKING:
     from bpfed.client import Client
     from bpfed.data.federated import FederatedData
+    from bpfed.data.unfamiliar import Unusual
     from bpfed.loaded import LoadedRun
     from bpfed.predict import Classified, Regressed
 
@@ -46,7 +47,11 @@ def predict(
         float, typer.Option(help="How often sets and intervals hold the truth; needs a run with --calibration.")
     ] = 0.9,
     abstain: Annotated[
-        float | None, typer.Option(help="Mark rows whose label is less probable than this.", show_default=False)
+        float | None,
+        typer.Option(
+            help="Mark rows whose label is less probable than this, or that have a number far outside of training.",
+            show_default=False,
+        ),
     ] = None,
     draws: Annotated[
         int | None, typer.Option(help="Weight draws to average. \\[default: as in evaluation]", show_default=False)
@@ -65,6 +70,8 @@ def predict(
     Classes have a label, probabilities and uncertainties (nats); numbers a mean and an sd in their own units.
 
     Where the run kept calibration examples, there are sets of labels or intervals as well.
+
+    Of tables, the column "unusual" names those with a number far outside of training or a word that it never saw.
     """
     from bpfed.callbacks.progress import Progress
 
@@ -82,7 +89,8 @@ def predict(
         from bpfed.cli.rows import read_rows
 
         data = who.run.data
-        x = read_rows(data, rows, who.name, progress.say).x
+        taken = read_rows(data, rows, who.name, progress.say)
+        x = taken.x
         kept = _copied(rows, keep, len(x))
         progress.doing(f"predicting {many(len(x), 'row')}")
         found = who.predict(x, draws=draws)
@@ -92,7 +100,7 @@ def predict(
             progress.say(endless)
         if strange := _strange(run, who, found):
             progress.say(strange)
-        text = table(data, found, level, abstain, kept)
+        text = table(data, found, level, abstain, kept, taken.unusual)
     finally:
         progress.close()
     if out is None:
@@ -178,8 +186,24 @@ def find(run: LoadedRun, name: str) -> Client:
         return run.client(name)
     newcomers = {path.stem: path for path in newcomers_of(run.folder).glob("*.safetensors")}
     if name not in newcomers:
+        if (there := _another_site(run.folder, name)) is not None:
+            raise there
         raise unknown("client", name, [*run.data.clients, *newcomers])
     return run.newcomer(newcomers[name])
+
+
+def _another_site(folder: Path, name: str) -> UserError | None:
+    """What is said where a site's own run is asked for another site's model; None: it is not."""
+    from bpfed.flower.plan import FILE, Plan
+
+    if not (folder.parent / FILE).is_file():
+        return None
+    plan = Plan.read(folder.parent)
+    if not plan.site or name not in plan.sites:
+        return None
+    return UserError(
+        f"'{folder}' has the model of site '{plan.site}' only; that of '{name}' is in the folder of that site, so predict there."
+    )
 
 
 def _copied(path: Path, keep: str | None, rows: int) -> dict[str, list[str]]:
@@ -200,8 +224,9 @@ def table(
     level: float,
     abstain: float | None,
     kept: Mapping[str, list[str]] | None = None,
+    unusual: Unusual | None = None,
 ) -> str:
-    """Predictions as CSV with a header, after the columns that were kept."""
+    """Predictions as CSV with a header, after the columns that were kept; the last says what is unlike training."""
     from bpfed.predict import Classified
 
     columns = (
@@ -209,6 +234,12 @@ def table(
         if isinstance(found, Classified)
         else _numbers(data, found, level, abstain)
     )
+    if unusual is not None:
+        if "abstain" in columns:
+            columns["abstain"] = [
+                "yes" if far else said for said, far in zip(columns["abstain"], unusual.far.tolist(), strict=True)
+            ]
+        columns["unusual"] = [" | ".join(names) for names in unusual.names()]
     if clash := [name for name in kept or () if name in columns]:
         raise UserError(
             f"--keep: {quoted(clash)} of the input would clash with what predictions have of that name; rename it there."

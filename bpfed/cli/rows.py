@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from bpfed.data.federated import FederatedData
     from bpfed.data.preparation import Preparation
+    from bpfed.data.unfamiliar import Unusual
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,13 @@ class Rows:
         x: Inputs, ``[n, ...]``.
         y: Targets, ``[n]``; None where they were not asked for.
         preparation: That of the run, with the client's own statistics where it has some; None for arrays.
+        unusual: Where they are unlike the rows of training; None for arrays and images.
     """
 
     x: Tensor
     y: Tensor | None
     preparation: Preparation | None
+    unusual: Unusual | None = None
 
 
 def read_rows(
@@ -53,7 +56,7 @@ def read_rows(
     if data.preparation is None:
         return _arrays(data, path, labelled)
     from bpfed.data.table import read_table
-    from bpfed.data.unfamiliar import unfamiliar
+    from bpfed.data.unfamiliar import unfamiliar, unusual
 
     preparation = data.preparation
     table = read_table(path, preparation.words)
@@ -71,7 +74,7 @@ def read_rows(
     made = Rows(preparation.inputs(table, client), preparation.targets(table) if labelled else None, preparation)
     for sentence in unfamiliar(preparation, table, client):
         say(sentence)
-    return made
+    return made if preparation.shape is not None else replace(made, unusual=unusual(preparation, table, client))
 
 
 def _arrays(data: FederatedData, path: Path, labelled: bool) -> Rows:

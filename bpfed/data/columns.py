@@ -17,6 +17,8 @@ from bpfed.errors import quoted
 MANY = 30
 #: Share of values that differ, and number of values, from which on a column may be an identity.
 DIFFERENT, ENOUGH = 0.9, 20
+#: The latter for words that others are about to be told.
+TOLD = 5
 _DATE = re.compile(r"(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{1,2}([-/.])\d{1,2}\3(\d{4}|\d{2}))([T ].*)?")
 _IDENTITY = re.compile(r"(.*[\W_])?(id|uuid|key|no|nr|code|zip|plz|index)", re.IGNORECASE)
 
@@ -83,7 +85,18 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
     return (f"There seem to be {told}; if these should be no inputs, --ignore '{left}' leaves them out.",)
 
 
-def _of_words(held: Sequence[Column]) -> tuple[bool, bool]:
+def telling(table: Table) -> dict[str, list[str]]:
+    """Columns of words that others should not be told: those of dates and those of identifiers, where there are some."""
+    found: dict[str, list[str]] = {"dates": [], "identifiers": []}
+    for name, column in table.columns.items():
+        if isinstance(column, Words):
+            dated, identity = _of_words([column], TOLD)
+            for what in ["dates"] if dated else ["identifiers"] if identity else []:
+                found[what].append(name)
+    return {what: names for what, names in found.items() if names}
+
+
+def _of_words(held: Sequence[Column], enough: int = ENOUGH) -> tuple[bool, bool]:
     """Whether the words of all clients are dates, such as 2024-05-14 or 14.5.24 10:00, and whether they are identities."""
     columns = [column for column in held if isinstance(column, Words)]
     all_ = set().union(*(column.levels for column in columns))
@@ -91,7 +104,7 @@ def _of_words(held: Sequence[Column]) -> tuple[bool, bool]:
         return False, False  # of other clients alone
     dated = sum(bool(_DATE.fullmatch(word)) for word in all_) >= DIFFERENT * len(all_)
     known = sum(int(np.count_nonzero(column.codes != UNKNOWN)) for column in columns)
-    return dated, _different(known, len(all_), sum(len(column.levels) for column in columns), len(held))
+    return dated, _different(known, len(all_), sum(len(column.levels) for column in columns), len(held), enough)
 
 
 def _of_numbers(held: Sequence[Column], named: bool) -> tuple[bool, bool]:
@@ -120,7 +133,7 @@ def _dates(values: np.ndarray) -> bool:
     return bool(((month >= 1) & (month <= 12) & (day >= 1) & (day <= 31)).all())
 
 
-def _different(known: int, all_: int, own: int, clients: int) -> bool:
+def _different(known: int, all_: int, own: int, clients: int, enough: int = ENOUGH) -> bool:
     """Whether nearly every value differs from all others, of all clients or, where they have enough, of its own.
 
     Args:
@@ -128,8 +141,9 @@ def _different(known: int, all_: int, own: int, clients: int) -> bool:
         all_: How many of them are different.
         own: The same of each client's, summed.
         clients: Number of clients.
+        enough: Values that one must have at least.
     """
-    return (known >= ENOUGH and all_ >= DIFFERENT * known) or (known >= ENOUGH * clients and own >= DIFFERENT * known)
+    return (known >= enough and all_ >= DIFFERENT * known) or (known >= enough * clients and own >= DIFFERENT * known)
 
 
 def _counted(values: Sequence[np.ndarray], pooled: np.ndarray) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from bpfed.data.combine import UNITS_APART
@@ -13,6 +15,48 @@ from bpfed.errors import first_of, quoted
 
 #: Standard deviations from the mean of training beyond which a number is far.
 FAR = 10.0
+
+
+@dataclass(frozen=True)
+class Unusual:
+    """Where rows of a table are unlike those of training; only columns with such rows are in it.
+
+    Attributes:
+        rows: Number of rows n.
+        words: Where a word is one that training never saw, ``[n]`` bool by column.
+        numbers: Where a number is far off, likewise.
+    """
+
+    rows: int
+    words: dict[str, np.ndarray]
+    numbers: dict[str, np.ndarray]
+
+    @property
+    def far(self) -> np.ndarray:
+        """Rows with some number that is far off, ``[n]`` bool."""
+        return np.logical_or.reduce([np.zeros(self.rows, dtype=bool), *self.numbers.values()])
+
+    def names(self) -> list[list[str]]:
+        """The columns that are unusual in each row."""
+        found: list[list[str]] = [[] for _ in range(self.rows)]
+        for name, where in {**self.numbers, **self.words}.items():
+            for row in np.flatnonzero(where).tolist():
+                found[row].append(name)
+        return found
+
+
+def unusual(preparation: Preparation, table: Table, client: str) -> Unusual:
+    """Which rows have words that training never saw, and which have numbers far off; arguments as `unfamiliar`."""
+    words, numbers = {}, {}
+    for feature in (f for f in preparation.features if f.scale and f.name in table.columns):
+        if feature.kind == "words":
+            if (new := _new_words(feature, table)).any():
+                words[feature.name] = new
+        elif feature.kind == "number":
+            own = preparation.local.get(client, {})
+            if (far := _far(table, feature.name, *own.get(feature.name, (feature.mean, feature.scale)))).any():
+                numbers[feature.name] = far
+    return Unusual(table.rows, words, numbers)
 
 
 def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]:
@@ -32,15 +76,9 @@ def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]
     if other:
         told = first_of([f"'{name}' (training had '{was}')" for name, was in other.items()])
         found.append(f"'{table.name}' has {told}, which is ignored; spell it as in training if it is meant.")
-    words, numbers = [], []
-    for feature in (f for f in preparation.features if f.scale and f.name in table.columns):
-        if feature.kind == "words":
-            rows, such = _new_words(feature, table)
-            words += [f"'{feature.name}' ({rows} of {table.rows} rows, such as {quoted([such])})"] if rows else []
-        else:
-            own = preparation.local.get(client, {})
-            rows, such = _far(table, feature.name, *own.get(feature.name, (feature.mean, feature.scale)))
-            numbers += [f"'{feature.name}' ({rows} of {table.rows} rows, such as {such})"] if rows else []
+    strange = unusual(preparation, table, client)
+    words = [_told(table, name, where, number=False) for name, where in strange.words.items()]
+    numbers = [_told(table, name, where, number=True) for name, where in strange.numbers.items()]
     if words:
         found.append(
             f"'{table.name}' has words that training never saw in {first_of(words)}; the model answers as if there were no word."
@@ -69,19 +107,24 @@ def _unlike(preparation: Preparation, table: Table, client: str) -> list[str]:
     return []
 
 
-def _new_words(feature: Feature, table: Table) -> tuple[int, str]:
-    """How many rows have a word that training had not, and the first such word."""
+def _told(table: Table, name: str, where: np.ndarray, number: bool) -> str:
+    """A column, in how many rows it is unusual, and its first such value."""
+    first = table.take(np.flatnonzero(where)[:1]).words(name)[0]
+    such = f"{float(first):g}" if number else quoted([first])
+    return f"'{name}' ({np.count_nonzero(where)} of {table.rows} rows, such as {such})"
+
+
+def _new_words(feature: Feature, table: Table) -> np.ndarray:
+    """Which rows have a word that training had not, ``[n]`` bool."""
     column = table.columns[feature.name]
     words = column if isinstance(column, Words) else Words.of(table.words(feature.name))
     known = set(feature.levels)
-    new = np.array([*(level not in known for level in words.levels), False])[words.codes]
-    return int(new.sum()), words.levels[words.codes[new.argmax()]] if new.any() else ""
+    return np.array([*(level not in known for level in words.levels), False])[words.codes]
 
 
-def _far(table: Table, name: str, mean: float, scale: float) -> tuple[int, str]:
-    """How many rows have a number that is far off, and the first such number."""
+def _far(table: Table, name: str, mean: float, scale: float) -> np.ndarray:
+    """Which rows have a number that is far off, ``[n]`` bool."""
     column = table.columns[name]
     if isinstance(column, Words):
-        return 0, ""
-    far = np.abs(np.nan_to_num(column - mean)) > FAR * scale
-    return int(far.sum()), f"{column[far.argmax()]:g}"
+        return np.zeros(table.rows, dtype=bool)
+    return np.abs(np.nan_to_num(column - mean)) > FAR * scale

@@ -9,14 +9,18 @@ from __future__ import annotations
 import os
 import sys
 import time
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from flwr.app import Context, Message
+from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from bpfed.errors import UserError
 from bpfed.flower import frame, worker
 from bpfed.flower.ending import end_in_time
+from bpfed.flower.plan import CONFIG
 
 app = ClientApp()
 
@@ -40,12 +44,13 @@ def _answered(message: Message, context: Context) -> Message:
     if left <= 0:
         raise TimeoutError("The message is too old.")
     end_in_time(left)
-    number = message.metadata.group_id
-    say(f"Round {number}: asked, {age():.2f} s after the start of the process.")
+    ask = message.content.get("ask")
+    what = called(ask if isinstance(ask, ConfigRecord) else {}, rounds_of(folder))
+    say(f"{what}: asked, {age():.2f} s after the start of the process.")
     done = worker.ask(folder, frame.to_bytes(message.content), left)
     if done is not None:
         reply = Message(frame.from_bytes(done), reply_to=message)
-        say(f"Round {number}: answered.")
+        say(f"{what}: answered.")
         return reply
 
     from bpfed.flower.deployed import open_site
@@ -56,6 +61,31 @@ def _answered(message: Message, context: Context) -> Message:
         say(str(error))
         raise RuntimeError("The site cannot do its part; its own log says why.") from None
     return Message(site.answer(message.content), reply_to=message)
+
+
+def called(ask: Mapping[str, Any], rounds: int | None) -> str:
+    """What a message of the server's asks for, in words.
+
+    Args:
+        ask: Its plain fields, not yet checked.
+        rounds: Of the run, and of each rehearsal; None: nobody knows.
+    """
+    round_, rehearsal = (number if type(number := ask.get(key)) is int else -1 for key in ("round", "rehearsal"))
+    if round_ < 0 or rehearsal < 0:
+        return "A message"
+    if not round_:
+        return "What data there is"
+    if rounds is not None and round_ > rounds:
+        return f"Rehearsal {rehearsal}, what was held out" if rehearsal else "The last round's scores"
+    return f"Rehearsal {rehearsal}, round {round_}" if rehearsal else f"Round {round_}"
+
+
+def rounds_of(folder: Path) -> int | None:
+    """How many rounds the site's own configuration has; None where it cannot be read."""
+    try:
+        return int(tomllib.loads((folder / CONFIG).read_text())["run"]["rounds"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def age() -> float:

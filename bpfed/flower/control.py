@@ -20,8 +20,8 @@ from bpfed.errors import UserError
 from bpfed.files import to_toml, write_whole
 from bpfed.flower import keys, processes
 from bpfed.flower.app import write_app
-from bpfed.flower.deployed import CONFIG, RUN, open_server
-from bpfed.flower.plan import SERVER, Plan
+from bpfed.flower.deployed import RUN, open_server
+from bpfed.flower.plan import CONFIG, SERVER, Plan
 from bpfed.flower.processes import Say
 from bpfed.flower.status import STATUS, done, where
 from bpfed.names import PREFIX

@@ -16,15 +16,16 @@ import torch
 
 from bpfed.config import Config
 from bpfed.data import FederatedData
-from bpfed.data.columns import doubts
+from bpfed.data.columns import doubts, telling
 from bpfed.data.combine import combine
 from bpfed.data.folder import DataDir
 from bpfed.data.load import names
+from bpfed.data.lookalikes import lookalikes, spelling
 from bpfed.data.own import TEST_FRACTION, column_names, examples, find_target, held_out
 from bpfed.data.preparation import Preparation
-from bpfed.data.summary import Summary, client_summary
-from bpfed.data.table import read_table
-from bpfed.errors import UserError
+from bpfed.data.summary import SPLIT, Summary, client_summary
+from bpfed.data.table import Table, read_table
+from bpfed.errors import UserError, first_of, quoted
 from bpfed.flower.pattern import Refused
 
 
@@ -91,6 +92,7 @@ class File:
         self.task = getattr(asked, "task", None)
         self.ignore = tuple(column_names(getattr(asked, "ignore", None)))
         self.target = find_target({site: self.table}, getattr(asked, "target", None))
+        _check_told(self.table, path, self.target, self.ignore)
         fraction = TEST_FRACTION if asked.test_fraction is None else asked.test_fraction
         test = held_out(self.table, self.target, site, task=self.task, test_fraction=fraction, seed=self.seed)
         self.train, self.test = (self.table.take(np.flatnonzero(rows)) for rows in (~test, test))
@@ -118,6 +120,19 @@ class File:
             preparation=preparation,
             notes=doubts({self.site: self.table}, preparation),
         )
+
+
+def _check_told(table: Table, path: Path, target: str, ignore: tuple[str, ...]) -> None:
+    """Refuse, before anything is sent, a file whose words look like dates or identifiers: `File.facts` would tell them."""
+    found = telling(table.without([target, SPLIT, *ignore])) if table.images is None else {}
+    if not found:
+        return
+    what = " and ".join(f"{kind} in {quoted(names, len(names))}" for kind, names in found.items())
+    left = ",".join((*ignore, *(name for names in found.values() for name in names)))
+    raise UserError(
+        f"'{path}' seems to have {what}, and every word there would be told to the server and all sites; leave these columns out by "
+        f"--ignore '{left}' when the deployment is made ('bpfed deploy init'), or take them out of the file."
+    )
 
 
 def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, Any]:
@@ -152,6 +167,35 @@ def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, 
                 f"The data of site '{site}' are of another shape or task than those of '{first}'; mend one."
             )
     return {**{key: told[key] for key in ("shape", "task", "classes")}, "longest": longest}
+
+
+def remarks(facts: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any]) -> list[str]:
+    """What whoever runs the deployment should know of the sites' data together, in sentences.
+
+    Args:
+        facts: What each site told.
+        common: What they have in common, see `agreed`.
+    """
+    if "preparation" not in common:
+        return []
+    preparation = Preparation.from_record(common["preparation"])
+    found = list(lookalikes(preparation))
+    lacking: dict[str, list[str]] = {}
+    for site, told in facts.items() if preparation.shape is None else ():
+        summary = told.get("summary")  # of a site that came late, nobody has read it yet
+        columns = summary.get("columns") if isinstance(summary, dict) else None
+        here = (
+            {spelling(name) for name in columns} if isinstance(columns, dict) else set()
+        )  # spelt otherwise is told above
+        for name in (f.name for f in preparation.features if here and spelling(f.name) not in here):
+            lacking.setdefault(name, []).append(site)
+    if lacking:
+        told_of = first_of([f"'{name}' at {quoted(sites)}" for name, sites in lacking.items()])
+        found.append(
+            f"Columns that other sites have are lacking, and taken as missing there: {told_of}; give them to these sites too, or leave "
+            "them out everywhere by --ignore when the deployment is made ('bpfed deploy init')."
+        )
+    return found
 
 
 def _target(facts: Mapping[str, Mapping[str, Any]]) -> str:

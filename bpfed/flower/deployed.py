@@ -12,11 +12,11 @@ from bpfed.errors import UserError
 from bpfed.flower.data import File, Part, Source
 from bpfed.flower.guard import Guard
 from bpfed.flower.keys import public_keys
-from bpfed.flower.plan import RUN, Plan
+from bpfed.flower.plan import CONFIG, RUN, Plan
 from bpfed.flower.server import Server
 from bpfed.flower.site import Site
 
-CONFIG, STATE = "config.toml", "state"
+STATE = "state"
 
 
 def open_server(folder: Path, say: Callable[[str], None]) -> Server:

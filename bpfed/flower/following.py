@@ -29,6 +29,7 @@ class Following:
         self.sites: dict[str, str] = {}
         self.trouble: dict[str, int] = {}
         self.learnt = ""
+        self.notes: set[str] = set()
         self._words, self._since = "", time.monotonic()
         self._next, self._silence = self._since, SILENCE[0]
         self._state: tuple[Any, ...] = ()
@@ -71,6 +72,10 @@ class Following:
             if trouble > self.trouble.get(site, 0):
                 self.say(f"Site '{site}': {seen.get('why', '')}")
             self.trouble[site] = trouble
+        for note in found.get("notes", ()):
+            if note not in self.notes:
+                self.say(note)
+                self.notes.add(note)
         learnt = found.get("learnt", "")
         if learnt and learnt != self.learnt:
             self.say(learnt)

@@ -12,6 +12,8 @@ from bpfed.files import to_toml, write_whole
 
 #: A part's own file; the server's folder in that of a deployment; the run folder of the server, and of a site's own model.
 FILE, SERVER, RUN = "deploy.toml", "server", "run"
+#: What is computed, in each part's folder.
+CONFIG = "config.toml"
 #: What each exchange cost, in the run folder of a server; no other run has such a file.
 EXCHANGES = "exchanges.jsonl"
 
@@ -132,3 +134,8 @@ def part(folder: Path) -> str:
 def server_folder(folder: Path) -> Path:
     """The server's folder of a deployment's folder, or itself."""
     return (folder if (folder / FILE).exists() else folder / SERVER).resolve()
+
+
+def site_folders(folder: Path) -> list[Path]:
+    """The sites' folders that are in a deployment's folder, in order."""
+    return [place.parent for place in sorted(folder.glob(f"*/{FILE}")) if Plan.read(place.parent).site]

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from bpfed.config import Config
-from bpfed.data.lookalikes import lookalikes
-from bpfed.data.preparation import Preparation
 from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
 from bpfed.files import said
-from bpfed.flower.data import agreed
+from bpfed.flower.data import agreed, remarks
 from bpfed.flower.journal import Found, Journal
 from bpfed.flower.meeting import Meeting, Seen
 from bpfed.flower.message import fingerprint
@@ -114,6 +112,7 @@ class Server:
         over = [] if self.journal.kept() is not None else [rehearsal.found() for rehearsal in self.rehearsals]
         journal = self.rehearsals[over.index(None)] if None in over else self.journal
         journal.facts = facts
+        self._remark(facts)
         federation = without_examples(self.config, self.plan.sites, facts, journal.rehearsal)
         training = Training(self.plan, federation, journal, self._meet, self.rule, self.say, self.sleep)
         if journal.kept() is not None:
@@ -158,11 +157,19 @@ class Server:
 
     def _agreed(self) -> dict[str, Any]:
         """What the data of the sites that are there have in common."""
-        facts = agreed({site: seen.facts for site, seen in self.sites.items() if seen.facts is not None}, self.config)
-        if "preparation" in facts:
-            for note in lookalikes(Preparation.from_record(facts["preparation"])):
+        return {**agreed(self._facts(), self.config), "sites": len(self.plan.sites)}
+
+    def _facts(self) -> dict[str, dict[str, Any]]:
+        """What the sites have told of their data, by site."""
+        return {site: seen.facts for site, seen in self.sites.items() if seen.facts is not None}
+
+    def _remark(self, common: Mapping[str, Any]) -> None:
+        """Say what is to be known of the sites' data together, each sentence once; the status has all of them."""
+        notes = remarks(self._facts(), common)
+        for note in notes:
+            if note not in self.status.notes:
                 self.say(note)
-        return {**facts, "sites": len(self.plan.sites)}
+        self.status.notes = notes
 
     def _journal(self, folder: Path, rehearsal: int) -> Journal:
         return Journal(folder, self.config, self.fingerprint, self.sites, self.say, rehearsal)
@@ -190,6 +197,8 @@ class Server:
         self._note(None)
         if strangers:
             self.meeting.greet(post, self.journal.run, strangers)
+            if self.training is not None:
+                self._remark(self.training.journal.facts)
             self._note(None)
 
     def _note(self, state: str | None, error: BaseException | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import time
 import traceback
@@ -208,7 +209,8 @@ class Site:
             return
         try:
             keep(self.own, federation, evaluated, self.say)
-            self.say(f"This site's own model is in '{self.own}'; predict with it by: bpfed predict {self.own} ...")
+            command = shlex.join(["bpfed", "predict", str(self.own), "--client", self.name, "--input", "FILE"])
+            self.say(f"This site's own model is in '{self.own}'; predict with it by: {command}")
         except (OSError, UserError) as error:  # the scores are as good without it
             self.say(f"This site's own model could not be kept ({error}).")
 

@@ -20,6 +20,9 @@ STATUS = "status.json"
 class Status:
     """Notes how a run is.
 
+    Attributes:
+        notes: What whoever watches should know of the sites' data, in sentences.
+
     Args:
         folder: The run folder.
         settings: How it is run.
@@ -28,6 +31,7 @@ class Status:
 
     def __init__(self, folder: Path, settings: Settings, sites: dict[str, Seen]) -> None:
         self.path, self.settings, self.sites = folder / STATUS, settings, sites
+        self.notes: list[str] = []
         self._state = "starting"
 
     def write(
@@ -64,6 +68,7 @@ class Status:
             "rehearsal": journal.rehearsal,
             "rehearsals": self.settings.rehearsals,
             "learnt": journal.learnt,
+            "notes": self.notes,
             "sites": sites,
             "metrics": journal.history[-1] if journal.history else None,
         }

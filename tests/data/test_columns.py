@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from command import Command
 
-from bpfed.data.columns import columns, doubts
+from bpfed.data.columns import columns, doubts, telling
 from bpfed.data.own import federate
 from bpfed.data.table import Table, Words
 
@@ -114,3 +114,21 @@ def test_inspect_lists_columns_and_folds_many(tmp_path: Path, capsys: pytest.Cap
     assert " c28 " not in out
     assert "... and 70 more columns.\n" in out
     assert "There seem to be more than 30 words in 'kind'; if these should be no inputs, --ignore 'kind'" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["p1", "p2", "p3", "p4", "p5"], "identifiers"),
+        (["p1", "p2", "p3", "p4", "p5", ""], "identifiers"),
+        ([f"p{i}" for i in range(N - 2)] + ["p0", "p1"], "identifiers"),
+        (["2024-05-14", "2024-05-14", "2024-06-01"], "dates"),
+        (["p1", "p2", "p3", "p4"], None),
+        (["a", "b", "c", "a", "d"], None),
+        (["a", "b", "c", "d", "e", "f", "a", "b"], None),
+        (["", "", "", "", ""], None),
+    ],
+)
+def test_words_that_others_should_not_be_told(words: list[str], wanted: str | None) -> None:
+    table = Table("a", len(words), {"word": Words.of(words), "number": np.arange(float(len(words)))})
+    assert telling(table) == ({} if wanted is None else {wanted: ["word"]})

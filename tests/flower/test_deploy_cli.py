@@ -19,7 +19,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from loopgrid import LoopGrid, node_of
 
 from bpfed.errors import UserError
-from bpfed.flower import control, frame, keys, processes, worker
+from bpfed.flower import client_app, control, frame, keys, processes, worker
 from bpfed.flower.deployed import open_server, open_site
 from bpfed.flower.message import Answer, Ask, fingerprint
 from bpfed.flower.plan import Plan
@@ -83,7 +83,13 @@ def test_what_cannot_be_is_said_in_one_sentence(bpfed, tmp_path):
     assert "names a site twice" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a,a").sentence
     assert "host:port" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a", "--address", "here").sentence
     assert "no folder of a deployment" in bpfed("deploy", "server", tmp_path).sentence
-    assert "not the folder of a site" in bpfed("deploy", "client", fed / "server").sentence
+    assert bpfed("deploy", "client", fed / "server").sentence == (
+        f"'{fed / 'server'}' is not the folder of a site; give one such as '{fed / 'site-a'}'."
+    )
+    assert bpfed("deploy", "client", fed).sentence == (
+        f"'{fed}' is the folder of a whole deployment; give that of one site, such as '{fed / 'site-a'}'."
+    )
+    assert "no folder of a deployment" in bpfed("deploy", "client", tmp_path).sentence
     assert not (tmp_path / "x").exists()
     assert "No run yet" in bpfed.ok("deploy", "status", fed).out
     (fed / "server" / "deploy.toml").write_text('sites = ["a"]\ntimeuot = 3\n')
@@ -162,6 +168,13 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
             assert "is of a deployment's server, which has neither the sites' personal factors" in said
             assert "at a site, with its own folder" in said
     assert Run.load(fed / "site-client-00").client("client-00").name == "client-00"
+    own = fed / "site-client-00"
+    for folder in (own, own / "run"):
+        assert bpfed("predict", folder, "--client", "client-01", "--input", "x.csv").sentence == (
+            f"'{own / 'run'}' has the model of site 'client-00' only; that of 'client-01' is in the folder of that site, so predict "
+            "there."
+        )
+    assert "did you mean 'client-00'?" in bpfed("predict", own, "--client", "client-0", "--input", "x.csv").sentence
     shutil.rmtree(fed / "site-client-00" / "run")
     said = bpfed("predict", fed / "site-client-00", "--client", "client-00", "--input", "x.csv").sentence
     assert "is of a deployment's site, which has no model yet" in said
@@ -176,6 +189,39 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
     config = server / "config.toml"
     config.write_text(config.read_text().replace("rounds = 1", "rounds = 2"))
     assert "has another configuration" in bpfed("deploy", "run", fed).sentence
+
+
+@pytest.mark.parametrize(
+    ("state", "alive", "word", "online"),
+    [
+        ("running", True, "running", "yes"),
+        ("running", False, "broken off", "–"),
+        ("stopped", True, "stopped", "–"),
+        ("finished", False, "finished", "–"),
+    ],
+)
+def test_sites_are_called_online_only_while_the_run_is_under_way(bpfed, tmp_path, state, alive, word, online):
+    fed = tmp_path / "fed"
+    bpfed.ok("deploy", "init", fed, "--sites", "north,south")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    noted = {
+        "state": state,
+        "pid": os.getpid() if alive else ended.pid,
+        "at": time.time(),
+        "round": 1,
+        "rounds": 2,
+        "sites": {site: {"online": True, "connected": True} for site in ("north", "south")},
+        "notes": ["Columns 'X' and 'x' differ."],
+    }
+    (fed / "server" / "run").mkdir()
+    (fed / "server" / "run" / "status.json").write_text(json.dumps(noted))
+    shown = bpfed.ok("deploy", "status", fed).out
+    assert shown.startswith(f"{word}, round 1 of 2")
+    rows = [line.split() for line in shown.splitlines()]
+    assert [row[1] for row in rows if row[:1] in (["north"], ["south"])] == [online] * 2
+    assert ("Who is online is known only while a run is under way." in shown) == (online != "yes")
+    assert "Columns 'X' and 'x' differ.\n" in shown
 
 
 def test_flower_tells_its_makers_nothing_unless_allowed(tmp_path):
@@ -232,6 +278,30 @@ def test_an_app_asks_its_worker(bpfed, tmp_path):
     answer = Answer.read(frame.from_bytes(worker.ask(site, frame.to_bytes(ask), 30.0)), None, None)
     assert (answer.site, answer.refused) == ("client-00", "")
     assert '"classes": 10' in answer.facts
+
+
+@pytest.mark.parametrize(
+    ("round_", "rehearsal", "words"),
+    [
+        (0, 0, "What data there is"),
+        (4, 0, "Round 4"),
+        (5, 0, "The last round's scores"),
+        (2, 1, "Rehearsal 1, round 2"),
+        (5, 3, "Rehearsal 3, what was held out"),
+        ("2", 0, "A message"),
+        (2, -1, "A message"),
+    ],
+)
+def test_a_sites_log_calls_a_message_what_it_is(bpfed, tmp_path, round_, rehearsal, words):
+    bpfed.ok("deploy", "init", tmp_path / "fed", "--sites", "north,south", "--rounds", "4", "--rehearsals", "3")
+    rounds = client_app.rounds_of(tmp_path / "fed" / "site-north")
+    ask = Ask("ab", "cd", round_, rehearsal=rehearsal).write()["ask"]
+    assert client_app.called(ask, rounds) == words
+    assert client_app.called({}, rounds) == "A message"
+
+
+def test_without_a_configuration_a_round_is_called_by_its_number(tmp_path):
+    assert client_app.called({"round": 5, "rehearsal": 0}, client_app.rounds_of(tmp_path)) == "Round 5"
 
 
 def test_a_process_that_has_ended_is_not_alive_though_nobody_has_buried_it():

@@ -53,6 +53,16 @@ def test_what_is_refused_is_said_with_the_reason():
     assert console.file.getvalue().count("Site 'a': its message of round 2 is not used: no.") == 1
 
 
+def test_what_is_noted_of_the_data_is_said_once():
+    console = shown()
+    found = status("running", 1, a="yes") | {"notes": ["Columns 'X' and 'x' differ."]}
+    with Following(console) as watched:
+        for seen in (found, found, found | {"round": 2}, found | {"notes": [*found["notes"], "More."]}):
+            watched.status(seen)
+    lines = [line.partition(" ")[2] for line in console.file.getvalue().splitlines()]
+    assert [lines.count(note) for note in ("Columns 'X' and 'x' differ.", "More.")] == [1, 1]
+
+
 def test_silence_is_broken_with_what_is_waited_for_and_since_when(monkeypatch):
     monkeypatch.setattr(following, "SILENCE", (0.0, 0.0))
     console = shown()

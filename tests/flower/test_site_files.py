@@ -1,6 +1,7 @@
 """Sites with files of their own: scaled alike by sums alone, and the same numbers as a simulation of all tables."""
 
 import csv
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from bpfed.data.natural import ATTRIBUTES, HOSPITALS
 from bpfed.data.own import federate
 from bpfed.data.table import read_table
 from bpfed.errors import UserError
-from bpfed.flower.data import File, Part
+from bpfed.flower.data import File, Part, agreed, remarks
 from bpfed.flower.plan import Plan
 from bpfed.flower.site import Site
 from bpfed.methods import FedAvg, Recipe
@@ -54,6 +55,11 @@ def deployed(folder, files, method):
     return made, data
 
 
+def status_of(made):
+    """What the server last noted."""
+    return json.loads((made.folder / "server" / "status.json").read_text())
+
+
 def test_the_numbers_are_those_of_a_simulation_and_no_row_travels(tmp_path, files):
     made, data = deployed(tmp_path, files, FedAvg())
     same(made.serve(), *simulated(FedAvg(), data, rounds=ROUNDS))
@@ -83,7 +89,22 @@ def test_the_server_says_which_columns_differ_only_in_case(tmp_path, files):
     files["east"].write_text(files["east"].read_text().replace("height", "Height"))
     made, _ = deployed(tmp_path, files, FedAvg())
     made.serve()
-    assert any(said.startswith("Columns 'Height' and 'height' differ only in case") for said in made.said)
+    (note,) = status_of(made)["notes"]  # and not that some lack it
+    assert note.startswith("Columns 'Height' and 'height' differ only in case")
+    assert made.said.count(note) == 1
+
+
+def test_the_server_says_which_columns_a_site_lacks(tmp_path, files):
+    lines = files["east"].read_text().splitlines()
+    files["east"].write_text("\n".join(line.partition(",")[2] for line in lines))
+    made, _ = deployed(tmp_path, files, FedAvg())
+    made.serve()
+    (note,) = status_of(made)["notes"]
+    assert note == (
+        "Columns that other sites have are lacking, and taken as missing there: 'age' at 'east'; give them to these sites too, or "
+        "leave them out everywhere by --ignore when the deployment is made ('bpfed deploy init')."
+    )
+    assert made.said.count(note) == 1
 
 
 def test_sites_whose_columns_contradict_each_other_are_told_so(tmp_path, files):
@@ -94,6 +115,13 @@ def test_sites_whose_columns_contradict_each_other_are_told_so(tmp_path, files):
     made.grid.clients[made.node("east")] = node_of(site)
     with pytest.raises(UserError, match="'age' is numbers at 'north' but words at 'east'"):
         made.serve()
+
+
+@pytest.mark.parametrize("told", [{}, {"summary": "x"}, {"summary": {"columns": 3}}])
+def test_what_a_site_told_in_another_form_is_not_remarked_on(tmp_path, files, told):
+    made, _ = deployed(tmp_path, files, FedAvg())
+    facts = {name: site.source.facts() for name, site in made.sites.items()}
+    assert remarks(facts | {"late": told}, agreed(facts, made.config)) == []
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -140,6 +168,8 @@ def test_a_site_ends_with_a_model_of_its_own(tmp_path, files, method, capsys):
         x = data.test.x[data.test.offsets[i] : data.test.offsets[i + 1]]
         wanted = Run(state).client(name).predict(x)
         torch.testing.assert_close(run.client(name).predict(x).probs, wanted.probs, rtol=1e-4, atol=1e-5)
+        own = tmp_path / "own" / name
+        assert any(s.endswith(f"by: bpfed predict {own} --client {name} --input FILE") for s in made.said)
     told = Command(capsys).ok(
         "predict",
         tmp_path / "own" / "north",
@@ -187,3 +217,49 @@ def test_a_site_is_told_once_of_columns_that_look_like_no_inputs(tmp_path, files
     told = [sentence for sentence in made.said if "There seem to be identifiers" in sentence]
     assert len(told) == len(files)  # each of its own rows
     assert "--ignore 'patient_id' leaves them out. Whoever makes the deployment" in told[0]
+
+
+def with_words(files):
+    """The files with an id and a date in every row, and all of these words."""
+    told = []
+    for path in files.values():
+        head, *rows = path.read_text().splitlines()
+        own = [(f"{path.stem}-{i:03d}", f"2024-05-{i + 1:02d}") for i in range(len(rows))]
+        lines = [f"{patient},{row},{day}" for (patient, day), row in zip(own, rows, strict=True)]
+        path.write_text("\n".join([f"patient,{head},admitted", *lines]))
+        told += [word for pair in own for word in pair]
+    return told
+
+
+@pytest.mark.parametrize("rows", [5, 20])
+def test_words_that_look_like_dates_or_identifiers_are_refused_before_anything_is_sent(tmp_path, files, rows, capfd):
+    with_words(files)
+    lines = files["north"].read_text().splitlines()
+    files["north"].write_text("\n".join(lines[: rows + 1]))
+    bpfed, fed = Command(capfd), tmp_path / "fed"
+    bpfed.ok("deploy", "init", fed, "--sites", "north,south,east", "--target", "target")
+    outcome = bpfed("deploy", "client", fed / "site-north", "--data", files["north"])
+    assert outcome.code == 2
+    assert outcome.sentence == (
+        f"'{files['north']}' seems to have dates in 'admitted' and identifiers in 'patient', and every word there would be told to "
+        "the server and all sites; leave these columns out by --ignore 'admitted,patient' when the deployment is made "
+        "('bpfed deploy init'), or take them out of the file."
+    )
+    assert "joins" not in outcome.err  # no SuperNode has been started
+    assert Plan.read(fed / "site-north").data == ""
+
+
+def test_words_that_are_left_out_do_not_travel(tmp_path, files):
+    told = with_words(files)
+    made = Deployed(tmp_path, FedAvg(), rounds=1)
+    sites = tuple(files)
+    made.plan = replace(made.plan, sites=sites)
+    made.config = replace(made.config, data=DataSettings(name="files", ignore="admitted, patient"))
+    made.grid.clients = {
+        100 + i: node_of(Site(tmp_path / name, name, made.config, File(name, files[name], made.config)))
+        for i, name in enumerate(sites)
+    }
+    made.serve()
+    wire = made.grid.bytes()
+    assert b"ward" in wire
+    assert not [word for word in told if word.encode() in wire]

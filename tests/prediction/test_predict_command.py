@@ -27,8 +27,9 @@ from bpfed.predict import Classified, Regressed
 def test_each_row_has_a_line_in_its_order(bpfed: Command, ward: Path) -> None:
     outcome = bpfed.ok("predict", "run", "--client", "genf", "--input", "new.csv", "--abstain", "0.9")
     found = read(outcome.out)
-    assert list(found[0]) == ["label", "p(ill)", "p(well)", "total", "epistemic", "aleatoric", "abstain"]
+    assert list(found[0]) == ["label", "p(ill)", "p(well)", "total", "epistemic", "aleatoric", "abstain", "unusual"]
     assert len(found) == 7
+    assert {row["unusual"] for row in found} == {""}
     run = library.Run.load(ward / "run")
     x = run.data.preparation.inputs(library.data.read_table("new.csv"))
     said = run.client("genf").predict(x)
@@ -91,6 +92,15 @@ def test_what_training_never_saw_is_said(bpfed: Command, ward: Path) -> None:
     ]
 
 
+def test_each_row_says_what_of_it_training_never_saw_and_far_numbers_abstain(bpfed: Command, ward: Path) -> None:
+    Path("odd.csv").write_text("age,dose,ward\n61,0,north\n4500,1,north\n-900,0,west\n,1,\n60,0,east\n")
+    call = ("predict", "run", "--client", "zug", "--input", "odd.csv")
+    found = read(bpfed.ok(*call, "--abstain", "0").out)
+    assert [row["unusual"] for row in found] == ["ward", "age | ward", "age", "", ""]
+    assert [row["abstain"] for row in found] == ["no", "yes", "yes", "no", "no"]
+    assert "abstain" not in read(bpfed.ok(*call).out)[0]
+
+
 def test_numbers_are_in_their_own_units_with_intervals(bpfed: Command, numbers: Path) -> None:
     shutil.copytree(numbers, ".", dirs_exist_ok=True)
     out = bpfed.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--level", "0.8", "--out", "p.csv")
@@ -104,8 +114,8 @@ def test_numbers_are_in_their_own_units_with_intervals(bpfed: Command, numbers: 
     assert "RMSE of own training mean" in shown
     assert "infinite" not in out.err
     found = read(Path("p.csv").read_text())
-    assert list(found[0]) == ["mean", "sd", "epistemic", "aleatoric", "low(0.8)", "high(0.8)"]
-    values = {name: np.array([float(row[name]) for row in found]) for name in found[0]}
+    assert list(found[0]) == ["mean", "sd", "epistemic", "aleatoric", "low(0.8)", "high(0.8)", "unusual"]
+    values = {name: np.array([float(row[name]) for row in found]) for name in list(found[0])[:-1]}
     assert np.abs(values["mean"] - [float(r["outcome"]) for r in read(Path("new.csv").read_text())]).mean() < 25
     assert 30 < values["mean"].mean() < 100  # 50 and 20 per unit: not the standardised numbers
     assert values["sd"] == pytest.approx(np.hypot(values["epistemic"], values["aleatoric"]), rel=1e-3)
