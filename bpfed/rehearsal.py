@@ -17,7 +17,7 @@ from bpfed.callbacks.folder import Folder
 from bpfed.callbacks.progress import Progress
 from bpfed.data.held import HELD, held_out
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings
+from bpfed.engine.settings import SOFTEST, SUREST, Settings
 from bpfed.errors import UserError
 from bpfed.run import Run, train_together
 
@@ -85,8 +85,8 @@ def pending(federation: Federation) -> bool:
 
 
 def common(fitted: Iterable[float]) -> float:
-    """The softness that several cuts of the data agree on: their geometric mean, to four digits."""
-    logs = [math.log(softness) for softness in fitted]
+    """The softness that several cuts of the data agree on: their geometric mean, to four digits, inside of what one may be."""
+    logs = [math.log(min(max(softness, SUREST), SOFTEST)) for softness in fitted]
     return float(f"{math.exp(sum(logs) / len(logs)):.4g}")
 
 

@@ -8,6 +8,7 @@ sign where the temperature of all examples together is.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,18 @@ from bpfed.metrics import SMALLEST
 PLACES = 257
 #: Steps of the root search, each of which halves a bracket.
 STEPS = 50
+
+
+class Told(NamedTuple):
+    """What a client tells of its examples.
+
+    Attributes:
+        examples: How many there are.
+        slopes: Their `slopes`, ``[PLACES]``.
+    """
+
+    examples: int
+    slopes: Tensor
 
 
 def betas() -> Tensor:
@@ -42,14 +55,15 @@ def slopes(probs: Tensor, y: Tensor) -> Tensor:
     return torch.stack([(torch.softmax(beta * logp, 1) * logp).sum() - right for beta in betas().tolist()]).cpu()
 
 
-def fault(told: Tensor, examples: int) -> str:
-    """Why these cannot be the `slopes` of so many examples, ``[...]``; empty: they can be."""
-    if told.shape != (PLACES,):
+def fault(told: Told) -> str:
+    """Why this cannot be told of examples; empty: it can be."""
+    examples, slopes = told
+    if slopes.shape != (PLACES,):
         return f"its slopes are not {PLACES} numbers."
     most = -math.log(SMALLEST) * examples
-    if not bool((told.abs() <= 1.000001 * most).all()):
+    if not bool((slopes.abs() <= 1.000001 * most).all()):
         return f"its slopes are not those of {examples} examples."
-    if not bool((told.diff() >= -1e-9 * most).all()):
+    if not bool((slopes.diff() >= -1e-9 * most).all()):
         return "its slopes do not rise, as those of a loss with one minimum do."
     return ""
 

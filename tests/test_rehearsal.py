@@ -339,3 +339,9 @@ def test_what_cannot_be_is_refused(command, given, sentence):
 def test_numbers_have_no_softness(given):
     with pytest.raises(UserError, match="of class probabilities, but the targets here are numbers"):
         bpfed.fit(FedAvg(), regression(sizes=(30, 40)), **given, **TINY)
+
+
+def test_what_several_cuts_agree_on_is_a_softness_that_may_be() -> None:
+    assert common([0.5, 2.0]) == pytest.approx(1.0)
+    assert common([1e-6]) == 0.01
+    assert common([1e9, 1e9]) == 100.0

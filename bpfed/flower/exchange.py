@@ -19,11 +19,11 @@ from bpfed.metrics import Form
 
 
 class Todo(NamedTuple):
-    """What a site is asked to do: to train in the round, to test the state that is sent, and to tell slopes of the test."""
+    """What a site is asked to do: to train in the round; to test the state that is sent, on its test examples or on those held out."""
 
     train: bool
     test: bool
-    slopes: bool = False
+    held: bool = False
 
 
 class Exchanged(NamedTuple):
@@ -68,7 +68,7 @@ class Exchange:
                 journal.run,
                 number,
                 what.train,
-                what.test,
+                what.test or what.held,
                 journal.counted.get(site, 0),
                 facts,
                 journal.rehearsal,
@@ -121,7 +121,8 @@ class Exchange:
             if isinstance(reply, str):
                 raise Refused(reply)
             pattern: Pattern | None = self.patterns.upload if asked.train else None
-            answer = Answer.read(reply, pattern, self.form if asked.test else None, asked.slopes)
+            most = int((self.journal.sites[site].facts or {}).get("train", 0)) if asked.held else -1
+            answer = Answer.read(reply, pattern, self.form if asked.test else None, most)
             if answer.site != site:
                 raise Refused(f"it says it is '{answer.site[:40]}'.")
             if answer.refused:

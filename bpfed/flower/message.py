@@ -17,7 +17,7 @@ from bpfed.config import Config
 from bpfed.flower.pattern import Pattern, Refused, Upload, listed
 from bpfed.methods.base import State
 from bpfed.metrics import Form, Sums
-from bpfed.slopes import fault
+from bpfed.slopes import Told, fault
 
 #: Raised whenever a message changes its meaning.
 PROTOCOL = 3
@@ -102,8 +102,8 @@ class Answer:
         seconds: Time it took.
         work: Of these, what training and testing took.
         upload: What it gives to the server, if it trained.
-        sums: Of its test examples, if it tested; in a rehearsal, of those it held out.
-        slopes: Of what it held out, at the end of a rehearsal (see `bpfed.slopes`).
+        sums: Of its test examples, if it tested.
+        held: Of the training examples that it held out, at the end of a rehearsal.
         info: What is reported of its training.
     """
 
@@ -118,12 +118,12 @@ class Answer:
     work: float = 0.0
     upload: Upload | None = None
     sums: Sums | None = None
-    slopes: Tensor | None = None
+    held: Told | None = None
     info: dict[str, float] = field(default_factory=dict)
 
     def write(self, pattern: Pattern | None = None) -> RecordDict:
         """As it travels."""
-        plain = {k: v for k, v in vars(self).items() if k not in ("upload", "sums", "slopes", "info")}
+        plain = {k: v for k, v in vars(self).items() if k not in ("upload", "sums", "held", "info")}
         record = RecordDict({"answer": ConfigRecord({"protocol": PROTOCOL, "version": __version__, **plain})})
         if self.upload is not None:
             assert pattern is not None
@@ -133,24 +133,24 @@ class Answer:
             cells, losses, further = self.sums
             named = {"cells": cells, "losses": losses, **further}
             record["sums"] = MetricRecord({name: part.flatten().tolist() for name, part in named.items()})
-        if self.slopes is not None:
-            record["slopes"] = MetricRecord({"slopes": self.slopes.tolist()})
+        if self.held is not None:
+            record["held"] = MetricRecord({"examples": self.held.examples, "slopes": self.held.slopes.tolist()})
         if self.info:
             record["info"] = MetricRecord({name: float(v) for name, v in self.info.items()})
         return record
 
     @classmethod
-    def read(cls, record: RecordDict, pattern: Pattern | None, form: Form | None, with_slopes: bool = False) -> Answer:
+    def read(cls, record: RecordDict, pattern: Pattern | None, form: Form | None, most_held: int = -1) -> Answer:
         """Of a message, or `Refused`.
 
         Args:
             record: The message.
             pattern: What an upload must look like; None: there must be none.
             form: What sums must look like; None: there must be none.
-            with_slopes: Whether there must be slopes, of the examples that the sums are of.
+            most_held: Of how many held-out examples it may tell; below 0: of none.
         """
         allowed = ("answer", *(("upload", "info") if pattern else ()), *(("sums",) if form else ()))
-        allowed += ("slopes",) if with_slopes else ()
+        allowed += ("held",) if most_held >= 0 else ()
         _only(record, allowed, pattern.bytes if pattern else 0)
         plain = _plain(record, "answer", _ANSWER)
         if plain["refused"]:
@@ -159,14 +159,14 @@ class Answer:
             raise Refused("its number of examples or its time is no such number.")
         upload = Upload(pattern.read(_part(record, "upload", ArrayRecord))) if pattern else None
         sums = _sums(_part(record, "sums", MetricRecord), form) if form else None
-        slopes = _slopes(_part(record, "slopes", MetricRecord), sums) if with_slopes and sums is not None else None
+        held = _held(_part(record, "held", MetricRecord), most_held) if most_held >= 0 else None
         info: dict[str, float] = {}
         if pattern and "info" in record:
             for name, value in _part(record, "info", MetricRecord).items():
                 if isinstance(value, list) or not math.isfinite(value):
                     raise Refused(f"'{name[:40]}' of its training is not a finite number.")
                 info[name] = float(value)
-        return cls(**plain, upload=upload, sums=sums, slopes=slopes, info=info)
+        return cls(**plain, upload=upload, sums=sums, held=held, info=info)
 
 
 _ASK: dict[str, type] = {
@@ -251,11 +251,13 @@ def _sums(record: MetricRecord, form: Form) -> Sums:
     return Sums(made.pop("cells"), made.pop("losses"), made)
 
 
-def _slopes(record: MetricRecord, sums: Sums) -> Tensor:
-    values = record.get("slopes")
-    if list(record) != ["slopes"] or not isinstance(values, list):
-        raise Refused("its slopes are not readable.")
-    found = torch.tensor(values, dtype=torch.float64)
-    if why := fault(found, sums.examples):
+def _held(record: MetricRecord, most: int) -> Told:
+    examples, slopes = record.get("examples"), record.get("slopes")
+    if set(record) != {"examples", "slopes"} or type(examples) is not int or not isinstance(slopes, list):
+        raise Refused("what it tells of held-out examples is not readable.")
+    if not 0 <= examples <= most:
+        raise Refused(f"it says it holds out {examples} examples, and it has {most}.")
+    told = Told(examples, torch.tensor(slopes, dtype=torch.float64))
+    if why := fault(told):
         raise Refused(why)
-    return found
+    return told

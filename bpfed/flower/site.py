@@ -35,7 +35,7 @@ from bpfed.methods.base import Course, State
 from bpfed.metrics import Evaluation, Form, Sums, evaluate_sums
 from bpfed.rehearsal import as_rehearsal
 from bpfed.report.record import REHEARSALS
-from bpfed.slopes import PLACES
+from bpfed.slopes import PLACES, Told
 
 #: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same pattern.
 UploadTransform = Callable[[Upload, State, int], Upload]
@@ -105,9 +105,10 @@ class Site:
             return self._plain(ask, facts=json.dumps(self.source.facts(), sort_keys=True))
         federation = self._placed(ask, record)
         answer = self._plain(ask, train=int(federation.data.train.sizes[0]))
-        if ask.evaluate:
-            sums, slopes = self._evaluate(federation, ask)
-            answer = replace(answer, sums=sums, slopes=slopes)
+        if ask.evaluate and ask.rehearsal:
+            answer = replace(answer, held=self._held(federation))
+        elif ask.evaluate:
+            answer = replace(answer, sums=self._evaluate(federation, ask))
         if ask.train:
             upload, info = self._train(federation, ask)
             answer = replace(answer, upload=upload, info=info)
@@ -183,20 +184,28 @@ class Site:
                 self._told.add(note)
                 self.say(f"{note} Whoever makes the deployment says that to 'bpfed deploy init', for all sites.")
 
-    def _evaluate(self, federation: Federation, ask: Ask) -> tuple[Sums, Tensor | None]:
-        """Sums over its test examples; at the end of a rehearsal, the slopes of those held out too."""
+    def _evaluate(self, federation: Federation, ask: Ask) -> Sums:
+        """Sums over its test examples."""
         start = time.perf_counter()
         if federation.finished:
             federation.settle()
         evaluated = evaluate_clients(federation) if len(federation.data.test.y) else self._untested(federation)
-        scores, slopes = evaluated[0], None
-        if ask.rehearsal and federation.finished:
-            slopes = scores.slopes() if scores.slopes is not None else torch.zeros(PLACES, dtype=torch.float64)
         self._work += time.perf_counter() - start
-        if federation.finished and not ask.rehearsal:  # what the site predicts with from now on
+        if federation.finished:  # what the site predicts with from now on
             self._states(ask).settle(federation.round, self._row(federation, federation.store.get(_ONLY)))
             self._keep(federation, evaluated)
-        return scores.sums.cpu(), slopes
+        return evaluated[0].sums.cpu()
+
+    def _held(self, federation: Federation) -> Told:
+        """At the end of a rehearsal, what the server needs to know of the examples held out, and no more."""
+        if not federation.finished:
+            raise Refused("it asks what was held out in the middle of a rehearsal.")
+        start, examples = time.perf_counter(), len(federation.data.test.y)
+        federation.settle()
+        found = evaluate_clients(federation)[0].slopes if examples else None
+        slopes = found() if found is not None else torch.zeros(PLACES, dtype=torch.float64)
+        self._work += time.perf_counter() - start
+        return Told(examples, slopes)
 
     def _untested(self, federation: Federation) -> tuple[Evaluation, Tensor]:
         """What is said of a site without test examples: nothing, in the form of something."""

@@ -126,19 +126,20 @@ class Training:
 
     def held_out(self, post: Post) -> tuple[float, int]:
         """After the last round of a rehearsal: the softness that suits what the sites hold out, and how many examples."""
-        told = self._last(post).values()
-        examples = sum(answer.sums.examples for answer in told if answer.sums is not None)
+        told = [answer.held for answer in self._last(post).values() if answer.held is not None]
+        examples = sum(each.examples for each in told)
         if not examples:
             raise UserError(
                 "No site that has tested the rehearsal has two training examples, so nothing was held out; start the run again "
                 "when others are there, or make the deployment without rehearsals."
             )
-        return fitted(torch.stack([answer.slopes for answer in told if answer.slopes is not None]).sum(0)), examples
+        return fitted(torch.stack([each.slopes for each in told]).sum(0)), examples
 
     def _last(self, post: Post) -> dict[str, Answer]:
         """What the sites say of the last round, each tested on its own examples."""
         found: dict[str, Answer] = {}
-        wanted, todo = self._tested(), Todo(train=False, test=True, slopes=self.journal.rehearsal > 0)
+        wanted, rehearsed = self._tested(), self.journal.rehearsal > 0
+        todo = Todo(train=False, test=not rehearsed, held=rehearsed)
         for attempt in range(self.plan.attempts):
             if attempt:
                 self.say(f"The last round's scores of {len(wanted) - len(found)} sites are missing; asking again.")

@@ -266,16 +266,17 @@ def test_a_site_that_is_away_at_the_end_of_a_rehearsal_costs_its_slopes_only(tmp
     assert server.journal.counted == dict.fromkeys(DATA.clients, ROUNDS)
 
 
-def changed(change):
+def changed(change, examples=lambda told: told):
     def spoilt(record, message):
-        record["slopes"] = MetricRecord({"slopes": change(list(record["slopes"]["slopes"]))})
+        told = record["held"]
+        record["held"] = MetricRecord({"examples": examples(told["examples"]), "slopes": change(list(told["slopes"]))})
         return record
 
     return spoilt
 
 
 def removed(record, message):
-    del record["slopes"]
+    del record["held"]
     return record
 
 
@@ -286,9 +287,12 @@ def removed(record, message):
         (changed(lambda v: [math.nan, *v[1:]]), "not those of 8 examples"),
         (changed(lambda v: [1e6 * x for x in v]), "not those of 8 examples"),
         (changed(lambda v: v[::-1]), "do not rise"),
-        (removed, "no 'slopes'"),
+        (changed(list, lambda n: 10**6), "it says it holds out 1000000 examples, and it has 40"),
+        (changed(list, lambda n: -1), "it says it holds out -1 examples"),
+        (changed(list, lambda n: float(n)), "not readable"),
+        (removed, "no 'held'"),
     ],
-    ids=["short", "NaN", "too large", "falling", "none"],
+    ids=["short", "NaN", "too large", "falling", "of too many", "of less than none", "no count", "none"],
 )
 def test_bad_slopes_are_refused_and_named(change, words, tmp_path):
     deployed = Deployed(tmp_path, FedAvg(), DATA, **TINY)
@@ -303,11 +307,11 @@ def test_slopes_have_no_place_in_any_other_answer(tmp_path):
     deployed = Deployed(tmp_path, FedAvg(), DATA, **TINY)
 
     def added(record, message):
-        record["slopes"] = MetricRecord({"slopes": [0.0] * PLACES})
+        record["held"] = MetricRecord({"examples": 0, "slopes": [0.0] * PLACES})
         return record
 
     spoil(deployed, "site b", added)
-    assert "it holds 'slopes', which has no place in it" in deployed.serve().sites["site b"].why
+    assert "it holds 'held', which has no place in it" in deployed.serve().sites["site b"].why
 
 
 @pytest.mark.parametrize(
@@ -362,3 +366,16 @@ def test_numbers_have_no_softness_in_a_deployment_either(tmp_path):
     with pytest.raises(UserError, match="of class probabilities, but the targets here are numbers"):
         Deployed(tmp_path, FedAvg(), regression(), **TINY).serve()
     assert not (tmp_path / "server" / "rehearsals").exists()
+
+
+def test_of_what_is_held_out_nothing_but_its_number_and_slopes_is_told(tmp_path):
+    deployed = Deployed(tmp_path, FedAvg(), DATA, **TINY)
+    seen = []
+
+    def looked_at(record, message):
+        seen.append(set(record))
+        return record
+
+    in_last_exchange(deployed, "site b", 1, looked_at)
+    deployed.serve()
+    assert seen == [{"answer", "held"}]
