@@ -11,7 +11,7 @@ import torch
 
 from bpfed.data.federated import Examples, FederatedData, Task
 from bpfed.data.layout import lay_out, streams
-from bpfed.data.remarks import unscaled
+from bpfed.data.remarks import of_one_class, unscaled
 from bpfed.data.split import split
 from bpfed.errors import UserError
 
@@ -79,7 +79,7 @@ def from_arrays(
         classes=len(words),
         labels=words,
     ).check()
-    return replace(data, notes=unscaled(data))
+    return replace(data, notes=(*unscaled(data), *of_one_class(data)))
 
 
 def _array(values: Any, what: str) -> np.ndarray:

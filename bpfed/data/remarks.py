@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from bpfed.data.federated import FederatedData
+from bpfed.errors import quoted
 
 #: Mean (either sign) and deviation of a column of inputs up to which they suit a network, and a deviation that is too small.
 FAR, WIDE, NARROW = 10.0, 10.0, 0.01
@@ -12,6 +14,8 @@ FAR, WIDE, NARROW = 10.0, 10.0, 0.01
 TARGET_FAR, TARGET_WIDE, TARGET_NARROW = 3.0, 3.0, 0.1
 #: The largest value, of either sign, of images and other inputs of several axes.
 BRIGHT = 20.0
+#: Clients that a sentence names.
+NAMED = 3
 
 
 def unscaled(data: FederatedData) -> tuple[str, ...]:
@@ -54,3 +58,30 @@ def _odd(x: np.ndarray) -> str:
     others = f" (and {len(far) - 1} more like it)" if len(far) > 1 else ""
     k = far[0]
     return f"x[:, {k}] has mean {mean[k]:.4g} and standard deviation {spread[k]:.4g}{others}"
+
+
+def of_one_class(data: FederatedData) -> tuple[str, ...]:
+    """What to say of clients that have two or more training examples, all of one class, where there are others."""
+    if data.task != "classification" or not len(data.train.y) or bool((data.train.y == data.train.y[0]).all()):
+        return ()
+    owner = torch.repeat_interleave(torch.arange(len(data)), data.train.sizes)
+    lowest = torch.full((len(data),), data.classes).scatter_reduce(0, owner, data.train.y, "amin")
+    highest = torch.full((len(data),), -1).scatter_reduce(0, owner, data.train.y, "amax")
+    such = ((lowest == highest) & (data.train.sizes > 1)).nonzero().flatten().tolist()
+    if not such:
+        return ()
+    if len(such) == 1:
+        who, only = quoted([data.clients[such[0]]]), quoted([data.class_names[int(lowest[such[0]])]])
+        return (
+            f"Client {who} has training examples of {only} alone, so it will predict hardly anything else, and its scores "
+            "flatter those of all together.",
+        )
+    if 2 * len(such) >= len(data):
+        who = f"{len(such)} of {len(data)} clients"
+    else:
+        names = quoted([data.clients[i] for i in such], NAMED, " and " if len(such) == 2 else ", ")
+        who = f"Clients {names}"
+    return (
+        f"{who} have training examples of one class alone, so each will predict hardly anything else, and their scores flatter "
+        "those of all together.",
+    )

@@ -98,30 +98,30 @@ def off(column: int, mean: float, factor: float) -> np.ndarray:
     return x
 
 
-X, IDS = normal(60, 5), np.arange(60) % 2
+X, IDS, CLASSES = normal(60, 5), np.arange(60) % 2, np.arange(60) // 2 % 2
 
 
 @pytest.mark.parametrize(
     ("x", "y", "said"),
     [
-        (X, IDS, ()),
+        (X, CLASSES, ()),
         (X, X[:, 0], ()),
         (X, X[:, 0] * 2 + 2, ()),
-        (off(3, 9, 9), IDS, ()),
-        (off(3, 0, 100), IDS, ("x[:, 3] has mean",)),
-        (off(2, -11, 0), IDS, ("x[:, 2] has mean -11 and standard deviation 0,",)),
-        (X * 100, IDS, ("(and 4 more like it)",)),
-        (X / 1000, IDS, ("x[:, 0] has mean",)),
-        (np.concatenate([X[:, :2] / 1000, X[:, 2:]], 1), IDS, ()),  # some are small, not most
-        (np.zeros((60, 1)), IDS, ()),
+        (off(3, 9, 9), CLASSES, ()),
+        (off(3, 0, 100), CLASSES, ("x[:, 3] has mean",)),
+        (off(2, -11, 0), CLASSES, ("x[:, 2] has mean -11 and standard deviation 0,",)),
+        (X * 100, CLASSES, ("(and 4 more like it)",)),
+        (X / 1000, CLASSES, ("x[:, 0] has mean",)),
+        (np.concatenate([X[:, :2] / 1000, X[:, 2:]], 1), CLASSES, ()),  # some are small, not most
+        (np.zeros((60, 1)), CLASSES, ()),
         (X, 3 + 10 * X[:, 0], ("The targets of 'own' are used as they are, with mean",)),
         (X, 4 + X[:, 0], ("predictions are in those units",)),
         (X, X[:, 0] / 100, ("The targets",)),
         (X, np.full(60, 0.5), ()),
         (X * 100, 100 * X[:, 0], ("The inputs", "The targets")),
-        (normal(60, 1, 4, 4), IDS, ()),
-        (np.abs(normal(60, 1, 4, 4)) * 255, IDS, ("go up to",)),
-        (-255 - normal(60, 1, 4, 4), IDS, ("go up to 25",)),
+        (normal(60, 1, 4, 4), CLASSES, ()),
+        (np.abs(normal(60, 1, 4, 4)) * 255, CLASSES, ("go up to",)),
+        (-255 - normal(60, 1, 4, 4), CLASSES, ("go up to 25",)),
     ],
 )
 def test_what_is_far_from_a_networks_size_is_said_and_left_as_it_is(x, y, said: tuple[str, ...]) -> None:
@@ -135,8 +135,8 @@ def test_what_is_far_from_a_networks_size_is_said_and_left_as_it_is(x, y, said: 
 def test_only_training_examples_are_looked_at_for_it() -> None:
     x, test = X.copy(), np.arange(60) >= 40
     x[test] *= 1000
-    assert from_arrays(x, IDS, IDS, test=test).notes == ()
-    assert from_arrays(x, IDS, IDS, test=~test).notes != ()
+    assert from_arrays(x, CLASSES, IDS, test=test).notes == ()
+    assert from_arrays(x, CLASSES, IDS, test=~test).notes != ()
 
 
 def test_training_says_it_once() -> None:
