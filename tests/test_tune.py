@@ -129,7 +129,8 @@ def test_values_that_look_alike_are_all_tried():
         ({"held": 1.0}, "held is 1.0"),
         ({"grid": {"lr": 0.1}}, "The grid has 0.1 for 'lr', but must have a list"),
         ({"grid": {"personal": "head"}}, "The grid has 'head' for 'personal', but must have a list"),
-        ({"method": "fedavg"}, "The method is 'fedavg', but must be one such as"),
+        ({"method": FedAvg}, "The method is <class .*FedAvg'>, but must be one such as"),
+        ({"method": "fedavgg"}, "Unknown method 'fedavgg'; did you mean 'fedavg'?"),
         ({"data": classification(sizes=(1, 1))}, "No client of 'small' has two training examples"),
     ],
 )
