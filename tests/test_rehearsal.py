@@ -25,6 +25,7 @@ from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
 from bpfed.methods import BPFed, FedAvg, Recipe
 from bpfed.rehearsal import APART, as_rehearsal, common
+from bpfed.report.record import softly
 from bpfed.run import Run
 
 pytestmark = pytest.mark.usefixtures("untraced")
@@ -297,11 +298,26 @@ def test_a_comparison_rehearses_each_seed_and_knows_what_is_finished(tmp_path):
     assert not list((tmp_path / "c").rglob("rehearsals"))
 
 
+@pytest.mark.parametrize(
+    ("softness", "way"),
+    [
+        (1.19, "1.19 (above 1: less sure than the model was trained to be)"),
+        (0.8, "0.80 (below 1: surer than the model was trained to be)"),
+        (0.998, "1.00 (1: as sure as the model was trained to be)"),
+    ],
+)
+def test_which_way_a_softness_goes_is_said(softness, way):
+    run = bpfed.fit(FedAvg(), classification(), softness=softness, **TINY)
+    number, words = way.split(" ", 1)
+    assert run.summary().splitlines()[-1].split(None, 2) == ["softness", number, words]
+    assert run.record().softened == f"Probabilities are given with a softness of {way}."
+
+
 def test_a_user_asks_for_rehearsals(command):
     shown = command.ok(*DIGITS, "--rehearsals", "2")
     kept = json.loads(Path("a/summary.json").read_text())
-    sentence = f"Probabilities are given with a softness of {kept['softness']:.2f}, learnt in 2 rehearsals."
-    assert sentence in shown.out
+    sentence = f"Probabilities are given with a softness of {softly(kept['softness'])}, learnt in 2 rehearsals."
+    assert sentence in " ".join(shown.out.split())
     assert sentence in Path("a/report.html").read_text()
     assert [p.name for p in Path().iterdir()] == ["a"]
     command.ok("run", "a/config.toml", "--quiet", "--out", "b")

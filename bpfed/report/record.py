@@ -140,7 +140,7 @@ class RunRecord:
             return ""
         count = self.config.get("run", {}).get("rehearsals", 0)
         learnt = f", learnt in {text.many(count, 'rehearsal')}" if count else ""
-        return f"Probabilities are given with a softness of {self.summary['softness']:.2f}{learnt}."
+        return f"Probabilities are given with a softness of {softly(self.summary['softness'])}{learnt}."
 
     @property
     def no_use(self) -> str:
@@ -219,6 +219,15 @@ def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
         raise UserError(f"'{path}' cannot be read ({error.strerror}).") from error
     except ValueError as error:
         raise UserError(f"'{path}' is damaged ({error}); run it again with a new --out.") from error
+
+
+def softly(softness: float) -> str:
+    """A softness and which way it goes: ``1.19 (above 1: less sure than the model was trained to be)``."""
+    shown = f"{softness:.2f}"
+    if shown == "1.00":
+        return f"{shown} (1: as sure as the model was trained to be)"
+    way = "below 1: surer" if softness < 1.0 else "above 1: less sure"
+    return f"{shown} ({way} than the model was trained to be)"
 
 
 def value(entry: dict[str, Any], metric: str, part: str | None = None) -> float:
