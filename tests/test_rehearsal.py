@@ -355,3 +355,18 @@ def test_what_cannot_be_is_refused(command, given, sentence):
 def test_numbers_have_no_softness(given):
     with pytest.raises(UserError, match="of class probabilities, but the targets here are numbers"):
         bpfed.fit(FedAvg(), regression(sizes=(30, 40)), **given, **TINY)
+
+
+def test_a_run_that_is_still_rehearsing_says_so(command, monkeypatch):
+    def stopped(self, run, info, record):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rehearsal.Keeper, "round", stopped)
+        assert command(*DIGITS, "--rehearsals", "2").code == 130
+    sentence = "The run in 'a' is still rehearsing, so there is no model yet; go on with it: bpfed run --out a --resume"
+    Path("new.csv").write_text("x\n1\n")
+    for asked in (("report", "a"), ("predict", "a", "--client", "client-01", "--input", "new.csv")):
+        assert command(*asked).sentence == sentence
+    command.ok("run", "--out", "a", "--resume", "--quiet")
+    command.ok("report", "a")

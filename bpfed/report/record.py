@@ -53,7 +53,7 @@ class RunRecord:
     def read(cls, folder: Path) -> RunRecord:
         """The record of a finished run from its folder, or a `UserError` that says what is amiss there."""
         if not (folder / CONFIG).is_file():
-            raise UserError(f"'{folder}' is not a run folder: it has no {CONFIG}.")
+            raise no_run(folder)
         if not (folder / SUMMARY).is_file():
             raise UserError(f"The run in '{folder}' is not finished; go on with it: bpfed run --out {folder} --resume")
         return cls(
@@ -210,6 +210,15 @@ class RunRecord:
             return None
         signed, round_ = min(seen)
         return round_, sign * signed
+
+
+def no_run(folder: Path) -> UserError:
+    """What to say of a folder without a configuration: that it is no run's, or of one that is still being rehearsed."""
+    if (folder / REHEARSALS / CONFIG).is_file():
+        return UserError(
+            f"The run in '{folder}' is still rehearsing, so there is no model yet; go on with it: bpfed run --out {folder} --resume"
+        )
+    return UserError(f"'{folder}' is not a run folder: it has no {CONFIG}.")
 
 
 def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
