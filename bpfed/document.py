@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bpfed.errors import UserError
+
+#: Endings of files that hold data (those of `bpfed.data.table`, which takes seconds to import).
+TABLES = (".csv", ".tsv", ".parquet", ".npz")
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Document:
         """Read a file, or say in one sentence why it cannot be."""
         if path is None:
             return cls(None, "", {})
+        if os.path.isdir(path) or (path.suffix.lower() in TABLES and os.path.exists(path)):
+            raise UserError(_of_data(path))
         try:
             text = path.read_text(encoding="utf-8")
             return cls(path, text, tomllib.loads(text))
@@ -61,3 +67,17 @@ class Document:
                 return begins
             begins = end + 1
         return begins
+
+
+def _of_data(path: Path) -> str:
+    """What to say of a folder, or of a file of data, where a configuration is to be."""
+    if os.path.isfile(path / "config.toml"):
+        return f"'{path}' is a run folder and no configuration file; name the one in it, '{path / 'config.toml'}'."
+    if path.is_dir():
+        return (
+            f"'{path}' is a folder and no configuration file; to train on the files in it, write --data folder:{path}."
+        )
+    return (
+        f"'{path}' is data and no configuration file; write --data folder:{path.parent} for a folder with a file for each client, "
+        f"or --data folder:{path} --client-column COLUMN for one file with the rows of all."
+    )

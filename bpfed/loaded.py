@@ -22,7 +22,7 @@ from bpfed.engine.federation import Federation, pick_device
 from bpfed.errors import UserError
 from bpfed.flower.plan import RUN, SERVER, part
 from bpfed.likelihoods import Likelihood
-from bpfed.report.record import CONFIG, METRICS, SUMMARY, RunRecord
+from bpfed.report.record import CONFIG, METRICS, SUMMARY, RunRecord, no_run
 from bpfed.run import Run
 
 
@@ -73,7 +73,7 @@ def load_run(
     if not whole and (deployed := part(folder)):
         raise UserError(_of_a_deployment(folder, deployed))
     if not (folder / CONFIG).is_file():
-        raise UserError(f"'{folder}' is not a run folder: it has no {CONFIG}.")
+        raise no_run(folder)
     if not whole:
         raise UserError(
             f"'{folder}' lacks what prediction needs ({DATA}, {MODEL}); add it by: bpfed run --out {folder} --resume"

@@ -28,6 +28,7 @@ from bpfed.files import to_toml
 from bpfed.likelihoods import Likelihood
 from bpfed.metrics import BEST_IS_HIGH, SURE, Evaluation
 from bpfed.report import RunRecord, text, write
+from bpfed.report.record import softly
 
 if TYPE_CHECKING:
     from bpfed.adapt import NewClient
@@ -73,7 +74,7 @@ class Run:
 
     @property
     def softness(self) -> float:
-        """The temperature of all its class probabilities, learnt or given; 1: they are left as they are."""
+        """The temperature of all its class probabilities, learnt or given; 1: they are left as they are, above: less sure."""
         return self.federation.softness
 
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
@@ -249,7 +250,8 @@ class Run:
                 last, worst = ("n/a" if value[k] is None else f"{value[k]:.4f}" for k in ("last", "worst_client"))
                 lines.append(f"  {name:<9} {last}   (worst client {worst})")
         if "softness" in record:
-            lines.append(f"  softness  {record['softness']:.4f}")
+            number, way = softly(record["softness"]).split(" ", 1)
+            lines.append(f"  softness  {number:<6}   {way}")
         if "epsilon" in record:
             lines.append(f"  epsilon   {record['epsilon']:.4f}   (of a client, delta {record['delta']:g})")
         return "\n".join(lines)

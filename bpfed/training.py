@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from bpfed import methods
 from bpfed.calibration import fewest
 from bpfed.callbacks.base import Callback
 from bpfed.callbacks.folder import Folder
@@ -19,7 +20,6 @@ from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings, changed
 from bpfed.errors import UserError
 from bpfed.likelihoods import Likelihood
-from bpfed.methods import Recipe
 from bpfed.methods.base import Method
 from bpfed.metrics import SURE
 from bpfed.rehearsal import rehearse
@@ -28,7 +28,7 @@ from bpfed.run import Run, once, to_stderr, train_together
 
 
 def fit(
-    method: Method | None = None,
+    method: Method | str | None = None,
     data: FederatedData | str = "digits",
     *,
     model: nn.Module | None = None,
@@ -45,7 +45,8 @@ def fit(
     """Train a federation.
 
     Args:
-        method: E.g. ``bpfed.methods.BPFed()``, the paper's; None: ``bpfed.methods.Recipe()``, what that became.
+        method: E.g. ``bpfed.methods.BPFed()``, the paper's, or the name of one, such as ``"fedavg"``, with its usual settings; None:
+            ``bpfed.methods.Recipe()``, what that became.
         data: A federated dataset or the name of one.
         model: Any module; None: a network that suits the data. With ``members`` its weights are the first member's, and others are
             drawn anew by its layers' ``reset_parameters``.
@@ -58,12 +59,12 @@ def fit(
         say: Told in words what the user should know, such as a damaged checkpoint; None: these go to stderr.
         settings: See `Settings`; single ones can be given by name, e.g. ``rounds=50, seed=0``.
     """
-    settings = changed(settings or Settings(), changes)
+    settings, method = changed(settings or Settings(), changes), method_of(method)
     folder = Folder(Path(out), resume, overwrite) if out is not None else None
     if isinstance(data, str):
         data = load(data, seed=settings.seed)
     shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []
-    run = prepare(method or Recipe(), data, settings, model, likelihood, folder, say or to_stderr)
+    run = prepare(method, data, settings, model, likelihood, folder, say or to_stderr)
     try:
         rehearse([run], [folder], shown[0] if shown else None)
     except BaseException:
@@ -74,7 +75,7 @@ def fit(
 
 
 def fit_seeds(
-    method: Method | None = None,
+    method: Method | str | None = None,
     data: FederatedData | str = "digits",
     seeds: Sequence[int] = (0, 1, 2),
     *,
@@ -92,7 +93,7 @@ def fit_seeds(
     A named dataset is dealt out anew for each seed; a given one is the same for all. Each run is what `fit` would give for
     its seed, and its folder is ``out/seed-0`` and so on. For the other arguments see `fit`.
     """
-    base = changed(settings or Settings(), changes)
+    base, method = changed(settings or Settings(), changes), method_of(method)
     if not seeds or len(set(seeds)) != len(seeds):
         raise UserError(f"seeds is {list(seeds)}, but must hold at least one and none twice.")
     tell = once(say or to_stderr)
@@ -102,10 +103,17 @@ def fit_seeds(
         own = replace(base, seed=seed)
         folder = Folder(Path(out) / f"seed-{seed}", resume, overwrite) if out is not None else None
         dealt = load(data, seed=seed) if isinstance(data, str) else data
-        runs.append(prepare(method or Recipe(), dealt, own, model, likelihood, folder, tell))
+        runs.append(prepare(method, dealt, own, model, likelihood, folder, tell))
         folders.append(folder)
     rehearse(runs, folders)
     return train_together(runs, [[folder] if folder else [] for folder in folders])
+
+
+def method_of(method: Method | str | None) -> Method:
+    """The method itself, or the one of that name with its usual settings; the recipe where none is given."""
+    if isinstance(method, str):
+        return methods.method(method)()
+    return method or methods.Recipe()
 
 
 def prepare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -129,11 +130,40 @@ def test_a_mistake_is_named_with_its_line(write, text: str, said: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("place", "sentence"),
+    [
+        (
+            "clinics",
+            "'clinics' is a folder and no configuration file; to train on the files in it, write --data folder:clinics.",
+        ),
+        (
+            "clinics/north.CSV",
+            "write --data folder:clinics for a folder with a file for each client, or --data folder:clinics/north.CSV ",
+        ),
+        ("run", "'run' is a run folder and no configuration file; name the one in it, 'run/config.toml'."),
+        ("away.csv", "There is no configuration file 'away.csv'."),
+    ],
+)
+def test_data_in_the_place_of_a_file_of_settings(
+    place: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in (Path("clinics/north.CSV"), Path("run/config.toml")):
+        file.parent.mkdir()
+        file.write_text("")  # which is valid TOML
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        read(Path(place))
+    assert read(Path("run/config.toml")).run == Settings()
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="There is no configuration file"):
         read(tmp_path / "nosuch.toml")
-    with pytest.raises(UserError, match="cannot be read"):
-        read(tmp_path)
+    (tmp_path / "circle.toml").symlink_to(tmp_path / "circle.toml")
+    for name in ("circle.toml", "x" * 300):
+        with pytest.raises(UserError, match="cannot be read"):
+            read(tmp_path / name)
     (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="is not text in UTF-8"):
         read(tmp_path / "c.toml")

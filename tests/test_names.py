@@ -10,6 +10,8 @@ import pytest
 from bpfed import names
 from bpfed.config import METHOD
 from bpfed.data.load import names as loaded
+from bpfed.data.table import ENDINGS
+from bpfed.document import TABLES
 from bpfed.methods import METHODS, Recipe
 
 
@@ -17,6 +19,7 @@ def test_they_are_those_that_exist() -> None:
     assert tuple(METHODS) == names.METHODS
     assert loaded() == names.DATASETS
     assert Recipe.name == METHOD
+    assert set(ENDINGS) == set(TABLES)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
 from bpfed.methods import BPFed, FedAvg, Recipe
 from bpfed.rehearsal import APART, as_rehearsal, common
+from bpfed.report.record import softly
 from bpfed.run import Run
 
 pytestmark = pytest.mark.usefixtures("untraced")
@@ -297,11 +298,26 @@ def test_a_comparison_rehearses_each_seed_and_knows_what_is_finished(tmp_path):
     assert not list((tmp_path / "c").rglob("rehearsals"))
 
 
+@pytest.mark.parametrize(
+    ("softness", "way"),
+    [
+        (1.19, "1.19 (above 1: less sure than the model was trained to be)"),
+        (0.8, "0.80 (below 1: surer than the model was trained to be)"),
+        (0.998, "1.00 (1: as sure as the model was trained to be)"),
+    ],
+)
+def test_which_way_a_softness_goes_is_said(softness, way):
+    run = bpfed.fit(FedAvg(), classification(), softness=softness, **TINY)
+    number, words = way.split(" ", 1)
+    assert run.summary().splitlines()[-1].split(None, 2) == ["softness", number, words]
+    assert run.record().softened == f"Probabilities are given with a softness of {way}."
+
+
 def test_a_user_asks_for_rehearsals(command):
     shown = command.ok(*DIGITS, "--rehearsals", "2")
     kept = json.loads(Path("a/summary.json").read_text())
-    sentence = f"Probabilities are given with a softness of {kept['softness']:.2f}, learnt in 2 rehearsals."
-    assert sentence in shown.out
+    sentence = f"Probabilities are given with a softness of {softly(kept['softness'])}, learnt in 2 rehearsals."
+    assert sentence in " ".join(shown.out.split())
     assert sentence in Path("a/report.html").read_text()
     assert [p.name for p in Path().iterdir()] == ["a"]
     command.ok("run", "a/config.toml", "--quiet", "--out", "b")
@@ -345,3 +361,18 @@ def test_what_several_cuts_agree_on_is_a_softness_that_may_be() -> None:
     assert common([0.5, 2.0]) == pytest.approx(1.0)
     assert common([1e-6]) == 0.01
     assert common([1e9, 1e9]) == 100.0
+
+
+def test_a_run_that_is_still_rehearsing_says_so(command, monkeypatch):
+    def stopped(self, run, info, record):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rehearsal.Keeper, "round", stopped)
+        assert command(*DIGITS, "--rehearsals", "2").code == 130
+    sentence = "The run in 'a' is still rehearsing, so there is no model yet; go on with it: bpfed run --out a --resume"
+    Path("new.csv").write_text("x\n1\n")
+    for asked in (("report", "a"), ("predict", "a", "--client", "client-01", "--input", "new.csv")):
+        assert command(*asked).sentence == sentence
+    command.ok("run", "--out", "a", "--resume", "--quiet")
+    command.ok("report", "a")

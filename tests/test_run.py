@@ -214,7 +214,9 @@ def test_the_names_of_the_package() -> None:
         (lambda: bpfed.fit(bpfed.methods.BPFed(draws=0)), "draws is 0"),
         (lambda: bpfed.fit(bpfed.methods.BPFed(discount=1.5)), "discount is 1.5"),
         (lambda: bpfed.fit(bpfed.methods.BPFed(predict="ownn")), "did you mean 'own'"),
-        (lambda: bpfed.fit("bpfed"), "bpfed.methods.BPFed()"),
+        (lambda: bpfed.fit(bpfed.methods.BPFed), "bpfed.methods.BPFed()"),
+        (lambda: bpfed.fit("fedavgg"), "Unknown method 'fedavgg'; did you mean 'fedavg'?"),
+        (lambda: bpfed.fit_seeds("fedavgg"), "Unknown method 'fedavgg'; did you mean 'fedavg'?"),
         (lambda: bpfed.fit(bpfed.methods.FedAvg(personal="head")), "FedAvg shares all weights"),
         (lambda: bpfed.fit(store="file"), "no run folder"),
         (lambda: bpfed.fit_seeds(seeds=[]), "at least one"),
@@ -251,3 +253,12 @@ def test_what_is_true_of_all_seeds_is_said_once():
     data = replace(classification(), notes=("There seem to be dates.",))
     bpfed.fit_seeds(FedAvg(), data, (0, 1, 2), rounds=1, epochs=1, compile="off", say=said.append)
     assert said == ["There seem to be dates."]
+
+
+def test_a_method_may_be_named():
+    said, data = {"progress": False}, classification()
+    named, given = (bpfed.fit(method, data, **QUICK, **said).history[-1] for method in ("fedavg", FedAvg()))
+    assert named | {"seconds": 0} == given | {"seconds": 0}
+    assert bpfed.fit_seeds("fedavg", data, (0,), **QUICK)[0].federation.method == FedAvg()
+    assert bpfed.tune("fedavg", data, {"lr": [0.1]}, cuts=1, **QUICK, **said).trials["lr=0.1"].method == FedAvg(lr=0.1)
+    assert list(bpfed.compare({"mine": "fedavg"}, data, 1, **QUICK, **said).names) == ["mine"]

@@ -13,12 +13,13 @@ import torch
 from scenarios import classification, regression
 
 import bpfed
-from bpfed.comparison import Difference
+from bpfed.comparison import Difference, Tuning
 from bpfed.comparison.tuning import AS_IT_IS, TEMPERATURES, trials
 from bpfed.data.federated import FederatedData
 from bpfed.data.held import held_out
 from bpfed.errors import UserError
 from bpfed.methods import BPFed, FedAvg, Population, Recipe
+from bpfed.report.record import softly
 
 pytestmark = pytest.mark.usefixtures("untraced")
 
@@ -129,7 +130,8 @@ def test_values_that_look_alike_are_all_tried():
         ({"held": 1.0}, "held is 1.0"),
         ({"grid": {"lr": 0.1}}, "The grid has 0.1 for 'lr', but must have a list"),
         ({"grid": {"personal": "head"}}, "The grid has 'head' for 'personal', but must have a list"),
-        ({"method": "fedavg"}, "The method is 'fedavg', but must be one such as"),
+        ({"method": FedAvg}, "The method is <class .*FedAvg'>, but must be one such as"),
+        ({"method": "fedavgg"}, "Unknown method 'fedavgg'; did you mean 'fedavg'?"),
         ({"data": classification(sizes=(1, 1))}, "No client of 'small' has two training examples"),
     ],
 )
@@ -150,7 +152,9 @@ def test_a_user_tunes_and_then_trains_with_what_was_best(command):
     best = tomllib.loads(Path("a/best.toml").read_text())
     softness = best["run"].pop("softness")
     assert softness != 1.0
-    assert any(f"a softness of {softness:.2f} mends that, and best.toml has it" in line for line in lines)
+    assert f"best.toml has a softness as well, {softly(softness)}: it suits the best one's probabilities" in " ".join(
+        lines
+    )
     assert best == {
         "data": {"name": "digits", "clients": 3, "seed": 4},
         "method": {"name": "fedavg", "lr": 0.02},
@@ -239,7 +243,17 @@ def test_what_moves_along_is_said(command):
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert [line for line in lines if re.match(r"(\* )?BPFed recipe as it is, temperature 0.05 \d", line)]
     assert [line for line in lines if re.match(r"(\* )?temperature 0.005 \d", line)]
-    assert "anchor moves along, so that its product with T stays; best.toml has both." in lines
+    assert "With the temperature goes anchor, the pull of shared weights towards 0: it is set so" in " ".join(lines)
+
+
+def test_a_softness_is_told_wherever_best_toml_has_one(command, monkeypatch):
+    """Also where it is near 1; and where each client gets a temperature of its own, neither is there."""
+    monkeypatch.setattr(Tuning, "softness", 1.02)
+    for more, there in (((), True), (("--scaling", "client", "--calibration", "0.2"), False)):
+        out = "b" if more else "a"
+        shown = command.ok(*SMALL, *RATES[:-1], out, *more).out
+        assert ("softness" in tomllib.loads(Path(out, "best.toml").read_text())["run"]) == there
+        assert ("has a softness as well, 1.02 (above 1: less sure" in " ".join(shown.split())) == there
 
 
 def test_what_a_notebook_shows_is_a_line_or_two():

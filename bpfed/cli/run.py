@@ -70,6 +70,7 @@ def run(
         chosen = read(source, said)
         from bpfed.callbacks import Folder
         from bpfed.rehearsal import rehearse
+        from bpfed.report.record import softly
         from bpfed.training import prepare
 
         out = out or free(chosen)
@@ -88,7 +89,7 @@ def run(
         chosen.confirm(trained.config())
         rehearse([trained], [folder], None if quiet else progress)
         if trained.federation.learnt is not None:
-            progress.say(f"Rehearsed: probabilities will have a softness of {trained.softness:.2f}.")
+            progress.say(f"Rehearsed: probabilities will have a softness of {softly(trained.softness)}.")
         trained.train(callbacks)
     except KeyboardInterrupt:
         progress.close()

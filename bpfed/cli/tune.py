@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -150,7 +149,7 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
     from bpfed.comparison.tables import gap, spread
     from bpfed.comparison.tuning import AS_IT_IS, TEMPERATURES, worded
     from bpfed.report.measures import MEASURES
-    from bpfed.report.sections import NOTICED
+    from bpfed.report.record import softly
 
     console, comparison = Console(), found.comparison
     measures = [m for m in comparison.measures if m.name in ("accuracy", "rmse", "nll", "ece")]
@@ -172,12 +171,14 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
     console.print(
         f"On training examples that were held out{', mean ± standard deviation over cuts' if several else ''}, lowest NLL first. "
         f"Difference: from {reference} as it is, mean over clients{', with a 95 % interval' if several else ''}. "
-        "No test example took part, and no softness.",
+        "No test example took part.",
         style="dim",
     )
     if along := next((trial.along for trial in found.trials.values() if trial.along), ()):
         console.print(
-            f"{' and '.join(along)} moves along, so that its product with T stays; {BEST} has both.", style="dim"
+            f"With the temperature goes {' and '.join(along)}, the pull of shared weights towards 0: it is set so that this pull is as strong "
+            f"at every temperature as in the method as it is. {BEST} has both.",
+            style="dim",
         )
     if found.best == AS_IT_IS:
         console.print("Nothing that was tried has a lower NLL than the method as it is.")
@@ -187,10 +188,10 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
         )
     if found.best != AS_IT_IS and several and not comparison.difference(found.best).clear:
         console.print("These examples cannot tell what is best from the method as it is: the interval includes zero.")
-    if softens and abs(math.log(found.softness)) >= NOTICED:
-        sure = "not sure enough" if found.softness < 1.0 else "too sure"
+    if softens and found.softness != 1.0:
         console.print(
-            f"Its probabilities are {sure} on these examples: a softness of {found.softness:.2f} mends that, and {BEST} has it."
+            f"{BEST} has a softness as well, {softly(found.softness)}: it suits the best one's probabilities on these examples. The "
+            "figures above are without it."
         )
     again = shlex.join(
         ["bpfed", "run", str(out / BEST), *(["--data-dir", str(data_dir)] if data_dir is not None else [])]

@@ -66,7 +66,7 @@ class Cell:
 
 
 def compare(
-    methods: str | Sequence[str] | Mapping[str, Method] = "all",
+    methods: str | Sequence[str] | Mapping[str, Method | str] = "all",
     data: FederatedData | str | Callable[[int], FederatedData] = "digits",
     seeds: int | Sequence[int] = 3,
     *,
@@ -82,7 +82,7 @@ def compare(
     """Run methods on the same data with the same seeds and set them side by side.
 
     Args:
-        methods: Names such as ``["bpfed", "fedper+laplace"]`` or ``"all"``, or methods under names of your own.
+        methods: Names such as ``["bpfed", "fedper+laplace"]`` or ``"all"``, or methods (or their names) under names of your own.
         data: Name of a dataset, dealt out anew for each seed; or a function from the seed to the data; or the data
             itself, the same for all seeds.
         seeds: Which, or how many: 3 is 0, 1 and 2.

@@ -10,6 +10,7 @@ from bpfed.engine.settings import Settings
 from bpfed.errors import UserError, unknown
 from bpfed.methods import METHODS, Method, method
 from bpfed.schema import TABLES, fields_of
+from bpfed.training import method_of
 
 #: What may follow a method's name after a ``+``, and the settings that it stands for.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -96,7 +97,7 @@ def title(name: str) -> str:
     return " + ".join([method(base).title, *variants])
 
 
-def entrants(methods: str | Sequence[str] | Mapping[str, Method], settings: Settings) -> list[Entrant]:
+def entrants(methods: str | Sequence[str] | Mapping[str, Method | str], settings: Settings) -> list[Entrant]:
     """Those named, or those given under names of one's own."""
     if isinstance(methods, Mapping):
         for name in methods:
@@ -104,7 +105,7 @@ def entrants(methods: str | Sequence[str] | Mapping[str, Method], settings: Sett
                 raise UserError(
                     f"'{name}' cannot name a method, since it would name its folder; leave out '/' and '.'."
                 )
-        return [Entrant(name, name, value, settings) for name, value in methods.items()]
+        return [Entrant(name, name, method_of(value), settings) for name, value in methods.items()]
     found = []
     usual, common = asdict(Settings()), asdict(settings)
     for name in listed(methods):

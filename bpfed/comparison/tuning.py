@@ -28,6 +28,7 @@ from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method, Recipe
 from bpfed.rehearsal import common
 from bpfed.schema import fields_of
+from bpfed.training import method_of
 
 #: How many cuts there are.
 CUTS = 3
@@ -152,7 +153,7 @@ def _combinations(method: Method, grid: Grid) -> list[dict[str, Any]]:
 
 
 def tune(
-    method: Method | None = None,
+    method: Method | str | None = None,
     data: FederatedData | str = "digits",
     grid: Grid | None = None,
     *,
@@ -169,7 +170,7 @@ def tune(
     """Choose settings of a method on held-out training examples.
 
     Args:
-        method: None: ``bpfed.methods.Recipe()``.
+        method: Or the name of one; None: ``bpfed.methods.Recipe()``.
         data: A federated dataset or the name of one; its test examples take no part. Test what is chosen on this data, not on
             the same examples dealt out anew: those it was chosen on would be among the test examples.
         grid: Values to try by setting, e.g. ``{"lr": [0.001, 0.01]}``, all combinations; None: temperatures.
@@ -180,14 +181,14 @@ def tune(
 
     For the other arguments see `bpfed.fit`.
     """
-    chosen = changed(settings or Settings(), changes)
+    tried, how = trials(method_of(method), grid), changed(settings or Settings(), changes)
     if isinstance(data, str):
-        data = load(data, seed=chosen.seed)
+        data = load(data, seed=how.seed)
     with displayed(progress, say) as (display, tell):
         return run_trials(
-            trials(method or Recipe(), grid),
+            tried,
             data,
-            chosen,
+            how,
             cuts,
             held,
             model=model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from bpfed.data.federated import Examples, FederatedData, Task
 from bpfed.data.layout import lay_out, streams
+from bpfed.data.remarks import of_one_class, unscaled
 from bpfed.data.split import split
 from bpfed.errors import UserError
 
@@ -27,6 +29,10 @@ def from_arrays(
     seed: int = 0,
 ) -> FederatedData:
     """Make a federation of your own arrays (numpy, torch, or lists).
+
+    They are used as they are, unlike tables. A network wants inputs, and the targets of a regression, of about mean 0 and
+    standard deviation 1: scale them by the training examples, and new inputs alike. Where they are far from that, ``notes`` of
+    the result says so, as does every training.
 
     Args:
         x: Inputs, ``[E, ...]`` numbers, or ``[E]`` for one number each.
@@ -64,7 +70,7 @@ def from_arrays(
         rows, offsets = lay_out(owners, chosen, len(clients), ordering)
         return Examples(torch.from_numpy(inputs[rows]), torch.from_numpy(targets[rows]), offsets)
 
-    return FederatedData(
+    data = FederatedData(
         name=name,
         clients=tuple(str(c) for c in clients),
         train=part(~held_out),
@@ -73,6 +79,7 @@ def from_arrays(
         classes=len(words),
         labels=words,
     ).check()
+    return replace(data, notes=(*unscaled(data), *of_one_class(data)))
 
 
 def _array(values: Any, what: str) -> np.ndarray:

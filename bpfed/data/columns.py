@@ -58,10 +58,10 @@ def columns(tables: Mapping[str, Table], preparation: Preparation) -> list[Colum
 
 
 def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, ...]:
-    """Which inputs look like dates, identities or text, in a sentence; none where none does."""
+    """Which inputs look like dates, identities, names of clients or text, in a sentence; none where none does."""
     if preparation.shape is not None:
         return ()
-    dates, identities, wordy = [], [], []
+    dates, identities, owners, wordy = [], [], [], []
     for feature in (f for f in preparation.features if f.scale):
         held = [table.columns[feature.name] for table in tables.values() if feature.name in table.columns]
         named = _IDENTITY.fullmatch(feature.name) is not None
@@ -70,14 +70,17 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
             dates.append(feature.name)
         elif identity:
             identities.append(feature.name)
+        elif _whose(held):
+            owners.append(feature.name)
         elif len(feature.levels) > MANY:
             wordy.append(feature.name)
-    found = [*dates, *identities, *wordy]
+    found = [*dates, *identities, *owners, *wordy]
     if not found:
         return ()
     parts = (
         ("dates", dates),
         ("identifiers (nearly every value is different)", identities),
+        ("names of clients (the same in all rows of a client, and others' differ)", owners),
         (f"more than {MANY} words", wordy),
     )
     told = ", ".join(f"{what} in {quoted(names)}" for what, names in parts if names)
@@ -123,6 +126,26 @@ def _of_numbers(held: Sequence[Column], named: bool) -> tuple[bool, bool]:
     if not (named or _counted(values, pooled)):
         return False, False
     return False, _different(len(pooled), _distinct(pooled), sum(map(_distinct, values)), len(held))
+
+
+def _whose(held: Sequence[Column]) -> bool:
+    """Whether words or whole numbers say whose a row is: one for all rows of a client, of two clients or more, not the same."""
+    seen: set[str | float] = set()
+    several = 0
+    for column in held:
+        if isinstance(column, Words):
+            known = int(np.count_nonzero(column.codes != UNKNOWN))
+            found: set[str | float] = set(column.levels)
+        else:
+            values = column[~np.isnan(column)]
+            known, found = len(values), set(values[:1].tolist())
+            if known and not (_whole(values[:1]) and (values == values[0]).all()):
+                return False
+        if len(found) > 1:
+            return False
+        seen |= found
+        several += known > 1
+    return several > 1 and len(seen) > 1
 
 
 def _dates(values: np.ndarray) -> bool:

@@ -17,6 +17,7 @@ from bpfed.data.layout import client_names, lay_out, streams
 from bpfed.data.natural import NATURAL
 from bpfed.data.partition import Partition, parse_partition
 from bpfed.data.preparation import Standardise
+from bpfed.data.remarks import of_one_class
 from bpfed.data.sources import SOURCES, Source
 from bpfed.data.split import split
 from bpfed.data.table import Table
@@ -208,7 +209,7 @@ def _federated(
         rows, offsets = lay_out(owners, chosen, len(clients), rng)
         return Examples(source.inputs(rows), torch.from_numpy(source.y[rows]), offsets)
 
-    return FederatedData(
+    data = FederatedData(
         name=source.name,
         clients=clients,
         train=part(~test),
@@ -217,3 +218,4 @@ def _federated(
         classes=len(source.labels),
         labels=source.labels,
     )
+    return replace(data, notes=of_one_class(data))

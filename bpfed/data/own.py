@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from bpfed.data.combine import combine
 from bpfed.data.federated import Examples, FederatedData, Task
 from bpfed.data.lookalikes import lookalikes
 from bpfed.data.preparation import Preparation, Standardise
+from bpfed.data.remarks import of_one_class
 from bpfed.data.split import split
 from bpfed.data.summary import MOST_WHOLE, SPLIT, check_words, client_summary
 from bpfed.data.table import ENDINGS, Table, Words, read_table
@@ -120,7 +122,7 @@ def federate(
     preparation = combine(
         summaries, target, task=task, standardise=standardise, client_column=client_column, ignore=ignore
     )
-    return FederatedData(
+    data = FederatedData(
         name=name,
         clients=tuple(clients),
         train=examples(preparation, [(client, train) for client, train, _ in parts], seed),
@@ -132,8 +134,8 @@ def federate(
         test_fraction=None if marked else fraction,
         seed=seed,
         preparation=preparation,
-        notes=(*lookalikes(preparation), *doubts(tables, preparation)),
     ).check()
+    return replace(data, notes=(*lookalikes(preparation), *doubts(tables, preparation), *of_one_class(data)))
 
 
 def find_target(tables: Mapping[str, Table], target: str | None = None) -> str:

@@ -103,8 +103,6 @@ class Federation:
             model = replace(
                 model, notes=(*model.notes, "The first member starts with the module's weights, others anew.")
             )
-        if data.task == "regression":
-            model = replace(model, notes=(*model.notes, *_unusual_scale(data)))
         return cls.of(method, data, settings, model, folder)
 
     @classmethod
@@ -308,14 +306,3 @@ def pick_device(name: str, tf32: bool = True) -> torch.device:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
     return device
-
-
-def _unusual_scale(data: FederatedData) -> tuple[str, ...]:
-    """A word of warning where targets are far from the size that a network's outputs start at."""
-    mean, spread = float(data.train.y.mean()), float(data.train.y.std(correction=0))
-    if abs(mean) <= 5.0 and 0.1 <= spread <= 10.0:
-        return ()
-    return (
-        f"The targets of '{data.name}' have mean {mean:.4g} and standard deviation {spread:.4g}; training will be slow or "
-        "fail unless you bring them near 0 and 1.",
-    )

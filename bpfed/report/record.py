@@ -53,7 +53,7 @@ class RunRecord:
     def read(cls, folder: Path) -> RunRecord:
         """The record of a finished run from its folder, or a `UserError` that says what is amiss there."""
         if not (folder / CONFIG).is_file():
-            raise UserError(f"'{folder}' is not a run folder: it has no {CONFIG}.")
+            raise no_run(folder)
         if not (folder / SUMMARY).is_file():
             raise UserError(f"The run in '{folder}' is not finished; go on with it: bpfed run --out {folder} --resume")
         return cls(
@@ -140,7 +140,7 @@ class RunRecord:
             return ""
         count = self.config.get("run", {}).get("rehearsals", 0)
         learnt = f", learnt in {text.many(count, 'rehearsal')}" if count else ""
-        return f"Probabilities are given with a softness of {self.summary['softness']:.2f}{learnt}."
+        return f"Probabilities are given with a softness of {softly(self.summary['softness'])}{learnt}."
 
     @property
     def no_use(self) -> str:
@@ -213,6 +213,15 @@ class RunRecord:
         return round_, sign * signed
 
 
+def no_run(folder: Path) -> UserError:
+    """What to say of a folder without a configuration: that it is no run's, or of one that is still being rehearsed."""
+    if (folder / REHEARSALS / CONFIG).is_file():
+        return UserError(
+            f"The run in '{folder}' is still rehearsing, so there is no model yet; go on with it: bpfed run --out {folder} --resume"
+        )
+    return UserError(f"'{folder}' is not a run folder: it has no {CONFIG}.")
+
+
 def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(path.read_text(encoding="utf-8"))
@@ -220,6 +229,15 @@ def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
         raise UserError(f"'{path}' cannot be read ({error.strerror}).") from error
     except ValueError as error:
         raise UserError(f"'{path}' is damaged ({error}); run it again with a new --out.") from error
+
+
+def softly(softness: float) -> str:
+    """A softness and which way it goes: ``1.19 (above 1: less sure than the model was trained to be)``."""
+    shown = f"{softness:.2f}"
+    if shown == "1.00":
+        return f"{shown} (1: as sure as the model was trained to be)"
+    way = "below 1: surer" if softness < 1.0 else "above 1: less sure"
+    return f"{shown} ({way} than the model was trained to be)"
 
 
 def value(entry: dict[str, Any], metric: str, part: str | None = None) -> float:

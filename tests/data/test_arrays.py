@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from bpfed.data import from_arrays, inspect
+import bpfed
+from bpfed.data import from_arrays, inspect, load, synthetic
+from bpfed.data.remarks import unscaled
 from bpfed.errors import UserError
+from bpfed.methods import FedAvg
 
 
 def test_ids_become_clients_and_no_example_is_lost() -> None:
@@ -82,3 +85,72 @@ def test_the_seed_decides() -> None:
 def test_what_is_wrong_is_one_sentence(x, y, ids, more: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         from_arrays(x, y, ids, **more)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape)
+
+
+def off(column: int, mean: float, factor: float) -> np.ndarray:
+    """Five columns of inputs, one of them moved and stretched."""
+    x = normal(60, 5)
+    x[:, column] = mean + factor * x[:, column]
+    return x
+
+
+X, IDS, CLASSES = normal(60, 5), np.arange(60) % 2, np.arange(60) // 2 % 2
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "said"),
+    [
+        (X, CLASSES, ()),
+        (X, X[:, 0], ()),
+        (X, X[:, 0] * 2 + 2, ()),
+        (off(3, 9, 9), CLASSES, ()),
+        (off(3, 0, 100), CLASSES, ("x[:, 3] has mean",)),
+        (off(2, -11, 0), CLASSES, ("x[:, 2] has mean -11 and standard deviation 0,",)),
+        (X * 100, CLASSES, ("(and 4 more like it)",)),
+        (X / 1000, CLASSES, ("x[:, 0] has mean",)),
+        (np.concatenate([X[:, :2] / 1000, X[:, 2:]], 1), CLASSES, ()),  # some are small, not most
+        (np.zeros((60, 1)), CLASSES, ()),
+        (X, 3 + 10 * X[:, 0], ("The targets of 'own' are used as they are, with mean",)),
+        (X, 4 + X[:, 0], ("predictions are in those units",)),
+        (X, X[:, 0] / 100, ("The targets",)),
+        (X, np.full(60, 0.5), ()),
+        (X * 100, 100 * X[:, 0], ("The inputs", "The targets")),
+        (normal(60, 1, 4, 4), CLASSES, ()),
+        (np.abs(normal(60, 1, 4, 4)) * 255, CLASSES, ("go up to",)),
+        (-255 - normal(60, 1, 4, 4), CLASSES, ("go up to 25",)),
+    ],
+)
+def test_what_is_far_from_a_networks_size_is_said_and_left_as_it_is(x, y, said: tuple[str, ...]) -> None:
+    data = from_arrays(x, y, IDS)
+    assert len(data.notes) == len(said)
+    assert all(part in note for part, note in zip(said, data.notes, strict=True))
+    both = torch.cat([data.train.x, data.test.x]).flatten()
+    assert torch.equal(both.sort().values, torch.tensor(x, dtype=torch.float32).flatten().sort().values)
+
+
+def test_only_training_examples_are_looked_at_for_it() -> None:
+    x, test = X.copy(), np.arange(60) >= 40
+    x[test] *= 1000
+    assert from_arrays(x, CLASSES, IDS, test=test).notes == ()
+    assert from_arrays(x, CLASSES, IDS, test=~test).notes != ()
+
+
+def test_training_says_it_once() -> None:
+    said: list[str] = []
+    data = from_arrays(X * 100, X[:, 0] * 100, IDS)
+    bpfed.fit_seeds(FedAvg(), data, (0, 1), rounds=1, epochs=1, compile="off", device="cpu", say=said.append)
+    assert said == list(data.notes)
+    assert len(said) == 2
+
+
+def test_datasets_here_are_of_a_networks_size() -> None:
+    assert unscaled(load("digits")) == unscaled(synthetic()) == ()
+
+
+@pytest.mark.parametrize("name", ["mnist", "fmnist", "heart-disease", "wisdm"])
+def test_datasets_of_files_are_of_a_networks_size(name: str, real_data: str) -> None:
+    assert unscaled(load(name, data_dir=real_data, download=False)) == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,42 @@ def test_what_looks_like_no_input_is_named(name: str, column: list[str] | np.nda
     assert data.preparation is not None
     sentence = f"There seem to be {said}; if these should be no inputs, --ignore 'out,{name}' leaves them out."
     assert doubts(tables, data.preparation) == data.notes == ((sentence,) if said else ())
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ((["H1"] * N, ["H2"] * N), True),
+        ((np.full(N, 101.0), np.full(N, 102.0)), True),
+        ((np.full(N, 101.0), np.full(N, 102.0), np.full(N, 101.0)), True),
+        ((["H1"] * N, ["H2", ""] * (N // 2), [""] * N), True),  # what is missing is no other value
+        ((["H1"] * N, [""] * N), False),
+        ((np.full(N, 1.5), np.full(N, 2.5)), False),  # measured
+        ((["H1"] * N, ["H2"] * (N - 1) + ["H1"]), False),
+        ((np.full(N, 101.0), np.array([102.0] * (N - 1) + [101.0])), False),
+    ],
+)
+def test_what_says_whose_a_row_is_is_named(columns: tuple[list[str] | np.ndarray, ...], said: bool) -> None:
+    tables = {}
+    for client, column in zip("abc", columns, strict=False):
+        own = column if isinstance(column, np.ndarray) else Words.of(column)
+        tables[client] = replace(clients(hospital=["x"] * N)["a"], name=client)
+        tables[client].columns["hospital"] = own
+    sentence = (
+        "There seem to be names of clients (the same in all rows of a client, and others' differ) in 'hospital'; if these should "
+        "be no inputs, --ignore 'hospital' leaves them out."
+    )
+    assert federate("t", tables, "y").notes == ((sentence,) if said else ())
+
+
+def test_one_client_or_one_row_each_names_nobody() -> None:
+    table = clients(hospital=["H1"] * N)
+    assert federate("t", {"a": table["a"]}, "y").notes == ()
+    one = {
+        c: Table(c, 1, {"hospital": Words.of([c]), "age": np.array([a]), "y": Words.of([y])})
+        for c, a, y in (("a", 1.0, "no"), ("b", 2.5, "yes"), ("c", 3.5, "no"))
+    }
+    assert federate("t", one, "y", test_fraction=0.0).notes == ()
 
 
 def test_long_tables_of_whole_numbers_cost_no_time() -> None:

@@ -23,6 +23,7 @@ from bpfed.flower.message import Answer, Ask
 from bpfed.methods import METHODS, FedAvg, FedPer, PerFedAvg, Recipe
 from bpfed.rehearsal import as_rehearsal, common
 from bpfed.report import RunRecord
+from bpfed.report.record import softly
 from bpfed.run import Run
 from bpfed.slopes import PLACES
 
@@ -71,7 +72,7 @@ def test_what_was_learnt_is_told_with_the_run_and_sites_predict_with_it(tmp_path
     assert record.summary["softness"] == server.journal.softness
     assert (
         record.softened
-        == f"Probabilities are given with a softness of {server.journal.softness:.2f}, learnt in 2 rehearsals."
+        == f"Probabilities are given with a softness of {softly(server.journal.softness)}, learnt in 2 rehearsals."
     )
     assert record.softened in (tmp_path / "server" / "report.html").read_text()
     assert [r["round"] for r in server.history] == [1, 2]
