@@ -23,7 +23,7 @@ from bpfed.flower.plan import EXCHANGES
 from bpfed.metrics import SURE, Evaluation
 from bpfed.rehearsal import uncertain
 from bpfed.report import RunRecord, write
-from bpfed.report.record import CONFIG, EVALUATION, METRICS, REHEARSALS, REPORT, SUMMARY
+from bpfed.report.record import CONFIG, EVALUATION, METRICS, REHEARSALS, REPORT, SUMMARY, softly
 
 CHECKPOINT = "checkpoint"
 #: What a rehearsal found, in its folder.
@@ -90,7 +90,7 @@ class Journal:
         if self.softness is None:
             return ""
         doubt = uncertain(self.softness, self.held, self.config.run.rehearsals)
-        return f"Rehearsed: probabilities will have a softness of {self.softness:.2f}. {doubt}".strip()
+        return f"Rehearsed: probabilities will have a softness of {softly(self.softness)}. {doubt}".strip()
 
     def place(self, round_: int) -> str:
         """In words which round of which training, such as ``rehearsal 1 of 3, round 4``."""

@@ -78,7 +78,9 @@ def test_what_was_learnt_is_told_with_the_run_and_sites_predict_with_it(tmp_path
     assert [r["round"] for r in server.history] == [1, 2]
     told = [s for s in deployed.said if "softness" in s or s.startswith("Rehearsal")]
     assert told[0] == "Rehearsal 1 of 2, round 1 of 2: 3 uploads."
-    assert told[-1].startswith(f"Rehearsed: probabilities will have a softness of {server.journal.softness:.2f}. The ")
+    assert told[-1].startswith(
+        f"Rehearsed: probabilities will have a softness of {softly(server.journal.softness)}. The "
+    )
     assert "is learnt from 36 held-out examples, so it is uncertain; rehearsals = 56 would learn it" in told[-1]
     assert json.loads((tmp_path / "server" / "status.json").read_text())["learnt"] == told[-1]
     for i, name in enumerate(DATA.clients):
