@@ -333,3 +333,12 @@ def test_readme_without_a_place_is_left_alone(results: Path, tmp_path: Path) -> 
     (tmp_path / "README.md").write_text("# Mine\n")
     render(results, docs)
     assert (tmp_path / "README.md").read_text() == "# Mine\n"
+
+
+def test_a_place_that_does_not_end_is_known_before_anything_is_written(results: Path, tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (tmp_path / "README.md").write_text("<!-- headline -->\n")
+    with pytest.raises(UserError, match="A page has no place for 'headline'"):
+        render(results, docs)
+    assert not list(docs.iterdir())

@@ -84,8 +84,10 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
         (f"more than {MANY} words", wordy),
     )
     told = ", ".join(f"{what} in {quoted(names)}" for what, names in parts if names)
-    left = ",".join((*preparation.ignore, *found))
-    return (f"There seem to be {told}; if these should be no inputs, --ignore '{left}' leaves them out.",)
+    left = ",".join((*preparation.ignore, *(name for name in found if "," not in name)))
+    how = f"--ignore '{left}' leaves them out" if left else "take them out of the files"
+    rename = " (one with a comma in its name must be renamed for that)" if left and any("," in n for n in found) else ""
+    return (f"There seem to be {told}; if these should be no inputs, {how}{rename}.",)
 
 
 def telling(table: Table) -> dict[str, list[str]]:

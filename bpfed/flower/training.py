@@ -142,7 +142,12 @@ class Training:
         todo = Todo(train=False, test=not rehearsed, held=rehearsed)
         for attempt in range(self.plan.attempts):
             if attempt:
-                self.say(f"The last round's scores of {len(wanted) - len(found)} sites are missing; asking again.")
+                what = (
+                    f"What was held out in rehearsal {self.journal.rehearsal}"
+                    if rehearsed
+                    else "The last round's scores"
+                )
+                self.say(f"{what}: of {len(wanted) - len(found)} sites it is missing; asking again.")
                 self.sleep(self.plan.pause)
             self.meet(post)
             missing = [s for s in wanted if s not in found and self.journal.sites[s].there]

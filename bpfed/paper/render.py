@@ -32,27 +32,28 @@ def render(results: Path, docs: Path, say: Callable[[Path], None] = lambda path:
     page = docs / PAGE
     text = _text(page)
     markdown.fill(text, found, {})  # a page without a place is better known before the figures are drawn
+    tables = _tables(found, results, docs)
     written, pictures = _draw(found, docs / FIGURES, say)
-    write_whole(page, markdown.fill(text, found, pictures))
-    say(page)
-    return [*written, page, *_tables(found, results, docs, say)]
+    for path, filled in {page: markdown.fill(text, found, pictures), **tables}.items():
+        write_whole(path, filled)
+        say(path)
+        written.append(path)
+    return written
 
 
-def _tables(found: Results, results: Path, docs: Path, say: Callable[[Path], None]) -> list[Path]:
-    """The one table each of the README and of the pages on the recipe and on the public code, where they have a place for it."""
+def _tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
+    """README and the pages on the recipe and on the public code with their one table, where they have a place for it."""
     from bpfed.paper import audit, headline, search
 
-    written = []
+    filled = {}
     for page, part, source, table in (
         (docs.resolve().parent / README, headline.PART, results / "paper", lambda: headline.markdown(found)),
         (docs / "recipe.md", "search", results / "search", lambda: search.markdown(results)),
         (docs / "audit.md", "audit", results / audit.FILE, lambda: audit.markdown(read(results / audit.FILE))),
     ):
         if page.exists() and source.exists() and typeset.opens(part) in (text := _text(page)):
-            write_whole(page, typeset.placed(text, part, table()))
-            say(page)
-            written.append(page)
-    return written
+            filled[page] = typeset.placed(text, part, table())
+    return filled
 
 
 def _draw(found: Results, folder: Path, say: Callable[[Path], None]) -> tuple[list[Path], dict[str, list[str]]]:

@@ -119,6 +119,16 @@ def test_long_tables_of_whole_numbers_cost_no_time() -> None:
     assert time.perf_counter() - began < 1.0
 
 
+@pytest.mark.parametrize(
+    ("others", "how"),
+    [((), "take them out of the files."), (("row",), "--ignore 'row' leaves them out (one with a comma")],
+)
+def test_a_name_with_a_comma_is_not_advised_to_be_ignored(others: tuple[str, ...], how: str) -> None:
+    tables = clients(**{"number, of patient": np.arange(float(N)), **{name: np.arange(float(N)) for name in others}})
+    (note,) = federate("t", tables, "y").notes
+    assert f"if these should be no inputs, {how}" in note
+
+
 def test_whoever_trains_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows_of, out = tmp_path / "rows", tmp_path / "out"
     rows_of.mkdir()
