@@ -115,7 +115,7 @@ def _train(parts: Sequence[Part], display: Progress | None, held: float, changes
         if part.folder is not None:
             keeper = Keeper(part.folder.rehearsals / str(part.number), resume=True)
         settings = replace(as_rehearsal(of.settings, part.number), **changes)
-        data = held_out(of.data, held, settings.seed)
+        data = replace(held_out(of.data, held, settings.seed), name=of.data.name)  # the display has little room
         states = keeper.states if keeper is not None else None
         trials.append(Run(Federation.of(of.method, data, settings, of.model, states)))
         own: list[Callback] = [keeper] if keeper is not None else []
