@@ -176,8 +176,12 @@ def clients(rows: Sequence[dict[str, Any]], measure: Measure, worst: frozenset[s
         y = svg.fit(values, HEIGHT - BOTTOM, TOP, log=True)
 
     x_label = "training examples" if by_size else "clients, worst to best"
-    logs = [name for name, scale in (("across", x), ("up", y)) if scale.log]
-    shapes = [_axes(x, y, x_label + (f" (log scale {' and '.join(logs)})" if logs else ""), per_cent, x_whole=True)]
+    scales = {
+        (True, True): " (both on log scales)",
+        (True, False): " (log scale)",
+        (False, True): " (values on a log scale)",
+    }
+    shapes = [_axes(x, y, x_label + scales.get((x.log, y.log), ""), per_cent, x_whole=True)]
     places = [(x(a), y(v)) for a, v in zip(across, values, strict=True)]
     shapes += [svg.line([(at[0], y(s)) for s in span], "whisker thin") for at, span in zip(places, spans, strict=False)]
     if len(tested) > NAMED_DOTS:
