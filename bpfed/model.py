@@ -186,16 +186,20 @@ class Model:
         return calls.local
 
     def _levels(self, example: Tensor) -> str | None:
-        """Seen by trying it: what is added to the parameter comes out, whatever follows it in the module."""
+        """Seen by trying it: what is added to the parameter, little or much, comes out, whatever follows it in the module."""
         parameters = self.factors.unflatten(self.initial)
         with torch.no_grad():
             before = self._forward(parameters, example, None)
             for name in reversed(self.factors.names):
                 if parameters[name].shape != before.shape[1:] or name in self.likelihood.parameters():
                     continue
-                more = torch.linspace(0.5, 1.0, parameters[name].numel())
-                after = self._forward(parameters | {name: parameters[name] + more}, example, None)
-                if torch.allclose(after - before, more.expand_as(before), atol=1e-4):
+                added = torch.linspace(0.5, 1.0, parameters[name].numel())
+                tried = [much * added for much in (1.0, 100.0, -100.0)]
+                outputs = [self._forward(parameters | {name: parameters[name] + more}, example, None) for more in tried]
+                if all(
+                    torch.allclose(after - before, more.expand_as(before), atol=1e-4)
+                    for after, more in zip(outputs, tried, strict=True)
+                ):
                     return name
         return None
 

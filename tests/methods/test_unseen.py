@@ -100,6 +100,14 @@ def test_a_bias_that_is_no_logit_is_left_alone(last):
     assert class_biases(Model.of(shifted, Categorical(3), torch.randn(2, 4), "0")) == slice(0, 0)
 
 
+@pytest.mark.parametrize(("last", "level"), [(nn.ReLU(), 10.0), (nn.ReLU6(), 2.0), (nn.Hardtanh(-5.0, 5.0), 0.0)])
+def test_a_bias_is_no_logit_if_it_only_looks_so_at_the_examples_it_is_tried_with(last, level):
+    linear = nn.Linear(4, 3)
+    nn.init.constant_(linear.bias, level)
+    nn.init.zeros_(linear.weight)
+    assert class_biases(Model.of(nn.Sequential(linear, last), Categorical(3), torch.randn(2, 4), "0")) == slice(0, 0)
+
+
 @METHODS
 @pytest.mark.parametrize("store", ["memory", "file"])
 def test_a_head_without_biases_is_as_without(method, store, tmp_path):
