@@ -92,13 +92,10 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
 
 def telling(table: Table) -> dict[str, list[str]]:
     """Columns of words that others should not be told: those of dates and those of identifiers, where there are some."""
-    found: dict[str, list[str]] = {"dates": [], "identifiers": []}
-    for name, column in table.columns.items():
-        if isinstance(column, Words):
-            dated, identity = _of_words([column], TOLD)
-            for what in ["dates"] if dated else ["identifiers"] if identity else []:
-                found[what].append(name)
-    return {what: names for what, names in found.items() if names}
+    seen = {name: _of_words([column], TOLD) for name, column in table.columns.items() if isinstance(column, Words)}
+    dates = [name for name, (dated, _) in seen.items() if dated]
+    identities = [name for name, (dated, identity) in seen.items() if identity and not dated]
+    return {what: names for what, names in (("dates", dates), ("identifiers", identities)) if names}
 
 
 def _of_words(held: Sequence[Column], enough: int = ENOUGH) -> tuple[bool, bool]:

@@ -67,13 +67,13 @@ class Exchange:
                 journal.fingerprint,
                 journal.run,
                 number,
-                what.train,
-                what.test or what.held,
-                journal.counted.get(site, 0),
-                facts,
-                journal.rehearsal,
-                1.0 if journal.softness is None else journal.softness,
-                shared,
+                train=what.train,
+                evaluate=what.test or what.held,
+                counted=journal.counted.get(site, 0),
+                facts=facts,
+                rehearsal=journal.rehearsal,
+                softness=1.0 if journal.softness is None else journal.softness,
+                shared=shared,
             ).write(down)
             for site, what in todo.items()
         }

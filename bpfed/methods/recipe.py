@@ -246,13 +246,14 @@ class Recipe(Method):
         fan_in = model.factors.split(model.factors.fan_in())[0].to(shared.mean.device)
         body = discounted(shared, hyper["discount"][:, None], hyper["prior_sigma"][:, None] * fan_in.rsqrt())
         head = self._head_prior(model, personal.first, hyper)
-        head = head._replace(mean=head.mean + self._levels(model, hyper))
-        q = Variational.at(join(shared, self._start(model, personal, hyper)), personal.memory)
+        level = self._levels(model, hyper)
+        head = head._replace(mean=head.mean + level)
+        q = Variational.at(join(shared, self._start(model, personal, hyper, level)), personal.memory)
         return Local(
             q, join(body, head), personal.first, personal.steps[:, 0], pad(torch.zeros_like(personal.lowered), (0, 1))
         )
 
-    def _start(self, model: Model, personal: Personal, hyper: dict[str, Tensor]) -> Gaussian:
+    def _start(self, model: Model, personal: Personal, hyper: dict[str, Tensor], level: Tensor | float) -> Gaussian:
         """Where heads start a round, ``[S, P_personal]``: where they were; at first at h0, or at most ``way`` from their prior, with
         the biases of the client's own labels.
 
@@ -264,8 +265,7 @@ class Recipe(Method):
             gain = (hyper["head_gain"] - hyper["way"] / size).clamp(min=1.0)
             grown = torch.where(biases(model), 1.0, gain[:, None]) * personal.first
             first = torch.where((hyper["way"] > 0.0)[:, None], grown, first)
-        first = first + self._levels(model, hyper)
-        return personal.head._replace(mean=torch.where(personal.steps == 0.0, first, personal.head.mean))
+        return personal.head._replace(mean=torch.where(personal.steps == 0.0, first + level, personal.head.mean))
 
     def _head_prior(self, model: Model, first: Tensor, hyper: dict[str, Tensor]) -> Gaussian:
         """N(g h0, s_h²) of heads, ``[S, P_personal]``, and of their biases N(0, σ²), before labels are counted.
