@@ -19,7 +19,8 @@ way. With ζ = (m, σ̄) from the server, q = (q_w, q_h) over shared and persona
 5. The step size is bounded. Times rounds and local epochs (``path``), and times a client's steps in as many rounds (``span``): with
    more rounds the steps are smaller, and training ends in the same place. The hyper-prior of 2 alone bounds networks with enough
    data; a convolutional one goes on growing for longer than anyone trains, with 125 images as with 2 250. And times a client's steps
-   in one round (``reach``): a client that goes far alone leaves the others behind, and averages of such clients are poor.
+   in one round (``reach``): a client that goes far alone leaves the others behind, and averages of such clients are poor. With
+   more than ``NEAR`` steps in a round that alone would be stricter than need be: a client's reach then grows as the root of them.
 
 The settings were chosen with 10 clients, all of them in every round, and with 20, half of them. In a federation that is
 ``crowd`` times as large as that a client carries that much less of the prior of the means, and the precision counts that many more
@@ -55,6 +56,9 @@ from bpfed.model import Model
 
 #: Most clients, and how seldom they took part at most, where the settings were chosen.
 CHOSEN_WITH, CHOSEN_AT = 20, 0.5
+
+#: Most steps of a client in a round for which ``reach`` holds as it is; with more of them it grows as their root.
+NEAR = 500
 
 #: σ of a head's prior in a regression, times the root of the number of its weights.
 REGRESSION_SIGMA = 0.6
@@ -118,7 +122,8 @@ class Recipe(Method):
         estimator: Of the data term, see BPFed.
         draws: Weight draws in a step.
         path: Most that the step size times rounds times local epochs may be; longer runs take smaller steps.
-        reach: Most that the step size times a client's steps in one round may be; clients with more data take smaller steps.
+        reach: Most that the step size times a client's steps in one round may be; clients with more data take smaller steps. It holds up
+            to 500 steps, and grows as the root of their number beyond.
         span: Most that this, times rounds, may be: with more rounds than ``span / reach``, a client's reach is smaller.
         newcomer_lr: Step size at which a client that joins later learns its head.
     """
@@ -224,8 +229,9 @@ class Recipe(Method):
         crowd = max(1.0, course.clients / CHOSEN_WITH)
         seldom = max(1.0, CHOSEN_AT * course.clients / course.participants)
         whole = seldom * self.path / (course.rounds * course.epochs)
-        reach = min(self.reach, seldom * self.span / course.rounds)
-        numbers["lr"] = (reach / (course.epochs * batches)).clamp(max=min(self.lr, whole))
+        steps = course.epochs * batches
+        reach = min(self.reach, seldom * self.span / course.rounds) * (steps / NEAR).clamp(min=1.0).sqrt()
+        numbers["lr"] = (reach / steps).clamp(max=min(self.lr, whole))
         numbers["way"] = numbers["lr"] * course.passes * batches
         numbers["discount"] = 1.0 - (1.0 - numbers["discount"]) / crowd
         numbers["anchor"] = numbers["anchor"] / crowd

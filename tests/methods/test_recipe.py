@@ -110,6 +110,18 @@ def test_a_client_with_many_steps_goes_no_farther_in_more_rounds(rounds, wanted)
     assert state.hyper(1, torch.arange(1))["lr"].item() == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("rounds", [10, 400])
+@pytest.mark.parametrize(("examples", "farther"), [(500, 1.0), (501, 1.02**0.5), (2000, 2.0)])
+def test_with_many_steps_a_clients_reach_grows_as_their_root(rounds, examples, farther):
+    """10 epochs of batches of 10: as many steps as examples; more than 500 of them reach farther, in the whole run as in a round."""
+    data = scenarios.classification(sizes=(examples, 10))
+    method = Recipe(lr=0.01, path=1e9, reach=0.1, span=10.0)
+    state = Federation.start(method, data, Settings(rounds=rounds, epochs=10, batch=10, device="cpu"))
+    steps = 10 * math.ceil(examples / 10)
+    wanted = farther * min(0.1, 10.0 / rounds) / steps
+    assert state.hyper(1, torch.arange(1))["lr"].item() == pytest.approx(wanted)
+
+
 def test_nothing_of_a_head_is_uploaded():
     method = Recipe()
     run = prepare(method, scenarios.classification(sizes=(12,) * 3), SETTINGS)
