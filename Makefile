@@ -32,7 +32,7 @@ docs: .venv/.deploy
 	  { echo "bpfed needs Python 3.11 or newer; run e.g. 'make $(MAKECMDGOALS) PYTHON=python3.12'"; exit 2; }
 	$(PYTHON) -m venv .venv
 
-.venv/.installed: .venv/bin/python pyproject.toml constraints.txt
+.venv/.installed: .venv/bin/python pyproject.toml constraints.txt bpfed/__init__.py
 	$(PIP_ENV) $(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import shlex
@@ -354,6 +355,15 @@ def test_a_command_that_does_not_exist_is_refused_with_the_nearest_one_named_onc
 
 def test_the_version(bpfed: Command) -> None:
     assert re.fullmatch(r"bpfed \d+\.\d+\.\d+\n", bpfed.ok("--version").out)
+
+
+def test_help_says_what_an_argument_is(bpfed: Command) -> None:
+    """Pairs of typer and click that do not fit each other leave it out."""
+    assert "Folder of a finished run." in bpfed.ok("predict", "--help").out
+
+
+def test_the_package_has_the_version_that_the_command_says(bpfed: Command) -> None:
+    assert importlib.metadata.version("bpfed") in bpfed.ok("--version").out
 
 
 def test_help_needs_none_of_what_is_slow_to_import() -> None:
