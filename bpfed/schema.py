@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from bpfed.engine.settings import Settings
+from bpfed.errors import UserError, unknown
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class DataSettings:
 
 #: The tables whose fields are always the same; those of ``[method]`` are the chosen method's.
 TABLES: dict[str, type] = {"data": DataSettings, "run": Settings}
+
+#: Rounds of every run of a comparison, where nothing else is said.
+ROUNDS = 30
 
 #: What a run notes of itself in its ``config.toml`` beside its settings; None: a whole table.
 RECORDED: dict[str, tuple[str, ...] | None] = {"bpfed": (), "data": ("protocol", "fingerprint"), "model": None}
@@ -89,6 +93,22 @@ class Field:
         if get_origin(kinds[0]) is Literal:
             return "|".join(str(choice) for choice in get_args(kinds[0]))
         return {int: "INT", float: "NUMBER", bool: "true|false", str: "TEXT"}.get(kinds[0], "VALUE")
+
+
+def changed(settings: Settings, changes: Mapping[str, Any], fixed: Collection[str] = ()) -> Settings:
+    """The settings with single ones given by name; those of ``fixed`` cannot be.
+
+    Raises:
+        UserError: There is no such setting.
+    """
+    every = {f.name for f in dataclasses.fields(Settings)}
+    known, of_data = every - set(fixed), {f.name for f in dataclasses.fields(DataSettings)} - every
+    for name in changes:
+        if name in of_data:
+            raise UserError(f"'{name}' is a data setting; pass it to bpfed.data.load() and use the result as data=.")
+        if name not in known:
+            raise unknown("setting", name, known)
+    return dataclasses.replace(settings, **changes)
 
 
 def fields_of(settings: type) -> dict[str, Field]:

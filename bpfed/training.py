@@ -17,7 +17,7 @@ from bpfed.callbacks.folder import Folder
 from bpfed.callbacks.progress import Progress
 from bpfed.data import FederatedData, load
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings, changed
+from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.likelihoods import Likelihood
 from bpfed.methods.base import Method
@@ -25,6 +25,7 @@ from bpfed.metrics import SURE
 from bpfed.rehearsal import rehearse
 from bpfed.report import text
 from bpfed.run import Run, once, to_stderr, train_together
+from bpfed.schema import changed
 
 
 def fit(

@@ -126,7 +126,7 @@ def test_the_network_of_tables_is_as_wide_as_is_said(bpfed: Command) -> None:
 def test_another_method_leaves_the_files_method_table_aside(bpfed: Command) -> None:
     Path("c.toml").write_text('[method]\nname = "bpfed"\ntemperature = 0.5\n')
     outcome = bpfed.ok(*SMALL, "c.toml", "--method", "fedavg", "--rounds", "1", "--out", "a")
-    assert outcome.err == "The [method] table of 'c.toml' is bpfed's; with --method fedavg it is left aside.\n"
+    assert outcome.err == "'c.toml' configures bpfed; its [method] table is ignored because of --method fedavg.\n"
     method = tomllib.loads(Path("a/config.toml").read_text())["method"]
     assert method == {"name": "fedavg"} | FedAvg().settings()
 
@@ -182,7 +182,10 @@ def test_a_folder_of_something_else_is_never_written_to(bpfed: Command, flag: st
         ("--set method.temprature=1", "--set: unknown key 'temprature' in [method]; did you mean 'temperature'?"),
         ("--set run.temperature=1", "--set: unknown key 'temperature' in [run]; did you mean 'method.temperature'?"),
         ("--set methd.lr=1", "--set: unknown table 'methd'; did you mean 'method'?"),
-        ("--set lr=1", "--set: 'lr' names no table"),
+        ("--set lr=1", "--set: 'lr' needs a prefix: data., method. or run.; did you mean 'method.lr'?"),
+        ("--method bpfed --set rule=mean", "did you mean 'method.rule'?"),
+        ("--set target=x", "did you mean 'data.target'?"),
+        ("--set nosuch=1", "--set: 'nosuch' needs a prefix: data., method. or run., e.g. --set method.lr=0.01."),
         ("--set participants=1", "did you mean 'run.participants'?"),
         ("--set method.lr", "--set: 'method.lr' has no value"),
         ("--method bpfed --set method.sigma=0", "sigma = 0 (the Dirac case)"),

@@ -253,6 +253,7 @@ def test_settings_for_all_and_for_one(command: Command, monkeypatch: pytest.Monk
         (["--set", "method.sigma=1"], "--set: fedavg has no setting 'sigma'; where only some methods have it, name"),
         (["--set", "bpfed.sigma=1"], "--set: 'bpfed' is no part of this comparison"),
         (["--set", "lr"], "--set: 'lr' has no value"),
+        (["--set", "lr=1"], "--set: 'lr' needs a prefix: data., method. or run.; did you mean 'method.lr'?"),
         (["--set", "run.seed=3"], "--set: run.seed is given by --seeds here."),
         (["--set", "fedavg.lr=-1"], "fedavg: lr is -1.0, but a step size must be 0 or more."),
         (["--methods", ","], "No method is named"),

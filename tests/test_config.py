@@ -99,12 +99,12 @@ def test_the_last_word_counts() -> None:
         ),
         ("[run]\ntemperature = 1", "line 2: unknown key 'temperature' in [run]; did you mean 'method.temperature'?"),
         ("rounds = 5", "line 1: unknown key 'rounds'; did you mean 'run.rounds'?"),
-        ("[run]\n[data]\nx.y = 1", "line 3: unknown key 'x' in [data]; known are: client_column, clients"),
+        ("[run]\n[data]\nx.y = 1", "line 3: unknown key 'x' in [data]; choose from: client_column, clients"),
         ("[data]\nname='digits'\n\n[rnu]\nrounds = 1", "'c.toml', line 4: unknown table [rnu]; did you mean 'run'?"),
         ("run = 5", "line 1: 'run' must be a table; write [run] on a line of its own."),
         (
             "[data]\ndata_dir = '/x'",
-            "line 2: 'data_dir' says where, not what, so it is no key; give it as the flag --data-dir.",
+            "line 2: 'data_dir' is a location, not a setting; pass it as --data-dir instead.",
         ),
         ("[method]\nname = 'bpfedd'", "'c.toml', line 2: Unknown method 'bpfedd'; did you mean 'bpfed'?"),
         (
@@ -223,7 +223,7 @@ def test_a_run_from_before_a_setting_predicts_as_it_did(write) -> None:
 
 
 def test_a_variant_is_no_method_of_a_run() -> None:
-    with pytest.raises(UserError, match=r"^'fedper\+members' names a variant, and variants are for 'bpfed compare'"):
+    with pytest.raises(UserError, match=r"^'fedper\+members' is a variant, which only 'bpfed compare' accepts"):
         read(None, [Override("method.name", "fedper+members")])
 
 

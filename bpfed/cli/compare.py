@@ -17,6 +17,7 @@ from bpfed.cli.run import PATIENCE, RUNS, data_word, loading
 from bpfed.console import Console
 from bpfed.errors import UserError, hint
 from bpfed.names import check_data, check_method
+from bpfed.schema import ROUNDS
 
 if TYPE_CHECKING:
     from bpfed.comparison import Comparison, Entrant
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from bpfed.data import FederatedData
 
 EXAMPLE = "Example: bpfed compare --data digits --methods bpfed,fedper,fedper+laplace,local --seeds 3 --out runs/digits"
-#: Rounds of every run, where nothing else is said.
-ROUNDS = 30
 
 
 @partial(with_schema, without=("run.seed", "run.rounds"))
@@ -116,14 +115,16 @@ def _entrants(
 ) -> tuple[list[Entrant], Config]:
     """Who takes part, and the configuration of the first of them."""
     from bpfed.comparison.entrants import Entrant, changes, check_common, listed, title
-    from bpfed.config import Override, read
+    from bpfed.config import Override, no_prefix, read
 
     names = listed(methods)
     common = [Override("run.rounds", str(rounds), "--rounds")]
     common += [Override(key, text, flag(key)) for key, _ in schema_fields() if (text := flags.get(argument(key)))]
     own: dict[str, list[Override]] = {}  # by the word before the dot, where that is none of a configuration's tables
     for override in map(_override, settings):
-        table, _, key = override.key.partition(".")
+        table, dot, key = override.key.partition(".")
+        if not dot:
+            raise no_prefix(override, names[0].partition("+")[0])
         if table in ("data", "run", "method"):
             common.append(override)
         elif any(table in (name, name.partition("+")[0]) for name in names):

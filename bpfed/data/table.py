@@ -168,7 +168,7 @@ def check_columns(path: Path, names: Iterable[str], known: Iterable[str]) -> Non
     if len(strange) == 1:
         raise UserError(f"'{path}' has no column '{strange[0]}'; {hint(strange[0], known)}")
     if strange:
-        raise UserError(f"'{path}' has no columns {quoted(strange)}; known are: {quoted(known, 12)}.")
+        raise UserError(f"'{path}' has no columns {quoted(strange)}; choose from: {quoted(known, 12)}.")
 
 
 def _kind(mode: int) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Literal, get_args, get_origin, get_type_hints
 
-from bpfed.errors import UserError, unknown
+from bpfed.errors import UserError
 
 #: The lowest softness and the highest; no probabilities are surer or softer for it than at these.
 SUREST, SOFTEST = 0.01, 100.0
@@ -176,21 +175,3 @@ class Settings:
         """Whether this round (from 1) is evaluated."""
         every = self.eval_every or max(1, self.rounds // 20)
         return round_ == self.rounds or round_ % every == 0 or round_ == 1
-
-
-def changed(settings: Settings, changes: Mapping[str, Any], fixed: Collection[str] = ()) -> Settings:
-    """The settings with single ones given by name; those of ``fixed`` cannot be.
-
-    Raises:
-        UserError: There is no such setting.
-    """
-    from bpfed.schema import DataSettings  # which needs this module
-
-    every = {f.name for f in fields(Settings)}
-    known, of_data = every - set(fixed), {f.name for f in fields(DataSettings)} - every
-    for name in changes:
-        if name in of_data:
-            raise UserError(f"'{name}' is said of the data; give it to bpfed.data.load, and what that returns as data.")
-        if name not in known:
-            raise unknown("setting", name, known)
-    return replace(settings, **changes)

@@ -156,7 +156,7 @@ def test_columns_are_kept_as_they_are(bpfed: Command, ward: Path) -> None:
     for keep, said in (
         ("label", "--keep: 'label' of the input would clash with what predictions have of that name; rename it there."),
         ("Ward", "'ids.csv' has no column 'Ward'; did you mean 'ward'?"),
-        ("a,b", "'ids.csv' has no columns 'a', 'b'; known are: 'age', 'dose', 'ward', 'patient no', 'label', 'note'."),
+        ("a,b", "'ids.csv' has no columns 'a', 'b'; choose from: 'age', 'dose', 'ward', 'patient no', 'label', 'note'."),
     ):
         before = files(Path())
         refused = bpfed(*call, "--keep", keep, "--out", "p.csv")
