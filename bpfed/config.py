@@ -36,6 +36,7 @@ from bpfed.versions import Gone, as_then
 if TYPE_CHECKING:
     from bpfed.data import FederatedData
     from bpfed.data.folder import DataDir
+    from bpfed.data.table import Table
     from bpfed.methods import Method
 
 #: The method where none is named, and the key that names one.
@@ -84,8 +85,8 @@ class Config:
     document: Document
     notes: tuple[str, ...] = ()
 
-    def load_data(self, data_dir: DataDir = None) -> FederatedData:
-        """Load the data that is asked for."""
+    def load_data(self, data_dir: DataDir = None, read: Mapping[str, Table] | None = None) -> FederatedData:
+        """Load the data that is asked for; ``read`` are its tables, where they have been read already."""
         from bpfed.data import load
 
         seed = self.run.seed if self.data.seed is None else self.data.seed
@@ -101,6 +102,7 @@ class Config:
             task=self.data.task,
             standardise=self.data.standardise,
             ignore=self.data.ignore,
+            read=read,
         )
 
     def confirm(self, made: Mapping[str, Any]) -> None:

@@ -303,6 +303,9 @@ def test_data_lists_fetches_and_inspects(bpfed: Command) -> None:
     assert "did you mean 'digits'" in bpfed("data", "inspect", "digit").sentence
     assert "did you mean 'mnist'" in bpfed("data", "fetch", "mnis").sentence
     assert "cannot share" in bpfed("data", "inspect", "digits", "--clients", "5000").sentence
+    wrong = bpfed("data", "inspect", "digits", "--standardise", "global").sentence
+    assert wrong == "--standardise: data.standardise is 'global', but must be 'federated', 'local' or 'none'."
+    assert "'standardise'" in bpfed("data", "inspect", "digits", "--standardise", "local").sentence
 
 
 def test_without_a_terminal_what_takes_long_gets_a_line(bpfed: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,9 +12,9 @@ import typer
 from rich.text import Text
 
 from bpfed.cli import show
-from bpfed.cli.flags import DataDir
+from bpfed.cli.flags import DataDir, schema_fields, with_schema
 from bpfed.cli.group import Group
-from bpfed.cli.run import PATIENCE, loading
+from bpfed.cli.run import PATIENCE, loading, overrides
 from bpfed.console import Console
 from bpfed.names import PREFIX, check_data
 from bpfed.report import text
@@ -62,64 +63,38 @@ def fetch(name: Name, data_dir: DataDir = None) -> None:
     Console().print(told, soft_wrap=True)
 
 
+#: Settings that an inspection has no flag for, since they are of a run or have another.
+NOT_INSPECTED = tuple(key for key, _ in schema_fields() if key.startswith("run.") or key in ("data.name", "data.seed"))
+
+
 @app.command(epilog="Example: bpfed data inspect folder:hospitals --target disease --plot hospitals.png")
+@partial(with_schema, without=NOT_INSPECTED)
 def inspect(
     name: Annotated[str, typer.Argument(help="Name of the dataset, see 'bpfed data list', or folder:PATH.")],
-    partition: Annotated[
-        str | None,
-        typer.Option(help="groups, random:3, dirichlet:0.3, shards:2 or iid. \\[default: groups]", show_default=False),
-    ] = None,
-    clients: Annotated[
-        int | None, typer.Option(help="Number of clients. \\[default: the dataset's own]", show_default=False)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Which examples go where.")] = 0,
-    test_fraction: Annotated[
-        float | None,
-        typer.Option(help="Part held out for testing. \\[default: 0.5, of tables 0.3]", show_default=False),
-    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed: which examples go where.")] = 0,
     data_dir: DataDir = None,
-    target: Annotated[str | None, typer.Option(help="Of tables, the column to predict.", show_default=False)] = None,
-    client_column: Annotated[
-        str | None,
-        typer.Option(help="Of one table for all clients, the column that says whose a row is.", show_default=False),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(help="Of tables, classification or regression. \\[default: as it shows]", show_default=False),
-    ] = None,
-    ignore: Annotated[
-        str | None, typer.Option(help="Of tables, columns that are no inputs, comma-separated.", show_default=False)
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it, too, as .png, .svg or .pdf.", show_default=False)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it, as .png, .svg or .pdf.", show_default=False)] = None,
+    **flags: str | None,
 ) -> None:
     """Show how many examples each client would have, of which classes, and what is missing; nothing is trained.
 
-    Of tables, it lists what becomes of each column, and says which look as if they should be no inputs.
+    For tables, it also lists what becomes of each column, and which columns probably should not be inputs.
     """
     check_data(name)
     with _busy() as progress:
+        from bpfed.config import read as configured
         from bpfed.data.columns import columns
-        from bpfed.data.load import is_table, load, tables
+        from bpfed.data.load import is_table, tables
         from bpfed.data.overview import missing
         from bpfed.data.picture import check_ending, draw
 
         if plot is not None:
             check_ending(plot)
+        chosen = configured(None, overrides(None, [], {**flags, "data": name, "seed": str(seed)}))
         loading(progress, name, data_dir)
-        read = tables(name, client_column=client_column, data_dir=data_dir) if is_table(name) else {}
-        data = load(
-            name,
-            partition=partition,
-            clients=clients,
-            seed=seed,
-            test_fraction=test_fraction,
-            data_dir=data_dir,
-            target=target,
-            client_column=client_column,
-            task=task,  # type: ignore[arg-type]  # checked there
-            ignore=ignore,
-            read=read or None,
-        )
+        column = chosen.data.client_column
+        read = tables(name, client_column=column, data_dir=data_dir) if is_table(name) else {}
+        data = chosen.load_data(data_dir, read or None)
         gaps = missing(read)
         if plot is not None:
             progress.doing(f"drawing {plot}")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from bpfed.cli import show
-from bpfed.cli.flags import with_schema
+from bpfed.cli.flags import MethodName, with_schema
 from bpfed.cli.group import Group
 from bpfed.cli.run import overrides
 from bpfed.errors import UserError
@@ -56,7 +56,7 @@ def init(
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML file of settings, as for 'bpfed run'.", show_default=False)
     ] = None,
-    method: Annotated[str | None, typer.Option(metavar="TEXT", help="Method, see 'bpfed methods'.")] = None,
+    method: MethodName = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. method.temperature=0.3; repeatable."),

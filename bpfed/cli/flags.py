@@ -17,7 +17,7 @@ ConfigFile = Annotated[
 ]
 MethodName = Annotated[
     str | None,
-    typer.Option(metavar="TEXT", help="Method, see 'bpfed methods'. \\[default: bpfed-recipe]", show_default=False),
+    typer.Option(metavar="TEXT", help="Method (see 'bpfed methods'). \\[default: bpfed-recipe]", show_default=False),
 ]
 DataDir = Annotated[
     Path | None,
@@ -62,7 +62,7 @@ def with_schema(function: Callable[..., None], without: Sequence[str] = ()) -> C
 
 
 def _parameter(key: str, field: Field) -> inspect.Parameter:
-    words = field.about.replace("None:", "left out:")
+    words = field.about.replace("None:", "default:")
     about = words if field.default is None else f"{words} \\[default: {field.default}]"
     option: Any = typer.Option(
         flag(key), metavar=field.short, help=about, rich_help_panel=PANELS[key.partition(".")[0]], show_default=False
