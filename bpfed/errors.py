@@ -1,4 +1,4 @@
-"""The one exception that means: the user can mend this; and what its sentences are made of."""
+"""The one exception that means: the user can fix this; and what its sentences are made of."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 #: Letters of a name that a sentence shows.
 LONGEST = 40
 #: How `first_of` ends where a part is a clause, not a name.
-OTHERS = " (and {} others so)"
+OTHERS = " (and {} others like this)"
 
 
 class UserError(Exception):

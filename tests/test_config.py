@@ -135,14 +135,14 @@ def test_a_mistake_is_named_with_its_line(write, text: str, said: str) -> None:
     [
         (
             "clinics",
-            "'clinics' is a folder and no configuration file; to train on the files in it, write --data folder:clinics.",
+            "'clinics' is a folder, not a configuration file; to train on the files in it, use --data folder:clinics.",
         ),
         (
             "clinics/north.CSV",
-            "write --data folder:clinics for a folder with a file for each client, or --data folder:clinics/north.CSV ",
+            "use --data folder:clinics for a folder with one file per client, or --data folder:clinics/north.CSV ",
         ),
-        ("run", "'run' is a run folder and no configuration file; name the one in it, 'run/config.toml'."),
-        ("away.csv", "There is no configuration file 'away.csv'."),
+        ("run", "'run' is a run folder, not a configuration file; use the one in it, 'run/config.toml'."),
+        ("away.csv", "There is no configuration file 'away.csv'; check the path."),
     ],
 )
 def test_data_in_the_place_of_a_file_of_settings(
@@ -165,7 +165,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot be read"):
             read(tmp_path / name)
     (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="is not text in UTF-8"):
+    with pytest.raises(UserError, match="is not UTF-8 text"):
         read(tmp_path / "c.toml")
 
 

@@ -237,7 +237,7 @@ def test_nothing_of_anybody_elses_is_taken_away(tmp_path):
     for name in ("a-rehearsals", "a/rehearsals"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds other files and no run"):
+    with pytest.raises(UserError, match="contains other files but no run"):
         bpfed.fit(FedAvg(), data, rehearsals=1, out=tmp_path / "a", **TINY)
     bpfed.fit(FedAvg(), data, rehearsals=1, out=tmp_path / "b", **TINY)
     assert (tmp_path / "a-rehearsals/notes.txt").exists()

@@ -32,13 +32,13 @@ def compare(
     methods: Annotated[
         str,
         typer.Option(
-            metavar="all|A,B,C", help="Who is compared, see 'bpfed methods'; variants as in fedper+laplace, bpfed+ivon."
+            metavar="all|A,B,C", help="Methods to compare (see 'bpfed methods'), or variants such as fedper+laplace."
         ),
     ] = "all",
     seeds: Annotated[
         str,
         typer.Option(
-            metavar="N|A,B,C", help="How many (3: seeds 0, 1, 2), or which (0,4,7); each deals the data anew."
+            metavar="N|A,B,C", help="How many seeds (3: seeds 0, 1, 2), or which (0,4,7); each splits the data again."
         ),
     ] = "3",
     rounds: Annotated[int, typer.Option(metavar="INT", help="Communication rounds of every run.")] = ROUNDS,
@@ -46,7 +46,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Whom differences are taken from. \\[default: bpfed, or the first that is named]",
+            help="Method that the others are compared with. \\[default: bpfed, or the first one named]",
             show_default=False,
         ),
     ] = None,
@@ -55,7 +55,8 @@ def compare(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Any setting, for all (run.epochs=5, data.seed=0, method.lr=0.01) or for one (bpfed.sigma=0.05); repeatable.",
+            help="Any setting, for all (run.epochs=5, data.seed=0, method.lr=0.01) or for one (bpfed.sigma=0.05); "
+            "repeatable.",
         ),
     ] = None,
     out: Annotated[
@@ -65,10 +66,10 @@ def compare(
     quiet: Quiet = False,
     **flags: str | None,
 ) -> None:
-    """Run methods on the same data with the same seeds, and set them side by side in a table and a report.
+    """Run methods on the same data with the same seeds, and compare them in a table and a report.
 
-    Every run has a folder of its own, OUT/METHOD/seed-K. What is finished there is not run again, what was interrupted
-    goes on: give the same command once more, or one with more methods or seeds.
+    Each run has its own folder, OUT/METHOD/seed-K. Finished runs are not repeated and interrupted ones are resumed:
+    repeat the command, with more methods or seeds if you like.
     """
     from bpfed.callbacks.progress import CellProgress
 
@@ -102,7 +103,7 @@ def compare(
     except KeyboardInterrupt:
         progress.close()
         again = _again(methods, seeds, rounds, reference, settings or [], out, data_dir, quiet, flags)
-        progress.say(f"bpfed: Stopped; at most the current round is lost. Go on with: {again}")
+        progress.say(f"bpfed: Stopped; at most the current round is lost. Resume with: {again}")
         raise typer.Exit(130) from None
     finally:
         progress.close()
@@ -131,7 +132,7 @@ def _entrants(
             own.setdefault(table, []).append(override._replace(key=f"method.{key}"))
         else:
             raise UserError(
-                f"--set: '{table}' is no part of this comparison; {hint(table, ('data', 'run', 'method', *names))}"
+                f"--set: '{table}' is not part of this comparison; {hint(table, ('data', 'run', 'method', *names))}"
             )
 
     found, configs = [], []
@@ -153,10 +154,10 @@ def _override(setting: str) -> Override:
 
     key, equals, text = setting.partition("=")
     if not equals:
-        raise UserError(f"--set: '{setting}' has no value; write it as in --set method.lr=0.01.")
+        raise UserError(f"--set: '{setting}' has no value; write e.g. --set method.lr=0.01.")
     if key.strip() in ("run.seed", "run.rounds"):
         flag = f"--{key.strip().partition('.')[2]}"
-        raise UserError(f"--set: {key.strip()} is given by {'--seeds' if flag == '--seed' else flag} here.")
+        raise UserError(f"--set: {key.strip()} cannot be set here; use {'--seeds' if flag == '--seed' else flag}.")
     return Override(key.strip(), text.strip())
 
 
@@ -169,8 +170,8 @@ def _check(base: str, overrides: list[Override]) -> None:
     for table, _, key in (o.key.partition(".") for o in overrides):
         if table == "method" and key not in known:
             raise UserError(
-                f"--set: {base} has no setting '{key}'; where only some methods have it, name the method, as in "
-                f"--set bpfed.sigma=0.05."
+                f"--set: {base} has no setting '{key}'; to set it for one method only, name the method, e.g. "
+                "--set bpfed.sigma=0.05."
             )
 
 
@@ -178,7 +179,7 @@ def _seeds(text: str) -> int | list[int]:
     try:
         found = [int(word) for word in text.removesuffix(",").split(",")]
     except ValueError:
-        raise UserError(f"--seeds: '{text}' is no number and no list of them; write it as in 3 or 0,4,7.") from None
+        raise UserError(f"--seeds: '{text}' is not a number or a list of numbers; write e.g. 3 or 0,4,7.") from None
     return found if "," in text else found[0]
 
 

@@ -1,4 +1,4 @@
-"""``bpfed data``: which datasets there are, getting one, and looking at how it is dealt out."""
+"""``bpfed data``: list datasets, fetch one, and look at how it is distributed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ app = typer.Typer(
     cls=Group, help="List, fetch and inspect datasets.", epilog="Example: bpfed data list", no_args_is_help=True
 )
 
-Name = Annotated[str, typer.Argument(help="Name of the dataset, see 'bpfed data list'.")]
+Name = Annotated[str, typer.Argument(help="Name of the dataset (see 'bpfed data list').")]
 #: Clients that have a row, width of a bar, and letters of a class's name that can head a column.
 ROWS, BAR, SHORT = 40, 12, 3
 #: Columns of tables that have a row.
@@ -40,7 +40,7 @@ SIDE_BY_SIDE = 6
 
 @app.command("list", epilog="Example: bpfed data list --data-dir ~/datasets")
 def list_(data_dir: DataDir = None) -> None:
-    """List the datasets, and whether their files are present."""
+    """List the datasets and whether their files are present."""
     from bpfed.data import describe
 
     shown = show.table("name", "present", "what it is", "examples", "clients", right=2)
@@ -52,7 +52,7 @@ def list_(data_dir: DataDir = None) -> None:
 
 @app.command(epilog="Example: bpfed data fetch mnist")
 def fetch(name: Name, data_dir: DataDir = None) -> None:
-    """Make sure that a dataset's files are present, downloading them if not."""
+    """Download a dataset's files if they are not present."""
     check_data(name)
     with _busy() as progress:
         from bpfed.data import fetch as get
@@ -70,13 +70,13 @@ NOT_INSPECTED = tuple(key for key, _ in schema_fields() if key.startswith("run."
 @app.command(epilog="Example: bpfed data inspect folder:hospitals --target disease --plot hospitals.png")
 @partial(with_schema, without=NOT_INSPECTED)
 def inspect(
-    name: Annotated[str, typer.Argument(help="Name of the dataset, see 'bpfed data list', or folder:PATH.")],
+    name: Annotated[str, typer.Argument(help="Name of the dataset (see 'bpfed data list'), or folder:PATH.")],
     seed: Annotated[int, typer.Option(help="Random seed: which examples go where.")] = 0,
     data_dir: DataDir = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it, as .png, .svg or .pdf.", show_default=False)] = None,
     **flags: str | None,
 ) -> None:
-    """Show how many examples each client would have, of which classes, and what is missing; nothing is trained.
+    """Show how many examples of which classes each client would have, and what is missing; trains nothing.
 
     For tables, it also lists what becomes of each column, and which columns probably should not be inputs.
     """
@@ -125,7 +125,7 @@ def inspect(
     if gaps.columns:
         show.put(_missing(gaps))
     elif read:
-        _say("Nothing is missing.")
+        _say("No values are missing.")
     if plot is not None:
         _say(f"Picture: {plot}")
 
@@ -133,7 +133,7 @@ def inspect(
 @app.command(epilog="Example: bpfed data export heart-disease hospitals")
 def export(
     name: Annotated[str, typer.Argument(help="A dataset of tables, such as heart-disease.")],
-    folder: Annotated[Path, typer.Argument(help="A new folder for a CSV file of each client.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder, for one CSV file per client.")],
     data_dir: DataDir = None,
 ) -> None:
     """Write the tables of a dataset as CSV files, one per client, to be used as folder:PATH."""
@@ -175,7 +175,7 @@ def _clients(data: FederatedData, bars: bool, classes: bool) -> show.Table:
     columns = ["client", "train", "test", *([""] if bars else [])]
     columns += ["mean", "spread"] if numbers else words if classes else ["classes"]
     rows = look(data)
-    what = "training examples of each class" if classes else "number of classes it trains on"
+    what = "training examples of each class" if classes else "number of classes in training"
     what = f"mean and standard deviation of {_target(data)} in training" if numbers else what
     shown = show.table(*columns, title=f"{data.name}, {_dealt(data)}: {what}", right=len(columns))
     for column in shown.columns[: 4 if bars else 1]:
@@ -197,8 +197,8 @@ def _dealt(data: FederatedData) -> str:
     if data.partition != "natural":
         return f"partition {data.partition}"
     if data.preparation is not None and data.preparation.client_column is not None:
-        return f"a client for each '{data.preparation.client_column}'"
-    return "a client for each file" if data.name.startswith(PREFIX) else "clients as the data has them"
+        return f"one client per '{data.preparation.client_column}'"
+    return "one client per file" if data.name.startswith(PREFIX) else "the dataset's own clients"
 
 
 def _target(data: FederatedData) -> str:

@@ -161,7 +161,9 @@ class Settings:
             )
         robust = self.trim is not None
         if self.noise > 0.0 and robust:
-            raise UserError("noise hides a client in a sum, but robust rules take no sum; set noise to 0 or robust to none.")
+            raise UserError(
+                "noise hides a client in a sum, but robust rules take no sum; set noise to 0 or robust to none."
+            )
         if self.weighting == "size" and (self.noise > 0.0 or robust):
             option = "noise" if self.noise > 0.0 else "robust"
             raise UserError(

@@ -40,7 +40,7 @@ def test_each_row_has_a_line_in_its_order(bpfed: Command, ward: Path) -> None:
         assert row["label"] == ("ill" if probs[0] > probs[1] else "well")
         assert row["abstain"] == ("yes" if max(probs) < 0.9 else "no")
     assert outcome.err.splitlines() == [
-        "No sets or intervals: the run kept no calibration examples (train with --calibration 0.2 for them)."
+        "No sets or intervals: the run has no calibration examples (train with --calibration 0.2 to get them)."
     ]
 
 
@@ -154,7 +154,7 @@ def test_columns_are_kept_as_they_are(bpfed: Command, ward: Path) -> None:
     ]
     assert found == plain
     for keep, said in (
-        ("label", "--keep: 'label' of the input would clash with what predictions have of that name; rename it there."),
+        ("label", "--keep: 'label' of the input would clash with a column of the predictions; rename it in the input."),
         ("Ward", "'ids.csv' has no column 'Ward'; did you mean 'ward'?"),
         ("a,b", "'ids.csv' has no columns 'a', 'b'; choose from: 'age', 'dose', 'ward', 'patient no', 'label', 'note'."),
     ):
@@ -228,13 +228,13 @@ def test_labels_that_a_client_has_never_seen_are_said(bpfed: Command, tmp_path: 
     assert noted["classes_seen"] == ["111", "111", "110"]
     np.savez("new.npz", x=3.0 * np.eye(3, dtype=np.float32)[[0, 2, 2]])
     said = bpfed.ok("predict", "run", "--client", "c", "--input", "new.npz").err
-    assert "2 rows are given 'blue', of which 'c' has no training example." in said
+    assert "2 rows are predicted as 'blue', of which 'c' has no training example." in said
     assert "of which" not in bpfed.ok("predict", "run", "--client", "a", "--input", "new.npz").err
     np.savez("two.npz", x=3.0 * np.eye(3, dtype=np.float32)[[0, 1]], y=np.array([0, 1]))
     said = bpfed.ok("adapt", "run", "--input", "two.npz", "--name", "d", "--steps", "2").err
-    assert "It has no example of 'blue', so it will predict that seldom." in said
+    assert "It has no example of 'blue', so it will rarely predict that class." in said
     said = bpfed.ok("predict", "run", "--client", "d", "--input", "new.npz").err
-    assert "2 rows are given 'blue', of which 'd' has no training example." in said
+    assert "2 rows are predicted as 'blue', of which 'd' has no training example." in said
     del noted["classes_seen"]  # a run from before it was noted
     Path("run/data.json").write_text(json.dumps(noted))
     assert "of which" not in bpfed.ok("predict", "run", "--client", "c", "--input", "new.npz").err
@@ -258,7 +258,7 @@ def test_arrays_of_a_built_in_dataset(bpfed: Command) -> None:
     np.savez("ids.npz", x=x, who=np.arange(30), few=np.arange(3))
     client = ("predict", "run", "--client", data.clients[0], "--input", "ids.npz", "--keep")
     assert [row["who"] for row in read(bpfed.ok(*client, "who").out)] == [str(k) for k in range(30)]
-    assert bpfed(*client, "few").sentence == "'few' of 'ids.npz' has 3 entries for 30 rows; keep another."
+    assert bpfed(*client, "few").sentence == "'few' of 'ids.npz' has 3 entries for 30 rows; choose another column."
     Path("b.npz").write_bytes(b"junk")
     Path("cut.npz").write_bytes(Path("a.npz").read_bytes()[:-100])
     with Path("array.npz").open("wb") as file:
@@ -310,7 +310,7 @@ def nothing() -> None: ...
     ("spoil", "arguments", "said"),
     [
         (nothing, ("--client", "gemf"), "Unknown client 'gemf'; did you mean 'genf'?"),
-        (nothing, (), "Say whose model it is, either by --client NAME or by --adapted FILE."),
+        (nothing, (), "Choose whose model to use, with either --client NAME or --adapted FILE."),
         (nothing, ("--client", "genf", "--level", "2"), "--level is 2, but must be above 0 and below 1"),
         (nothing, ("--client", "genf", "--abstain", "90"), "--abstain is 90, but must be a probability"),
         (nothing, ("--client", "genf", "--draws", "0"), "draws is 0, but must be at least 1."),
@@ -319,7 +319,7 @@ def nothing() -> None: ...
         (
             unfinished,
             ("--client", "genf"),
-            "The run in 'run' is not finished; go on with it: bpfed run --out run --resume",
+            "The run in 'run' is not finished; resume it with: bpfed run --out run --resume",
         ),
         (header_only, ("--client", "genf"), "no rows"),
         (foreign, ("--client", "genf"), "'new.csv' has none of the columns that training used"),
