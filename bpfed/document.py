@@ -41,7 +41,9 @@ class Document:
         except FileNotFoundError:
             raise UserError(f"There is no configuration file '{path}'; check the path.") from None
         except OSError as error:
-            raise UserError(f"The configuration file '{path}' cannot be read ({error.strerror}); check its path and permissions.") from error
+            raise UserError(
+                f"The configuration file '{path}' cannot be read ({error.strerror}); check its path and permissions."
+            ) from error
         except UnicodeDecodeError as error:
             raise UserError(f"The configuration file '{path}' is not UTF-8 text; save it as UTF-8.") from error
         except tomllib.TOMLDecodeError as error:
@@ -74,9 +76,7 @@ def _of_data(path: Path) -> str:
     if os.path.isfile(path / "config.toml"):
         return f"'{path}' is a run folder, not a configuration file; use the one in it, '{path / 'config.toml'}'."
     if path.is_dir():
-        return (
-            f"'{path}' is a folder, not a configuration file; to train on the files in it, use --data folder:{path}."
-        )
+        return f"'{path}' is a folder, not a configuration file; to train on the files in it, use --data folder:{path}."
     return (
         f"'{path}' is data, not a configuration file; use --data folder:{path.parent} for a folder with one file per "
         f"client, or --data folder:{path} --client-column COLUMN for a single file with all rows."

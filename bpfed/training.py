@@ -16,6 +16,7 @@ from bpfed.callbacks.base import Callback
 from bpfed.callbacks.folder import Folder
 from bpfed.callbacks.progress import Progress
 from bpfed.data import FederatedData, load
+from bpfed.data.federated import untested
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
@@ -129,7 +130,7 @@ def prepare(
     """A run before its first round: everything is checked, nothing is written. For the arguments see `fit`."""
     states = folder.states if folder is not None else None
     if not len(data.test.y):
-        raise UserError(f"No client of '{data.name}' has a test example; set a test_fraction above 0.")
+        raise untested(data.name)
     run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
     run.federation.learnt = folder.learnt if folder is not None else None
     for note in (*run.federation.model.notes, *data.notes):

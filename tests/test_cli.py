@@ -162,7 +162,7 @@ def test_a_folder_of_something_else_is_never_written_to(bpfed: Command, flag: st
         ("--method bpfd", "Unknown method 'bpfd'; did you mean 'bpfed'?"),
         ("--data digit", "Unknown dataset 'digit'; did you mean 'digits'?"),
         ("--partition group", "Unknown partition 'group'; did you mean 'groups'?"),
-        ("--partition random:11", "The partition asks for 11 labels per client but the data has 10"),
+        ("--partition random:11", "The partition asks for 11 labels per client, but the data has 10"),
         ("--clients 1798 --partition iid", "1798 clients cannot share 1797 examples"),
         ("--clients 1200 --partition shards:2", "cuts 2400 shards"),
         ("--test-fraction 1", "below 1"),

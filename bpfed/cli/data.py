@@ -194,7 +194,9 @@ def _clients(data: FederatedData, bars: bool, classes: bool) -> show.Table:
 
 def _dealt(data: FederatedData) -> str:
     """Who the clients are, in words."""
-    if data.partition != "natural":
+    from bpfed.data.partition import OWN
+
+    if data.partition != OWN:
         return f"partition {data.partition}"
     if data.preparation is not None and data.preparation.client_column is not None:
         return f"one client per '{data.preparation.client_column}'"

@@ -92,7 +92,7 @@ def test_what_cannot_be_is_said_in_one_sentence(bpfed, tmp_path):
     bpfed.ok("deploy", "init", fed, "--sites", "a,b")
     assert "holds files already" in bpfed("deploy", "init", fed, "--sites", "a,b").sentence
     both = ("--rehearsals", "2", "--softness", "0.5")
-    assert "leave one of them out" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a,b", *both).sentence
+    assert "use only one of the two" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a,b", *both).sentence
     assert "names a site twice" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a,a").sentence
     assert "host:port" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a", "--address", "here").sentence
     assert "no folder of a deployment" in bpfed("deploy", "server", tmp_path).sentence

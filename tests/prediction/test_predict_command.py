@@ -90,19 +90,20 @@ def test_a_column_that_is_missing_is_said(bpfed: Command, ward: Path) -> None:
     Path("short.csv").write_text("age,ward\n61,east\n40,west\n")
     outcome = bpfed.ok("predict", "run", "--client", "zug", "--input", "short.csv")
     assert len(read(outcome.out)) == 2
-    assert "'short.csv' lacks 'dose'; what it would say is taken as missing in every row." in outcome.err
+    assert "'short.csv' has no column 'dose'; treated as missing in every row." in outcome.err
 
 
 def test_what_training_never_saw_is_said(bpfed: Command, ward: Path) -> None:
     Path("odd.csv").write_text("age,Dose,ward\n61,0,north\n4500,1,north\n-900,0,west\n,1,\n60,0,south\n")
     said = bpfed.ok("predict", "run", "--client", "zug", "--input", "odd.csv").err.splitlines()
     assert said[:4] == [
-        "'odd.csv' lacks 'dose'; what it would say is taken as missing in every row.",
-        "'odd.csv' has 'Dose' (training had 'dose'), which is ignored; spell it as in training if it is meant.",
-        "'odd.csv' has words that training never saw in 'ward' (3 of 5 rows, such as 'north'); the model answers as if "
-        "there were no word.",
-        "'odd.csv' has numbers more than 10 standard deviations from the mean of training in 'age' (2 of 5 rows, such as "
-        "4500); the model's answers there may mean little.",
+        "'odd.csv' has no column 'dose'; treated as missing in every row.",
+        "'odd.csv' has 'Dose' (training had 'dose'), which is ignored; if that is the same column, spell it as in "
+        "training.",
+        "'odd.csv' has words that were not seen in training in 'ward' (3 of 5 rows, such as 'north'); the model treats "
+        "them as if there were no word.",
+        "'odd.csv' has numbers more than 10 standard deviations from the training mean in 'age' (2 of 5 rows, such as "
+        "4500); the predictions there may mean little.",
     ]
 
 
@@ -156,7 +157,10 @@ def test_columns_are_kept_as_they_are(bpfed: Command, ward: Path) -> None:
     for keep, said in (
         ("label", "--keep: 'label' of the input would clash with a column of the predictions; rename it in the input."),
         ("Ward", "'ids.csv' has no column 'Ward'; did you mean 'ward'?"),
-        ("a,b", "'ids.csv' has no columns 'a', 'b'; choose from: 'age', 'dose', 'ward', 'patient no', 'label', 'note'."),
+        (
+            "a,b",
+            "'ids.csv' has no columns 'a', 'b'; choose from: 'age', 'dose', 'ward', 'patient no', 'label', 'note'.",
+        ),
     ):
         before = files(Path())
         refused = bpfed(*call, "--keep", keep, "--out", "p.csv")
@@ -266,10 +270,10 @@ def test_arrays_of_a_built_in_dataset(bpfed: Command) -> None:
     Path("c.csv").write_text("a\n1\n")
     for name, said in (
         ("flat.npz", "but must be numbers of shape [n, "),
-        ("empty.npz", "'empty.npz' has no array 'x'; it holds: y."),
-        ("b.npz", "'b.npz' is no good NPZ file"),
-        ("cut.npz", "'cut.npz' is no good NPZ file"),
-        ("array.npz", "'array.npz' is no good NPZ file"),
+        ("empty.npz", "'empty.npz' has no array 'x'; it contains: y."),
+        ("b.npz", "'b.npz' is not a valid NPZ file"),
+        ("cut.npz", "'cut.npz' is not a valid NPZ file"),
+        ("array.npz", "'array.npz' is not a valid NPZ file"),
         ("c.csv", "'digits' was trained on arrays, not on a table; give an NPZ file with x of shape [n, "),
         ("d.npz", "There is no file 'd.npz'"),
     ):
@@ -287,7 +291,7 @@ def test_numbers_that_name_classes_are_names_and_not_places(tmp_path: Path) -> N
         assert found.tolist() == wanted
     data = library.data.from_arrays(x, np.array([1, 2, 3] * 4), ["s"] * 12)
     np.savez(tmp_path / "new.npz", x=x[:1], y=np.array([0]))
-    with pytest.raises(UserError, match="has the label '0', but must have one of '1', '2', '3'"):
+    with pytest.raises(UserError, match="has the label '0', but it must be one of '1', '2', '3'"):
         read_rows(data, tmp_path / "new.npz", "new", print, labelled=True)
 
 
