@@ -118,7 +118,8 @@ class Config:
                     remedy = "line" if table == "data" else f"[{table}] table"
                     raise UserError(
                         f"{self.document.where(table, key)}{table}.{key} was {value!r} in the run this file is from, "
-                        f"but is {here!r} here, so the run cannot be reproduced exactly; delete the {remedy} to run anyway."
+                        f"but is {here!r} here, so the run cannot be reproduced exactly; delete the {remedy} to run "
+                        "anyway."
                     )
 
 
@@ -191,8 +192,8 @@ def _method_name(document: Document, tables: dict[str, dict[str, Any]], said: Se
         place = document.where("method", "name") if not named and document.path is not None else ""
         if (base := name.partition("+")[0]) in methods and base != name:
             raise UserError(
-                f"{place}'{name}' is a variant, which only 'bpfed compare' accepts; use {base} and set what the variant "
-                "changes (see the researcher's guide)."
+                f"{place}'{name}' is a variant, which only 'bpfed compare' accepts; use {base} and set what the "
+                "variant changes (see the researcher's guide)."
             )
         raise UserError(f"{place}Unknown method '{name}'; {hint(name, methods)}")
     if isinstance(written := document.content.get("bpfed"), str) and not named:

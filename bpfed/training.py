@@ -1,4 +1,4 @@
-"""Ways to make a run: `fit` trains one, `fit_seeds` several side by side; `prepare` checks everything, begins nothing."""
+"""Ways to make a run: `fit` trains one, `fit_seeds` several side by side; `prepare` only checks everything."""
 
 from __future__ import annotations
 

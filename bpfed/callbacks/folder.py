@@ -139,8 +139,8 @@ class Folder(Callback):
             )
         if CONFIG in there and not (self.resume or self.overwrite):
             raise UserError(
-                f"The run folder '{self.path}' already exists; add --resume to continue it or --overwrite to replace it, "
-                "or choose another --out."
+                f"The run folder '{self.path}' already exists; add --resume to continue it or --overwrite to replace "
+                "it, or choose another --out."
             )
 
     def _begin(self, run: Run) -> None:
@@ -196,8 +196,8 @@ class Folder(Callback):
         missing = {k for k in range(1, done + 1) if run.settings.evaluated(k)} - {r["round"] for r in records}
         if missing:
             raise UserError(
-                f"'{path}' has no entry for round {min(missing)}, so the run cannot be resumed; restore the file, or start "
-                "again with --overwrite."
+                f"'{path}' has no entry for round {min(missing)}, so the run cannot be resumed; restore the file, or "
+                "start again with --overwrite."
             )
         return records
 
@@ -209,8 +209,8 @@ class Folder(Callback):
             raise UserError(f"'{path}' cannot be read ({error}); start again with --overwrite.") from error
         if (version := there.get("bpfed")) != config["bpfed"]:
             raise UserError(
-                f"The run in '{self.path}' was started with bpfed {version}, but this is {config['bpfed']}; resume with that "
-                "version, or start again with another --out."
+                f"The run in '{self.path}' was started with bpfed {version}, but this is {config['bpfed']}; resume "
+                "with that version, or start again with another --out."
             )
         differs = differences(there, tomllib.loads(to_toml(config)))
         if differs:

@@ -22,7 +22,7 @@ class MLflow(Callback):
     Args:
         experiment: Name of the experiment; it is made where there is none.
         address: Of the tracking server; None: what ``MLFLOW_TRACKING_URI`` says, else a local folder.
-        remember: A file to keep MLflow's id of the run in, so that a resumed run continues it; None: it starts a new one.
+        remember: A file to keep MLflow's id of the run in, so that a resumed run continues it; None: a new one.
 
     Raises:
         UserError: MLflow is not installed.

@@ -246,7 +246,8 @@ def table(
         columns["unusual"] = [" | ".join(names) for names in unusual.names()]
     if clash := [name for name in kept or () if name in columns]:
         raise UserError(
-            f"--keep: {quoted(clash)} of the input would clash with a column of the predictions; rename it in the input."
+            f"--keep: {quoted(clash)} of the input would clash with a column of the predictions; rename it in the "
+            "input."
         )
     columns = {**(kept or {}), **columns}
     text = io.StringIO()

@@ -120,7 +120,8 @@ def _grid(texts: list[str], config: Path | None, said: list[Override]) -> dict[s
         table = table or ("run" if name in fields_of(Settings) else "method")
         if table == "data" or (table == "run" and name in fields_of(Settings) and name not in OF_RUN):
             raise UserError(
-                f"--grid: '{name}' is a {table} setting; only settings of the method, such as lr, and hidden can be tried."
+                f"--grid: '{name}' is a {table} setting; only settings of the method, such as lr, and hidden can be "
+                "tried."
             )
         one_by_one = [
             Override(f"{table}.{name}", value.strip(), "--grid") for value in values.split(",") if value.strip()
@@ -189,22 +190,23 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
     )
     if along := next((trial.along for trial in found.trials.values() if trial.along), ()):
         console.print(
-            f"{' and '.join(along)}, the pull of shared weights towards 0, changes with the temperature so that the pull "
-            f"is as strong at every temperature as in the method as it is. {BEST} has both.",
+            f"{' and '.join(along)}, the pull of shared weights towards 0, changes with the temperature so that the "
+            f"pull is as strong at every temperature as in the method as it is. {BEST} has both.",
             style="dim",
         )
     if found.best == AS_IT_IS:
         console.print("No setting that was tried has a lower NLL than the method as it is.")
     elif (t := found.trials[found.best].changed.get("temperature")) in (TEMPERATURES[0], TEMPERATURES[-1]):
         console.print(
-            f"{t:g} is the {'lowest' if t == TEMPERATURES[0] else 'highest'} temperature tried without --grid; use --grid to go further."
+            f"{t:g} is the {'lowest' if t == TEMPERATURES[0] else 'highest'} temperature tried without --grid; use "
+            "--grid to go further."
         )
     if found.best != AS_IT_IS and several and not comparison.difference(found.best).clear:
         console.print("The best setting is not clearly better than the method as it is: the interval includes zero.")
     if softens and found.softness != 1.0:
         console.print(
-            f"{BEST} also has a softness, {softly(found.softness)}, which suits the best setting's probabilities on these "
-            "examples. The figures above are without it."
+            f"{BEST} also has a softness, {softly(found.softness)}, which suits the best setting's probabilities on "
+            "these examples. The figures above are without it."
         )
     again = shlex.join(
         ["bpfed", "run", str(out / BEST), *(["--data-dir", str(data_dir)] if data_dir is not None else [])]

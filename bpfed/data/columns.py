@@ -99,7 +99,7 @@ def telling(table: Table) -> dict[str, list[str]]:
 
 
 def _of_words(held: Sequence[Column], enough: int = ENOUGH) -> tuple[bool, bool]:
-    """Whether the words of all clients are dates, such as 2024-05-14 or 14.5.24 10:00, and whether they are identifiers."""
+    """Whether all clients' words are dates, such as 2024-05-14 or 14.5.24 10:00, and whether they are identifiers."""
     columns = [column for column in held if isinstance(column, Words)]
     all_ = set().union(*(column.levels for column in columns))
     if not all_:

@@ -91,8 +91,8 @@ def _check_units(told: Mapping[str, Sequence[tuple[str, ColumnSummary]]]) -> Non
         if spreads and spreads[-1][0] > UNITS_APART * spreads[0][0]:
             (low, one), (high, other) = spreads[0], spreads[-1]
             raise UserError(
-                f"The images' {name} has a standard deviation of {low:.3g} at '{one}' and of {high:.3g} at '{other}'; save "
-                "all as bytes (0 to 255) or all as fractions (0 to 1), or use --standardise local."
+                f"The images' {name} has a standard deviation of {low:.3g} at '{one}' and of {high:.3g} at '{other}'; "
+                "save all as bytes (0 to 255) or all as fractions (0 to 1), or use --standardise local."
             )
 
 
@@ -128,15 +128,15 @@ def _classes(summaries: Sequence[Summary], aim: ColumnSummary, target: str) -> t
     for s in summaries:
         if s.target.count and s.target.levels is None:
             raise UserError(
-                f"The target '{target}' of '{s.client}' is neither text nor at most {MOST_LEVELS} whole numbers, so it cannot "
-                "be classes; use --task regression."
+                f"The target '{target}' of '{s.client}' is neither text nor at most {MOST_LEVELS} whole numbers, so it "
+                "cannot be classes; use --task regression."
             )
     labels = aim.levels or ()
     if len(labels) < 2:
         held = f" '{labels[0]}'" if labels else ""
         raise UserError(
-            f"The target '{target}' has only one class{held} in all training rows, so there is nothing to learn; predict "
-            "another column."
+            f"The target '{target}' has only one class{held} in all training rows, so there is nothing to learn; "
+            "predict another column."
         )
     if len(labels) > MOST_LEVELS:
         raise too_many_classes(target, "all clients together", len(labels))

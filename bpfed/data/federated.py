@@ -118,8 +118,8 @@ class FederatedData:
     def __repr__(self) -> str:
         kinds = f"{self.classes} classes" if self.classes else "numbers"
         return (
-            f"<data {self.name!r}: {len(self)} clients, {len(self.train.y)} training and {len(self.test.y)} test examples "
-            f"of {list(self.input_shape)}, {kinds}>"
+            f"<data {self.name!r}: {len(self)} clients, {len(self.train.y)} training and {len(self.test.y)} test "
+            f"examples of {list(self.input_shape)}, {kinds}>"
         )
 
     @property
@@ -193,8 +193,8 @@ class FederatedData:
                 row = int(bad.nonzero()[0])
                 who = self.clients[int(torch.searchsorted(examples.offsets, row, right=True)) - 1]
                 raise UserError(
-                    f"Client '{who}' of '{self.name}' has NaN or infinite values in its {part} data; clean or drop those "
-                    "rows."
+                    f"Client '{who}' of '{self.name}' has NaN or infinite values in its {part} data; clean or drop "
+                    "those rows."
                 )
             if self.task == "classification" and len(examples.y):
                 low, high = int(examples.y.min()), int(examples.y.max())

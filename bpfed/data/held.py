@@ -16,7 +16,8 @@ def held_out(data: FederatedData, held: float, cut: int) -> FederatedData:
     kept = parted(data, held, cut)
     if not len(kept.test.y):
         raise UserError(
-            f"No client of '{data.name}' has two training examples, so none can be held out to choose settings on; give them more."
+            f"No client of '{data.name}' has two training examples, so none can be held out to choose settings on; "
+            "give them more."
         )
     return kept
 

@@ -64,8 +64,8 @@ class IdxFiles:
                 )
             if len(images[-1]) != len(labels[-1]):
                 raise UserError(
-                    f"'{image_file}' has {len(images[-1])} images, but '{label_file.name}' has {len(labels[-1])} labels; "
-                    "fetch both again."
+                    f"'{image_file}' has {len(images[-1])} images, but '{label_file.name}' has {len(labels[-1])} "
+                    "labels; fetch both again."
                 )
             if labels[-1].max(initial=0) > 9:
                 raise UserError(f"'{label_file}' is damaged (a label above 9); delete it and fetch it again.")

@@ -45,8 +45,8 @@ def read_clients(path: str | Path, client_column: str | None = None) -> dict[str
     if path.is_dir():
         if client_column is not None:
             raise UserError(
-                f"'{path}' is a folder with one file per client, so no column identifies the client; omit --client-column, "
-                "or give a single file."
+                f"'{path}' is a folder with one file per client, so no column identifies the client; omit "
+                "--client-column, or give a single file."
             )
         return {name: read_table(file) for name, file in _files(path).items()}
     table = read_table(path)
@@ -147,7 +147,8 @@ def find_target(tables: Mapping[str, Table], target: str | None = None) -> str:
         table.column(target)
         if len(table.columns.keys() - {target, SPLIT}) == 0 and table.images is None:
             raise UserError(
-                f"'{table.name}' has no column other than '{target}', so there is nothing to predict it from; add inputs."
+                f"'{table.name}' has no column other than '{target}', so there is nothing to predict it from; add "
+                "inputs."
             )
     return target
 
@@ -184,8 +185,8 @@ def held_out(
         strange = next((word for word in words if word not in _PARTS), None)
         if strange is not None:
             raise UserError(
-                f"Column '{SPLIT}' of '{table.name}' marks the test rows and must be 'train' or 'test', not '{strange}'; "
-                "rename it if it is an input."
+                f"Column '{SPLIT}' of '{table.name}' marks the test rows and must be 'train' or 'test', not "
+                f"'{strange}'; rename it if it is an input."
             )
         return np.array([_PARTS[word] for word in words], dtype=bool)
     column = table.column(target)
@@ -222,7 +223,7 @@ def _generator(seed: int, client: str, purpose: int) -> np.random.Generator:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """The file of each client, by its name. Hidden files and notes in Markdown are skipped, anything else is refused."""
+    """The file of each client, by its name. Hidden files and Markdown files are skipped, anything else is refused."""
     found: dict[str, Path] = {}
     try:
         paths = sorted(folder.iterdir())

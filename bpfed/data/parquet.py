@@ -39,7 +39,8 @@ def _read(path: Path) -> Any:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise UserError(
-            f"'{path}' needs pyarrow, which is not installed; run pip install 'bpfed[parquet]', or save the file as CSV."
+            f"'{path}' needs pyarrow, which is not installed; run pip install 'bpfed[parquet]', or save the file as "
+            "CSV."
         ) from error
     try:
         with pq.ParquetFile(path) as file:

@@ -122,7 +122,7 @@ def share(y: np.ndarray, held: np.ndarray, rng: np.random.Generator) -> np.ndarr
 
 
 def dirichlet(y: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
-    """Cut each class in Dirichlet(alpha) proportions; then those without any get one example of the largest client's."""
+    """Cut each class in Dirichlet(alpha) proportions; then those without any get one example of the largest."""
     owners = np.full(len(y), NOBODY)
     for label in np.unique(y):
         members = rng.permutation(np.flatnonzero(y == label))

@@ -29,7 +29,7 @@ def check_ending(path: Path) -> None:
 
 
 def draw(data: FederatedData, missing: Missing, path: Path) -> None:
-    """Draw each client's sizes and label mix (or its target's mean and spread), and how much of each column is missing."""
+    """Draw each client's sizes and label mix (or its target's mean and spread), and what is missing."""
     check_ending(path)
     from matplotlib.figure import Figure
 

@@ -109,8 +109,8 @@ class Preparation:
             raise UserError(f"'{table.name}' contains images, but training was on tables; give a table.")
         if not any(f.name in table.columns for f in self.features):
             raise UserError(
-                f"'{table.name}' has none of the columns that training used ({quoted([f.name for f in self.features], SHOWN)}); "
-                "give a table with these."
+                f"'{table.name}' has none of the columns that training used "
+                f"({quoted([f.name for f in self.features], SHOWN)}); give a table with these."
             )
         found = [block for f in self.features for block in self._blocks(f, table, local)]
         return torch.from_numpy(np.column_stack(found).astype(np.float32))
@@ -182,7 +182,8 @@ class Preparation:
         version = given.pop("version", None)
         if version != VERSION:
             raise UserError(
-                f"The preparation has version {version}, but this bpfed reads version {VERSION}; use the bpfed that wrote it."
+                f"The preparation has version {version}, but this bpfed reads version {VERSION}; use the bpfed that "
+                "wrote it."
             )
         try:
             for key in ("labels", "ignore"):

@@ -8,7 +8,7 @@ import torch
 from bpfed.data.federated import FederatedData
 from bpfed.errors import quoted
 
-#: Mean (either sign) and deviation of a column of inputs up to which they suit a network; a deviation that is too small.
+#: Mean (either sign) and deviation of a column of inputs up to which they suit a network; a deviation that is too low.
 FAR, WIDE, NARROW = 10.0, 10.0, 0.01
 #: The same of the targets of a regression.
 TARGET_FAR, TARGET_WIDE, TARGET_NARROW = 3.0, 3.0, 0.1
@@ -26,22 +26,23 @@ def unscaled(data: FederatedData) -> tuple[str, ...]:
     if x.ndim > 2:
         if (largest := max(abs(float(x.min())), abs(float(x.max())))) > BRIGHT:
             found.append(
-                f"The inputs of '{data.name}' are not scaled and go up to {largest:.4g}, so training may fail; scale them "
-                "to mean 0 and standard deviation 1 by the training examples (pixels: per channel), and new inputs too."
+                f"The inputs of '{data.name}' are not scaled and go up to {largest:.4g}, so training may fail; scale "
+                "them to mean 0 and standard deviation 1 by the training examples (pixels: per channel), and new "
+                "inputs too."
             )
     elif columns := _odd(x):
         found.append(
-            f"The inputs of '{data.name}' are not scaled, and {columns}, so training may fail; scale each column to mean 0 "
-            "and standard deviation 1 by the training examples, and new inputs too."
+            f"The inputs of '{data.name}' are not scaled, and {columns}, so training may fail; scale each column to "
+            "mean 0 and standard deviation 1 by the training examples, and new inputs too."
         )
     if data.task == "regression":
         y = data.train.y.double()
         mean, spread = float(y.mean()), float(y.std(correction=0))
         if abs(mean) > TARGET_FAR or spread > TARGET_WIDE or 0.0 < spread < TARGET_NARROW:
             found.append(
-                f"The targets of '{data.name}' are not scaled, with mean {mean:.4g} and standard deviation {spread:.4g}, so "
-                "training may fail; scale them to mean 0 and standard deviation 1 by the training examples, and convert "
-                "predictions back."
+                f"The targets of '{data.name}' are not scaled, with mean {mean:.4g} and standard deviation "
+                f"{spread:.4g}, so training may fail; scale them to mean 0 and standard deviation 1 by the training "
+                "examples, and convert predictions back."
             )
     return tuple(found)
 
@@ -73,8 +74,8 @@ def of_one_class(data: FederatedData) -> tuple[str, ...]:
     if len(such) == 1:
         who, only = quoted([data.clients[such[0]]]), quoted([data.class_names[int(lowest[such[0]])]])
         return (
-            f"Client {who} has training examples of {only} only, so it will predict hardly anything else, and its scores "
-            "make the overall scores look better than they are.",
+            f"Client {who} has training examples of {only} only, so it will predict hardly anything else, and its "
+            "scores make the overall scores look better than they are.",
         )
     if 2 * len(such) >= len(data):
         who = f"{len(such)} of {len(data)} clients"
@@ -82,6 +83,6 @@ def of_one_class(data: FederatedData) -> tuple[str, ...]:
         names = quoted([data.clients[i] for i in such], NAMED, " and " if len(such) == 2 else ", ")
         who = f"Clients {names}"
     return (
-        f"{who} have training examples of one class only, so each will predict hardly anything else, and their scores make "
-        "the overall scores look better than they are.",
+        f"{who} have training examples of one class only, so each will predict hardly anything else, and their scores "
+        "make the overall scores look better than they are.",
     )

@@ -172,8 +172,8 @@ def too_many(found: Mapping[str, int], where: str) -> UserError:
     if len(found) == 1:
         ((name, number),) = found.items()
         return UserError(
-            f"Column '{name}' of {where} has {number} different words, more than the limit of {MOST_LEVELS}; leave it out "
-            f"with {left}, or make it numeric."
+            f"Column '{name}' of {where} has {number} different words, more than the limit of {MOST_LEVELS}; leave it "
+            f"out with {left}, or make it numeric."
         )
     numbers = ", ".join(map(str, found.values()))
     return UserError(

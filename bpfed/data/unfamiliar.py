@@ -83,8 +83,8 @@ def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]
     numbers = [_told(table, name, where, number=True) for name, where in strange.numbers.items()]
     if words:
         found.append(
-            f"'{table.name}' has words that were not seen in training in {first_of(words)}; the model treats them as if there "
-            "were no word."
+            f"'{table.name}' has words that were not seen in training in {first_of(words)}; the model treats them as "
+            "if there were no word."
         )
     if numbers:
         found.append(
@@ -104,8 +104,9 @@ def _unlike(preparation: Preparation, table: Table, client: str) -> list[str]:
         spread = here[feature.name].scale
         if not scale / UNITS_APART <= spread <= scale * UNITS_APART:
             return [
-                f"The pixels of '{table.name}' have a standard deviation of {spread:.3g} in {feature.name}, but {scale:.3g} "
-                "in training; save them in the same unit (bytes from 0 to 255, or fractions), or predictions mean nothing."
+                f"The pixels of '{table.name}' have a standard deviation of {spread:.3g} in {feature.name}, but "
+                f"{scale:.3g} in training; save them in the same unit (bytes from 0 to 255, or fractions), or "
+                "predictions mean nothing."
             ]
     return []
 

@@ -1,4 +1,4 @@
-"""How a federation is run: rounds, participation, local work, evaluation, device; nothing that belongs to one method."""
+"""How a federation is run: rounds, participation, local work, evaluation, device; nothing of a single method."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Settings:
         rehearsals: How often to train on four fifths of each client's examples before the run, to learn the softness
             from the rest; 3 usually suffices; use more with fewer than 2 000 examples in total. Each takes as long as
             the run. 0: never.
-        clip: Maximum norm of a client's update (means and ρ as one vector); longer updates are scaled down. 0: no limit.
+        clip: Maximum norm of a client's update (means and ρ as one vector); longer updates are scaled down. 0: no
+            limit.
         noise: Standard deviation of the noise added to the sum of a round's updates, in units of ``clip``; above 0 the
             run is differentially private at the client level.
         delta: With noise, the δ for which ε is computed.
@@ -124,7 +125,8 @@ class Settings:
         if self.scaling == "client" and (self.softness != 1.0 or self.rehearsals):
             asked = "rehearsals learn" if self.rehearsals else "softness is"
             raise UserError(
-                f"{asked} a temperature for all clients, but scaling is 'client', one for each; use only one of the two."
+                f"{asked} a temperature for all clients, but scaling is 'client', one for each; use only one of the "
+                "two."
             )
         if self.softness != 1.0 and self.rehearsals:
             raise UserError(f"softness is {self.softness}, but rehearsals would learn it; use only one of the two.")
@@ -142,7 +144,8 @@ class Settings:
             found = 0.0
         if kind != "trimmed" or not 0.0 < found < 0.5:
             raise UserError(
-                f"robust is {self.robust!r}, but must be none, median, or trimmed with a share below 0.5, e.g. trimmed:0.2."
+                f"robust is {self.robust!r}, but must be none, median, or trimmed with a share below 0.5, e.g. "
+                "trimmed:0.2."
             )
         return found
 
@@ -167,8 +170,8 @@ class Settings:
         if self.weighting == "size" and (self.noise > 0.0 or robust):
             option = "noise" if self.noise > 0.0 else "robust"
             raise UserError(
-                f"weighting is 'size', but with {option} all uploads count the same, since sizes are only reported by the "
-                "clients; set it to 'equal'."
+                f"weighting is 'size', but with {option} all uploads count the same, since reported sizes cannot be "
+                "checked; set it to 'equal'."
             )
 
     def per_round(self, clients: int) -> int:
