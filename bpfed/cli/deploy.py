@@ -21,7 +21,7 @@ from bpfed.report import text
 app = typer.Typer(
     name="deploy",
     cls=Group,
-    help="A federation of real sites, on Flower: same methods and results, and nothing personal leaves a site.",
+    help="A federation of real sites, on Flower: same methods and results, and personal model parts stay at the sites.",
     epilog="Example: bpfed deploy demo",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -190,7 +190,7 @@ def status(folder: Folder) -> None:
 
 @app.command("demo", epilog="Example: bpfed deploy demo --out runs/deployed")
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder of the demonstration; replaced if it exists.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder of the demonstration; an earlier one is replaced.")] = Path(
         "runs/deploy-demo"
     ),
     sites: Annotated[int, typer.Option(help="Number of sites.", min=2)] = 4,

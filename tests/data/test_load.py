@@ -108,6 +108,11 @@ def test_the_overview_has_a_row_per_name_and_says_what_is_present(tmp_path: Path
     assert rows["digits"].clients == len(data)
 
 
+def test_examples_know_whose_they_are() -> None:
+    examples = Examples(torch.zeros(5, 1), torch.zeros(5, dtype=torch.int64), torch.tensor([0, 2, 2, 5]))
+    assert examples.owner.tolist() == [0, 0, 2, 2, 2]
+
+
 def test_selecting_clients_is_the_same_as_taking_them_one_by_one() -> None:
     examples = load(clients=9, partition="dirichlet:0.1", test_fraction=0.3).test
     for chosen in ([3, 0, 8, 3], [], [5]):
