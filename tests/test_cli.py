@@ -258,7 +258,7 @@ def test_a_full_gpu_is_one_sentence(bpfed: Command, monkeypatch: pytest.MonkeyPa
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Simulator, "round", full)
-    assert "The GPU's memory is full; give it less at a time" in bpfed(*PLAIN, "--out", "a").sentence
+    assert "The GPU ran out of memory; give it less at a time" in bpfed(*PLAIN, "--out", "a").sentence
 
 
 def test_a_report_is_made_again_from_the_files_alone(bpfed: Command) -> None:

@@ -156,7 +156,10 @@ def without_examples() -> FederatedData:
     [
         ({"data": "digitz"}, "Unknown dataset 'digitz'; did you mean 'digits'?"),
         ({"rouns": 3}, "Unknown setting 'rouns'; did you mean 'rounds'?"),
-        ({"partition": "iid"}, "'partition' is a data setting; pass it to bpfed.data.load() and use the result as data="),
+        (
+            {"partition": "iid"},
+            "'partition' is a data setting; pass it to bpfed.data.load() and use the result as data=",
+        ),
         ({"data": spoilt(float("nan"))}, "Client 'site c' of 'small' has NaN or infinite values in its training data"),
         ({"data": spoilt(float("inf"))}, "Client 'site c' of 'small' has NaN or infinite values in its training data"),
         ({"data": without_examples()}, "Client 'site d' of 'small' has no training example"),

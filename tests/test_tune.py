@@ -320,7 +320,7 @@ def test_what_moves_along_is_said(command):
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert [line for line in lines if re.match(r"(\* )?BPFed recipe as it is, temperature 0.05 \d", line)]
     assert [line for line in lines if re.match(r"(\* )?temperature 0.005 \d", line)]
-    assert "With the temperature goes anchor, the pull of shared weights towards 0: it is set so" in " ".join(lines)
+    assert "Along with the temperature, anchor (the pull of shared weights towards 0) is adjusted" in " ".join(lines)
 
 
 def test_a_softness_is_told_wherever_best_toml_has_one(command, monkeypatch):

@@ -190,8 +190,8 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
     )
     if along := next((trial.along for trial in found.trials.values() if trial.along), ()):
         console.print(
-            f"{' and '.join(along)}, the pull of shared weights towards 0, changes with the temperature so that the "
-            f"pull is as strong at every temperature as in the method as it is. {BEST} has both.",
+            f"Along with the temperature, {' and '.join(along)} (the pull of shared weights towards 0) is adjusted, so "
+            f"that this pull is as strong at every temperature as in the method as it is. {BEST} has both.",
             style="dim",
         )
     if found.best == AS_IT_IS:
