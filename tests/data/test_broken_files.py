@@ -298,7 +298,7 @@ def test_the_other_order_of_columns_is_the_same_data(folder: Path) -> None:
         (GOOD, {"ignore": ["age,sex"]}, "with a comma in their name, such as 'age,sex', cannot be ignored"),
         (GOOD, {"task": "regression"}, "'y' of 'a' must be numeric, but has 'no'; correct it"),
         (GOOD, {"task": "ranking"}, "Unknown task 'ranking'"),
-        (GOOD, {"target": "age", "task": "classification", "ignore": "sex,y"}, "no column beside 'age'|nothing to learn"),
+        (GOOD, {"target": "age", "task": "classification", "ignore": "sex,y"}, "No column other than 'age'|nothing to learn"),
         (GOOD.replace("yes", "no"), {}, "has only one class 'no'"),
         (GOOD.replace("\n", ",9\n").replace("y,9", "y,z"), {"target": "z", "task": "regression"}, "same in all rows"),
         ("sex,y\nf,no\nf,yes\n", {}, "No column other than 'y' has values that differ"),
