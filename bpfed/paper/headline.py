@@ -28,7 +28,7 @@ def markdown(found: Results) -> str:
     for measure, word in (("accuracy", "accuracy %"), ("ece", "ECE %"), ("nll", "NLL")):
         numbers: dict[str, Number] = {title: _of(cells, name) for title, name in OURS.items()}
         if measure in TABLES:
-            numbers["best that the paper prints"] = _printed
+            numbers["best that the paper prints"] = best_printed
         else:
             numbers["BPFed as written"] = _of(cells, "bpfed")
         numbers["best of the other methods here"] = lambda cell, measure: _best_other(cells, cell, measure)
@@ -48,7 +48,8 @@ def _of(cells: Cells, name: str) -> Number:
     return number
 
 
-def _printed(cell: str, measure: str) -> float:
+def best_printed(cell: str, measure: str) -> float:
+    """The best number of a measure that the paper prints for a cell, as a fraction."""
     return _best([v for name in TABLES[measure] if (v := published(measure, name, cell)) is not None], measure)
 
 

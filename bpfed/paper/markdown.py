@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,8 +74,8 @@ def measure_table(cells: Cells, measure: str, beside: bool, value: Callable[[Cel
         texts = [figures(v, measure, s) for v, s in zip(values, spreads, strict=True)]
         column = strong(values, texts, measure)
         if beside:
-            printed = [_printed(measure, name, cell) for name in order]
-            column = [f"{t} ({p})" if p else t for t, p in zip(column, printed, strict=True)]
+            beside_ours = [printed(measure, name, cell) for name in order]
+            column = [f"{t} ({p})" if p else t for t, p in zip(column, beside_ours, strict=True)]
         columns.append(column)
     head = [unit(measure), *map(lineup.cell_title, CELLS)]
     return table(head, [[titles[name], *(column[i] for column in columns)] for i, name in enumerate(order)])
@@ -122,14 +122,30 @@ def reference(found: Results) -> str:
             last = [math.nan if r is None else r.mean(measure) for r in records]
             rows.append([f"{title}, {word}, best round", *(figures(v, measure) for v in best)])
             rows.append([f"{title}, {word}, last round", *(figures(v, measure) for v in last)])
-            printed = [_printed(measure, name, cell) or NOTHING for cell in CELLS]
-            rows.append([f"{title}, {word}, printed", *printed])
+            rows.append([f"{title}, {word}, printed", *(printed(measure, name, cell) or NOTHING for cell in CELLS)])
     return table(["", *map(lineup.cell_title, CELLS)], rows) if rows else ""
 
 
-def longer(found: Results) -> str:
-    """Runs of more rounds than the protocol's, beside the same seeds with the protocol's."""
-    rows = []
+class Longer(NamedTuple):
+    """A run of more rounds than the protocol's, beside the same seeds with the protocol's."""
+
+    first: CellRecord
+    then: CellRecord
+
+    @property
+    def nll(self) -> float:
+        """Change of the NLL, as a fraction of the first."""
+        return self.then.mean("nll") / self.first.mean("nll") - 1
+
+    @property
+    def ece(self) -> float:
+        """Change of the ECE."""
+        return self.then.mean("ece") - self.first.mean("ece")
+
+
+def longer_runs(found: Results) -> list[Longer]:
+    """All of them, by number of rounds, protocol, partition, cell and method."""
+    pairs = []
     for rounds, records in sorted(found.others.items()):
         for protocol, partitions in records.items():
             for partition, cells in partitions.items():
@@ -139,15 +155,22 @@ def longer(found: Results) -> str:
                         if first is None or rounds <= first.rounds:
                             continue
                         first = first.only(then.seeds)
-                        if first.seeds != then.seeds:
-                            continue
-                        row = [f"{then.title}, {lineup.cell_title(cell)}, `{partition}`", f"{first.rounds} → {rounds}"]
-                        for measure in ("accuracy", "nll", "ece"):
-                            row.append(
-                                f"{figures(first.mean(measure), measure)} → {figures(then.mean(measure), measure)}"
-                            )
-                        change = then.mean("nll") / first.mean("nll") - 1
-                        rows.append([*row, f"{signed(100 * change, 1)} %"])
+                        if first.seeds == then.seeds:
+                            pairs.append(Longer(first, then))
+    return pairs
+
+
+def longer(found: Results, method: str | None = None) -> str:
+    """Runs of more rounds than the protocol's, beside the same seeds with the protocol's; of one method, or of all."""
+    rows = []
+    for pair in longer_runs(found):
+        first, then = pair
+        if method in (None, then.method):
+            title = f"{then.title}, {lineup.cell_title(then.cell)}, `{then.partition}`"
+            row = [title, f"{first.rounds} → {then.rounds}"]
+            for measure in ("accuracy", "nll", "ece"):
+                row.append(f"{figures(first.mean(measure), measure)} → {figures(then.mean(measure), measure)}")
+            rows.append([*row, f"{signed(100 * pair.nll, 1)} %"])
     head = ["", "rounds", "accuracy %", "NLL", "ECE %", "change of NLL"]
     return table(head, rows) if rows else ""
 
@@ -253,7 +276,7 @@ def theory(found: Results) -> str:
     return "\n\n".join([*parts, *(sweep_table(sweep) for sweep in found.theory.sweeps.values())])
 
 
-def _printed(measure: str, method: str, cell: str) -> str:
+def printed(measure: str, method: str, cell: str) -> str:
     """The paper's number as it prints it; empty where it has none."""
     value = published(measure, method, cell)
     return "" if value is None else f"{100 * value:.{PRINTED[measure]}f}"
