@@ -134,6 +134,20 @@ def test_a_search_is_a_table_with_the_best_sum_marked(digits, tmp_path):
     assert f"T = {best:g} " in marked
 
 
+def test_a_search_calls_the_prior_s_scale_what_it_was(tmp_path):
+    """s0 in the first searches, k since then; both are recorded as prior_sigma."""
+    tried = [
+        {"settings": {"prior_sigma": value}, "accuracy": [0.9], "nll": [0.3], "over_confidence": [0.0]}
+        for value in (0.15, 2.8)
+    ]
+    found = {"cell": "mnist-small", "rounds": 2, "tried": tried}
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "mine-mnist-small-2.json").write_text(json.dumps(found))
+    table = search.markdown(tmp_path)
+    assert "| s0 = 0.15 |" in table
+    assert "| k = 2.8 |" in table
+
+
 def test_mistakes_on_the_command_line_are_one_sentence(tmp_path, capsys):
     bpfed = Command(capsys)
     for arguments, words in (

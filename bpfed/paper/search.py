@@ -44,7 +44,7 @@ ROUNDS = (100, 300)
 WORDS = {
     "temperature": "T",
     "anchor": "c",
-    "prior_sigma": "s0",
+    "prior_sigma": "k",
     "fan_in_sigma": "k",
     "head_sigma": "s_h",
     "head_gain": "g",
@@ -52,6 +52,9 @@ WORDS = {
     "discount": "a",
     "mean_sigma": "s_m",
 }
+#: In the first searches ``prior_sigma`` was s0 itself, one for all layers and at most 0.3; since then it is k, and s0 of a layer
+#: is k over the root of its number of inputs.
+LEAST_K = 1.0
 
 
 def validation(cell: str, seed: int, partition: str = "groups") -> FederatedData:
@@ -131,13 +134,18 @@ def _table(name: str, rounds: int, found: Mapping[str, Mapping[str, Any]]) -> st
     for i, values in enumerate(settings):
         own = [found[cell]["tried"][i] for cell in cells]
         means = [{m: sum(row[m]) / len(row[m]) for m in ("accuracy", "nll", "over_confidence")} for row in own]
-        words = ", ".join(f"{WORDS.get(k, k)} = {v:g}" for k, v in values.items())
+        words = ", ".join(f"{_word(name, value)} = {value:g}" for name, value in values.items())
         figures = [f"{100 * m['accuracy']:.1f} / {m['nll']:.3f} / {100 * m['over_confidence']:+.1f}" for m in means]
         rows.append([words, *figures, f"{sum(m['nll'] for m in means):.3f}"])
     best = min(range(len(rows)), key=lambda i: float(rows[i][-1]))
     rows[best][-1] = f"**{rows[best][-1]}**"
     head = [f"{name}, {rounds} rounds", *cells, "sum of NLLs"]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def _word(name: str, value: float) -> str:
+    """A setting's short name."""
+    return "s0" if name == "prior_sigma" and value < LEAST_K else WORDS.get(name, name)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
