@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -179,7 +180,7 @@ def test_the_tables_are_shown(digits, tmp_path, capsys, monkeypatch):
     assert len(digits) == 1
 
 
-@pytest.mark.parametrize("name", ["novel", "theory", "published", "audit", "heterogeneity", "shift"])
+@pytest.mark.parametrize("name", ["novel", "theory", "published", "audit", "heterogeneity", "shift", "search"])
 def test_a_command_calls_its_experiment_as_it_wants_to_be_called(name, tmp_path, capsys, monkeypatch):
     module = import_module("bpfed.paper." + {"published": "reference"}.get(name, name))
     wanted, called = inspect.signature(module.run), []
@@ -189,6 +190,50 @@ def test_a_command_calls_its_experiment_as_it_wants_to_be_called(name, tmp_path,
     assert given["out"] == (tmp_path / "theory.json" if name == "theory" else tmp_path)
     assert given["device"] == "cpu"
     assert callable(given["say"])
+
+
+@pytest.mark.parametrize("name", ["novel", "published", "heterogeneity", "shift"])
+def test_help_names_the_methods_of_an_experiment(name, capsys):
+    module = import_module("bpfed.paper." + {"published": "reference"}.get(name, name))
+    methods = module.PUBLISHED if name == "published" else module.METHODS
+    shown = Command(capsys).ok("paper", name, "--help").out
+    assert f"default:{','.join(methods)}" in "".join(re.sub("[│|]", "", shown).split())
+
+
+def test_help_has_one_default_for_each_option(capsys):
+    for name in ("audit", "shift", "novel", "table1", "search"):
+        shown = re.sub("[│|]", "", Command(capsys).ok("paper", name, "--help").out)
+        about = " ".join(shown.split()).partition("--cells")[2].partition(" --")[0]
+        assert about.count("[default: ") == 1, about
+
+
+def test_options_that_choose_a_part_of_an_experiment(tmp_path, capsys, monkeypatch):
+    bpfed, called = Command(capsys), []
+    for name in ("audit", "novel", "search"):
+        module = import_module(f"bpfed.paper.{name}")
+        wanted = inspect.signature(module.run)
+        monkeypatch.setattr(
+            module, "run", lambda *given, wanted=wanted, **named: called.append(wanted.bind(*given, **named).arguments)
+        )
+    bpfed.ok("paper", "audit", "--only", "published, printed/noise")
+    bpfed.ok("paper", "novel", "--partition", "random")
+    bpfed.ok("paper", "search", "--grid", '[{"temperature": 0.3}]', "--method", "bpfed-population", "--cells", "mnist")
+    audit, novel, searched = called
+    assert audit["only"] == ["published", "printed/noise"]
+    assert novel["partition"] == "random"
+    assert (searched["name"], searched["grid"]) == ("bpfed-population", [{"temperature": 0.3}])
+    assert searched["cells"] == ("mnist-small", "mnist-large")
+    assert "--grid is not JSON" in bpfed("paper", "search", "--grid", "{").sentence
+    assert "--grid is not a list of settings" in bpfed("paper", "search", "--grid", "{}").sentence
+
+
+def test_a_search_is_kept_under_its_method_cell_and_rounds(digits, tmp_path):
+    told = []
+    grid = [{"temperature": 0.1, "lr": 0.001}]
+    search.run(tmp_path, ["mnist-small"], "bpfed-recipe", grid, 1, "cpu", told.append)
+    found = json.loads((tmp_path / "search/bpfed-recipe-mnist-small-1.json").read_text())
+    assert found["tried"][0]["settings"] == grid[0]
+    assert told[0].startswith("mnist-small, T = 0.1, lr = 0.001: accuracy 0.")
 
 
 def test_all_goes_on_where_a_result_is_kept_and_says_so(monkeypatch, capsys, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import Command
 from scenarios import generator, small_mlp
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -171,7 +172,6 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         novel.run(tmp_path, ["mnist-smal"])
     with pytest.raises(UserError, match="FedAvg"):
         novel.run(tmp_path, ["mnist-small"], ["fedavg-ft"])
-    with pytest.raises(SystemExit) as stopped:
-        novel.main(["--methods", "fedavg-ft", "--out", str(tmp_path)])
-    assert stopped.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    asked = ("paper", "novel", "--methods", "fedavg-ft", "--results", tmp_path)
+    assert "tunes all weights of a newcomer" in Command(capsys)(*asked).sentence
+    assert "Unknown partition 'sites'" in Command(capsys)("paper", "novel", "--partition", "sites").sentence

@@ -3,13 +3,12 @@
 From the published settings each difference is set as the paper has it, alone; and from the paper's settings each is set as
 the public code has it, alone. The two need not agree: a difference may matter only beside another one.
 
-    python -m bpfed.paper.audit --seeds 3 --out results
-    python -m bpfed.paper.audit --cells cifar10-small --only published published/network --device cuda
+    bpfed paper audit --seeds 3
+    bpfed paper audit --cells cifar10-small --only published,published/network --device cuda
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from bpfed.methods.published import PublishedBPFed
 from bpfed.paper import protocol
 from bpfed.paper.cell import seed_record
 from bpfed.paper.reference import BATCH, PARTITION, best, train
-from bpfed.paper.training import Say, command, device_name, read, there, to_stderr
+from bpfed.paper.training import Say, device_name, read, there, to_stderr
 from bpfed.paper.training import record as recorded
 
 FILE = "audit.json"
@@ -273,24 +272,3 @@ def _row(words: str, variant: dict[str, Any], base: dict[str, Any] | None) -> st
             text += f" ({value - from_[name][0]:+.{digits}f})".replace("-", "−")
         cells.append(text)
     return f"| {words} | {' | '.join(cells)} |"
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bpfed.paper.audit", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--cells", nargs="+", default=["mnist-small"], metavar="CELL")
-    parser.add_argument(
-        "--only", nargs="+", default=None, metavar="VARIANT", help="such as printed/noise; left out: all"
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 up")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of results")
-    chosen = parser.parse_args(arguments)
-    command(
-        lambda: run(chosen.out, range(chosen.seeds), chosen.rounds, chosen.device, to_stderr, chosen.cells, chosen.only)
-    )
-
-
-if __name__ == "__main__":
-    main()

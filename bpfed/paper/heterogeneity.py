@@ -27,10 +27,8 @@ from bpfed.methods import method as method_of
 from bpfed.methods.base import Method
 from bpfed.paper.training import (
     Say,
-    command,
     device_name,
     differing,
-    parser,
     read,
     record,
     seeded,
@@ -192,15 +190,3 @@ def measure(method: Method, axis: str, seeds: int, rounds: int, device: str, say
             for name in MEASURES:
                 scores[name].append([e[name].pooled for e in found[i * seeds : (i + 1) * seeds]])
     return scores
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
-    made = parser("bpfed.paper.heterogeneity", "How unlike and how many clients may be.", METHODS, None)
-    made.add_argument("--axes", nargs="+", default=list(AXES), choices=list(AXES), metavar="AXIS")
-    a = made.parse_args(arguments)
-    command(lambda: run(a.out, a.axes, a.methods, a.seeds, a.rounds, a.device))
-
-
-if __name__ == "__main__":
-    main()

@@ -33,9 +33,7 @@ from bpfed.noise import Purpose
 from bpfed.paper.training import (
     Progress,
     Say,
-    command,
     device_name,
-    parser,
     read,
     record,
     seeded,
@@ -340,16 +338,3 @@ def _stacked(states: Sequence[State], newcomers: Sequence[Newcomer]) -> State:
 def _stepwise(method: Method) -> None:
     if method.adaptation(1) != (Phase(ADAPT, 1),):
         raise UserError(f"{method.title} tunes all weights of a newcomer, so it has no such curve; leave it out.")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
-    made = parser("bpfed.paper.novel", "Clients that join a finished run.", METHODS, ROUNDS)
-    made.add_argument("--cells", nargs="+", default=list(CELLS), choices=list(CELLS), metavar="CELL")
-    made.add_argument("--partition", default="groups", choices=["groups", "random"])
-    a = made.parse_args(arguments)
-    command(lambda: run(a.out, a.cells, a.methods, a.seeds, a.rounds, a.device, to_stderr, a.partition))
-
-
-if __name__ == "__main__":
-    main()

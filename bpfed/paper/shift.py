@@ -32,10 +32,8 @@ from bpfed.noise import Purpose
 from bpfed.paper.training import (
     Progress,
     Say,
-    command,
     device_name,
     differing,
-    parser,
     read,
     record,
     seeded,
@@ -213,15 +211,3 @@ def others(cell: str, seed: int) -> Tensor:
     if CELLS[cell].source == "cifar10":  # grey 28 x 28 in a frame, three times for colours
         return F.pad(x.reshape(-1, 1, 28, 28), (2, 2, 2, 2), value=-1.0).expand(-1, 3, -1, -1).contiguous()
     return x
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
-    made = parser("bpfed.paper.shift", "Test inputs that are not what clients trained on.", METHODS, ROUNDS)
-    made.add_argument("--cells", nargs="+", default=["mnist-small"], choices=list(CELLS), metavar="CELL")
-    a = made.parse_args(arguments)
-    command(lambda: run(a.out, a.cells, a.methods, a.seeds, a.rounds, a.device))
-
-
-if __name__ == "__main__":
-    main()

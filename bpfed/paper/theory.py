@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -272,8 +271,3 @@ def _student(setting: Setting, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return mlp(setting.inputs, 1, (setting.width,) * setting.hidden)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    run(Path("results") / FILE, 3, "cpu", lambda sentence: print(sentence, file=sys.stderr, flush=True))

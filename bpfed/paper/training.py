@@ -1,8 +1,7 @@
-"""Runs of one method side by side, from the first round to the last, and what the experiments' commands have in common."""
+"""Runs of one method side by side, from the first round to the last, and what the experiments have in common."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -19,7 +18,6 @@ from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
 from bpfed.files import to_json
-from bpfed.methods import METHODS
 from bpfed.methods.base import Method
 from bpfed.paper import protocol
 from bpfed.versions import before
@@ -161,29 +159,6 @@ def device_name(device: str) -> str:
 def spoken(seconds: float) -> str:
     """A time in words, as ``40 s`` or ``3 min``."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def parser(module: str, sentence: str, methods: Sequence[str], rounds: int | None) -> argparse.ArgumentParser:
-    """The arguments that all experiments take."""
-    made = argparse.ArgumentParser(prog=f"python -m {module}", description=sentence)
-    made.add_argument("--methods", nargs="+", default=list(methods), choices=list(METHODS), metavar="METHOD")
-    made.add_argument("--seeds", type=int, default=3, help="how many, from 0 up")
-    made.add_argument("--rounds", type=int, default=rounds)
-    made.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    made.add_argument("--out", type=Path, default=Path("results"), help="folder of results")
-    return made
-
-
-def command(call: Callable[[], None]) -> None:
-    """Run an experiment from the command line: a user's mistake is one sentence, not a traceback."""
-    try:
-        call()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("Stopped; what is finished is kept, and the same command goes on.", file=sys.stderr)
-        sys.exit(130)
 
 
 def to_stderr(sentence: str) -> None:
