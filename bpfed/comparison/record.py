@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from bpfed.comparison import page, tables
 from bpfed.comparison.paired import Difference, difference
 from bpfed.errors import UserError, unknown
 from bpfed.report import text
 from bpfed.report.measures import MEASURES, Measure
 from bpfed.report.record import RunRecord, value
+from bpfed.scores import deviation, mean
 
 #: The metrics that are compared, as far as the runs have them.
 COMPARED = ("accuracy", "rmse", "nll", "brier", "ece")
@@ -155,15 +157,11 @@ class Comparison:
 
     def summary(self) -> str:
         """Means over seeds and differences, as Markdown."""
-        from bpfed.comparison.tables import markdown
-
-        return markdown(self)
+        return tables.markdown(self)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the combined report, one self-contained HTML page."""
-        from bpfed.report.comparison import write
-
-        return write(self, path)
+        return page.write(self, path)
 
 
 def chosen_reference(names: list[str], wanted: str | None) -> str:
@@ -173,16 +171,3 @@ def chosen_reference(names: list[str], wanted: str | None) -> str:
             f"The reference '{wanted}' takes no part; add it to the methods, or choose from: {', '.join(names)}."
         )
     return wanted or (REFERENCE if REFERENCE in names else names[0])
-
-
-def mean(values: list[float]) -> float:
-    """The mean; NaN of nothing."""
-    return sum(values) / len(values) if values else math.nan
-
-
-def deviation(values: list[float]) -> float:
-    """The standard deviation of a sample; NaN of one value."""
-    if len(values) < 2:
-        return math.nan
-    centre = mean(values)
-    return math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - 1))

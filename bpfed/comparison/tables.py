@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bpfed import __version__
 from bpfed.comparison.paired import Difference
-from bpfed.comparison.record import Comparison, deviation, mean
 from bpfed.report import text
 from bpfed.report.measures import Measure
 from bpfed.report.record import value
+from bpfed.scores import deviation, mean
+
+if TYPE_CHECKING:
+    from bpfed.comparison.record import Comparison
 
 PARTS = {"pooled": "", "mean": "_client_mean", "worst": "_worst_client"}
 

@@ -5,11 +5,12 @@ tensor travels at the end. Sums are float64, so the order of the examples does n
 """
 
 from bpfed.metrics.classes import SMALLEST, SURE, aurc, evaluate
-from bpfed.metrics.evaluation import BEST_IS_HIGH, Evaluation, Reliability, Score
+from bpfed.metrics.evaluation import Evaluation, Reliability, Score
 from bpfed.metrics.numbers import evaluate_regression
 from bpfed.metrics.strangers import ood_auroc
 from bpfed.metrics.sums import Form, Sums
 from bpfed.metrics.together import evaluate_sums
+from bpfed.scores import BEST_IS_HIGH
 
 __all__ = [
     "BEST_IS_HIGH",

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import bpfed
@@ -29,6 +28,7 @@ from bpfed.paper.cell import seed_record
 from bpfed.paper.reference import BATCH, PARTITION, best, train
 from bpfed.paper.training import Say, device_name, read, there, to_stderr
 from bpfed.paper.training import record as recorded
+from bpfed.scores import deviation, mean
 
 FILE = "audit.json"
 ROUNDS = 200
@@ -221,10 +221,7 @@ def measured(variant: dict[str, Any]) -> dict[str, tuple[float, float]]:
         "best_ece": [100 * top["ece"] for top in tops],
         "nll": [one["last"]["nll"] for one in runs],
     }
-    return {
-        name: (float(np.mean(of)), float(np.std(of, ddof=1)) if len(of) > 1 else float("nan"))
-        for name, of in values.items()
-    }
+    return {name: (mean(of), deviation(of)) for name, of in values.items()}
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -264,10 +261,10 @@ def _row(words: str, variant: dict[str, Any], base: dict[str, Any] | None) -> st
     figures, from_ = measured(variant), measured(base) if base is not None else None
     cells = []
     for name, digits in (("accuracy", 2), ("best", 2), ("ece", 1), ("nll", 3)):
-        value, deviation = figures[name]
+        value, spread = figures[name]
         text = f"{value:.{digits}f}"
-        if deviation == deviation:  # one seed has none
-            text += f" ± {deviation:.{digits}f}"
+        if spread == spread:  # one seed has none
+            text += f" ± {spread:.{digits}f}"
         if from_ is not None:
             text += f" ({value - from_[name][0]:+.{digits}f})".replace("-", "−")
         cells.append(text)

@@ -10,7 +10,8 @@ from bpfed.paper import lineup
 from bpfed.paper.markdown import PRINTED, Cells
 from bpfed.paper.published import CELLS, TABLES, published
 from bpfed.paper.results import Results
-from bpfed.paper.typeset import MEASURES, figures, strong, table
+from bpfed.paper.typeset import figures, strong, table
+from bpfed.scores import BEST_IS_HIGH
 
 #: The part's name on the page.
 PART = "headline"
@@ -71,5 +72,4 @@ def _shown(value: float, measure: str) -> str:
 
 
 def _best(values: list[float], measure: str) -> float:
-    more_is_better = MEASURES[measure][2]
-    return (max if more_is_better else min)(filter(math.isfinite, values), default=math.nan)
+    return (max if measure in BEST_IS_HIGH else min)(filter(math.isfinite, values), default=math.nan)

@@ -15,11 +15,12 @@ import numpy as np
 from bpfed.paper import lineup
 from bpfed.paper.panel import Line
 from bpfed.paper.published import CELLS, METHODS, TABLES, published
-from bpfed.paper.records import CellRecord, deviation
+from bpfed.paper.records import CellRecord
 from bpfed.paper.results import Results
 from bpfed.paper.sweeps import Sweep
 from bpfed.paper.typeset import NOTHING, figures, placed, signed, strong, table, unit
 from bpfed.report.text import plural
+from bpfed.scores import deviation
 
 MISSING = "Not run yet."
 #: Decimals of the paper's own numbers.
@@ -214,7 +215,7 @@ def novel(found: Results) -> str:
         for cell in CELLS:
             values = [ends.get(cell, {}).get(name, np.full(1, math.nan)) for name in names]
             means = [float(v.mean()) for v in values]
-            texts = [figures(m, measure, deviation(v)) for m, v in zip(means, values, strict=True)]
+            texts = [figures(m, measure, deviation(v.tolist())) for m, v in zip(means, values, strict=True)]
             columns.append(strong(means, texts, measure))
         if names:
             head = [unit(measure), *map(lineup.cell_title, CELLS)]
@@ -253,7 +254,7 @@ def shift(found: Results) -> str:
         columns = []
         for got in shifted.strange.values():
             means = [float(values.mean()) for values in got.values()]
-            texts = [figures(m, "auroc", deviation(v)) for m, v in zip(means, got.values(), strict=True)]
+            texts = [figures(m, "auroc", deviation(v.tolist())) for m, v in zip(means, got.values(), strict=True)]
             columns.append(strong(means, texts, "auroc"))
         other = lineup.DATASETS.get(shifted.facts.get("other", ""), "another dataset")
         words = {"unseen": "labels it never saw", "other": f"images of {other}"}

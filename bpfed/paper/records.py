@@ -11,9 +11,7 @@ import numpy as np
 
 from bpfed.errors import UserError
 from bpfed.paper.protocol import PROTOCOLS
-
-#: What a run measures in its last round, all of them fractions but ``nll``.
-MEASURES = ("accuracy", "nll", "brier", "ece", "mce", "ece_worst_client", "ece_floor", "aurc")
+from bpfed.scores import deviation
 
 #: ``[protocol][partition][cell][method]``
 Records = dict[str, dict[str, dict[str, dict[str, "CellRecord"]]]]
@@ -77,7 +75,7 @@ class CellRecord:
 
     def sd(self, measure: str) -> float:
         """Standard deviation over seeds, last round; NaN for one seed."""
-        return deviation(self.last(measure))
+        return deviation(self.last(measure).tolist())
 
     def curve(self, measure: str) -> tuple[np.ndarray, np.ndarray]:
         """The rounds that were tested, ``[T]``, and a measure in each, ``[S, T]``; both empty where there is no curve."""
@@ -186,8 +184,3 @@ def read(path: Path) -> Any:
 def numbers(values: Any) -> np.ndarray:
     """Figures of a file as an array: null is NaN."""
     return np.array(values, dtype=float)  # None becomes NaN
-
-
-def deviation(values: np.ndarray) -> float:
-    """The sample's standard deviation; NaN for one value."""
-    return float(values.std(ddof=1)) if len(values) > 1 else float("nan")

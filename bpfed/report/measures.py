@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from bpfed.report import text
+from bpfed.scores import BEST_IS_HIGH
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,6 @@ class Measure:
         label: Its short heading.
         show: Number to text.
         explain: What it is, in one sentence.
-        high_is_good: Whether more is better.
         title: Its heading where there is room for all that it needs; the label if there is no more to say.
     """
 
@@ -26,8 +26,12 @@ class Measure:
     label: str
     show: Callable[[float], str]
     explain: str
-    high_is_good: bool = False
     title: str = ""
+
+    @property
+    def high_is_good(self) -> bool:
+        """Whether more is better."""
+        return self.name in BEST_IS_HIGH
 
     @property
     def full(self) -> str:
@@ -45,15 +49,14 @@ class Measure:
 
 
 _ALL = (
-    Measure("accuracy", "Accuracy", text.percent, "Share of test examples whose most probable class is right.", True),
+    Measure("accuracy", "Accuracy", text.percent, "Share of test examples whose most probable class is right."),
     Measure(
         "majority",
         "Guessing",
         text.percent,
         "Accuracy of always saying the most frequent class of the client's own training examples: a model that is not "
         "above it names nothing else rightly.",
-        True,
-        "Accuracy of guessing",
+        title="Accuracy of guessing",
     ),
     Measure("rmse", "RMSE", text.decimal, "Root of the mean squared error, in the unit of the targets as given."),
     Measure(
@@ -78,22 +81,19 @@ _ALL = (
         text.decimal,
         "Chance that an example of the second class is given a higher probability of it than one of the first; 0.5 is no use. Of each "
         "client by itself: among all examples together, differences between clients would count as skill.",
-        True,
-        "AUROC, mean of clients",
+        title="AUROC, mean of clients",
     ),
     Measure(
         "sensitivity",
         "Sensitivity",
         text.percent,
         "Accuracy on the test examples of the second class: of those that are, the share that is found.",
-        True,
     ),
     Measure(
         "specificity",
         "Specificity",
         text.percent,
         "Accuracy on the test examples of the first class: of those that are not, the share that is left alone.",
-        True,
     ),
     Measure(
         "brier", "Brier", text.decimal, "Squared distance of the probabilities from the truth, 0 to 2; low is good."
@@ -102,16 +102,13 @@ _ALL = (
         "ece", "ECE", text.percent, "Expected calibration error: mean gap between claimed and observed; low is good."
     ),
     Measure("abstained", "Abstains", text.percent, "Share of test examples that the model is less than 90 % sure of."),
-    Measure(
-        "answered_accuracy", "Accuracy if sure", text.percent, "Accuracy on the test examples it is 90 % sure of.", True
-    ),
+    Measure("answered_accuracy", "Accuracy if sure", text.percent, "Accuracy on the test examples it is 90 % sure of."),
     Measure(
         "coverage",
         "Coverage",
         text.percent,
         "Share of the calibrated 90 % prediction sets that hold the truth.",
-        True,
-        "Coverage of 90 % sets",
+        title="Coverage of 90 % sets",
     ),
     Measure(
         "set_size",

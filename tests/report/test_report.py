@@ -292,3 +292,10 @@ def test_auroc_is_the_mean_of_clients_and_not_of_all_their_examples_together(tmp
     assert found.last("auroc") == pytest.approx(sum(own) / len(own))
     assert found.history[-1]["auroc"]["pooled"] != pytest.approx(found.last("auroc"))
     assert MEASURES["auroc"].full == "AUROC, mean of clients"
+
+
+def test_the_report_needs_neither_comparisons_nor_numerics() -> None:
+    """A leaf: what it is imported by, it does not import, and the command starts without torch."""
+    code = "import sys, bpfed.report; print(*{'torch', 'numpy', 'bpfed.comparison', 'bpfed.metrics'} & {*sys.modules})"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == ""
