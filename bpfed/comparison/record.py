@@ -18,8 +18,8 @@ from bpfed.scores import deviation, mean
 
 #: The metrics that are compared, as far as the runs have them.
 COMPARED = ("accuracy", "rmse", "nll", "brier", "ece")
-#: The reference, where it takes part and no other is named.
-REFERENCE = "bpfed"
+#: The reference where none is named: the first of these that takes part.
+REFERENCES = ("bpfed-recipe", "bpfed")
 
 
 class Words(NamedTuple):
@@ -165,9 +165,9 @@ class Comparison:
 
 
 def chosen_reference(names: list[str], wanted: str | None) -> str:
-    """The reference that is wanted; None: BPFed where it takes part, else whoever was named first."""
+    """The reference that is wanted; None: the recipe where it takes part, else BPFed, else whoever was named first."""
     if wanted is not None and wanted not in names:
         raise UserError(
             f"The reference '{wanted}' takes no part; add it to the methods, or choose from: {', '.join(names)}."
         )
-    return wanted or (REFERENCE if REFERENCE in names else names[0])
+    return wanted or next((name for name in REFERENCES if name in names), names[0])
