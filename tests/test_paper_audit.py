@@ -55,7 +55,16 @@ def test_slices_are_consecutive_and_each_image_is_with_one_client():
 
 def test_the_bases_are_the_published_and_the_printed_settings():
     assert Variant("published").method == PublishedBPFed()
-    assert Variant("printed").method == PublishedBPFed.as_printed()
+    assert Variant("printed").method == PublishedBPFed(
+        noise_scale=1.0,
+        divergence="posterior-prior",
+        kl_weight=None,
+        overwritten="both",
+        averaged="sigma",
+        batches=0,
+        inner=1,
+        start="network",
+    )
 
 
 @pytest.mark.parametrize("base", ["published", "printed"])
