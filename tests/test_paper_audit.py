@@ -148,7 +148,7 @@ def test_an_audit_keeps_each_variant_as_it_is_done(tmp_path, small, monkeypatch)
             audit.run(tmp_path, seeds, 2, "cpu", lambda sentence: None, only=only)
     assert (tmp_path / "audit.json").read_bytes() == before
 
-    with pytest.raises(UserError, match="has is of other settings; delete it to measure anew"):
+    with pytest.raises(UserError, match="holds results for different settings; delete it to re-run"):
         audit.run(tmp_path, (0,), 1, "cpu", lambda sentence: None, only=["published"])
     assert (tmp_path / "audit.json").read_bytes() == before
 

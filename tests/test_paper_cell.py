@@ -24,7 +24,7 @@ from bpfed.paper.training import Kept, there
 
 @pytest.fixture
 def digits(monkeypatch):
-    """The small built-in data in the place of the paper's."""
+    """The small built-in data instead of the paper's."""
     dealt = []
 
     def deal(name, partition="groups", seed=0):
@@ -174,7 +174,7 @@ def test_the_tables_are_shown(digits, tmp_path, capsys, monkeypatch):
     record["settings"]["method"]["lr"] = 0.7
     path.write_text(json.dumps(record))
     kept = bpfed.ok("paper", "table1", *asked)
-    assert "was made with other settings (lr 0.7, now 0.001) and is kept; delete it to run the cell anew." in kept.err
+    assert "was made with other settings (lr 0.7, now 0.001) and is kept; delete it to run the cell again." in kept.err
     assert "Runs done now: 0, there already: 0" in kept.err
     assert json.loads(path.read_text()) == record
     assert len(digits) == 1
@@ -243,7 +243,7 @@ def test_all_goes_on_where_a_result_is_kept_and_says_so(monkeypatch, capsys, tmp
         monkeypatch.setattr(commands, name, lambda *a, name=name, **k: done.append(name))
     path = tmp_path / "audit.json"
     monkeypatch.setattr(commands, "audit", lambda **k: there({"rounds": 60, "seeds": [0]}, {"rounds": 200}, path))
-    assert "has is of other rounds" in command("paper", "all").sentence
+    assert "holds results for different rounds" in command("paper", "all").sentence
     assert done == ["_run_cells", "novel", "published", "heterogeneity", "shift", "theory", "_render"]
 
     monkeypatch.undo()
@@ -258,12 +258,12 @@ def test_a_result_is_there_with_all_its_seeds_or_more_and_settings_that_came_lat
     assert not there({}, asked(3), path)
     assert [there(found, asked(seeds), path) for seeds in (1, 3, 5)] == [True, True, False]
     assert there(found, asked(3, momentum=0.5), path)
-    with pytest.raises(Kept, match="other settings"):
+    with pytest.raises(Kept, match="different settings"):
         there(found, asked(3, lr=0.2), path)
-    with pytest.raises(Kept, match="other settings"):  # what was done before it came is not what is done by default
+    with pytest.raises(Kept, match="different settings"):  # what was done before it came is not what is done by default
         there(found, asked(3, unseen=1.0), path)
     assert there(found, asked(3, unseen=0.0), path)
-    with pytest.raises(Kept, match="other seeds"):
+    with pytest.raises(Kept, match="different seeds"):
         there(found, asked(5), path, more=False)
 
 

@@ -162,7 +162,9 @@ def test_file_of_a_method_and_a_second_run(tmp_path: Path) -> None:
     novel.run(tmp_path, ["mnist-small"], rounds=1, **ask)  # type: ignore[arg-type]
     assert told[-1] == "FedPer on mnist-small: done already"
     assert path.read_bytes() == before
-    with pytest.raises(UserError, match=r"fedper.json' has is of other rounds, settings; delete it to measure anew"):
+    with pytest.raises(
+        UserError, match=r"fedper.json' holds results for different rounds, settings; delete it to re-run"
+    ):
         novel.run(tmp_path, ["mnist-small"], rounds=2, **ask)  # type: ignore[arg-type]
     assert path.read_bytes() == before
 

@@ -158,7 +158,7 @@ def test_what_is_not_a_result_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="says that it is paper/groups/mnist-small/bpfed"):
         read_cells(tmp_path)
     path.with_stem("fedper").write_text("{")
-    with pytest.raises(UserError, match="is no JSON"):
+    with pytest.raises(UserError, match="is not JSON"):
         read_cells(tmp_path)
     path.with_stem("fedper").write_text("{}")
     with pytest.raises(UserError, match="'protocol' is missing"):

@@ -195,7 +195,7 @@ def _leaning(found: dict[str, list[float]], intervals: bool) -> str:
     if not total or intervals:
         return ""
     apart = 100 * sum(n * (c - a) for n, c, a in entries) / total
-    return f"{text.decimal(abs(apart), 1)} points {'too sure' if apart > 0 else 'too unsure'}"
+    return f"{text.decimal(abs(apart), 1)} points {'over' if apart > 0 else 'under'}-confident"
 
 
 def _clients(comparison: Comparison) -> str:

@@ -30,7 +30,7 @@ class Words(NamedTuple):
         one: One of those compared.
         time: One of the times that each is run.
         scored: What the figures are of.
-        dealt: What is to be said of times that each deal the examples out anew.
+        dealt: What is to be said of times that each deal the examples out again.
     """
 
     kind: str = "comparison"
@@ -38,7 +38,7 @@ class Words(NamedTuple):
     time: str = "seed"
     scored: str = "test examples"
     dealt: str = (
-        "Every seed deals out the same examples anew, so seeds share examples and are not independent: the intervals are "
+        "Every seed deals out the same examples again, so seeds share examples and are not independent: the intervals are "
         "narrower than for data never seen."
     )
 
@@ -168,6 +168,6 @@ def chosen_reference(names: list[str], wanted: str | None) -> str:
     """The reference that is wanted; None: the recipe where it takes part, else BPFed, else whoever was named first."""
     if wanted is not None and wanted not in names:
         raise UserError(
-            f"The reference '{wanted}' takes no part; add it to the methods, or choose from: {', '.join(names)}."
+            f"The reference '{wanted}' is not one of the methods; add it to them, or choose from: {', '.join(names)}."
         )
     return wanted or next((name for name in REFERENCES if name in names), names[0])

@@ -81,7 +81,7 @@ def pairing(comparison: Comparison) -> str:
         if not math.isfinite(found.low):
             return words + f"No interval: one {time} with {text.many(found.pairs, 'client')} is too little."
         return words + (
-            f"95 % intervals: bootstrap over the {found.pairs} clients. One {time} says nothing of other splits or other "
+            f"95 % intervals: bootstrap over the {found.pairs} clients. One {time} says nothing about other splits or other "
             "training."
         )
     dealt = comparison.first.config.get("data", {}).get("seed") != comparison.records[comparison.names[0]][
@@ -90,7 +90,7 @@ def pairing(comparison: Comparison) -> str:
     words += f"95 % intervals: paired t over the {len(seeds)} {time}s. "
     if dealt:
         return words + comparison.words.dealt
-    return words + "All seeds train and test on the same split: the intervals say nothing of other splits."
+    return words + "All seeds train and test on the same split: the intervals say nothing about other splits."
 
 
 def markdown(comparison: Comparison) -> str:

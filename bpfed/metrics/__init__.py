@@ -1,4 +1,4 @@
-"""How right the predictions are, and how rightly sure: per client, on average, at worst, and pooled.
+"""How accurate the predictions are, and how well calibrated: per client, on average, at worst, and pooled.
 
 Everything is computed where the predictions are, for all clients at once and without a synchronisation; one small
 tensor travels at the end. Sums are float64, so the order of the examples does not show.

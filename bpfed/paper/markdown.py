@@ -1,6 +1,6 @@
 """The parts of ``docs/results.md`` that are made from results: tables, and links to the figures.
 
-What stands between ``<!-- name -->`` and ``<!-- /name -->`` is written anew, all else is left as it is.
+What stands between ``<!-- name -->`` and ``<!-- /name -->`` is overwritten, all else is left as it is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Cells = Mapping[str, Mapping[str, CellRecord]]
 
 
 def fill(page: str, found: Results, pictures: Mapping[str, Sequence[str]]) -> str:
-    """A page with all its parts written anew.
+    """A page with all its parts written again.
 
     Args:
         page: The page.

@@ -146,7 +146,7 @@ def read_cell(path: Path) -> CellRecord:
         )
         complete = bool(record.runs) and all("seed" in run and "last" in run for run in record.runs)
     except (KeyError, TypeError) as error:
-        raise UserError(f"'{path}' is no result of a cell ({error} is missing); run the cell again.") from None
+        raise UserError(f"'{path}' is not a result of a cell ({error} is missing); run the cell again.") from None
     if not complete:
         raise UserError(f"'{path}' has no finished run; run the cell again.")
     return record
@@ -178,7 +178,7 @@ def read(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"'{path}' cannot be read ({error.strerror}); check the folder of results.") from None
     except ValueError as error:
-        raise UserError(f"'{path}' is no JSON ({error}); run what wrote it again.") from None
+        raise UserError(f"'{path}' is not JSON ({error}); run what wrote it again.") from None
 
 
 def numbers(values: Any) -> np.ndarray:

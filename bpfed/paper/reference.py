@@ -96,7 +96,7 @@ def train(
 ) -> list[Run]:
     """The runs of these seeds side by side, with networks of their own.
 
-    ``partition`` is one of the protocol ``paper``, dealt out anew for each seed; None: the reference's own split.
+    ``partition`` is one of the protocol ``paper``, dealt out again for each seed; None: the reference's own split.
     """
     runs = []
     for seed in seeds:

@@ -203,7 +203,7 @@ def run(out: Path, seeds: int, device: str, say: Say, setting: Setting | None = 
     kept = {(p["method"], p["n"], p["clients"]) for p in points}
     missing = [at for at in grid if at not in kept]
     if out.exists() and not kept:
-        say(f"theory: '{out}' was measured with other settings or fewer seeds, and is measured anew")
+        say(f"theory: '{out}' was measured with other settings or fewer seeds, and is measured again")
     if kept:
         say(f"theory: {len(kept)} of {len(grid)} points are in '{out}' already")
     began = time.perf_counter()

@@ -108,7 +108,7 @@ def tests_on(data: FederatedData, device: torch.device) -> FederatedData:
 
 
 class Kept(UserError):
-    """A finished result is of something else than what is asked for; it is not written over for another request."""
+    """A finished result is for something else than what is asked for; it is not overwritten."""
 
 
 def there(found: dict[str, Any], asked: dict[str, Any], path: Path, more: bool = True) -> bool:
@@ -118,10 +118,10 @@ def there(found: dict[str, Any], asked: dict[str, Any], path: Path, more: bool =
         found: What there is.
         asked: What it should be of; its ``seeds``, if any, are among those of ``found`` or the other way round.
         path: Where it is.
-        more: Whether one of too few seeds may be measured anew.
+        more: Whether one of too few seeds may be measured again.
 
     Raises:
-        Kept: It is of something else than what is asked for.
+        Kept: It is for something else than what is asked for.
     """
     if not found:
         return False
@@ -131,8 +131,7 @@ def there(found: dict[str, Any], asked: dict[str, Any], path: Path, more: bool =
         other.append("seeds")
     if other:
         raise Kept(
-            f"What '{path}' has is of other {', '.join(other)}; delete it to measure anew, or keep yours in another "
-            "folder of results."
+            f"'{path}' holds results for different {', '.join(other)}; delete it to re-run, or use another --results folder."
         )
     return seeds
 

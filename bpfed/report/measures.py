@@ -19,7 +19,7 @@ class Measure:
         label: Its short heading.
         show: Number to text.
         explain: What it is, in one sentence.
-        title: Its heading where there is room for all that it needs; the label if there is no more to say.
+        title: Its heading where there is room for all that it needs; by default the label.
     """
 
     name: str
@@ -54,8 +54,8 @@ _ALL = (
         "majority",
         "Guessing",
         text.percent,
-        "Accuracy of always saying the most frequent class of the client's own training examples: a model that is not "
-        "above it names nothing else rightly.",
+        "Accuracy of always predicting the most frequent class of the client's own training examples: a model should "
+        "beat this.",
         title="Accuracy of guessing",
     ),
     Measure("rmse", "RMSE", text.decimal, "Root of the mean squared error, in the unit of the targets as given."),
@@ -63,7 +63,7 @@ _ALL = (
         "baseline",
         "RMSE of mean",
         text.decimal,
-        "RMSE of always saying the mean of the client's own training targets: a model that is not below it is no use.",
+        "RMSE of always predicting the mean of the client's own training targets: a model should beat this.",
         title="RMSE of own training mean",
     ),
     Measure("nll", "NLL", text.decimal, "Negative log-likelihood of the truth, nats per example; low is good."),
@@ -71,29 +71,29 @@ _ALL = (
         "shares_nll",
         "NLL, guessing",
         text.decimal,
-        "NLL of saying the class shares of the client's own training examples every time: a model that is not below it "
-        "is no use.",
+        "NLL of always predicting the class shares of the client's own training examples: a model that does not beat "
+        "this adds nothing.",
         title="NLL of guessing",
     ),
     Measure(
         "auroc",
         "AUROC",
         text.decimal,
-        "Chance that an example of the second class is given a higher probability of it than one of the first; 0.5 is no use. Of each "
-        "client by itself: among all examples together, differences between clients would count as skill.",
+        "Chance that an example of the second class is given a higher probability of it than one of the first; 0.5 is no better than "
+        "guessing. Computed for each client alone: with all examples pooled, differences between clients would count as skill.",
         title="AUROC, mean of clients",
     ),
     Measure(
         "sensitivity",
         "Sensitivity",
         text.percent,
-        "Accuracy on the test examples of the second class: of those that are, the share that is found.",
+        "Accuracy on the second class, the true-positive rate: the share of positives correctly identified.",
     ),
     Measure(
         "specificity",
         "Specificity",
         text.percent,
-        "Accuracy on the test examples of the first class: of those that are not, the share that is left alone.",
+        "Accuracy on the first class, the true-negative rate: the share of negatives correctly identified.",
     ),
     Measure(
         "brier", "Brier", text.decimal, "Squared distance of the probabilities from the truth, 0 to 2; low is good."
@@ -126,7 +126,10 @@ _ALL = (
     ),
     Measure("mce", "MCE", text.percent, "Maximum calibration error: the largest gap of any bin; low is good."),
     Measure(
-        "aurc", "AURC", text.decimal, "Error rate if only the surest are answered, mean over how many; low is good."
+        "aurc",
+        "AURC",
+        text.decimal,
+        "Error rate when only the surest are answered, averaged over how many are; low is good.",
     ),
 )
 

@@ -34,7 +34,7 @@ def headline(run: RunRecord) -> str:
     basis = f", over {text.plural(total, 'test example')} of {text.plural(len(tested), 'client')}" if tested else ""
     tiles = [_tile(run, measure, total) for measure in run.measures if measure.name not in DETAILS]
     guessing = (
-        " Guessing is always saying the most frequent class (accuracy) or the class shares (NLL) of a client's own "
+        " Guessing means always predicting the most frequent class (accuracy) or the class shares (NLL) of a client's own "
         "training examples."
         if math.isfinite(run.last("majority"))
         else ""
@@ -42,8 +42,8 @@ def headline(run: RunRecord) -> str:
     return (
         f'{top}<div class="tiles">{"".join(tiles)}{_worst_tile(run)}</div>'
         f'<p class="note">The large figures are those of the last round ({run.history[-1]["round"]}){basis}, all '
-        f"examples pooled.{guessing} The best round was picked by looking at the test data, so it flatters; it is given because "
-        "papers often print it.</p>"
+        f"examples pooled.{guessing} The best round was picked by looking at the test data, so it is optimistic; it is given because "
+        "papers often report it.</p>"
     )
 
 

@@ -133,3 +133,17 @@ def test_names_of_variants_have_room_and_are_told_apart():
             style, x = re.search(rf'<text class="([^"]*)" x="([\d.]+)"[^>]*>{re.escape(name)}[< ]\d?', drawn).groups()
             room = float(x) if style.startswith("end") else width - float(x)
             assert room > 6.5 * len(name)
+
+
+def test_a_small_diagram_says_which_way_a_method_leans() -> None:
+    found = comparison(1, 1)
+    (name,), (seed,) = found.names, found.seeds
+    run = found.records[name][seed]
+
+    def leaning(confidence: float) -> str:
+        reliability = {"count": [10], "confidence": [confidence], "accuracy": [0.8]}
+        changed = replace(run, evaluation=run.evaluation | {"reliability": reliability})
+        return plain(Page(render(replace(found, records={name: {seed: changed}}))).text)
+
+    assert "3.1 points under-confident" in leaning(0.769)
+    assert "3.1 points over-confident" in leaning(0.831)
