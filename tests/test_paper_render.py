@@ -365,7 +365,6 @@ def recipe_pages(tmp_path: Path) -> tuple[Path, Path]:
     put(results, "mnist-small", "fedper", [seed_result(0, [0.1, 0.2, 0.3, 0.9])])
     docs.mkdir()
     (docs / "recipe.md").write_text(RECIPE_PAGE)
-    (tmp_path / "README.md").write_text("| longer | <!-- rounds -->old<!-- /rounds --> | here |\n")
     return results, docs
 
 
@@ -389,14 +388,12 @@ def test_the_pages_of_the_recipe_show_the_numbers_of_the_files(recipe_pages: tup
     assert row(table("aims"), "**recipe**")[1:4] == ["**95.18 / 1.34**", "98.50 / 0.66", "–"]
     assert len([line for line in table("rounds").splitlines() if "→" in line]) == 1  # the recipe's alone
     assert "| 12 → 36 | 95.18 → 97.00 | 0.200 → 0.200 | 1.34 → 2.34 | +0.0 % |" in table("rounds")
-    readme = (docs.parent / "README.md").read_text()
-    assert readme == "| longer | <!-- rounds -->+0.0 %; +1.0<!-- /rounds --> | here |\n"
 
 
 def test_pages_rendered_twice_are_the_same(recipe_pages: tuple[Path, Path]) -> None:
     results, docs = recipe_pages
     render(results, docs)
-    pages = {path: path.read_text() for path in (docs / "recipe.md", docs.parent / "README.md", docs / "results.md")}
+    pages = {path: path.read_text() for path in (docs / "recipe.md", docs / "results.md")}
     render(results, docs)
     assert pages == {path: path.read_text() for path in pages}
 

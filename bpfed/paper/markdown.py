@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -127,25 +127,8 @@ def reference(found: Results) -> str:
     return table(["", *map(lineup.cell_title, CELLS)], rows) if rows else ""
 
 
-class Longer(NamedTuple):
-    """A run of more rounds than the protocol's, beside the same seeds with the protocol's."""
-
-    first: CellRecord
-    then: CellRecord
-
-    @property
-    def nll(self) -> float:
-        """Change of the NLL, as a fraction of the first."""
-        return self.then.mean("nll") / self.first.mean("nll") - 1
-
-    @property
-    def ece(self) -> float:
-        """Change of the ECE."""
-        return self.then.mean("ece") - self.first.mean("ece")
-
-
-def longer_runs(found: Results) -> list[Longer]:
-    """All of them, by number of rounds, protocol, partition, cell and method."""
+def _longer(found: Results) -> list[tuple[CellRecord, CellRecord]]:
+    """Runs of more rounds than the protocol's, each after the same seeds with the protocol's."""
     pairs = []
     for rounds, records in sorted(found.others.items()):
         for protocol, partitions in records.items():
@@ -157,21 +140,21 @@ def longer_runs(found: Results) -> list[Longer]:
                             continue
                         first = first.only(then.seeds)
                         if first.seeds == then.seeds:
-                            pairs.append(Longer(first, then))
+                            pairs.append((first, then))
     return pairs
 
 
 def longer(found: Results, method: str | None = None) -> str:
     """Runs of more rounds than the protocol's, beside the same seeds with the protocol's; of one method, or of all."""
     rows = []
-    for pair in longer_runs(found):
-        first, then = pair
+    for first, then in _longer(found):
         if method in (None, then.method):
             title = f"{then.title}, {lineup.cell_title(then.cell)}, `{then.partition}`"
             row = [title, f"{first.rounds} → {then.rounds}"]
             for measure in ("accuracy", "nll", "ece"):
                 row.append(f"{figures(first.mean(measure), measure)} → {figures(then.mean(measure), measure)}")
-            rows.append([*row, f"{signed(100 * pair.nll, 1)} %"])
+            change = then.mean("nll") / first.mean("nll") - 1
+            rows.append([*row, f"{signed(100 * change, 1)} %"])
     head = ["", "rounds", "accuracy %", "NLL", "ECE %", "change of NLL"]
     return table(head, rows) if rows else ""
 

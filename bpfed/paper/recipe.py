@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from bpfed.paper import lineup
 from bpfed.paper.headline import best_printed
-from bpfed.paper.markdown import Cells, longer, longer_runs, printed
+from bpfed.paper.markdown import Cells, longer, printed
 from bpfed.paper.published import AIM_DECIMALS, AIMS, CELLS, reached
 from bpfed.paper.records import CellRecord
 from bpfed.paper.results import Results
-from bpfed.paper.typeset import NOTHING, figures, signed, strong, table
+from bpfed.paper.typeset import NOTHING, figures, strong, table
 
 RECIPE, POPULATION = "bpfed-recipe", "bpfed-population"
 SOFTENED, BOTH = "+softness", "+members+softness"
@@ -54,14 +54,6 @@ def members(found: Results) -> str:
 def rounds(found: Results) -> str:
     """The recipe with three times the rounds."""
     return longer(found, RECIPE)
-
-
-def rounds_in_short(found: Results) -> str:
-    """What three times the rounds change in the recipe on small cells: NLL in per cent, ECE in points."""
-    pairs = {p.then.cell: p for p in longer_runs(found) if (p.then.method, p.then.partition) == (RECIPE, "groups")}
-    small = [pairs[cell] for cell in CELLS if cell in pairs and cell.endswith("-small")]
-    nll = ", ".join(f"{signed(100 * pair.nll, 1)} %" for pair in small)
-    return f"{nll}; {', '.join(signed(100 * pair.ece, 1) for pair in small)}" if small else ""
 
 
 #: Every part by its name on the page.

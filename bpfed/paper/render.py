@@ -49,7 +49,6 @@ def tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
     readme, cells = docs.resolve().parent / README, results / "paper"
     parts: tuple[tuple[Path, str, Path, Callable[[], str]], ...] = (
         (readme, headline.PART, cells, lambda: headline.markdown(found)),
-        (readme, "rounds", cells, lambda: recipe.rounds_in_short(found)),
         *((docs / "recipe.md", part, cells, partial(made, found)) for part, made in recipe.PARTS.items()),
         (docs / "recipe.md", "search", results / "search", lambda: search.markdown(results)),
         (docs / "audit.md", "audit", results / audit.FILE, lambda: audit.markdown(read(results / audit.FILE))),

@@ -29,20 +29,18 @@ def opens(name: str) -> str:
 
 
 def placed(page: str, name: str, text: str) -> str:
-    """A page with the text of one part in its place; between markers on one line it stays on that line.
+    """A page with the text of one part in its place.
 
     Raises:
         UserError: The part has no place on the page, or more than one.
     """
-    place = re.compile(rf"(<!-- {name} -->)(\n?).*?(<!-- /{name} -->)", re.DOTALL)
+    place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if len(place.findall(page)) != 1:
         raise UserError(
             f"A page has no place for '{name}', or more than one; write <!-- {name} --> and <!-- /{name} --> on two lines where it "
             "belongs."
         )
-    return place.sub(
-        lambda match: f"{match[1]}{text}{match[3]}" if not match[2] else f"{match[1]}\n\n{text}\n\n{match[3]}", page
-    )
+    return place.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", page)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
