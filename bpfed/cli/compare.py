@@ -46,7 +46,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Method that the others are compared with. \\[default: bpfed, or the first one named]",
+            help="Method that the others are compared with. \\[default: bpfed-recipe, else bpfed, else the first]",
             show_default=False,
         ),
     ] = None,

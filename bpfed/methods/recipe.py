@@ -30,7 +30,7 @@ with a head nearer to its prior.
 
 A class that a client has never seen is predicted about as rarely as its labels say (`bpfed.methods.unseen`).
 There is no step on π (Eq. 10): η_i and the upload are taken from q. Settings were chosen on validation data cut from the
-training data of the three small cells, one set for all (docs/recipe.md).
+training data of the three small cells, one set for all (docs/recipe-search.md).
 """
 
 from __future__ import annotations
