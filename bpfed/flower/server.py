@@ -19,7 +19,7 @@ from bpfed.flower.message import fingerprint
 from bpfed.flower.plan import Plan
 from bpfed.flower.post import Post
 from bpfed.flower.status import Status
-from bpfed.flower.training import Rule, Training, method_rule, without_examples
+from bpfed.flower.training import Rule, Training, method_rule, server_side
 from bpfed.rehearsal import common
 from bpfed.report import RunRecord
 from bpfed.report.record import REHEARSALS
@@ -113,7 +113,7 @@ class Server:
         journal = self.rehearsals[over.index(None)] if None in over else self.journal
         journal.facts = facts
         self._remark(facts)
-        federation = without_examples(self.config, self.plan.sites, facts, journal.rehearsal)
+        federation = server_side(self.config, self.plan.sites, facts, journal.rehearsal)
         training = Training(self.plan, federation, journal, self._meet, self.rule, self.say, self.sleep)
         if journal.kept() is not None:
             journal.restore(federation)

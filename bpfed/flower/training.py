@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bpfed import noise
+from bpfed.card import without_examples
 from bpfed.config import Config
-from bpfed.data.federated import Examples, FederatedData
+from bpfed.data.federated import FederatedData
 from bpfed.engine.evaluate import evaluated_clients
 from bpfed.engine.federation import Federation, check_softness
 from bpfed.engine.store import MemoryStore
@@ -36,6 +37,7 @@ from bpfed.mixture import mixture
 from bpfed.model import Model
 from bpfed.networks import default
 from bpfed.privacy import secret_normal
+from bpfed.records import DEPLOYED, SITES
 from bpfed.rehearsal import as_rehearsal
 from bpfed.slopes import fitted
 
@@ -53,7 +55,7 @@ class Training:
 
     Args:
         plan: Who belongs to it, how long to wait.
-        federation: The server's side of it, see `without_examples`.
+        federation: The server's side of it, see `server_side`.
         journal: What is kept of it.
         meet: Sees which sites are there.
         rule: How uploads become the new state.
@@ -206,9 +208,7 @@ class Training:
         self.journal.score(self.federation.round, evaluation, order, len(scores) - len(order))
 
 
-def without_examples(
-    config: Config, sites: tuple[str, ...], facts: Mapping[str, Any], rehearsal: int = 0
-) -> Federation:
+def server_side(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any], rehearsal: int = 0) -> Federation:
     """The server's side of a federation: the clients' names, and none of their examples.
 
     Args:
@@ -218,16 +218,32 @@ def without_examples(
         rehearsal: Which rehearsal it is, from 1; 0: the run itself. All start with the run's first weights.
     """
     check_softness(config.run, facts["task"])
-    shape, classes = tuple(facts["shape"]), int(facts["classes"])
-    offsets = torch.zeros(len(sites) + 1, dtype=torch.int64)
-    none = Examples(torch.zeros(0, *shape), torch.zeros(0, dtype=torch.int64), offsets)
-    data = FederatedData(config.data.name, sites, none, none, facts["task"], classes)
-    likelihood = Categorical(classes) if facts["task"] == "classification" else Normal()
-    method, settings = config.method, config.run
-    module = default(shape, classes or 1, settings.seed, settings.hidden)
-    model = Model.of(module, likelihood, torch.zeros(2, *shape), method.personal)
+    method, settings, data = config.method, config.run, _known(config, sites, facts)
+    likelihood = Categorical(data.classes) if data.task == "classification" else Normal()
+    module = default(data.input_shape, data.classes or 1, settings.seed, settings.hidden)
+    model = Model.of(module, likelihood, torch.zeros(2, *data.input_shape), method.personal)
     model = mixture(model, settings.members, settings.seed)
     first = method.init(model)
     settings = as_rehearsal(settings, rehearsal) if rehearsal else settings
     ids, cpu = noise.client_ids(sites), torch.device("cpu")
     return Federation(method, data, settings, model, cpu, first.shared, MemoryStore(first.personal, 0), ids)
+
+
+def _known(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any]) -> FederatedData:
+    """What the server knows of the sites' data, which it does not have."""
+    asked, preparation = config.data, facts.get("preparation")
+    return without_examples(
+        {
+            "name": asked.name,
+            "clients": sites,
+            "input_shape": facts["shape"],
+            "task": facts["task"],
+            "classes": int(facts["classes"]),
+            "labels": () if preparation is None else preparation["labels"],  # of a named dataset no site tells them
+            "partition": asked.partition or SITES,
+            "protocol": DEPLOYED,
+            "test_fraction": asked.test_fraction,  # None: each site's own; its file may say which rows are for testing
+            "seed": config.run.seed if asked.seed is None else asked.seed,
+            "preparation": preparation,
+        }
+    )
