@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bpfed import noise
-from bpfed.data.federated import FederatedData, Task
+from bpfed.data.federated import FederatedData
+from bpfed.engine.checks import check_run
 from bpfed.engine.local import LocalRound, Rows, chunk_size
 from bpfed.engine.server import combined
 from bpfed.engine.settings import Settings
 from bpfed.engine.store import Store, make_store
 from bpfed.errors import UserError
-from bpfed.likelihoods import Categorical, Likelihood, Normal
+from bpfed.likelihoods import Likelihood
 from bpfed.methods.base import Course, Method, State, rows
-from bpfed.mixture import mixture
 from bpfed.model import Model
-from bpfed.networks import default
+from bpfed.networks import make_model
 from bpfed.noise import Purpose
 from bpfed.privacy import Draw, gaussian_epsilon, poisson_epsilon
 from bpfed.uploads import check_updates
@@ -80,29 +80,16 @@ class Federation:
         if not isinstance(method, Method):
             raise UserError(f"The method is {method!r}, but must be one such as bpfed.methods.BPFed().")
         data.check()
-        method.check()
-        settings.check(len(data))
+        check_run(method, settings, len(data), data.task, data.calibration is not None)
         if settings.calibration > 0.0:
             data = data.hold_out(settings.calibration, settings.seed)
-        if settings.scaling == "client" and data.task == "regression":
-            raise UserError(
-                "scaling fits a temperature to class probabilities, but the targets here are numbers; leave it out."
-            )
-        check_softness(settings, data.task)
-        if settings.scaling == "client" and data.calibration is None:
-            raise UserError("scaling needs examples to fit a temperature to; set calibration = 0.2 with it.")
         device = pick_device(settings.device, settings.tf32)
-        if likelihood is None:
-            likelihood = Categorical(data.classes) if data.task == "classification" else Normal()
         own = module is not None
         if own and settings.hidden is not None:
             raise UserError(
                 "hidden is for the network that is made where none is given, but one is given as model; leave one of the two out."
             )
-        if module is None:
-            module = default(data.input_shape, data.classes or 1, settings.seed, settings.hidden)
-        model = Model.of(module, likelihood, data.train.x[:2], method.personal)
-        model = mixture(model, settings.members, settings.seed).to(device)
+        model = make_model(data.train.x[:2], data.classes, method.personal, settings, module, likelihood).to(device)
         if own and settings.members > 1:
             model = replace(
                 model, notes=(*model.notes, "The first member starts with the module's weights, others anew.")
@@ -260,10 +247,7 @@ class Federation:
 
     def _training(self) -> LocalRound:
         if self.training is None:
-            train, batch = self.data.train, self.settings.batch
-            x, y = train.x.to(self.device), train.y.to(self.device)
-            width = min(batch, int(train.sizes.max()))
-            self.training = LocalRound(self.method, self.model, x, y, batch, self.settings.epochs, False, width)
+            self.training = LocalRound.of(self.method, self.model, self.data.train, self.settings)
         return self.training
 
     def receive(self, clients: Tensor, uploads: State, personal: State) -> None:
@@ -292,13 +276,6 @@ class Federation:
             len(self),
             draw or (lambda count: noise.normal(key, count)),
         )
-
-
-def check_softness(settings: Settings, task: Task) -> None:
-    """Raise a `UserError` if a softness is given or to be learnt and this task has none."""
-    if (settings.softness != 1.0 or settings.rehearsals) and task == "regression":
-        word = "softness is" if settings.softness != 1.0 else "rehearsals are for a softness"
-        raise UserError(f"{word} of class probabilities, but the targets here are numbers; leave it out.")
 
 
 def pick_device(name: str, tf32: bool = True) -> torch.device:

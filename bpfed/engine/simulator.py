@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import tree_map
 
+from bpfed.data.federated import Examples
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound, Rows, chunk_size
 from bpfed.errors import UserError
@@ -55,19 +56,8 @@ class Simulator:
         self.base = [0]
         for part in parts:
             self.base.append(self.base[-1] + len(part.y))
-        x = parts[0].x if len(parts) == 1 else torch.cat([p.x for p in parts])
-        y = parts[0].y if len(parts) == 1 else torch.cat([p.y for p in parts])
-        longest = max(int(p.sizes.max()) for p in parts)
-        self.train = LocalRound(
-            first.method,
-            first.model,
-            x.to(self.device),
-            y.to(self.device),
-            first.settings.batch,
-            first.settings.epochs,
-            self._compiled(),
-            min(first.settings.batch, longest),
-        )
+        together = parts[0] if len(parts) == 1 else Examples.join(parts)
+        self.train = LocalRound.of(first.method, first.model, together, first.settings, self._compiled())
         for federation, base in zip(federations, self.base[:-1], strict=True):
             federation.training, federation.base = self.train, base
 

@@ -20,6 +20,7 @@ from bpfed.errors import UserError
 from bpfed.files import to_toml, write_whole
 from bpfed.flower import keys, processes
 from bpfed.flower.app import write_app
+from bpfed.flower.checks import check_deployment
 from bpfed.flower.deployed import RUN, open_server
 from bpfed.flower.plan import CONFIG, SERVER, Plan
 from bpfed.flower.processes import Say
@@ -51,8 +52,7 @@ def make(folder: Path, plan: Plan, config: Config) -> None:
     folders = [site_folder(folder, site) for site in plan.sites]
     if len(set(folders)) != len(folders):
         raise UserError("Two sites' names differ only in signs that a file's name cannot have; rename one.")
-    config.method.check()
-    config.run.check(len(plan.sites))
+    check_deployment(config, len(plan.sites))
     server = folder / SERVER
     run = {k: v for k, v in vars(config.run).items() if v is not None}
     asked = {k: v for k, v in vars(config.data).items() if v is not None}
@@ -227,7 +227,9 @@ def data_of(config: Config, site: str) -> str:
 
 
 def named_sites(config: Config, given: Sequence[str]) -> tuple[str, ...]:
-    """The sites' names: those given, or the clients of the named dataset."""
+    """The sites' names: those given, or the clients of the named dataset, which is then checked to go with the settings."""
     if given:
         return tuple(given)
-    return config.load_data().clients
+    data = config.load_data()
+    check_deployment(config, len(data), data)
+    return data.clients

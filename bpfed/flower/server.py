@@ -12,6 +12,7 @@ from bpfed.config import Config
 from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
 from bpfed.files import said
+from bpfed.flower.checks import check_deployment
 from bpfed.flower.data import agreed, remarks
 from bpfed.flower.journal import Found, Journal
 from bpfed.flower.meeting import Meeting, Seen
@@ -53,6 +54,7 @@ class Server:
         say: Callable[[str], None] = lambda sentence: None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        check_deployment(config, len(plan.sites))
         self.plan, self.config, self.rule, self.say, self.sleep = plan, config, rule, say, sleep
         self.fingerprint = fingerprint(config)
         self.sites = {site: Seen() for site in plan.sites}
@@ -61,8 +63,6 @@ class Server:
         self.rehearsals = [self._journal(folder, number) for number in range(1, config.run.rehearsals + 1)]
         self.status = Status(folder, config.run, self.sites)
         self.training: Training | None = None
-        config.method.check()
-        config.run.check(len(plan.sites))
 
     @property
     def federation(self) -> Federation:

@@ -165,14 +165,13 @@ class Site:
             cut = parted(federation.data, HELD, settings.seed)
             federation = Federation.of(self.config.method, cut, settings, federation.model)
         federation.run_of_all = Course(sites, self.config.run.per_round(sites), settings.rounds, settings.epochs)
-        train, batch = federation.data.train, settings.batch  # without what is held back or held out
-        # Never compiled: the process ends with the round. The width is at least the simulator's, for clients of any size,
+        train = federation.data.train  # without what is held back or held out
+        # Not compiled unless asked for: no run is long enough at one site. The width is at least the simulator's, for clients of any size,
         # and what is beyond a client's examples counts for nothing; a site that joined late may have more examples than any
         # that told of theirs.
-        width = min(batch, max(longest, int(train.sizes[0])))
-        x, y = train.x.to(federation.device), train.y.to(federation.device)
-        federation.training = LocalRound(
-            self.config.method, federation.model, x, y, batch, settings.epochs, settings.compile == "on", width
+        compiled = settings.compile == "on"
+        federation.training = LocalRound.of(
+            self.config.method, federation.model, train, settings, compiled, longest=longest
         )
         self.patterns = patterns(self.config.method, federation.model, settings.compression == "half")
         return federation

@@ -20,8 +20,9 @@ from bpfed import noise
 from bpfed.card import without_examples
 from bpfed.config import Config
 from bpfed.data.federated import FederatedData
+from bpfed.engine.checks import check_run
 from bpfed.engine.evaluate import evaluated_clients
-from bpfed.engine.federation import Federation, check_softness
+from bpfed.engine.federation import Federation
 from bpfed.engine.store import MemoryStore
 from bpfed.errors import UserError
 from bpfed.flower.exchange import Exchange, Todo
@@ -30,12 +31,9 @@ from bpfed.flower.message import Answer
 from bpfed.flower.pattern import patterns
 from bpfed.flower.plan import Plan
 from bpfed.flower.post import Post
-from bpfed.likelihoods import Categorical, Normal
 from bpfed.methods.base import State
 from bpfed.metrics import Form, Sums, evaluate_sums
-from bpfed.mixture import mixture
-from bpfed.model import Model
-from bpfed.networks import default
+from bpfed.networks import make_model
 from bpfed.privacy import secret_normal
 from bpfed.records import DEPLOYED, SITES
 from bpfed.rehearsal import as_rehearsal
@@ -217,12 +215,9 @@ def server_side(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any]
         facts: What their data have in common.
         rehearsal: Which rehearsal it is, from 1; 0: the run itself. All start with the run's first weights.
     """
-    check_softness(config.run, facts["task"])
+    check_run(config.method, config.run, len(sites), facts["task"])
     method, settings, data = config.method, config.run, _known(config, sites, facts)
-    likelihood = Categorical(data.classes) if data.task == "classification" else Normal()
-    module = default(data.input_shape, data.classes or 1, settings.seed, settings.hidden)
-    model = Model.of(module, likelihood, torch.zeros(2, *data.input_shape), method.personal)
-    model = mixture(model, settings.members, settings.seed)
+    model = make_model(torch.zeros(2, *data.input_shape), data.classes, method.personal, settings)
     first = method.init(model)
     settings = as_rehearsal(settings, rehearsal) if rehearsal else settings
     ids, cpu = noise.client_ids(sites), torch.device("cpu")

@@ -17,6 +17,7 @@ from cryptography import x509
 from federations import Deployed
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from loopgrid import LoopGrid, node_of
+from scenarios import images
 
 from bpfed.errors import UserError
 from bpfed.flower import client_app, control, frame, keys, processes, worker
@@ -24,7 +25,7 @@ from bpfed.flower.deployed import open_server, open_site
 from bpfed.flower.message import Answer, Ask, fingerprint
 from bpfed.flower.plan import Plan
 from bpfed.flower.post import GridPost
-from bpfed.methods import FedAvg
+from bpfed.methods import BPFed, FedAvg
 from bpfed.run import Run
 
 
@@ -107,6 +108,56 @@ def test_what_cannot_be_is_said_in_one_sentence(bpfed, tmp_path):
     assert "No run yet" in bpfed.ok("deploy", "status", fed).out
     (fed / "server" / "deploy.toml").write_text('sites = ["a"]\ntimeuot = 3\n')
     assert "did you mean 'timeout'" in bpfed("deploy", "status", fed).sentence
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--scaling", "client"), "scaling needs examples to fit a temperature to; set calibration = 0.2 with it."),
+        (
+            ("--scaling", "client", "--calibration", "0.2", "--task", "regression"),
+            "the targets here are numbers; leave it out.",
+        ),
+        (("--rehearsals", "2", "--task", "regression"), "the targets here are numbers; leave it out."),
+        (("--softness", "0.5", "--task", "regression"), "the targets here are numbers; leave it out."),
+        (("--method", "local"), "there is nothing to deploy; train each site by itself with 'bpfed run'."),
+        (("--participants", "3"), "choose 1 to 2."),
+    ],
+)
+def test_init_refuses_what_no_site_could_run(bpfed, tmp_path, options, why):
+    """As 'bpfed run' does, before anything is made or brought anywhere."""
+    outcome = bpfed("deploy", "init", tmp_path / "fed", "--sites", "a,b", *options)
+    assert outcome.code == 2
+    assert outcome.sentence.endswith(why)
+    assert not (tmp_path / "fed").exists()
+
+
+def test_init_refuses_to_clip_what_has_no_length(tmp_path):
+    """An upload that is not a changed state of the server's."""
+
+    class Odd(FedAvg):
+        def finish(self, model, local, hyper):
+            found = super().finish(model, local, hyper)
+            return found._replace(upload=(found.upload, found.upload))
+
+    config = Deployed(tmp_path, Odd()).config
+    control.make(tmp_path / "a", Plan(("a", "b")), config)
+    with pytest.raises(UserError, match="their updates have no length; set clip and noise to 0"):
+        control.make(tmp_path / "b", Plan(("a", "b")), replace(config, run=replace(config.run, clip=0.5)))
+    assert not (tmp_path / "b").exists()
+
+
+def test_init_knows_the_shape_of_a_named_dataset(tmp_path, monkeypatch):
+    config = Deployed(tmp_path, FedAvg(), hidden=7).config
+    monkeypatch.setattr(type(config), "load_data", lambda self: images())
+    with pytest.raises(UserError, match="images of 32 x 32 get a LeNet; leave it out"):
+        control.named_sites(config, ())
+    assert control.named_sites(config, ("a",)) == ("a",)  # whose files nobody has seen yet
+
+
+def test_names_of_parameters_are_left_to_the_sites_whose_network_has_them(tmp_path):
+    config = Deployed(tmp_path, BPFed(personal=("fc3.weight", "fc3.bias"))).config
+    control.make(tmp_path / "a", Plan(("a", "b")), config)
 
 
 def test_init_says_what_each_site_is_started_with(bpfed, tmp_path, monkeypatch):
