@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bpfed.flower.plan import EXCHANGES
+from bpfed.layout import EXCHANGES
 
 DAY = 86_400.0
 #: What marks a moment in a site's log; the times of `bpfed.flower.processes.stamp` stand before it.

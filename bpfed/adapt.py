@@ -135,7 +135,7 @@ def _alone(federation: Federation, method: Method, data: FederatedData) -> Feder
         settings, store="memory", eval_draws=max(DRAWS, settings.eval_draws), calibration=0.0, scaling="none"
     )
     alone = Federation.of(method, data, settings, federation.model)
-    alone.shared, alone.round, alone.learnt = federation.shared, settings.rounds, federation.learnt
+    alone.shared, alone.round, alone.learnt_softness = federation.shared, settings.rounds, federation.learnt_softness
     return alone
 
 

@@ -15,14 +15,26 @@ from torch import nn
 from bpfed import config
 from bpfed.calibration import Calibration
 from bpfed.callbacks.base import Callback
-from bpfed.callbacks.folder import CALIBRATION, CHECKPOINT, DATA, MODEL, STATES, learnt, lines
+from bpfed.callbacks.folder import learnt, lines
 from bpfed.card import without_examples
 from bpfed.engine import checkpoint
 from bpfed.engine.federation import Federation, pick_device
 from bpfed.errors import UserError
-from bpfed.flower.plan import RUN, SERVER, part
+from bpfed.layout import (
+    CALIBRATION,
+    CHECKPOINT,
+    CONFIG,
+    DATA,
+    METRICS,
+    MODEL,
+    RUN,
+    SERVER,
+    STATES,
+    SUMMARY,
+    part,
+)
 from bpfed.likelihoods import Likelihood
-from bpfed.report.record import CONFIG, METRICS, SUMMARY, RunRecord, no_run
+from bpfed.report.record import RunRecord, no_run
 from bpfed.run import Run
 
 
@@ -92,7 +104,7 @@ def load_run(
     network = checkpoint.load_model(folder / MODEL, model, likelihood, data, chosen.method.personal, settings)
     network = network.to(pick_device(settings.device, settings.tf32))
     federation = Federation.of(chosen.method, data, settings, network, folder / STATES)
-    federation.learnt = learnt(folder)
+    federation.learnt_softness = learnt(folder)
     found = checkpoint.restore(folder / CHECKPOINT, federation)
     if found is None:
         raise UserError(

@@ -74,14 +74,14 @@ def rehearse(
             assert trial.evaluation is not None
             seen[id(part.run)] += trial.evaluation[0].sums.examples  # of those clients that are tested
     for run, _ in waiting:
-        run.federation.learnt = common(found[id(run)])
+        run.federation.learnt_softness = common(found[id(run)])
         if sentence := uncertain(run.softness, seen[id(run)], run.settings.rehearsals):
             run.say(sentence)
 
 
 def pending(federation: Federation) -> bool:
     """Whether a softness is still to be learnt."""
-    return federation.settings.rehearsals > 0 and federation.learnt is None
+    return federation.settings.rehearsals > 0 and federation.learnt_softness is None
 
 
 def common(fitted: Iterable[float]) -> float:

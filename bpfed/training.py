@@ -130,7 +130,7 @@ def prepare(
     if not len(data.test.y):
         raise UserError(f"No client of '{data.name}' has a test example; set a test_fraction above 0.")
     run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
-    run.federation.learnt = folder.learnt if folder is not None else None
+    run.federation.learnt_softness = folder.learnt if folder is not None else None
     for note in (*run.federation.model.notes, *data.notes):
         say(note)
     held, least = run.data.calibration, fewest(SURE)

@@ -110,13 +110,16 @@ def client(
     """Run a site, in the foreground, until SIGTERM or Ctrl-C."""
     _flower()
     from bpfed.flower import processes
-    from bpfed.flower.plan import FILE, Plan, site_folders
+    from bpfed.flower.plan import Plan, no_deployment, site_folders
+    from bpfed.layout import PLAN
 
     own = folder.resolve()
-    if not (own / FILE).exists() and (inside := site_folders(folder)):
-        raise UserError(
-            f"'{folder}' is the folder of a whole deployment; give that of one site, such as '{inside[0]}'."
-        )
+    if not (own / PLAN).exists():
+        if inside := site_folders(folder):
+            raise UserError(
+                f"'{folder}' is the folder of a whole deployment; give that of one site, such as '{inside[0]}'."
+            )
+        raise no_deployment(folder)
     plan = Plan.read(own)
     if not plan.site:
         beside = [*site_folders(folder.parent), folder.parent / "site-a"]
@@ -132,10 +135,9 @@ def run(folder: Folder) -> None:
     """Run the rounds that are left, on the server's machine, and write the report."""
     _flower()
     from bpfed.flower import control
-    from bpfed.flower.deployed import RUN
     from bpfed.flower.following import Following
     from bpfed.flower.plan import Plan, server_folder
-    from bpfed.report.record import REPORT
+    from bpfed.layout import REPORT, RUN
 
     own = server_folder(folder)
     try:
@@ -171,7 +173,7 @@ def status(folder: Folder) -> None:
     for site in plan.sites:
         seen = found["sites"].get(site, {})
         numbers = [str(seen.get(key, 0)) for key in ("counted", "refused", "lost")]
-        online = "yes" if seen.get("online") else "joining" if seen.get("connected") else "no"
+        online = "yes" if seen.get("ready") else "joining" if seen.get("online") else "no"
         shown.add_row(site, text.MISSING if over else online, *numbers)
     show.put(shown)
     if over:
@@ -196,13 +198,12 @@ def demo(
     _flower()
     from bpfed.config import Override, read
     from bpfed.flower import control, processes
-    from bpfed.flower.deployed import RUN
     from bpfed.flower.following import Following
-    from bpfed.flower.plan import FILE, SERVER, Plan
-    from bpfed.report.record import REPORT
+    from bpfed.flower.plan import Plan
+    from bpfed.layout import PLAN, REPORT, RUN, SERVER
 
     if out.exists() and any(out.iterdir()):
-        if not (out / SERVER / FILE).exists():
+        if not (out / SERVER / PLAN).exists():
             raise UserError(f"'{out}' holds other files; choose another --out.")
         shutil.rmtree(out)
     wanted = {"data.name": data, "data.clients": sites, "run.rounds": rounds, "run.eval_every": 1}

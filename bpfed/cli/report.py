@@ -14,8 +14,8 @@ EXAMPLE = "Example: bpfed report runs/first"
 
 def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")]) -> None:
     """Write report.html of a run anew from its files, whole or not at all, and print its figures."""
+    from bpfed.layout import REPORT
     from bpfed.report import RunRecord, write
-    from bpfed.report.record import REPORT
 
     run = RunRecord.read(folder)
     show.result(run, write(run, folder / REPORT))

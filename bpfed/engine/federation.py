@@ -48,7 +48,7 @@ class Federation:
         base: Where this federation's training examples begin among those of ``training``, which others may share.
         taken: A round, and how often each client was drawn up to it, ``[N]``; counted when first needed.
         run_of_all: The run, where this is one site of it by itself; None: all its clients are here.
-        learnt: The softness that rehearsals found; None: there were none.
+        learnt_softness: The softness that rehearsals found; None: there were none.
     """
 
     method: Method
@@ -64,7 +64,7 @@ class Federation:
     base: int = 0
     taken: tuple[int, np.ndarray] | None = None
     run_of_all: Course | None = None
-    learnt: float | None = None
+    learnt_softness: float | None = None
 
     @classmethod
     def start(
@@ -175,7 +175,7 @@ class Federation:
     @property
     def softness(self) -> float:
         """The temperature of all class probabilities, learnt or given."""
-        return self.settings.softness if self.learnt is None else self.learnt
+        return self.settings.softness if self.learnt_softness is None else self.learnt_softness
 
     @property
     def course(self) -> Course:

@@ -20,7 +20,7 @@ from flwr.clientapp import ClientApp
 from bpfed.errors import UserError
 from bpfed.flower import frame, worker
 from bpfed.flower.ending import end_in_time
-from bpfed.flower.plan import CONFIG
+from bpfed.layout import CONFIG
 
 app = ClientApp()
 

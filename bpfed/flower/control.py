@@ -21,13 +21,14 @@ from bpfed.files import to_toml, write_whole
 from bpfed.flower import keys, processes
 from bpfed.flower.app import write_app
 from bpfed.flower.checks import check_deployment
-from bpfed.flower.deployed import RUN, open_server
-from bpfed.flower.plan import CONFIG, SERVER, Plan
+from bpfed.flower.deployed import open_server
+from bpfed.flower.plan import Plan
 from bpfed.flower.processes import Say
 from bpfed.flower.status import STATUS, done, where
+from bpfed.layout import CONFIG, REPORT, RUN, SERVER
 from bpfed.names import PREFIX
 from bpfed.report import RunRecord, text
-from bpfed.report.record import LARGEST, REPORT
+from bpfed.report.record import LARGEST
 
 #: A run that stops this often without finishing a round is given up.
 RESTARTS = 5

@@ -89,9 +89,9 @@ class File:
         self.table = read_table(path)
         asked = config.data
         self.seed = config.run.seed if asked.seed is None else asked.seed
-        self.task = getattr(asked, "task", None)
-        self.ignore = tuple(column_names(getattr(asked, "ignore", None)))
-        self.target = find_target({site: self.table}, getattr(asked, "target", None))
+        self.task = asked.task
+        self.ignore = tuple(column_names(asked.ignore))
+        self.target = find_target({site: self.table}, asked.target)
         _check_told(self.table, path, self.target, self.ignore)
         fraction = TEST_FRACTION if asked.test_fraction is None else asked.test_fraction
         test = held_out(self.table, self.target, site, task=self.task, test_fraction=fraction, seed=self.seed)
@@ -148,9 +148,9 @@ def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, 
         made = combine(
             summaries,
             _target(facts),
-            task=getattr(asked, "task", None),
-            standardise=getattr(asked, "standardise", None) or "federated",
-            ignore=column_names(getattr(asked, "ignore", None)),
+            task=asked.task,
+            standardise=asked.standardise,
+            ignore=column_names(asked.ignore),
         )
         inputs = made.shape or (sum(len(f.inputs) for f in made.features),)
         return {

@@ -12,11 +12,10 @@ from bpfed.errors import UserError
 from bpfed.flower.data import File, Part, Source
 from bpfed.flower.guard import Guard
 from bpfed.flower.keys import public_keys
-from bpfed.flower.plan import CONFIG, RUN, Plan
+from bpfed.flower.plan import Plan
 from bpfed.flower.server import Server
 from bpfed.flower.site import Site
-
-STATE = "state"
+from bpfed.layout import CONFIG, RUN, STATES
 
 
 def open_server(folder: Path, say: Callable[[str], None]) -> Server:
@@ -55,5 +54,5 @@ def open_site(folder: Path, say: Callable[[str], None], data: str | None = None)
         plan.write(folder)
     guard = None
     if plan.noise > 0.0:
-        guard = Guard(folder / STATE, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say)
-    return Site(folder / STATE, plan.site, config, source, guard, say, folder / RUN)
+        guard = Guard(folder / STATES, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say)
+    return Site(folder / STATES, plan.site, config, source, guard, say, folder / RUN)

@@ -64,7 +64,7 @@ class Following:
     def status(self, found: Mapping[str, Any]) -> None:
         """The run as its server last noted it."""
         for site, seen in found["sites"].items():
-            now = "is ready" if seen["online"] else "has joined" if seen.get("connected") else "is gone"
+            now = "is ready" if seen["ready"] else "has joined" if seen["online"] else "is gone"
             if now != self.sites.get(site, "is gone"):
                 self.say(f"Site '{site}' {now}.")
             self.sites[site] = now
@@ -101,9 +101,9 @@ class Following:
 
 def waited_for(found: Mapping[str, Any]) -> str:
     """What a run in this state waits for."""
-    absent = [site for site, seen in found["sites"].items() if not seen["online"]]
+    absent = [site for site, seen in found["sites"].items() if not seen["ready"]]
     if found["state"] == "waiting for sites" and absent:
-        named = [f"{site}: joined, getting ready" if found["sites"][site].get("connected") else site for site in absent]
+        named = [f"{site}: joined, getting ready" if found["sites"][site]["online"] else site for site in absent]
         few = "; ".join(named[:6]) + ("; ..." if len(absent) > 6 else "")
         return f"waiting for {len(absent)} of {len(found['sites'])} sites ({few})"
     if found["round"] < found["rounds"]:

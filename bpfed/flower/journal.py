@@ -18,13 +18,12 @@ from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
 from bpfed.files import append_line, to_json, to_json_line, to_toml, write_whole
 from bpfed.flower.meeting import Seen
-from bpfed.flower.plan import EXCHANGES
+from bpfed.layout import CHECKPOINT, CONFIG, EVALUATION, EXCHANGES, METRICS, REHEARSALS, REPORT, SUMMARY
 from bpfed.metrics import Evaluation
 from bpfed.rehearsal import uncertain
 from bpfed.report import RunRecord, write
-from bpfed.report.record import CONFIG, EVALUATION, METRICS, REHEARSALS, REPORT, SUMMARY, softly
+from bpfed.report.record import softly
 
-CHECKPOINT = "checkpoint"
 #: What a rehearsal found, in its folder.
 FOUND = "found.json"
 
@@ -122,7 +121,7 @@ class Journal:
         kept = restored.extra
         self.run, self.seconds, self.history, self.pending = (kept[k] for k in ("run", "seconds", "history", "pending"))
         self.counted, self.softness, self.held = (kept[k] for k in ("counted", "softness", "held"))
-        federation.learnt = self.softness
+        federation.learnt_softness = self.softness
         self.say(f"Going on after {self.place(restored.round)} of {self.config.run.rounds}.")
 
     def save(self, federation: Federation) -> None:
@@ -146,7 +145,7 @@ class Journal:
 
     def begin(self, federation: Federation) -> None:
         """Before the first round of a new training."""
-        federation.learnt = self.softness
+        federation.learnt_softness = self.softness
         if not self.rehearsal:
             write_whole(self.folder / CONFIG, to_toml(records.config(federation)))
         write_whole(self.folder / EXCHANGES, "")

@@ -35,7 +35,7 @@ class Seen:
     why: str = ""
 
     @property
-    def there(self) -> bool:
+    def ready(self) -> bool:
         """Whether it is online and has introduced itself."""
         return self.node is not None and self.facts is not None
 

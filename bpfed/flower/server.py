@@ -21,9 +21,9 @@ from bpfed.flower.plan import Plan
 from bpfed.flower.post import Post
 from bpfed.flower.status import Status
 from bpfed.flower.training import Rule, Training, method_rule, server_side
+from bpfed.layout import REHEARSALS
 from bpfed.rehearsal import common
 from bpfed.report import RunRecord
-from bpfed.report.record import REHEARSALS
 
 
 class Server:
@@ -180,7 +180,7 @@ class Server:
         waited = 0.0
         while True:
             self._meet(post)
-            here = [site for site, seen in self.sites.items() if seen.there]
+            here = [site for site, seen in self.sites.items() if seen.ready]
             if len(here) >= wanted or (waited >= self.plan.wait and len(here) >= min(enough, wanted)):
                 self.say(f"{len(here)} of {len(self.sites)} sites are there: {', '.join(here)}.")
                 return

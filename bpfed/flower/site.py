@@ -31,10 +31,10 @@ from bpfed.flower.message import MOST, Answer, Ask, fingerprint, shared_of
 from bpfed.flower.own import keep
 from bpfed.flower.pattern import Patterns, Refused, Upload, patterns
 from bpfed.flower.states import States
+from bpfed.layout import REHEARSALS
 from bpfed.methods.base import Course, State
 from bpfed.metrics import Evaluation, Form, Sums, evaluate_sums
 from bpfed.rehearsal import as_rehearsal
-from bpfed.report.record import REHEARSALS
 from bpfed.slopes import PLACES, Told
 
 #: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same pattern.
@@ -132,7 +132,7 @@ class Site:
         if self._federation is None or self._federation[0] != wanted:
             self._federation = wanted, self._start(ask.facts, ask.rehearsal)
         federation = self._federation[1]
-        federation.learnt = ask.softness if self.config.run.rehearsals and not ask.rehearsal else None
+        federation.learnt_softness = ask.softness if self.config.run.rehearsals and not ask.rehearsal else None
         assert self.patterns is not None
         federation.round = ask.round - 1
         shared = shared_of(record, self.patterns.down(ask.round))

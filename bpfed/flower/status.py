@@ -48,8 +48,8 @@ class Status:
         self._state = state or self._state
         sites = {
             site: {
-                "connected": seen.node is not None,
-                "online": seen.there,
+                "online": seen.node is not None,
+                "ready": seen.ready,
                 "counted": journal.counted.get(site, 0),
                 "refused": seen.refused,
                 "lost": seen.lost,

@@ -99,7 +99,7 @@ class Training:
             todo = {
                 site: Todo(site in drawn and site not in uploads, site in tested and site not in scores)
                 for site, seen in self.journal.sites.items()
-                if seen.there
+                if seen.ready
             }
             answers = self._asked(post, number, {site: what for site, what in todo.items() if any(what)})
             uploads |= {site: answer for site, answer in answers.items() if answer.upload is not None}
@@ -150,7 +150,7 @@ class Training:
                 self.say(f"{what}: of {len(wanted) - len(found)} sites it is missing; asking again.")
                 self.sleep(self.plan.pause)
             self.meet(post)
-            missing = [s for s in wanted if s not in found and self.journal.sites[s].there]
+            missing = [s for s in wanted if s not in found and self.journal.sites[s].ready]
             found |= self._asked(post, self.federation.round + 1, dict.fromkeys(missing, todo))
             if len(found) == len(wanted):
                 break

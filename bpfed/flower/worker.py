@@ -6,6 +6,7 @@ site's own folder, so a round costs neither the start of torch nor the loading o
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bpfed.errors import UserError
 from bpfed.flower import frame
 
 SOCKET = "worker.sock"
@@ -31,8 +33,6 @@ def address(folder: Path) -> str:
 
 def hash_of(path: str) -> str:
     """A short word for a path."""
-    import hashlib
-
     return hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
 
 
@@ -84,7 +84,8 @@ def work(folder: Path, say: Callable[[str], None], data: str | None = None) -> N
 
     site = open_site(folder, say, data)
     place = address(folder)
-    Path(place).unlink(missing_ok=True) if not place.startswith("\0") else None
+    if not place.startswith("\0"):
+        Path(place).unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(place)
         listening.listen(4)
@@ -101,7 +102,6 @@ def work(folder: Path, say: Callable[[str], None], data: str | None = None) -> N
 
 def main() -> None:
     """``python -m bpfed.flower.worker FOLDER [DATA]``."""
-    from bpfed.errors import UserError
 
     def say(sentence: str) -> None:
         print(f"bpfed: {sentence}", file=sys.stderr, flush=True)

@@ -96,14 +96,15 @@ def test_what_cannot_be_is_said_in_one_sentence(bpfed, tmp_path):
     assert "leave one of them out" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a,b", *both).sentence
     assert "names a site twice" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a,a").sentence
     assert "host:port" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a", "--address", "here").sentence
-    assert "no folder of a deployment" in bpfed("deploy", "server", tmp_path).sentence
+    for command in ("server", "client", "run", "status"):  # names the folder that was given
+        sentence = f"'{tmp_path / 'r'}' is not a folder of a deployment; make one with 'bpfed deploy init'."
+        assert bpfed("deploy", command, tmp_path / "r").sentence == sentence
     assert bpfed("deploy", "client", fed / "server").sentence == (
         f"'{fed / 'server'}' is not the folder of a site; give one such as '{fed / 'site-a'}'."
     )
     assert bpfed("deploy", "client", fed).sentence == (
         f"'{fed}' is the folder of a whole deployment; give that of one site, such as '{fed / 'site-a'}'."
     )
-    assert "no folder of a deployment" in bpfed("deploy", "client", tmp_path).sentence
     assert not (tmp_path / "x").exists()
     assert "No run yet" in bpfed.ok("deploy", "status", fed).out
     (fed / "server" / "deploy.toml").write_text('sites = ["a"]\ntimeuot = 3\n')
@@ -275,7 +276,7 @@ def test_sites_are_called_online_only_while_the_run_is_under_way(bpfed, tmp_path
         "at": time.time(),
         "round": 1,
         "rounds": 2,
-        "sites": {site: {"online": True, "connected": True} for site in ("north", "south")},
+        "sites": {site: {"online": True, "ready": True} for site in ("north", "south")},
         "notes": ["Columns 'X' and 'x' differ."],
     }
     (fed / "server" / "run").mkdir()

@@ -33,8 +33,8 @@ TINY = {"rounds": ROUNDS, "epochs": 1, "rehearsals": 2}
 
 
 def as_simulated(server, federation, history):
-    assert server.journal.softness == pytest.approx(federation.learnt, rel=1e-3)
-    assert federation.learnt != 1.0
+    assert server.journal.softness == pytest.approx(federation.learnt_softness, rel=1e-3)
+    assert federation.learnt_softness != 1.0
     for ours, theirs in zip(tree_leaves(server.federation.shared), tree_leaves(federation.shared), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     same(server, federation, history, tolerance=1e-3)

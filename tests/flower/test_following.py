@@ -12,7 +12,7 @@ from bpfed.flower.status import done
 
 def status(state, round_, metrics=None, **sites):
     words = {"no": (False, False), "joining": (True, False), "yes": (True, True)}
-    seen = {site: dict(zip(("connected", "online"), words[word], strict=True)) for site, word in sites.items()}
+    seen = {site: dict(zip(("online", "ready"), words[word], strict=True)) for site, word in sites.items()}
     return {"state": state, "round": round_, "rounds": 3, "sites": seen, "metrics": metrics, "error": ""}
 
 

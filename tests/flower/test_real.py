@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.faults import children
 from bpfed.config import Override, read
 from bpfed.flower import control, keys, processes
-from bpfed.flower.deployed import RUN
-from bpfed.flower.plan import SERVER, Plan
+from bpfed.flower.plan import Plan
+from bpfed.layout import RUN, SERVER
 
 pytestmark = pytest.mark.skipif(os.environ.get("BPFED_TEST_DEPLOY") != "1", reason="run by 'make test-deploy'")
 
