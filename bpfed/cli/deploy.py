@@ -89,11 +89,11 @@ def init(
 def server(folder: Folder) -> None:
     """Run the server, in the foreground, until SIGTERM or Ctrl-C."""
     _flower()
-    from bpfed.flower import processes
+    from bpfed.flower import superlink
     from bpfed.flower.plan import Plan, server_folder
 
     own = server_folder(folder)
-    processes.serve(own, Plan.read(own), _say)
+    superlink.serve(own, Plan.read(own), _say)
 
 
 @app.command("client", epilog="Example: bpfed deploy client fed/site-north --data patients.csv")
@@ -109,7 +109,7 @@ def client(
 ) -> None:
     """Run a site, in the foreground, until SIGTERM or Ctrl-C."""
     _flower()
-    from bpfed.flower import processes
+    from bpfed.flower import supernode
     from bpfed.flower.plan import Plan, no_deployment, site_folders
     from bpfed.layout import PLAN
 
@@ -126,7 +126,7 @@ def client(
         raise UserError(f"'{folder}' is not the folder of a site; give one such as '{beside[0]}'.")
     if data is not None and (path := Path(data).expanduser()).exists():
         data = str(path.resolve())
-    if not processes.join(own, plan, _say, data):
+    if not supernode.join(own, plan, _say, data):
         raise typer.Exit(2)
 
 

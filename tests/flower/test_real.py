@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.faults import children
 from bpfed.config import Override, read
-from bpfed.flower import control, keys, processes
+from bpfed.flower import control, keys, processes, supernode, supervisor
 from bpfed.flower.plan import Plan
 from bpfed.layout import RUN, SERVER
 
@@ -29,7 +29,7 @@ def strangers_words(folder, server, plan):
     (nowhere / keys.AUTHORITY).write_bytes((server / keys.AUTHORITY).read_bytes())
     keys.make_site(own, nowhere, plan.sites[0])
     process = processes.start(
-        processes.supernode(own, plan), processes.environment(own / "flwr", plan), folder / "stranger.log"
+        supernode.command(own, plan), processes.environment(own / "flwr", plan), folder / "stranger.log"
     )
     try:
         assert process.wait(240.0)
@@ -47,7 +47,7 @@ def test_a_real_federation_gives_the_simulators_numbers_and_leaves_nothing_runni
     said = []
     with control.started(folder, plan, "digits", said.append) as running:
         control.run(folder / SERVER, plan, said.append, lambda found: None)
-        assert processes.NOT_LET_IN in strangers_words(tmp_path, folder / SERVER, plan)
+        assert supervisor.NOT_LET_IN in strangers_words(tmp_path, folder / SERVER, plan)
         pids = [p for process in running.values() for p in (process.pid, *children(process.pid))]
     assert len(pids) > 2 * len(running)  # Flower's own are among them
     until = time.monotonic() + 60.0
