@@ -17,9 +17,10 @@ from bpfed.callbacks.folder import Folder
 from bpfed.callbacks.progress import Progress
 from bpfed.data.held import HELD, held_out
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import SOFTEST, SUREST, Settings
+from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.run import Run, train_together
+from bpfed.softness import SOFTEST, SUREST
 
 #: Held-out examples, in all rehearsals of a run together, below which a softness is uncertain by a tenth and more.
 ENOUGH = 1000

@@ -7,9 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bpfed.errors import UserError, unknown
-
-#: The lowest softness and the highest; no probabilities are surer or softer for it than at these.
-SUREST, SOFTEST = 0.01, 100.0
+from bpfed.softness import SOFTEST, SUREST
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from bpfed.data.held import HELD, parted
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound
-from bpfed.engine.settings import SOFTEST, SUREST
 from bpfed.engine.store import Layout
 from bpfed.errors import UserError
 from bpfed.files import said
@@ -36,6 +35,7 @@ from bpfed.methods.base import Course, State
 from bpfed.metrics import Evaluation, Form, Sums, evaluate_sums
 from bpfed.rehearsal import as_rehearsal
 from bpfed.slopes import PLACES, Told
+from bpfed.softness import SOFTEST, SUREST
 
 #: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same pattern.
 UploadTransform = Callable[[Upload, State, int], Upload]
