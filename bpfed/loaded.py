@@ -61,9 +61,7 @@ class LoadedRun(Run):
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
         if self.federation.finished:
             return self
-        raise UserError(
-            f"The run in '{self.folder}' was loaded without its data; go on with it by fit(..., resume=True)."
-        )
+        raise UserError(f"The run in '{self.folder}' was loaded without its data; go on with fit(..., resume=True).")
 
     def config(self) -> dict[str, Any]:
         return tomllib.loads((self.folder / CONFIG).read_text())
@@ -88,7 +86,7 @@ def load_run(
         raise no_run(folder)
     if not whole:
         raise UserError(
-            f"'{folder}' lacks what prediction needs ({DATA}, {MODEL}); add it by: bpfed run --out {folder} --resume"
+            f"'{folder}' lacks what prediction needs ({DATA}, {MODEL}); add it with: bpfed run --out {folder} --resume"
         )
     chosen = config.read(folder / CONFIG)
     for note in chosen.notes:
@@ -124,12 +122,12 @@ def _of_a_deployment(folder: Path, deployed: str) -> str:
     """Why nothing can be predicted from a folder of a deployment."""
     if deployed == SERVER:
         return (
-            f"'{folder}' is of a deployment's server, which has neither the sites' personal factors nor any examples, so it "
-            "can neither predict nor take a newcomer in; do so at a site, with its own folder."
+            f"'{folder}' belongs to a deployment's server, which has neither the sites' personal factors nor any examples, so it "
+            "can neither predict nor take in a newcomer; do so at a site, with its own folder."
         )
     return (
-        f"'{folder}' is of a deployment's site, which has no model yet: it keeps one when the run is finished and the site "
-        "has told its last scores; run 'bpfed deploy run' while it is there."
+        f"'{folder}' belongs to a deployment's site, which has no model yet: it keeps one when the run is finished and the site "
+        "has sent its last scores; run 'bpfed deploy run' while it is online."
     )
 
 

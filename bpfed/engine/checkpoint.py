@@ -119,7 +119,7 @@ def load_model(
     try:
         with safetensors.safe_open(path, "pt") as file:
             words = file.metadata() or {}
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is not a dict)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"'{path}' cannot be read ({error}); put it back, or run it again with --overwrite.") from error
     if likelihood is None:

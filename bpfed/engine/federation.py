@@ -92,7 +92,8 @@ class Federation:
         model = make_model(data.train.x[:2], data.classes, method.personal, settings, module, likelihood).to(device)
         if own and settings.members > 1:
             model = replace(
-                model, notes=(*model.notes, "The first member starts with the module's weights, others anew.")
+                model,
+                notes=(*model.notes, "The first member starts with the module's weights, the others with new ones."),
             )
         return cls.of(method, data, settings, model, folder)
 

@@ -108,7 +108,7 @@ class LocalRound:
 
         Args:
             rows: The clients.
-            phases: What to run in place of the method's own local round, such as its `Method.tuning`.
+            phases: What to run instead of the method's own local round, such as its `Method.tuning`.
         """
         # Threads cost more than they bring where an operation is short, and very much more on a busy machine.
         small = len(rows) * self.model.factors.total < SMALL

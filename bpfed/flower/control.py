@@ -52,7 +52,7 @@ def make(folder: Path, plan: Plan, config: Config) -> None:
         raise UserError(f"'{folder}' holds files already; choose another folder for the deployment.")
     folders = [site_folder(folder, site) for site in plan.sites]
     if len(set(folders)) != len(folders):
-        raise UserError("Two sites' names differ only in signs that a file's name cannot have; rename one.")
+        raise UserError("Two site names differ only in characters not allowed in file names; rename one.")
     check_deployment(config, len(plan.sites))
     server = folder / SERVER
     run = {k: v for k, v in vars(config.run).items() if v is not None}
@@ -135,7 +135,7 @@ def run(
         if failures >= RESTARTS:
             after = where(last) if last else "round 0"
             raise UserError(f"The run broke off {failures} times after {after}; see the server's log.")
-        say("The run broke off; taking it up again from its last finished round.")
+        say("The run broke off; resuming from its last finished round.")
         time.sleep(2.0)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from bpfed.callbacks.progress import Progress, clock, figures
+from bpfed.errors import first_of
 from bpfed.flower.status import where
 
 #: Elsewhere than on a terminal, seconds without a line after which there is one: at first, and the most.
@@ -104,10 +105,9 @@ def waited_for(found: Mapping[str, Any]) -> str:
     absent = [site for site, seen in found["sites"].items() if not seen["ready"]]
     if found["state"] == "waiting for sites" and absent:
         named = [f"{site}: joined, getting ready" if found["sites"][site]["online"] else site for site in absent]
-        few = "; ".join(named[:6]) + ("; ..." if len(absent) > 6 else "")
-        return f"waiting for {len(absent)} of {len(found['sites'])} sites ({few})"
+        return f"waiting for {len(absent)} of {len(found['sites'])} sites ({first_of(named, '; ', most=6)})"
     if found["round"] < found["rounds"]:
         return f"{where(found, 1)} is under way"
     if found.get("rehearsal"):
-        return f"rehearsal {found['rehearsal']} of {found['rehearsals']}: what was held out is being tested"
-    return "the last round's scores are under way"
+        return f"rehearsal {found['rehearsal']} of {found['rehearsals']}: testing on the held-out examples"
+    return "waiting for the last round's scores"

@@ -76,5 +76,5 @@ class Guard:
             return int(found["releases"]), float(found["squares"])
         except (OSError, ValueError, KeyError, TypeError):
             raise UserError(
-                f"'{self.path}' counts what this site has sent, and cannot be read; put it back from a copy."
+                f"'{self.path}' counts what this site has sent, and cannot be read; restore it from a backup."
             ) from None

@@ -107,7 +107,7 @@ class Journal:
                 continue
             if record.get("fingerprint") != self.fingerprint:
                 raise UserError(
-                    f"The run in '{self.home}' has another configuration; move that folder away to start a new run."
+                    f"The run in '{self.home}' has a different configuration; move that folder away to start a new run."
                 )
             return dict(record)
         return None
@@ -178,7 +178,7 @@ class Journal:
         try:
             return Found(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"'{path}' is damaged ({error}); delete it, and it is found anew.") from error
+            raise UserError(f"'{path}' is damaged ({error}); delete it to find it again.") from error
 
     def conclude(self, softness: float, examples: int) -> None:
         """This rehearsal is over, and found such a softness in so many held-out examples."""

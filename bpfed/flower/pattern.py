@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_map, tree_unflatten
 
 from bpfed.compress import Levels, from_levels, to_levels
-from bpfed.errors import UserError
+from bpfed.errors import UserError, quoted
 from bpfed.methods.base import Finished, Method, State, untrained
 from bpfed.model import Model
 
@@ -196,5 +196,4 @@ def _name(path: tuple[Any, ...]) -> str:
 
 def listed(names: Any) -> str:
     """A few of these names, quoted."""
-    found = [f"'{str(name)[:40]}'" for name in names]
-    return ", ".join(found[:6]) + (", ..." if len(found) > 6 else "") if found else "none"
+    return quoted([str(name) for name in names], most=6) or "none"

@@ -73,7 +73,9 @@ class Plan:
             if not getattr(self, name) >= least:
                 raise UserError(f"{where} has {name} = {getattr(self, name)}, but it must be {least} or more.")
         if self.min_replies > len(self.sites):
-            raise UserError(f"{where} needs {self.min_replies} replies of {len(self.sites)} sites; lower min_replies.")
+            raise UserError(
+                f"{where} needs {self.min_replies} replies from {len(self.sites)} sites; lower min_replies."
+            )
         if not 0.0 < self.delta < 1.0:
             raise UserError(f"{where} has delta = {self.delta}, but it must be above 0 and below 1.")
         if self.noise > 0.0 and not self.site:
@@ -99,7 +101,7 @@ class Plan:
         except FileNotFoundError:
             raise no_deployment(folder) from None
         except (OSError, ValueError) as error:
-            raise UserError(f"'{path}' cannot be read ({error}); mend it.") from error
+            raise UserError(f"'{path}' cannot be read ({error}); fix it.") from error
         known = {f.name: f for f in fields(cls)}
         for key, value in found.items():
             if key not in known:
@@ -108,7 +110,7 @@ class Plan:
             if type(value) is int and wanted is float:
                 found[key] = float(value)
             elif type(value) is not wanted:
-                raise UserError(f"'{path}': {key} is {value!r}, but must be of the kind of {known[key].default!r}.")
+                raise UserError(f"'{path}': {key} is {value!r}, but must be a value such as {known[key].default!r}.")
         if "sites" not in found or not all(isinstance(s, str) for s in found["sites"]):
             raise UserError(f'\'{path}\' must list the sites\' names, as in sites = ["a", "b"].')
         return cls(**{**found, "sites": tuple(found["sites"])}).check(f"'{path}'")

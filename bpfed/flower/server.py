@@ -137,7 +137,7 @@ class Server:
         """Keep what a rehearsal has found."""
         rehearsal.journal.conclude(softness, examples)
         stage = f"Rehearsal {rehearsal.journal.rehearsal} of {len(self.rehearsals)}"
-        self.say(f"{stage} is over: of {examples} held-out examples, the softness is {softness:.2f}.")
+        self.say(f"{stage} is over: from {examples} held-out examples, the softness is {softness:.2f}.")
 
     def _learn(self, found: Sequence[Found]) -> None:
         """Before the run begins: what all rehearsals say."""
@@ -182,11 +182,11 @@ class Server:
             self._meet(post)
             here = [site for site, seen in self.sites.items() if seen.ready]
             if len(here) >= wanted or (waited >= self.plan.wait and len(here) >= min(enough, wanted)):
-                self.say(f"{len(here)} of {len(self.sites)} sites are there: {', '.join(here)}.")
+                self.say(f"{len(here)} of {len(self.sites)} sites are online: {', '.join(here)}.")
                 return
             if waited >= self.plan.wait:
                 raise UserError(
-                    f"Only {len(here)} of {len(self.sites)} sites came within {self.plan.wait:g} s; start the others with "
+                    f"Only {len(here)} of {len(self.sites)} sites joined within {self.plan.wait:g} s; start the others with "
                     "'bpfed deploy client' and run again."
                 )
             self.sleep(1.0)

@@ -99,7 +99,7 @@ class Site:
 
     def _answer(self, ask: Ask, record: RecordDict) -> Answer:
         if ask.fingerprint != self.fingerprint:
-            raise Refused("the server has another configuration than this site; give both the same config.toml.")
+            raise Refused("the server's configuration differs from this site's; give both the same config.toml.")
         self._check(ask)
         if ask.round == 0:
             return self._plain(ask, facts=json.dumps(self.source.facts(), sort_keys=True))
@@ -118,11 +118,11 @@ class Site:
         """That rehearsals and what they found are as the configuration allows."""
         most, softness = self.config.run.rehearsals, ask.softness
         if not 0 <= ask.rehearsal <= most:
-            raise Refused(f"it is of rehearsal {ask.rehearsal}, and there are to be {most}.")
+            raise Refused(f"it is for rehearsal {ask.rehearsal}, but there are to be {most}.")
         if not SUREST <= softness <= SOFTEST:
-            raise Refused(f"its softness is {softness}, which is not from {SUREST:g} to {SOFTEST:g}.")
+            raise Refused(f"its softness is {softness}, which is not between {SUREST:g} and {SOFTEST:g}.")
         if softness != 1.0 and (ask.rehearsal or not most):
-            raise Refused(f"its softness is {softness}, where none can have been learnt.")
+            raise Refused(f"its softness is {softness}, but none can have been learnt.")
 
     def _placed(self, ask: Ask, record: RecordDict) -> Federation:
         """A federation of this client alone, as it was after the round before the one that is asked for."""
@@ -144,7 +144,9 @@ class Site:
         if row is None:
             row = layout.first.cpu()
         if len(row) != layout.width:
-            raise UserError(f"The personal state of round {found} is of another network; move '{self.folder}' away.")
+            raise UserError(
+                f"The personal state of round {found} belongs to another network; move '{self.folder}' away."
+            )
         federation.store.put(_ONLY, layout.unpack(row[None]))
         return federation
 
@@ -153,9 +155,9 @@ class Site:
             common: dict[str, Any] = json.loads(facts)
             sites, longest = common["sites"], common["longest"]
         except (ValueError, TypeError, KeyError):
-            raise Refused("what it says of the sites' data is not readable.") from None
+            raise Refused("what it sent about the sites' data cannot be read.") from None
         if not all(type(n) is int and 1 <= n <= MOST for n in (sites, longest)):
-            raise Refused("what it says of the number of sites and of their examples cannot be.")
+            raise Refused("the number of sites or of examples that it sent is not valid.")
         data = self.source.data(common)
         self._tell(data.notes)
         settings = replace(self.config.run, participants=None, eval_clients=None, store="memory")
@@ -181,7 +183,7 @@ class Site:
         for note in notes:
             if note not in self._told:
                 self._told.add(note)
-                self.say(f"{note} Whoever makes the deployment says that to 'bpfed deploy init', for all sites.")
+                self.say(f"{note} Whoever makes the deployment gives that to 'bpfed deploy init', for all sites.")
 
     def _evaluate(self, federation: Federation, ask: Ask) -> Sums:
         """Sums over its test examples."""
@@ -198,7 +200,7 @@ class Site:
     def _held(self, federation: Federation) -> Told:
         """At the end of a rehearsal, what the server needs to know of the examples held out, and no more."""
         if not federation.finished:
-            raise Refused("it asks what was held out in the middle of a rehearsal.")
+            raise Refused("it asks for held-out results in the middle of a rehearsal.")
         start, examples = time.perf_counter(), len(federation.data.test.y)
         federation.settle()
         found = evaluate_clients(federation)[0].slopes if examples else None
@@ -218,7 +220,7 @@ class Site:
         try:
             keep(self.own, federation, evaluated, self.say)
             command = shlex.join(["bpfed", "predict", str(self.own), "--client", self.name, "--input", "FILE"])
-            self.say(f"This site's own model is in '{self.own}'; predict with it by: {command}")
+            self.say(f"This site's own model is in '{self.own}'; predict with it: {command}")
         except (OSError, UserError) as error:  # the scores are as good without it
             self.say(f"This site's own model could not be kept ({error}).")
 

@@ -29,7 +29,7 @@ class States:
 
     def __init__(self, folder: Path, site: str, run: str) -> None:
         if not re.fullmatch(r"[0-9a-f]{1,64}", run):
-            raise UserError("The run has a name that is no plain word, so nothing is kept for it.")
+            raise UserError("The run's name is not a plain word, so nothing is kept for it.")
         self.folder, self.site = folder / run, site
 
     def at(self, round_: int) -> tuple[int, Tensor | None]:
@@ -69,7 +69,7 @@ class States:
             if getattr(error.__cause__, "errno", 0) not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise UserError(
-                f"The disk is full: '{path}' cannot be written; free some space, and the site takes part again by itself."
+                f"The disk is full: '{path}' cannot be written; free some space, and the site rejoins by itself."
             ) from error.__cause__
 
     def _read(self, round_: int) -> Tensor | None:

@@ -37,7 +37,7 @@ class Status:
     def write(
         self, journal: Journal, round_: int, state: str | None = None, error: BaseException | None = None
     ) -> None:
-        """Note it anew.
+        """Note it again.
 
         Args:
             journal: Of the training that is under way.

@@ -32,7 +32,7 @@ def watch(
 
     Args:
         name: What to call it.
-        command: Its command, made anew for every start.
+        command: Its command, made again for every start.
         env: Its environment.
         say: Told in words what happens.
         started: Called after each start.
@@ -61,7 +61,7 @@ def watch(
             refused = refused + lived + wait if shut_out else 0.0
             if refused > LOCK:
                 raise UserError(
-                    "The server refuses this site's key; it is of another deployment, not registered, or in use elsewhere."
+                    "The server refuses this site's key; it belongs to another deployment, is not registered, or is in use elsewhere."
                 )
             why = "is not let in (its key may be held for a minute)" if shut_out else f"ended with code {code}"
             say(f"{name} {why}; starting again in {wait:.0f} s.")

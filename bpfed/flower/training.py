@@ -37,6 +37,7 @@ from bpfed.networks import make_model
 from bpfed.privacy import secret_normal
 from bpfed.records import DEPLOYED, SITES
 from bpfed.rehearsal import as_rehearsal
+from bpfed.report import text
 from bpfed.slopes import fitted
 
 #: The server's rule: (the federation, uploads ``[S, ...]``, weights ``[S]``) to its new state.
@@ -93,7 +94,7 @@ class Training:
         scores: dict[str, Sums] = {}
         for attempt in range(self.plan.attempts):
             if attempt:
-                self.say(f"{here}: {len(uploads)} of {len(drawn)} uploads, {least} are needed; asking again.")
+                self.say(f"{here}: {len(uploads)} of {len(drawn)} uploads, {least} needed; asking again.")
                 self.sleep(self.plan.pause)
             self.meet(post)
             todo = {
@@ -108,8 +109,8 @@ class Training:
                 break
         else:
             raise UserError(
-                f"{here} got {len(uploads)} uploads of {len(drawn)} where {least} are needed, {self.plan.attempts} "
-                "times; look after the sites and start the run again, it goes on from here."
+                f"{here} got {len(uploads)} of {len(drawn)} uploads, {least} needed, in {self.plan.attempts} attempts; "
+                "check the sites and start the run again, it goes on from here."
             )
         if tested:
             self._record(scores)
@@ -120,7 +121,7 @@ class Training:
         scores = {site: answer.sums for site, answer in self._last(post).items() if answer.sums is not None}
         if not any(sums.examples for sums in scores.values()):
             raise UserError(
-                "No site has a test example; move the server's run away and set data.test_fraction above 0."
+                "No site has a test example; move the server's run folder away and set data.test_fraction above 0."
             )
         self._record(scores)
 
@@ -130,8 +131,8 @@ class Training:
         examples = sum(each.examples for each in told)
         if not examples:
             raise UserError(
-                "No site that has tested the rehearsal has two training examples, so nothing was held out; start the run again "
-                "when others are there, or make the deployment without rehearsals."
+                "No site that tested the rehearsal has two training examples, so nothing was held out; start the run "
+                "again when others are online, or make the deployment without rehearsals."
             )
         return fitted(torch.stack([each.slopes for each in told]).sum(0)), examples
 
@@ -143,11 +144,12 @@ class Training:
         for attempt in range(self.plan.attempts):
             if attempt:
                 what = (
-                    f"What was held out in rehearsal {self.journal.rehearsal}"
+                    f"the held-out results of rehearsal {self.journal.rehearsal}"
                     if rehearsed
-                    else "The last round's scores"
+                    else "the last round's scores"
                 )
-                self.say(f"{what}: of {len(wanted) - len(found)} sites it is missing; asking again.")
+                missing_from = text.many(len(wanted) - len(found), "site")
+                self.say(f"Still waiting for {what} from {missing_from}; asking again.")
                 self.sleep(self.plan.pause)
             self.meet(post)
             missing = [s for s in wanted if s not in found and self.journal.sites[s].ready]
@@ -155,7 +157,7 @@ class Training:
             if len(found) == len(wanted):
                 break
         if not found:
-            raise UserError("No site has tested the last round; look after the sites and start the run again.")
+            raise UserError("No site has tested the last round; check the sites and start the run again.")
         return found
 
     def _asked(self, post: Post, number: int, todo: Mapping[str, Todo]) -> dict[str, Answer]:
@@ -200,7 +202,7 @@ class Training:
         """The line of metrics of the last finished round, from what its sites say of their test examples."""
         order = [site for site in self.plan.sites if site in scores and scores[site].examples]
         if not order:
-            self.say(f"No site has tested round {self.federation.round}; it has no line of metrics.")
+            self.say(f"No site tested round {self.federation.round}, so it has no line of metrics.")
             return
         evaluation = evaluate_sums(Sums.join([scores[site] for site in order]), self.federation.settings.bins)
         self.journal.score(self.federation.round, evaluation, order, len(scores) - len(order))

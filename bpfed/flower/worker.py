@@ -61,9 +61,9 @@ def ask(folder: Path, data: bytes, timeout: float) -> bytes | None:
                 break
             except FileNotFoundError:
                 return None
-            except ConnectionRefusedError:  # it is being started anew
+            except ConnectionRefusedError:  # it is being started again
                 if time.monotonic() > until:
-                    raise TimeoutError("The site's worker does not come back.") from None
+                    raise TimeoutError("The site's worker did not come back.") from None
                 time.sleep(0.2)
         frame.send(link, data)
         try:

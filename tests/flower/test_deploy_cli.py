@@ -184,12 +184,12 @@ def test_data_is_remembered_once_it_could_be_read(tmp_path, capfd):
     site = fed / "site-client-00"
     before = files(site)
     assert bpfed("deploy", "client", site, "--data", "nosuch.csv").sentence == (
-        "There is no file 'nosuch.csv', and no dataset of that name; give one by --data."
+        "'nosuch.csv' is neither a file nor the name of a dataset; give one with --data."
     )
     assert files(site) == before
     open_site(site, print, "digits")
     assert Plan.read(site).data == "digits"
-    with pytest.raises(UserError, match="no file 'nosuch"):
+    with pytest.raises(UserError, match=r"'nosuch.csv' is neither a file"):
         open_site(site, print, "nosuch.csv")
     assert open_site(site, print).name == "client-00"
 
@@ -230,7 +230,7 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
     for folder in (server / "run", server, fed):
         for command in (("predict", folder, "--client", "client-00"), ("adapt", folder)):
             said = bpfed(*command, "--input", "x.csv").sentence
-            assert "is of a deployment's server, which has neither the sites' personal factors" in said
+            assert "belongs to a deployment's server, which has neither the sites' personal factors" in said
             assert "at a site, with its own folder" in said
     assert Run.load(fed / "site-client-00").client("client-00").name == "client-00"
     own = fed / "site-client-00"
@@ -242,7 +242,7 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
     assert "did you mean 'client-00'?" in bpfed("predict", own, "--client", "client-0", "--input", "x.csv").sentence
     shutil.rmtree(fed / "site-client-00" / "run")
     said = bpfed("predict", fed / "site-client-00", "--client", "client-00", "--input", "x.csv").sentence
-    assert "is of a deployment's site, which has no model yet" in said
+    assert "belongs to a deployment's site, which has no model yet" in said
     elsewhere = (server / "run").rename(tmp_path / "copied")
     assert "deployment's server" in bpfed("predict", elsewhere, "--client", "client-00", "--input", "x.csv").sentence
     elsewhere.rename(server / "run")
@@ -253,7 +253,7 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
     (server / "run" / "status.json").write_text(json.dumps(last))
     config = server / "config.toml"
     config.write_text(config.read_text().replace("rounds = 1", "rounds = 2"))
-    assert "has another configuration" in bpfed("deploy", "run", fed).sentence
+    assert "has a different configuration" in bpfed("deploy", "run", fed).sentence
 
 
 @pytest.mark.parametrize(
