@@ -43,7 +43,7 @@ class LoadedRun(Run):
 
     Attributes:
         folder: Where it is.
-        seen: For each client a letter for each class, 1 if it was trained on an example of it; empty where that was not noted.
+        seen: For each client a letter for each class, 1 if it was trained on one; empty where that was not noted.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ def _of_a_deployment(folder: Path, deployed: str) -> str:
     """Why nothing can be predicted from a folder of a deployment."""
     if deployed == SERVER:
         return (
-            f"'{folder}' belongs to a deployment's server, which has neither the sites' personal factors nor any examples, so it "
-            "can neither predict nor take in a newcomer; do so at a site, with its own folder."
+            f"'{folder}' belongs to a deployment's server, which has neither the sites' personal factors nor any "
+            "examples, so it can neither predict nor take in a newcomer; do so at a site, with its own folder."
         )
     return (
-        f"'{folder}' belongs to a deployment's site, which has no model yet: it keeps one when the run is finished and the site "
-        "has sent its last scores; run 'bpfed deploy run' while it is online."
+        f"'{folder}' belongs to a deployment's site, which has no model yet: it keeps one when the run is "
+        "finished and the site has sent its last scores; run 'bpfed deploy run' while it is online."
     )
 
 

@@ -1,4 +1,4 @@
-"""Networks that are chosen when none is given: the paper's two, and a small one for tables; and the model of a run, made of one."""
+"""Networks chosen where none is given, the paper's two and a small one for tables; and the model of a run."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def default(input_shape: tuple[int, ...], outputs: int, seed: int = 0, hidden: i
     images = len(input_shape) == 3 and input_shape[1:] == (32, 32)
     if images and hidden is not None:
         raise UserError(
-            "hidden is for a network with one hidden layer, but images of 32 x 32 get a LeNet; leave it out, or in Python give a "
-            "network of your own as model."
+            "hidden is for a network with one hidden layer, but images of 32 x 32 get a LeNet; leave it out, or "
+            "in Python give a network of your own as model."
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(words(seed, 0, Purpose.INIT, np.zeros(1, dtype=np.uint64))[0] >> np.uint64(1)))
@@ -77,7 +77,9 @@ def make_model(
     module: nn.Module | None = None,
     likelihood: Likelihood | None = None,
 ) -> Model:
-    """The model of a run with its first weights. Simulation, server, sites and whoever loads a run all have it from here, and so the same.
+    """The model of a run with its first weights.
+
+    Simulation, server, sites and whoever loads a run all have it from here, and so the same to the bit.
 
     Args:
         example: A small batch of inputs, ``[B, ...]``; of the network that is made here only its shape matters.

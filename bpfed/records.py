@@ -1,7 +1,7 @@
-"""A run in plain data: its configuration, its last evaluation and its summary, of a simulated and of a deployed run alike.
+"""A run in plain data: its configuration, last evaluation and summary, of a simulated and a deployed run alike.
 
-Both are made of a `Federation`. A server's has the clients' names and what their data have in common, but no examples: what needs those is
-left out here, or handed over by who knows it.
+Both are made of a `Federation`. A server's has the clients' names and what their data have in common, but no examples:
+what needs those is left out here, or handed over by who knows it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def config(federation: Federation) -> dict[str, Any]:
         **(data.preparation.settings() if data.preparation is not None else {}),
     }
     if data.protocol == DEPLOYED:
-        # Whoever repeats a run from this file is held to its protocol and its fingerprint. The first no simulation has, and the second
-        # is a hash of all clients' examples, of which a server sees none.
+        # Whoever repeats a run from this file is held to its protocol and its fingerprint. The first no simulation has,
+        # and the second is a hash of all clients' examples, of which a server sees none.
         del record["protocol"]
     else:
         record["fingerprint"] = fingerprint(data)

@@ -1,8 +1,9 @@
 """Rehearsals: before a run, train on a part of every client's examples to learn how sure to be of the rest.
 
-How sure a model should be depends on how noisy its labels are, which nobody knows before. A rehearsal holds out a fifth of each
-client's training examples, trains on the others as the run will, and fits one temperature for all clients, the *softness*, to what it
-says of those held out. The run then trains on all examples and predicts at this softness. No test example takes part.
+How sure a model should be depends on how noisy its labels are, which nobody knows before. A rehearsal holds out a fifth
+of each client's training examples, trains on the others as the run will, and fits one temperature for all clients, the
+*softness*, to what it says of those held out. The run then trains on all examples and predicts at this softness. No
+test example takes part.
 """
 
 from __future__ import annotations
@@ -86,13 +87,13 @@ def pending(federation: Federation) -> bool:
 
 
 def common(fitted: Iterable[float]) -> float:
-    """The softness that several cuts of the data agree on: their geometric mean, to four digits, inside of what one may be."""
+    """The softness that several cuts of the data agree on: their geometric mean, to four digits, and within bounds."""
     logs = [math.log(min(max(softness, SUREST), SOFTEST)) for softness in fitted]
     return float(f"{math.exp(sum(logs) / len(logs)):.4g}")
 
 
 def uncertain(softness: float, examples: int, rehearsals: int) -> str:
-    """A sentence on a softness that so many rehearsals learnt from few held-out examples in all; empty: they are enough."""
+    """A sentence on a softness that so many rehearsals learnt from few held-out examples; empty: there are enough."""
     if examples >= ENOUGH:
         return ""
     better = math.ceil(ENOUGH * rehearsals / examples)

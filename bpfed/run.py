@@ -73,7 +73,7 @@ class Run:
 
     @property
     def softness(self) -> float:
-        """The temperature of all its class probabilities, learnt or given; 1: they are left as they are, above: less sure."""
+        """The temperature of all its class probabilities, learnt or given; 1: as they are, above: less sure."""
         return self.federation.softness
 
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
@@ -129,8 +129,8 @@ class Run:
         """Let a client that took no part in training join: it learns its own factors, the shared ones stay as they are.
 
         Args:
-            x: Its inputs, ``[n, ...]``, prepared as the training inputs were; one example is enough. Or the path of a file with
-                its labelled rows. Without examples it predicts from what the run knows of clients in general.
+            x: Its inputs, ``[n, ...]``, prepared as the training inputs were; one example is enough. Or the path of a
+                file with its labelled rows. Without examples it predicts from what the run knows of clients in general.
             y: Its targets, ``[n]``, a class as its place in ``data.labels``; with a path they are in the file.
             steps: Local steps; None: five hundred.
             lr: Step size; None: the method's.

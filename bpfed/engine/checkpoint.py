@@ -1,7 +1,8 @@
 """The state of a federation on disk: tensors as safetensors, the rest as JSON, nothing that can execute.
 
-A checkpoint is two files, ``round-000012.safetensors`` and ``round-000012.json``; the second holds the hash of the first and
-is written last, so it is what makes the checkpoint exist. The two newest are kept: a damaged one falls back to the other.
+A checkpoint is two files, ``round-000012.safetensors`` and ``round-000012.json``; the second holds the hash of the
+first and is written last, so it is what makes the checkpoint exist. The two newest are kept: a damaged one falls back
+to the other.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def restore(folder: Path, federation: Federation) -> Restored | None:
         return Restored(federation.round, record, tuple(damaged))
     if damaged:
         raise UserError(
-            f"All checkpoints in '{folder}' are damaged ({', '.join(damaged)}); start again with a new --out or --overwrite."
+            f"All checkpoints in '{folder}' are damaged ({', '.join(damaged)}); start again with a new --out "
+            "or --overwrite."
         )
     return None
 
@@ -134,8 +136,8 @@ def load_model(
         if there.get(name) != here.get(name):
             shapes = (f"shape {list(s)}" if s is not None else "missing" for s in (here.get(name), there.get(name)))
             raise UserError(
-                "Parameter '{}' of the module given is {} here and {} in the run of '{}'; give the module it was trained "
-                "with.".format(name, *shapes, path)
+                "Parameter '{}' of the module given is {} here and {} in the run of '{}'; give the module it was "
+                "trained with.".format(name, *shapes, path)
             )
     return replace(model, initial=model.factors.flatten(weights))
 

@@ -121,7 +121,7 @@ def _calibrate(
 
 
 class _Predicted(NamedTuple):
-    """Predictions for the examples of C clients end to end: probabilities ``[E, K]``, or mean, scale and NLL ``[E]``."""
+    """Predictions for C clients' examples end to end: probabilities ``[E, K]``, or mean, scale and NLL ``[E]``."""
 
     outputs: tuple[Tensor, ...]
     y: Tensor
@@ -136,7 +136,7 @@ def _predict(
     how: How = "sample",
     draws: int | None = None,
 ) -> _Predicted:
-    """Every client's predictions for its own examples; ``tuned`` are the clients' states if these are not the stored ones."""
+    """Every client's predictions for its own examples; ``tuned``: their states, where these are not the stored ones."""
     device, draws = federation.device, draws or federation.settings.eval_draws
     sizes = examples.sizes[clients]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])

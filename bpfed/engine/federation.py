@@ -87,7 +87,8 @@ class Federation:
         own = module is not None
         if own and settings.hidden is not None:
             raise UserError(
-                "hidden is for the network that is made where none is given, but one is given as model; leave one of the two out."
+                "hidden is for the network that is made where none is given, but one is given as model; leave one of "
+                "the two out."
             )
         model = make_model(data.train.x[:2], data.classes, method.personal, settings, module, likelihood).to(device)
         if own and settings.members > 1:
@@ -119,8 +120,8 @@ class Federation:
     def participants(self, round_: int) -> Tensor:
         """Indices of the clients that train and return in this round, in the order of their words, ``[S]``.
 
-        Every client has a random rank in every round, and the lowest ranks take part: uniform without replacement, and a
-        client's rank depends on nobody else. With Poisson sampling all ranks below a threshold do.
+        Every client has a random rank in every round, and the lowest ranks take part: uniform without replacement, and
+        a client's rank depends on nobody else. With Poisson sampling all ranks below a threshold do.
         """
         drawn = self._drawn(round_)
         drawn = drawn[np.argsort(self.ids[drawn], kind="stable")]
@@ -167,7 +168,7 @@ class Federation:
         return noise.keys(self.settings.seed, round_, purpose, self.ids[clients.numpy()]).to(self.device)
 
     def hyper(self, round_: int, clients: Tensor) -> dict[str, Tensor]:
-        """The method's numbers in this round (from 1) for these clients, ``[S]`` each; the schedule acts on the step size."""
+        """The method's numbers in this round (from 1) for these clients, ``[S]`` each; lr as scheduled."""
         batches = self.data.train.sizes[clients].add(self.settings.batch - 1) // self.settings.batch
         numbers = self.method.hyper_in(self.course, batches)
         numbers["lr"] = self._schedule(round_) * numbers["lr"]
@@ -222,7 +223,7 @@ class Federation:
         return self._training().in_chunks(rows_, min(chunk, len(clients)), phases).personal
 
     def settle(self) -> None:
-        """After the last round: every client keeps the state that it predicts with, so that this needs no data any more."""
+        """After the last round: every client keeps the state that it predicts with, which then needs no data."""
         if self.method.tuning(self.settings.epochs):
             for clients in torch.arange(len(self)).split(SETTLED):
                 self.store.put(clients, self.tuned(clients))
@@ -252,7 +253,7 @@ class Federation:
         return self.training
 
     def receive(self, clients: Tensor, uploads: State, personal: State) -> None:
-        """End a round: the server aggregates the uploads, each client keeps its own. No uploads: nothing but noise changes."""
+        """End a round: the server aggregates the uploads, each client keeps its own. No uploads: only noise changes."""
         weights = torch.ones(len(clients), device=self.device)
         if self.settings.weighting == "size":
             weights = self.data.train.sizes[clients].float().to(self.device)
@@ -264,8 +265,8 @@ class Federation:
     def combined(self, uploads: State, weights: Tensor, draw: Draw | None = None) -> State:
         """The server's state after the round in progress, from S uploads and their weights ``[S]``.
 
-        ``draw`` is where noise for privacy comes from; None: it follows from the seed, as all does in a simulation. Whoever
-        means to keep something private gives `bpfed.privacy.secret_normal`.
+        ``draw`` is where noise for privacy comes from; None: it follows from the seed, as all does in a simulation.
+        Whoever means to keep something private gives `bpfed.privacy.secret_normal`.
         """
         key = noise.key(self.settings.seed, Purpose.PRIVACY, self.round + 1).to(self.device)
         return combined(

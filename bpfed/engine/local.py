@@ -149,7 +149,8 @@ class LocalRound:
             before += phase.epochs
             taken = taken + todo.steps
         finished = self.method.finish(self.model, local, hyper)
-        # What travels is a copy: a view of the whole weight vector, once saved or sent, would take the personal part along.
+        # What travels is a copy: a view of the whole weight vector, once saved or sent, would take the personal part
+        # along.
         upload = tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), finished.upload)
         told = {name: value / (rows.size * self.model.members) for name, value in finished.info.items()}
         return Finished(upload, finished.personal, {"nll": loss / taken.clamp(min=1.0), **told})

@@ -14,7 +14,8 @@ from bpfed.engine.local import LocalRound, Rows, chunk_size
 from bpfed.errors import UserError
 from bpfed.methods.base import Finished, State
 
-#: A compiler takes some 20 s of CPU; it is repaid where plain steps would take longer than that. In weights x client-steps.
+#: A compiler takes some 20 s of CPU; it is repaid where plain steps would take longer than that. In weights x
+#: client-steps.
 COMPILE_FROM = 2.5e8
 
 #: What federations must have in common to be stacked.
@@ -37,8 +38,8 @@ class RoundInfo:
 class Simulator:
     """Local training for federations that share method structure, network and data shapes.
 
-    Several federations (other seeds, other settings, other splits) are stacked as if their clients were one federation's;
-    each keeps its own server. On a GPU that costs little more than one.
+    Several federations (other seeds, other settings, other splits) are stacked as if their clients were one
+    federation's; each keeps its own server. On a GPU that costs little more than one.
     """
 
     def __init__(self, federations: list[Federation]) -> None:

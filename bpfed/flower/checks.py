@@ -1,4 +1,4 @@
-"""What can be said against a deployment before a site has joined, so that it is said when it is made and not at the sites."""
+"""What can be said against a deployment before a site has joined: said when it is made, and not at the sites."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bpfed.flower.pattern import patterns
 from bpfed.networks import make_model
 from bpfed.uploads import check_updates
 
-#: Shape of an input, and number of classes, while those of the sites are not known: what is checked does not depend on them.
+#: Shape of an input and number of classes while those of the sites are not known; nothing checked depends on them.
 SHAPE, CLASSES = (1,), 2
 
 

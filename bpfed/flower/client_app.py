@@ -1,7 +1,7 @@
 """The Flower app of a site. Its folder is named by the SuperNode's configuration, ``--node-config 'folder="..."'``.
 
-Flower runs it in a process of its own for every message, so it only hands the message on to the site's worker. Where none
-is running (a SuperNode that was started by hand), it does the work itself.
+Flower runs it in a process of its own for every message, so it only hands the message on to the site's worker. Where
+none is running (a SuperNode that was started by hand), it does the work itself.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def data_of(config: Config, site: str) -> str:
 
 
 def named_sites(config: Config, given: Sequence[str]) -> tuple[str, ...]:
-    """The sites' names: those given, or the clients of the named dataset, which is then checked to go with the settings."""
+    """The sites' names: those given, or the clients of the named dataset, checked to go with the settings."""
     if given:
         return tuple(given)
     data = config.load_data()

@@ -46,8 +46,8 @@ class Part:
 
     Args:
         site: The site's name.
-        sites: All sites' names; if they are those of the dataset's clients, the site has the part of the client of its name,
-            else that of the client in its place.
+        sites: All sites' names; if they are those of the dataset's clients, the site has the part of the client of its
+            name, else that of the client in its place.
         config: Says which dataset.
     """
 
@@ -123,7 +123,7 @@ class File:
 
 
 def _check_told(table: Table, path: Path, target: str, ignore: tuple[str, ...]) -> None:
-    """Refuse, before anything is sent, a file whose words look like dates or identifiers: `File.facts` would tell them."""
+    """Refuse, before anything is sent, a file whose words look like dates or identifiers: `File.facts` has them."""
     found = telling(table.without([target, SPLIT, *ignore])) if table.images is None else {}
     if not found:
         return

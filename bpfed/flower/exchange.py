@@ -19,7 +19,7 @@ from bpfed.metrics import Form
 
 
 class Todo(NamedTuple):
-    """What a site is asked to do: to train in the round; to test the state that is sent, on its test examples or on those held out."""
+    """What a site is asked to do: to train; to test the state that is sent, on test examples or on those held out."""
 
     train: bool
     test: bool

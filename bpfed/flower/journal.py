@@ -94,7 +94,7 @@ class Journal:
         """In words which round of which training, such as ``rehearsal 1 of 3, round 4``."""
         return place(round_, self.rehearsal, self.config.run.rehearsals)
 
-    # --- going on -------------------------------------------------------------------------------------------------------
+    # --- going on -----------------------------------------------------------------------------------------------------
 
     def kept(self) -> dict[str, Any] | None:
         """What the newest readable checkpoint says beside its tensors; None: there is none."""
@@ -141,7 +141,7 @@ class Journal:
         }
         checkpoint.save(self.folder / CHECKPOINT, federation, extra)
 
-    # --- as it goes -----------------------------------------------------------------------------------------------------
+    # --- as it goes ---------------------------------------------------------------------------------------------------
 
     def begin(self, federation: Federation) -> None:
         """Before the first round of a new training."""
@@ -168,7 +168,7 @@ class Journal:
         self.history = [r for r in self.history if r["round"] != round_] + [record]
         append_line(self.folder / METRICS, to_json_line(record))
 
-    # --- of a rehearsal ---------------------------------------------------------------------------------------------------
+    # --- of a rehearsal -----------------------------------------------------------------------------------------------
 
     def found(self) -> Found | None:
         """What this rehearsal found; None: it is not over."""
@@ -184,7 +184,7 @@ class Journal:
         """This rehearsal is over, and found such a softness in so many held-out examples."""
         write_whole(self.folder / FOUND, to_json(Found(softness, examples, round(self.seconds, 3))._asdict()))
 
-    # --- the result -----------------------------------------------------------------------------------------------------
+    # --- the result ---------------------------------------------------------------------------------------------------
 
     def finish(self, federation: Federation) -> RunRecord:
         """The files of a finished run, and its report."""

@@ -1,7 +1,8 @@
 """What a state that travels looks like, and the only thing that may travel to the server: an `Upload`.
 
-Only `Upload.of` makes one, of what `Method.finish` gives to the server; there is no way from a personal state or an example
-into it. Tensors travel as plain little-endian numbers: float32, or with ``compression = "half"`` as in `bpfed.compress`.
+Only `Upload.of` makes one, of what `Method.finish` gives to the server; there is no way from a personal state or an
+example into it. Tensors travel as plain little-endian numbers: float32, or with ``compression = "half"`` as in
+`bpfed.compress`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The server of a deployed federation: it meets its sites, rehearses with them where that is asked for, and makes the run."""
+"""The server of a deployed federation: it meets its sites, rehearses with them where asked to, and makes the run."""
 
 from __future__ import annotations
 
@@ -186,8 +186,8 @@ class Server:
                 return
             if waited >= self.plan.wait:
                 raise UserError(
-                    f"Only {len(here)} of {len(self.sites)} sites joined within {self.plan.wait:g} s; start the others with "
-                    "'bpfed deploy client' and run again."
+                    f"Only {len(here)} of {len(self.sites)} sites joined within {self.plan.wait:g} s; start the others "
+                    "with 'bpfed deploy client' and run again."
                 )
             self.sleep(1.0)
             waited += 1.0

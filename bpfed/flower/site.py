@@ -37,7 +37,8 @@ from bpfed.rehearsal import as_rehearsal
 from bpfed.slopes import PLACES, Told
 from bpfed.softness import SOFTEST, SUREST
 
-#: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same pattern.
+#: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same
+#: pattern.
 UploadTransform = Callable[[Upload, State, int], Upload]
 
 _ONLY = torch.tensor([0])
@@ -168,9 +169,9 @@ class Site:
             federation = Federation.of(self.config.method, cut, settings, federation.model)
         federation.run_of_all = Course(sites, self.config.run.per_round(sites), settings.rounds, settings.epochs)
         train = federation.data.train  # without what is held back or held out
-        # Not compiled unless asked for: no run is long enough at one site. The width is at least the simulator's, for clients of any size,
-        # and what is beyond a client's examples counts for nothing; a site that joined late may have more examples than any
-        # that told of theirs.
+        # Not compiled unless asked for: no run is long enough at one site. The width is at least the simulator's, for
+        # clients of any size, and what is beyond a client's examples counts for nothing; a site that joined late may
+        # have more examples than any that told of theirs.
         compiled = settings.compile == "on"
         federation.training = LocalRound.of(
             self.config.method, federation.model, train, settings, compiled, longest=longest

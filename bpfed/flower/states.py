@@ -23,8 +23,8 @@ KEPT = 3
 class States:
     """The personal states of one site in one run, as rows of numbers, by the round after which they were so.
 
-    The server says in which round a site's contribution was last used, and the site goes on from its state of that round.
-    So a reply that was lost, or a round that is asked for twice, leaves no trace: as if the site had been away.
+    The server says in which round a site's contribution was last used, and the site goes on from its state of that
+    round. So a reply that was lost, or a round that is asked for twice, leaves no trace: as if the site had been away.
     """
 
     def __init__(self, folder: Path, site: str, run: str) -> None:
@@ -82,8 +82,8 @@ class States:
         sound = noted.get("sha256") == _digest(row) and noted.get("round") == str(round_)
         if noted.get("site") != self.site:
             raise UserError(
-                f"'{self._path(round_)}' is the state of site '{noted.get('site')}', not of '{self.site}'; give every site "
-                "a folder of its own."
+                f"'{self._path(round_)}' is the state of site '{noted.get('site')}', not of '{self.site}'; give every "
+                "site a folder of its own."
             )
         return row if sound and row.dtype == torch.float32 else None
 

@@ -76,7 +76,7 @@ class Status:
 
 
 def where(found: Mapping[str, Any], further: int = 0) -> str:
-    """In words how far a run is by its status, or which round comes so much later: ``rehearsal 1 of 3, round 4 of 20``."""
+    """How far a run is by its status, or which round comes so much later: ``rehearsal 1 of 3, round 4 of 20``."""
     words = place(found["round"] + further, found.get("rehearsal", 0), found.get("rehearsals", 0))
     return f"{words} of {found['rounds']}"
 

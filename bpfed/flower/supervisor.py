@@ -61,7 +61,8 @@ def watch(
             refused = refused + lived + wait if shut_out else 0.0
             if refused > LOCK:
                 raise UserError(
-                    "The server refuses this site's key; it belongs to another deployment, is not registered, or is in use elsewhere."
+                    "The server refuses this site's key; it belongs to another deployment, is not registered, "
+                    "or is in use elsewhere."
                 )
             why = "is not let in (its key may be held for a minute)" if shut_out else f"ended with code {code}"
             say(f"{name} {why}; starting again in {wait:.0f} s.")

@@ -1,8 +1,8 @@
 """One training of a deployed federation, on the server's side: its rounds.
 
-One exchange makes a round. In exchange r the sites get the shared state after round r - 1; every site tests it, and those
-drawn for round r train from it. So the scores of a round arrive with the next one, and a last exchange is for them alone.
-In a rehearsal there is nothing but that last exchange to test, with what the sites hold out.
+One exchange makes a round. In exchange r the sites get the shared state after round r - 1; every site tests it, and
+those drawn for round r train from it. So the scores of a round arrive with the next one, and a last exchange is for
+them alone. In a rehearsal there is nothing but that last exchange to test, with what the sites hold out.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Training:
         self._record(scores)
 
     def held_out(self, post: Post) -> tuple[float, int]:
-        """After the last round of a rehearsal: the softness that suits what the sites hold out, and how many examples."""
+        """After the last round of a rehearsal: the softness that suits what sites hold out, and how many examples."""
         told = [answer.held for answer in self._last(post).values() if answer.held is not None]
         examples = sum(each.examples for each in told)
         if not examples:

@@ -1,4 +1,4 @@
-"""A site's worker: stays up between rounds, with data loaded and steps traced, and answers what its Flower app hands on.
+"""A site's worker: stays up between rounds, data loaded and steps traced, and answers what its Flower app hands on.
 
 Flower starts a new process for every message. That process only passes the message on to here, over a socket in the
 site's own folder, so a round costs neither the start of torch nor the loading of data.

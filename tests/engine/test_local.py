@@ -92,7 +92,7 @@ def test_an_upload_is_no_view_of_the_personal_numbers():
         assert tensor.untyped_storage().nbytes() == 4 * 2 * federation.model.factors.shared
 
 
-# --- what the engine does with a method's phases and states -------------------------------------------------------------
+# --- what the engine does with a method's phases and states -----------------------------------------------------------
 
 
 class Counts(NamedTuple):

@@ -236,8 +236,8 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
     own = fed / "site-client-00"
     for folder in (own, own / "run"):
         assert bpfed("predict", folder, "--client", "client-01", "--input", "x.csv").sentence == (
-            f"'{own / 'run'}' has the model of site 'client-00' only; that of 'client-01' is in the folder of that site, so predict "
-            "there."
+            f"'{own / 'run'}' has the model of site 'client-00' only; that of 'client-01' is in the folder of that "
+            "site, so predict there."
         )
     assert "did you mean 'client-00'?" in bpfed("predict", own, "--client", "client-0", "--input", "x.csv").sentence
     shutil.rmtree(fed / "site-client-00" / "run")
@@ -379,7 +379,8 @@ def test_a_process_that_has_ended_is_not_alive_though_nobody_has_buried_it():
 
 @pytest.mark.parametrize("how", ["its time is over", "its parent has ended"])
 def test_an_app_that_waits_for_good_ends_all_the_same(how):
-    wait = "import time; from bpfed.flower.ending import end_in_time; end_in_time(%s, 0.1); print(flush=True); time.sleep(600)"
+    wait = "import time; from bpfed.flower.ending import end_in_time; end_in_time(%s, 0.1); "
+    wait += "print(flush=True); time.sleep(600)"
     if how == "its time is over":
         assert subprocess.run([sys.executable, "-c", wait % 0.1], timeout=120).returncode == 1
         return

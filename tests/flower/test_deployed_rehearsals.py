@@ -1,4 +1,4 @@
-"""Rehearsals in a deployment: the simulator's softness, kept through kills, refused where it cannot be, and gone afterwards."""
+"""Rehearsals in a deployment: the simulator's softness, kept through kills, refused where wrong, gone afterwards."""
 
 import json
 import math

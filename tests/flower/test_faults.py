@@ -22,7 +22,7 @@ ROUNDS = 3
 
 
 def spoil(deployed, name, change, rounds=("2",)):
-    """Let a site's answers in these rounds pass through ``change(record, message)``; None is an answer that got lost."""
+    """Let a site's answers in these rounds pass through ``change(record, message)``; None: the answer got lost."""
     node = deployed.node(name)
     answer = deployed.grid.clients[node]
 

@@ -1,4 +1,4 @@
-"""A real federation: a SuperLink and three SuperNodes on loopback, over TLS and with keys, as a person would start it."""
+"""A real federation: a SuperLink and three SuperNodes on loopback, over TLS and with keys, as a person starts it."""
 
 import json
 import os
@@ -22,7 +22,7 @@ WANTED = {"data.name": "digits", "data.clients": 3, "run.rounds": 2, "run.epochs
 
 
 def strangers_words(folder, server, plan):
-    """What a SuperNode prints until it ends, that has the server's certificate and a site's name, and a key of its own making."""
+    """What a SuperNode prints until it ends that has the server's certificate, a site's name and its own key."""
     own, nowhere = folder / "stranger", folder / "nowhere"
     nowhere.mkdir()
     own.mkdir()

@@ -18,8 +18,8 @@ from bpfed.flower.site import Site
 from bpfed.methods import FedAvg
 from bpfed.report import RunRecord
 
-#: A simulation cannot have a deployment's protocol, a server sees no example to take a hash of, and what was neither asked for nor dealt out
-#: by us (which rows a site tests on, who owns what) it does not know.
+#: A simulation cannot have a deployment's protocol, a server sees no example to take a hash of, and what was neither
+#: asked for nor dealt out by us (which rows a site tests on, who owns what) it does not know.
 CONFIG = {"data.protocol", "data.fingerprint", "data.test_fraction", "data.partition"}
 #: What takes the probability of every example, and sites send sums.
 EVALUATION = {"fitted_softness"}

@@ -101,8 +101,8 @@ def test_the_server_says_which_columns_a_site_lacks(tmp_path, files):
     made.serve()
     (note,) = status_of(made)["notes"]
     assert note == (
-        "Some sites lack columns that others have, which count as missing there: 'age' at 'east'; add them at these sites, or "
-        "leave them out everywhere with --ignore when the deployment is made ('bpfed deploy init')."
+        "Some sites lack columns that others have, which count as missing there: 'age' at 'east'; add them at these "
+        "sites, or leave them out everywhere with --ignore when the deployment is made ('bpfed deploy init')."
     )
     assert made.said.count(note) == 1
 
@@ -241,9 +241,9 @@ def test_words_that_look_like_dates_or_identifiers_are_refused_before_anything_i
     outcome = bpfed("deploy", "client", fed / "site-north", "--data", files["north"])
     assert outcome.code == 2
     assert outcome.sentence == (
-        f"'{files['north']}' seems to have dates in 'admitted' and identifiers in 'patient', and every word there would be sent to "
-        "the server and all sites; leave these columns out with --ignore 'admitted,patient' when the deployment is made "
-        "('bpfed deploy init'), or remove them from the file."
+        f"'{files['north']}' seems to have dates in 'admitted' and identifiers in 'patient', and every word "
+        "there would be sent to the server and all sites; leave these columns out with --ignore 'admitted,patient' "
+        "when the deployment is made ('bpfed deploy init'), or remove them from the file."
     )
     assert "joins" not in outcome.err  # no SuperNode has been started
     assert Plan.read(fed / "site-north").data == ""
