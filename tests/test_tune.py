@@ -232,10 +232,10 @@ def test_its_words_are_those_of_a_tuning(command):
 def test_a_comparison_and_a_tuning_do_not_share_a_folder(command):
     command.ok(*SMALL, *RATES)
     compare = ("compare", *SMALL[1:-3], "--seeds", "1", "--quiet", "--methods", "fedavg", "--out", "a")
-    assert "'a' holds a tuning and no comparison, so nothing is written there" in command(*compare).sentence
+    assert "'a' holds a tuning, not a comparison, so nothing is written there" in command(*compare).sentence
     other = (*compare[:-1], "b")
     command.ok(*other)
-    assert "'b' holds a comparison and no tuning" in command(*SMALL, *RATES[:-1], "b").sentence
+    assert "'b' holds a comparison, not a tuning" in command(*SMALL, *RATES[:-1], "b").sentence
 
 
 def test_a_tuned_folder_of_tables_is_found_from_anywhere(command, monkeypatch):
