@@ -50,11 +50,9 @@ def init(
     folder: Folder,
     sites: Annotated[
         str | None,
-        typer.Option(
-            help="Names of the sites, separated by commas. \\[default: the clients of --data]", show_default=False
-        ),
+        typer.Option(help="Names of the sites, with commas. \\[default: the clients of --data]", show_default=False),
     ] = None,
-    address: Annotated[str, typer.Option(help="Where sites reach the server, as host:port.")] = "127.0.0.1:8000",
+    address: Annotated[str, typer.Option(help="Where sites will reach the server, host:port.")] = "127.0.0.1:8000",
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML file of settings, as for 'bpfed run'.", show_default=False)
     ] = None,
@@ -153,7 +151,7 @@ def run(folder: Folder) -> None:
 
 @app.command("status", epilog="Example: bpfed deploy status fed")
 def status(folder: Folder) -> None:
-    """Show which sites are online, the round, and the last metrics."""
+    """Which sites are there, the round, and the last metrics."""
     _flower()
     from bpfed.flower import control
     from bpfed.flower.plan import Plan, server_folder
@@ -182,7 +180,7 @@ def status(folder: Folder) -> None:
         print("Who is online is known only while a run is under way.")
     for site in plan.sites:
         if why := found["sites"].get(site, {}).get("why"):
-            print(f"Last problem with site '{site}': {why}")
+            print(f"Last of site '{site}': {why}")
     for note in found.get("notes", ()):
         print(note)
     print(_metrics(found))
@@ -190,14 +188,12 @@ def status(folder: Folder) -> None:
 
 @app.command("demo", epilog="Example: bpfed deploy demo --out runs/deployed")
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder of the demonstration; replaced if it exists.")] = Path(
-        "runs/deploy-demo"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder of the demonstration; made anew.")] = Path("runs/deploy-demo"),
     sites: Annotated[int, typer.Option(help="Number of sites.", min=2)] = 4,
     rounds: Annotated[int, typer.Option(help="Number of rounds.", min=1)] = 5,
     data: Annotated[str, typer.Option(help="A named dataset, dealt out to the sites.")] = "digits",
 ) -> None:
-    """Run a server and its sites on this machine, over TLS and with keys, and write the report."""
+    """Run a server and four sites on this machine, over TLS and with keys, and write the report."""
     check_data(data)
     _flower()
     from bpfed.config import Override, read
