@@ -29,8 +29,8 @@ from benchmarks import rounds
 from bpfed.config import Override, read
 from bpfed.files import write_whole
 from bpfed.flower import control, keys, processes
-from bpfed.flower.deployed import RUN, STATE
-from bpfed.flower.plan import SERVER, Plan
+from bpfed.flower.plan import Plan
+from bpfed.layout import RUN, SERVER, STATES
 
 ROUNDS = 400  # more than are needed: the script ends the run
 WANTED = {"data.name": "digits", "data.clients": 4, "run.rounds": ROUNDS, "run.epochs": 1, "run.eval_every": 1}
@@ -185,7 +185,7 @@ def main() -> None:
     faults = Faults(watched, sys.argv[2:], say)
     with (
         processes.until_told(),
-        small_disk(control.site_folder(fed, tight) / STATE) as small,
+        small_disk(control.site_folder(fed, tight) / STATES) as small,
         control.started(fed, replace(plan, sites=tuple(honest)), "digits", say) as running,
     ):
         own = control.site_folder(fed, rogue)
@@ -199,7 +199,7 @@ def main() -> None:
         watched.until(lambda s: s["round"] >= quiet, "rounds without a fault")
         _spoilt_answers(faults, own, rogue)
         if small:
-            _full_disk(faults, control.site_folder(fed, tight) / STATE, tight)
+            _full_disk(faults, control.site_folder(fed, tight) / STATES, tight)
         else:
             say("No disk of its own could be mounted; the fault 'full disk' is left out.")
         _killed(faults, fed, running, victim)

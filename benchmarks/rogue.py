@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from bpfed.flower import deployed, processes, worker
+from bpfed.flower import deployed, processes, supernode, supervisor, worker
 from bpfed.flower.plan import Plan
 from bpfed.flower.site import Site
 
@@ -84,7 +84,7 @@ def main() -> None:
     deployed.open_site = lambda folder, say: spoiling(honest(folder, say), folder / "spoil")
     threading.Thread(target=worker.work, args=(folder, say), daemon=True).start()
     env = processes.environment(folder / "flwr", plan)
-    processes.watch("The SuperNode", lambda: processes.supernode(folder, plan), env, say, lambda: None)
+    supervisor.watch("The SuperNode", lambda: supernode.command(folder, plan), env, say, lambda: None)
 
 
 if __name__ == "__main__":

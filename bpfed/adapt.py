@@ -88,19 +88,9 @@ def adapt(
     alone = _alone(federation, method, data)
     personal = rows(method.newcomer(alone.model, alone.shared), 1)
     if count := len(data.train.y):
-        batch = alone.settings.batch
-        epochs = -(-(STEPS if steps is None else steps) // -(-count // batch))
+        epochs = -(-(STEPS if steps is None else steps) // -(-count // alone.settings.batch))
         device, key = alone.device, alone.keys(0, Purpose.ADAPTATION, torch.tensor([0]))
-        train = LocalRound(
-            method,
-            alone.model,
-            data.train.x.to(device),
-            data.train.y.to(device),
-            batch,
-            epochs,
-            False,
-            min(batch, count),
-        )
+        train = LocalRound.of(method, alone.model, data.train, replace(alone.settings, epochs=epochs))
         newcomer = Rows(
             shared=rows(alone.shared, 1),
             personal=personal,
@@ -145,7 +135,7 @@ def _alone(federation: Federation, method: Method, data: FederatedData) -> Feder
         settings, store="memory", eval_draws=max(DRAWS, settings.eval_draws), calibration=0.0, scaling="none"
     )
     alone = Federation.of(method, data, settings, federation.model)
-    alone.shared, alone.round, alone.learnt = federation.shared, settings.rounds, federation.learnt
+    alone.shared, alone.round, alone.learnt_softness = federation.shared, settings.rounds, federation.learnt_softness
     return alone
 
 

@@ -15,14 +15,26 @@ from torch import nn
 from bpfed import config
 from bpfed.calibration import Calibration
 from bpfed.callbacks.base import Callback
-from bpfed.callbacks.folder import CALIBRATION, CHECKPOINT, DATA, MODEL, STATES, learnt, lines
+from bpfed.callbacks.folder import learnt, lines
 from bpfed.card import without_examples
 from bpfed.engine import checkpoint
 from bpfed.engine.federation import Federation, pick_device
 from bpfed.errors import UserError
-from bpfed.flower.plan import RUN, SERVER, part
+from bpfed.layout import (
+    CALIBRATION,
+    CHECKPOINT,
+    CONFIG,
+    DATA,
+    METRICS,
+    MODEL,
+    RUN,
+    SERVER,
+    STATES,
+    SUMMARY,
+    part,
+)
 from bpfed.likelihoods import Likelihood
-from bpfed.report.record import CONFIG, METRICS, SUMMARY, RunRecord, no_run
+from bpfed.report.record import RunRecord, no_run
 from bpfed.run import Run
 
 
@@ -31,7 +43,7 @@ class LoadedRun(Run):
 
     Attributes:
         folder: Where it is.
-        seen: For each client a letter for each class, 1 if it was trained on an example of it; empty where that was not noted.
+        seen: For each client a letter for each class, 1 if it was trained on one; empty where that was not noted.
     """
 
     def __init__(
@@ -49,9 +61,7 @@ class LoadedRun(Run):
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
         if self.federation.finished:
             return self
-        raise UserError(
-            f"The run in '{self.folder}' was loaded without its data; go on with it by fit(..., resume=True)."
-        )
+        raise UserError(f"The run in '{self.folder}' was loaded without its data; go on with fit(..., resume=True).")
 
     def config(self) -> dict[str, Any]:
         return tomllib.loads((self.folder / CONFIG).read_text())
@@ -76,7 +86,7 @@ def load_run(
         raise no_run(folder)
     if not whole:
         raise UserError(
-            f"'{folder}' lacks what prediction needs ({DATA}, {MODEL}); add it by: bpfed run --out {folder} --resume"
+            f"'{folder}' lacks what prediction needs ({DATA}, {MODEL}); add it with: bpfed run --out {folder} --resume"
         )
     chosen = config.read(folder / CONFIG)
     for note in chosen.notes:
@@ -89,18 +99,10 @@ def load_run(
     settings = chosen.run
     if settings.device == "cuda" and not torch.cuda.is_available():
         settings = replace(settings, device="cpu")
-    network = checkpoint.load_model(
-        folder / MODEL,
-        model,
-        likelihood,
-        data.input_shape,
-        chosen.method.personal,
-        settings.members,
-        settings.hidden,
-    )
+    network = checkpoint.load_model(folder / MODEL, model, likelihood, data, chosen.method.personal, settings)
     network = network.to(pick_device(settings.device, settings.tf32))
     federation = Federation.of(chosen.method, data, settings, network, folder / STATES)
-    federation.learnt = learnt(folder)
+    federation.learnt_softness = learnt(folder)
     found = checkpoint.restore(folder / CHECKPOINT, federation)
     if found is None:
         raise UserError(
@@ -120,12 +122,12 @@ def _of_a_deployment(folder: Path, deployed: str) -> str:
     """Why nothing can be predicted from a folder of a deployment."""
     if deployed == SERVER:
         return (
-            f"'{folder}' is of a deployment's server, which has neither the sites' personal factors nor any examples, so it "
-            "can neither predict nor take a newcomer in; do so at a site, with its own folder."
+            f"'{folder}' belongs to a deployment's server, which has neither the sites' personal factors nor any "
+            "examples, so it can neither predict nor take in a newcomer; do so at a site, with its own folder."
         )
     return (
-        f"'{folder}' is of a deployment's site, which has no model yet: it keeps one when the run is finished and the site "
-        "has told its last scores; run 'bpfed deploy run' while it is there."
+        f"'{folder}' belongs to a deployment's site, which has no model yet: it keeps one when the run is "
+        "finished and the site has sent its last scores; run 'bpfed deploy run' while it is online."
     )
 
 

@@ -1,4 +1,4 @@
-"""Networks that are chosen when none is given: the paper's two, and a small one for tables."""
+"""Networks chosen where none is given, the paper's two and a small one for tables; and the model of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import math
 import torch
 from torch import Tensor, nn
 
+from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
+from bpfed.factors import Personal
+from bpfed.likelihoods import Categorical, Likelihood, Normal
+from bpfed.mixture import mixture
+from bpfed.model import Model
 from bpfed.noise import Purpose, words
 
 #: Units in the hidden layer of an MLP where nothing is said.
@@ -54,11 +59,38 @@ def default(input_shape: tuple[int, ...], outputs: int, seed: int = 0, hidden: i
     images = len(input_shape) == 3 and input_shape[1:] == (32, 32)
     if images and hidden is not None:
         raise UserError(
-            "hidden is for a network with one hidden layer, but images of 32 x 32 get a LeNet; leave it out, or in Python give a "
-            "network of your own as model."
+            "hidden is for a network with one hidden layer, but images of 32 x 32 get a LeNet; leave it out, or "
+            "in Python give a network of your own as model."
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(words(seed, 0, Purpose.INIT, np.zeros(1, dtype=np.uint64))[0] >> np.uint64(1)))
         if images:
             return LeNet(input_shape[0], outputs)
         return mlp(math.prod(input_shape), outputs, (HIDDEN if hidden is None else hidden,))
+
+
+def make_model(
+    example: Tensor,
+    classes: int,
+    personal: Personal,
+    settings: Settings,
+    module: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+) -> Model:
+    """The model of a run with its first weights.
+
+    Simulation, server, sites and whoever loads a run all have it from here, and so the same to the bit.
+
+    Args:
+        example: A small batch of inputs, ``[B, ...]``; of the network that is made here only its shape matters.
+        classes: How many there are; 0: the targets are numbers.
+        personal: See `Factors.of`.
+        settings: Of which the seed, ``hidden`` and ``members`` matter.
+        module: A network; None: the `default` one.
+        likelihood: None: categorical for classes, Gaussian with learnt noise for numbers.
+    """
+    if likelihood is None:
+        likelihood = Categorical(classes) if classes else Normal()
+    if module is None:
+        module = default(tuple(example.shape[1:]), classes or 1, settings.seed, settings.hidden)
+    return mixture(Model.of(module, likelihood, example, personal), settings.members, settings.seed)

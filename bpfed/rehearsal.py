@@ -1,8 +1,9 @@
 """Rehearsals: before a run, train on a part of every client's examples to learn how sure to be of the rest.
 
-How sure a model should be depends on how noisy its labels are, which nobody knows before. A rehearsal holds out a fifth of each
-client's training examples, trains on the others as the run will, and fits one temperature for all clients, the *softness*, to what it
-says of those held out. The run then trains on all examples and predicts at this softness. No test example takes part.
+How sure a model should be depends on how noisy its labels are, which nobody knows before. A rehearsal holds out a fifth
+of each client's training examples, trains on the others as the run will, and fits one temperature for all clients, the
+*softness*, to what it says of those held out. The run then trains on all examples and predicts at this softness. No
+test example takes part.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from bpfed.callbacks.folder import Folder
 from bpfed.callbacks.progress import Progress
 from bpfed.data.held import HELD, held_out
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import SOFTEST, SUREST, Settings
+from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.run import Run, train_together
+from bpfed.softness import SOFTEST, SUREST
 
 #: Held-out examples, in all rehearsals of a run together, below which a softness is uncertain by a tenth and more.
 ENOUGH = 1000
@@ -74,24 +76,24 @@ def rehearse(
             assert trial.evaluation is not None
             seen[id(part.run)] += trial.evaluation[0].sums.examples  # of those clients that are tested
     for run, _ in waiting:
-        run.federation.learnt = common(found[id(run)])
+        run.federation.learnt_softness = common(found[id(run)])
         if sentence := uncertain(run.softness, seen[id(run)], run.settings.rehearsals):
             run.say(sentence)
 
 
 def pending(federation: Federation) -> bool:
     """Whether a softness is still to be learnt."""
-    return federation.settings.rehearsals > 0 and federation.learnt is None
+    return federation.settings.rehearsals > 0 and federation.learnt_softness is None
 
 
 def common(fitted: Iterable[float]) -> float:
-    """The softness that several cuts of the data agree on: their geometric mean, to four digits, inside of what one may be."""
+    """The softness that several cuts of the data agree on: their geometric mean, to four digits, and within bounds."""
     logs = [math.log(min(max(softness, SUREST), SOFTEST)) for softness in fitted]
     return float(f"{math.exp(sum(logs) / len(logs)):.4g}")
 
 
 def uncertain(softness: float, examples: int, rehearsals: int) -> str:
-    """A sentence on a softness that so many rehearsals learnt from few held-out examples in all; empty: they are enough."""
+    """A sentence on a softness that so many rehearsals learnt from few held-out examples; empty: there are enough."""
     if examples >= ENOUGH:
         return ""
     better = math.ceil(ENOUGH * rehearsals / examples)

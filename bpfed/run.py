@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-import bpfed
-from bpfed.calibration import Calibration, fewest
+from bpfed import records
+from bpfed.calibration import Calibration
 from bpfed.callbacks.base import Callback
 from bpfed.client import Client
 from bpfed.data import FederatedData
@@ -27,7 +25,7 @@ from bpfed.engine.simulator import RoundInfo, Simulator
 from bpfed.errors import Diverged, UserError, unknown
 from bpfed.files import to_toml
 from bpfed.likelihoods import Likelihood
-from bpfed.metrics import BEST_IS_HIGH, SURE, Evaluation
+from bpfed.metrics import Evaluation
 from bpfed.report import RunRecord, text, write
 from bpfed.report.record import softly
 
@@ -75,7 +73,7 @@ class Run:
 
     @property
     def softness(self) -> float:
-        """The temperature of all its class probabilities, learnt or given; 1: they are left as they are, above: less sure."""
+        """The temperature of all its class probabilities, learnt or given; 1: as they are, above: less sure."""
         return self.federation.softness
 
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
@@ -131,8 +129,8 @@ class Run:
         """Let a client that took no part in training join: it learns its own factors, the shared ones stay as they are.
 
         Args:
-            x: Its inputs, ``[n, ...]``, prepared as the training inputs were; one example is enough. Or the path of a file with
-                its labelled rows. Without examples it predicts from what the run knows of clients in general.
+            x: Its inputs, ``[n, ...]``, prepared as the training inputs were; one example is enough. Or the path of a
+                file with its labelled rows. Without examples it predicts from what the run knows of clients in general.
             y: Its targets, ``[n]``, a class as its place in ``data.labels``; with a path they are in the file.
             steps: Local steps; None: five hundred.
             lr: Step size; None: the method's.
@@ -179,30 +177,7 @@ class Run:
 
     def config(self) -> dict[str, Any]:
         """All that is needed to repeat the run, as in ``config.toml``."""
-        method, data = self.federation.method, self.data
-        factors = self.federation.model.factors
-        return {
-            "bpfed": bpfed.__version__,
-            "data": {
-                "name": data.name,
-                "partition": data.partition,
-                "protocol": data.protocol,
-                "clients": len(data),
-                "test_fraction": data.test_fraction,
-                "seed": data.seed,
-                **(data.preparation.settings() if data.preparation is not None else {}),
-                "fingerprint": fingerprint(data),
-            },
-            "method": {"name": method.name, **method.settings()},
-            "run": {**asdict(self.settings), "device": self.federation.device.type},
-            "model": {
-                "network": type(self.federation.model.module).__name__,
-                "weights": factors.total,
-                "shared": factors.shared,
-                "personal": list(factors.personal_names),
-                "initial": hashlib.sha256(self.federation.model.initial.cpu().numpy().tobytes()).hexdigest()[:16],
-            },
-        }
+        return records.config(self.federation)
 
     def detail(self) -> dict[str, Any]:
         """Per-client metrics and reliability of the last evaluated round, as in ``evaluation.json``."""
@@ -212,40 +187,11 @@ class Run:
         names = [self.data.clients[i] for i in clients.tolist()]
         train, held = self.data.train.sizes[clients].tolist(), self.data.calibration
         kept = held.sizes[clients].tolist() if held is not None else None
-        found = evaluation.detail(self.federation.round, names, train, kept)
-        if held is not None:
-            found["fewest_calibration"] = fewest(SURE)
-        if len(self.data.labels) == 2:
-            found["labels"] = list(self.data.labels)
-        if self.data.task == "regression" and (made := self.data.preparation) is not None:
-            found["target"] = {"name": made.target, "scale": made.target_scale}
-        return found
+        return records.detail(self.federation, evaluation, names, train, kept)
 
     def summary_record(self) -> dict[str, Any]:
         """The run in figures, as in ``summary.json``; accuracy and ECE as fractions."""
-        federation, data = self.federation, self.data
-        record: dict[str, Any] = {
-            "method": federation.method.name,
-            "title": federation.method.title,
-            "data": data.name,
-            "partition": data.partition,
-            "protocol": data.protocol,
-            "seed": self.settings.seed,
-            "rounds": federation.round,
-            "clients": len(data),
-            "device": federation.device.type,
-            "seconds": round(self.seconds, 3),
-            "bins": self.settings.bins,
-        }
-        if (participants := self.settings.per_round(len(data))) < len(data):
-            record |= {"participants": participants, "never_drawn": int((federation.times_drawn() == 0).sum())}
-        if (epsilon := federation.epsilon()) is not None:
-            record |= {"epsilon": epsilon, "delta": self.settings.delta}
-        if self.settings.members > 1:
-            record["members"] = self.settings.members
-        if self.softness != 1.0:
-            record["softness"] = self.softness
-        return record | figures(self.history)
+        return records.summary(self.federation, self.history, self.seconds)
 
     def summary(self) -> str:
         """The last round in a few lines of text."""
@@ -301,27 +247,6 @@ def train_together(runs: Sequence[Run], callbacks: Sequence[Sequence[Callback]])
             for callback in own:
                 callback.stop(run)
     return list(runs)
-
-
-def figures(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """Of each metric its last value, its best, and that of the worst client, as in ``summary.json``."""
-    found: dict[str, dict[str, float | None]] = {}
-    for metric in (m for m in ("accuracy", "rmse", "nll", "brier", "ece", "mce") if m in history[-1]):
-        pooled = [r[metric]["pooled"] for r in history if r[metric]["pooled"] is not None]
-        best = (max if metric in BEST_IS_HIGH else min)(pooled, default=None)
-        last = history[-1][metric]
-        found[metric] = {"last": last["pooled"], "best": best, "worst_client": last["worst"]}
-    return found
-
-
-def fingerprint(data: FederatedData) -> str:
-    """A short hash of all examples and who owns them."""
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update("\0".join(data.clients).encode())
-    for examples in (data.train, data.test, *([data.calibration] if data.calibration is not None else [])):
-        for tensor in (examples.x, examples.y, examples.offsets):
-            digest.update(tensor.cpu().contiguous().numpy().data)
-    return digest.hexdigest()
 
 
 def to_stderr(sentence: str) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bpfed.calibration import PRIOR
-from bpfed.engine.settings import SOFTEST, SUREST
 from bpfed.metrics import SMALLEST
+from bpfed.softness import SOFTEST, SUREST
 
 #: Places at which slopes are told. With so many the temperature is off by less than a ten-thousandth.
 PLACES = 257

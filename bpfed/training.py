@@ -132,7 +132,7 @@ def prepare(
     if not len(data.test.y):
         raise untested(data.name)
     run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
-    run.federation.learnt = folder.learnt if folder is not None else None
+    run.federation.learnt_softness = folder.learnt if folder is not None else None
     for note in (*run.federation.model.notes, *data.notes):
         say(note)
     held, least = run.data.calibration, fewest(SURE)

@@ -80,7 +80,7 @@ def test_what_a_test_would_prefer_is_told_and_not_used():
     told = run.detail()["fitted_softness"]
     assert told > 0.0
     assert run.federation.softness == 1.0
-    run.federation.learnt = told
+    run.federation.learnt_softness = told
     better = evaluate_clients(run.federation)[0]["nll"].pooled
     assert better <= run.evaluation[0]["nll"].pooled
 

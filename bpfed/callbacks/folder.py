@@ -17,20 +17,27 @@ from bpfed.engine.evaluate import calibrate
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.files import append_line, clear_parts, is_part, lock, said, to_json, to_json_line, to_toml, write_whole
+from bpfed.layout import (
+    CALIBRATION,
+    CHECKPOINT,
+    CONFIG,
+    DATA,
+    EVALUATION,
+    LEARNT,
+    METRICS,
+    MODEL,
+    REHEARSALS,
+    REPORT,
+    STATES,
+    SUMMARY,
+)
 from bpfed.networks import HIDDEN
 from bpfed.report import text
-from bpfed.report.record import CONFIG, EVALUATION, METRICS, REHEARSALS, REPORT, SUMMARY
 from bpfed.schema import RECORDED
 
 if TYPE_CHECKING:
     from bpfed.engine.simulator import RoundInfo
     from bpfed.run import Run
-
-CHECKPOINT, STATES = "checkpoint", "state"
-#: What was learnt in rehearsals.
-LEARNT = "learnt.json"
-#: What a run must know to predict without its data: of the data, the network, and how predictions are calibrated.
-DATA, MODEL, CALIBRATION = "data.json", "model.safetensors", "calibration.json"
 
 
 class Folder(Callback):
@@ -150,8 +157,8 @@ class Folder(Callback):
         with said(self.path):  # the old configuration goes last, for without it this would be no run folder
             for old in [p for p in self.path.iterdir() if p.name not in (CONFIG, REHEARSALS)]:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-        if run.federation.learnt is not None:
-            write_whole(self.path / LEARNT, to_json({"softness": run.federation.learnt}))
+        if run.federation.learnt_softness is not None:
+            write_whole(self.path / LEARNT, to_json({"softness": run.federation.learnt_softness}))
         write_whole(self.path / CONFIG, to_toml(run.config()))
         self._forget_rehearsals()
         write_whole(self.path / METRICS, "")

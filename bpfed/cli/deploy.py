@@ -93,11 +93,11 @@ def init(
 def server(folder: Folder) -> None:
     """Run the server in the foreground until SIGTERM or Ctrl-C."""
     _flower()
-    from bpfed.flower import processes
+    from bpfed.flower import superlink
     from bpfed.flower.plan import Plan, server_folder
 
     own = server_folder(folder)
-    processes.serve(own, Plan.read(own), _say)
+    superlink.serve(own, Plan.read(own), _say)
 
 
 @app.command("client", epilog="Example: bpfed deploy client fed/site-north --data patients.csv")
@@ -113,21 +113,24 @@ def client(
 ) -> None:
     """Run a site in the foreground until SIGTERM or Ctrl-C."""
     _flower()
-    from bpfed.flower import processes
-    from bpfed.flower.plan import FILE, Plan, site_folders
+    from bpfed.flower import supernode
+    from bpfed.flower.plan import Plan, no_deployment, site_folders
+    from bpfed.layout import PLAN
 
     own = folder.resolve()
-    if not (own / FILE).exists() and (inside := site_folders(folder)):
-        raise UserError(
-            f"'{folder}' is the folder of a whole deployment; give that of one site, such as '{inside[0]}'."
-        )
+    if not (own / PLAN).exists():
+        if inside := site_folders(folder):
+            raise UserError(
+                f"'{folder}' is the folder of a whole deployment; give that of one site, such as '{inside[0]}'."
+            )
+        raise no_deployment(folder)
     plan = Plan.read(own)
     if not plan.site:
         beside = [*site_folders(folder.parent), folder.parent / "site-a"]
         raise UserError(f"'{folder}' is not the folder of a site; give one such as '{beside[0]}'.")
     if data is not None and (path := Path(data).expanduser()).exists():
         data = str(path.resolve())
-    if not processes.join(own, plan, _say, data):
+    if not supernode.join(own, plan, _say, data):
         raise typer.Exit(2)
 
 
@@ -136,10 +139,9 @@ def run(folder: Folder) -> None:
     """Run the remaining rounds, on the server's machine, and write the report."""
     _flower()
     from bpfed.flower import control
-    from bpfed.flower.deployed import RUN
     from bpfed.flower.following import Following
     from bpfed.flower.plan import Plan, server_folder
-    from bpfed.report.record import REPORT
+    from bpfed.layout import REPORT, RUN
 
     own = server_folder(folder)
     try:
@@ -175,7 +177,7 @@ def status(folder: Folder) -> None:
     for site in plan.sites:
         seen = found["sites"].get(site, {})
         numbers = [str(seen.get(key, 0)) for key in ("counted", "refused", "lost")]
-        online = "yes" if seen.get("online") else "joining" if seen.get("connected") else "no"
+        online = "yes" if seen.get("ready") else "joining" if seen.get("online") else "no"
         shown.add_row(site, text.MISSING if over else online, *numbers)
     show.put(shown)
     if over:
@@ -202,13 +204,12 @@ def demo(
     _flower()
     from bpfed.config import Override, read
     from bpfed.flower import control, processes
-    from bpfed.flower.deployed import RUN
     from bpfed.flower.following import Following
-    from bpfed.flower.plan import FILE, SERVER, Plan
-    from bpfed.report.record import REPORT
+    from bpfed.flower.plan import Plan
+    from bpfed.layout import PLAN, REPORT, RUN, SERVER
 
     if out.exists() and any(out.iterdir()):
-        if not (out / SERVER / FILE).exists():
+        if not (out / SERVER / PLAN).exists():
             raise UserError(f"'{out}' contains other files; choose another --out.")
         shutil.rmtree(out)
     wanted = {"data.name": data, "data.clients": sites, "run.rounds": rounds, "run.eval_every": 1}

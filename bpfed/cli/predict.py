@@ -176,9 +176,9 @@ def finished_run(folder: Path, say: Any) -> LoadedRun:
 
 def newcomers_of(folder: Path) -> Path:
     """Where the newcomers to the run in this folder are; beside a site's own model, which may be written again."""
-    from bpfed.flower.plan import FILE
+    from bpfed.layout import PLAN
 
-    return (folder.parent if (folder.parent / FILE).is_file() else folder) / ADAPTED
+    return (folder.parent if (folder.parent / PLAN).is_file() else folder) / ADAPTED
 
 
 def find(run: LoadedRun, name: str) -> Client:
@@ -195,9 +195,10 @@ def find(run: LoadedRun, name: str) -> Client:
 
 def _another_site(folder: Path, name: str) -> UserError | None:
     """The error where a site's own run is asked for another site's model; None: it is not."""
-    from bpfed.flower.plan import FILE, Plan
+    from bpfed.flower.plan import Plan
+    from bpfed.layout import PLAN
 
-    if not (folder.parent / FILE).is_file():
+    if not (folder.parent / PLAN).is_file():
         return None
     plan = Plan.read(folder.parent)
     if not plan.site or name not in plan.sites:

@@ -14,8 +14,8 @@ EXAMPLE = "Example: bpfed report runs/first"
 
 def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")]) -> None:
     """Write report.html of a run again from its files, and print its figures."""
+    from bpfed.layout import REPORT
     from bpfed.report import RunRecord, write
-    from bpfed.report.record import REPORT
 
     run = RunRecord.read(folder)
     show.result(run, write(run, folder / REPORT))

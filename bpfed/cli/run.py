@@ -90,7 +90,7 @@ def run(
         trained = prepare(chosen.method, chosen.load_data(data_dir), chosen.run, folder=folder, say=progress.say)
         chosen.confirm(trained.config())
         rehearse([trained], [folder], None if quiet else progress)
-        if trained.federation.learnt is not None:
+        if trained.federation.learnt_softness is not None:
             progress.say(f"Rehearsed: probabilities will have a softness of {softly(trained.softness)}.")
         trained.train(callbacks)
     except KeyboardInterrupt:

@@ -56,6 +56,13 @@ class Examples:
         sizes = torch.tensor([0] + [len(y) for _, y in clients])
         return cls(torch.cat([x for x, _ in clients]), torch.cat([y for _, y in clients]), sizes.cumsum(0))
 
+    @classmethod
+    def join(cls, parts: list[Examples]) -> Examples:
+        """The clients of several federations, one federation's after the other's."""
+        sizes = torch.cat([part.sizes for part in parts])
+        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        return cls(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]), offsets)
+
     def select(self, clients: Tensor) -> Examples:
         """The examples of the clients at these indices ``[S]``, in that order."""
         sizes = self.sizes[clients]

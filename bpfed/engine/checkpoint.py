@@ -1,7 +1,8 @@
 """The state of a federation on disk: tensors as safetensors, the rest as JSON, nothing that can execute.
 
-A checkpoint is two files, ``round-000012.safetensors`` and ``round-000012.json``; the second holds the hash of the first and
-is written last, so it is what makes the checkpoint exist. The two newest are kept: a damaged one falls back to the other.
+A checkpoint is two files, ``round-000012.safetensors`` and ``round-000012.json``; the second holds the hash of the
+first and is written last, so it is what makes the checkpoint exist. The two newest are kept: a damaged one falls back
+to the other.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from bpfed.data.federated import FederatedData
 from bpfed.engine.federation import Federation
+from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.factors import Personal
 from bpfed.files import to_json, write_whole
 from bpfed.likelihoods import Categorical, Likelihood, Normal
-from bpfed.mixture import mixture
 from bpfed.model import Model
-from bpfed.networks import default
+from bpfed.networks import make_model
 
 KEPT = 2
 
@@ -85,7 +87,8 @@ def restore(folder: Path, federation: Federation) -> Restored | None:
         return Restored(federation.round, record, tuple(damaged))
     if damaged:
         raise UserError(
-            f"All checkpoints in '{folder}' are damaged ({', '.join(damaged)}); start again with a new --out or --overwrite."
+            f"All checkpoints in '{folder}' are damaged ({', '.join(damaged)}); start again with a new --out "
+            "or --overwrite."
         )
     return None
 
@@ -101,10 +104,9 @@ def load_model(
     path: Path,
     module: nn.Module | None,
     likelihood: Likelihood | None,
-    shape: tuple[int, ...],
+    data: FederatedData,
     personal: Personal,
-    members: int = 1,
-    hidden: int | None = None,
+    settings: Settings,
 ) -> Model:
     """The network that was saved there, with its first weights.
 
@@ -112,24 +114,20 @@ def load_model(
         path: What `save_model` wrote.
         module: The module it was; None: the default one.
         likelihood: None: that of the file, if it is one of `bpfed.likelihoods`.
-        shape: Of one input.
+        data: What it was trained on; of which its form matters, so that it needs no examples.
         personal: See `Factors.of`.
-        members: See `Settings.members`.
-        hidden: See `Settings.hidden`.
+        settings: Of the run.
     """
     try:
         with safetensors.safe_open(path, "pt") as file:
             words = file.metadata() or {}
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is not a dict)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"'{path}' cannot be read ({error}); put it back, or run it again with --overwrite.") from error
     if likelihood is None:
         likelihood = _likelihood(path, words.get("likelihood", ""))
-    given = module is not None
-    if module is None:
-        outputs = likelihood.classes if isinstance(likelihood, Categorical) else 1
-        module = default(shape, outputs, hidden=hidden)
-    model = mixture(Model.of(module, likelihood, torch.zeros(2, *shape), personal), members, 0)
+    given, example = module is not None, torch.zeros(2, *data.input_shape)
+    model = make_model(example, data.classes, personal, settings, module, likelihood)
     there = {n: tuple(t.shape) for n, t in weights.items()}
     here = {n: tuple(t.shape) for n, t in model.factors.unflatten(model.initial).items()}
     if not given and (there != here or words.get("network") != str(model.module)):
@@ -138,8 +136,8 @@ def load_model(
         if there.get(name) != here.get(name):
             shapes = (f"shape {list(s)}" if s is not None else "missing" for s in (here.get(name), there.get(name)))
             raise UserError(
-                "Parameter '{}' of the module given is {} here and {} in the run of '{}'; give the module it was trained "
-                "with.".format(name, *shapes, path)
+                "Parameter '{}' of the module given is {} here and {} in the run of '{}'; give the module it was "
+                "trained with.".format(name, *shapes, path)
             )
     return replace(model, initial=model.factors.flatten(weights))
 

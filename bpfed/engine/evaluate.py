@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from bpfed.engine.baseline import class_shares, mean_targets
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import threads
 from bpfed.errors import UserError
-from bpfed.methods.base import State, rows
+from bpfed.methods.base import Predictive, State, rows
 from bpfed.metrics import SURE, Evaluation, evaluate, evaluate_regression
 from bpfed.noise import Purpose, words
 from bpfed.predict import How, classify, regress
@@ -119,7 +120,7 @@ def _calibrate(
 
 
 class _Predicted(NamedTuple):
-    """Predictions for the examples of C clients end to end: probabilities ``[E, K]``, or mean, scale and NLL ``[E]``."""
+    """Predictions for C clients' examples end to end: probabilities ``[E, K]``, or mean, scale and NLL ``[E]``."""
 
     outputs: tuple[Tensor, ...]
     y: Tensor
@@ -134,46 +135,65 @@ def _predict(
     how: How = "sample",
     draws: int | None = None,
 ) -> _Predicted:
-    """Every client's predictions for its own examples; ``tuned`` are the clients' states if these are not the stored ones."""
+    """Every client's predictions for its own examples; ``tuned``: their states, where these are not the stored ones."""
+    device, draws = federation.device, draws or federation.settings.eval_draws
     sizes = examples.sizes[clients]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    model, device = federation.model, federation.device
-    order = sizes.argsort(descending=True, stable=True)  # like sizes together, so that little is padded
-    order = order[sizes[order] > 0]
-    numbers = max(1, math.prod(examples.x.shape[1:])) + 4 * model.factors.total // max(1, int(sizes.float().mean()))
-    outputs: list[list[Tensor]] = [[] for _ in range(3)]
+    found: list[tuple[Tensor, ...]] = []
     at: list[Tensor] = []
-    draws = draws or federation.settings.eval_draws
-    start = 0
-    while start < len(order):
-        longest = int(sizes[order[start]])
-        group = order[start : start + max(1, BLOCK // (numbers * longest))]
-        start += len(group)
+    for group in _groups(examples, sizes, federation.model.factors.total):
         who = clients[group]
-        slot = torch.arange(longest)
+        slot = torch.arange(int(sizes[group].max()))
         valid = slot < sizes[group][:, None]
         source = (examples.offsets[who][:, None] + torch.where(valid, slot, 0)).to(examples.x.device)
         x, y = examples.x[source].to(device), examples.y[source].to(device)
-        key = federation.keys(0, Purpose.EVALUATION, who)
         with torch.no_grad():
             personal = federation.personal(who) if tuned is None else tree_map(lambda t, own=group: t[own], tuned)
-            predictive = federation.method.predictive(model, rows(federation.shared, len(who)), personal)
-            valid = valid.to(device)
-            if federation.data.task == "classification":
-                outputs[0].append(classify(model, predictive, x, key, draws, how).probs[valid])
-            else:
-                found = regress(model, predictive, x, key, draws, y, how)
-                assert found.nll is not None
-                for kept, part in zip(outputs, (found.mean, found.scale, found.nll), strict=True):
-                    kept.append(part[valid])
-        at.append((offsets[group][:, None] + slot)[valid.cpu()])
-    classification = federation.data.task == "classification"
+            predictive = federation.method.predictive(federation.model, rows(federation.shared, len(who)), personal)
+            key = federation.keys(0, Purpose.EVALUATION, who)
+            padded = _outputs(federation, predictive, x, y, key, draws, how)
+        found.append(tuple(part[valid.to(device)] for part in padded))
+        at.append((offsets[group][:, None] + slot)[valid])
     own = [torch.arange(int(examples.offsets[c]), int(examples.offsets[c + 1])) for c in clients]
     y = examples.y[torch.cat(own).to(examples.y.device)].to(device)
-    if not at:
-        empty = torch.zeros(0, device=device)
-        return _Predicted((empty.reshape(0, federation.data.classes),) if classification else (empty,) * 3, y, offsets)
+    if not found:
+        return _Predicted(_no_outputs(federation), y, offsets)
     back = torch.cat(at).argsort().to(device)
-    if classification:
-        return _Predicted((tempered(torch.cat(outputs[0])[back], federation.softness),), y, offsets)
-    return _Predicted(tuple(torch.cat(o)[back] for o in outputs), y, offsets)
+    outputs = tuple(torch.cat(parts)[back] for parts in zip(*found, strict=True))
+    if federation.data.task == "classification":
+        outputs = (tempered(outputs[0], federation.softness),)
+    return _Predicted(outputs, y, offsets)
+
+
+def _groups(examples: Examples, sizes: Tensor, weights: int) -> Iterator[Tensor]:
+    """Places of clients that are predicted for side by side; those of like sizes together, so that little is padded.
+
+    Args:
+        examples: Of all clients.
+        sizes: How many each of these clients has, ``[C]``.
+        weights: Of the network.
+    """
+    order = sizes.argsort(descending=True, stable=True)
+    order = order[sizes[order] > 0]
+    numbers = max(1, math.prod(examples.x.shape[1:])) + 4 * weights // max(1, int(sizes.float().mean()))
+    while len(order):
+        count = max(1, BLOCK // (numbers * int(sizes[order[0]])))
+        yield order[:count]
+        order = order[count:]
+
+
+def _outputs(
+    federation: Federation, predictive: Predictive, x: Tensor, y: Tensor, key: Tensor, draws: int, how: How
+) -> tuple[Tensor, ...]:
+    """What `_Predicted` holds, for the examples of S clients, ``[S, B, ...]``."""
+    if federation.data.task == "classification":
+        return (classify(federation.model, predictive, x, key, draws, how).probs,)
+    found = regress(federation.model, predictive, x, key, draws, y, how)
+    assert found.nll is not None
+    return found.mean, found.scale, found.nll
+
+
+def _no_outputs(federation: Federation) -> tuple[Tensor, ...]:
+    """The same of no example at all."""
+    none = torch.zeros(0, device=federation.device)
+    return (none.reshape(0, federation.data.classes),) if federation.data.task == "classification" else (none,) * 3

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from bpfed import noise
-from bpfed.data.federated import FederatedData, Task
+from bpfed.data.federated import FederatedData
+from bpfed.engine.checks import check_run
 from bpfed.engine.local import LocalRound, Rows, chunk_size
 from bpfed.engine.server import combined
 from bpfed.engine.settings import Settings
 from bpfed.engine.store import Store, make_store
 from bpfed.errors import UserError
-from bpfed.likelihoods import Categorical, Likelihood, Normal
+from bpfed.likelihoods import Likelihood
 from bpfed.methods.base import Course, Method, State, rows
-from bpfed.mixture import mixture
 from bpfed.model import Model
-from bpfed.networks import default
+from bpfed.networks import make_model
 from bpfed.noise import Purpose
 from bpfed.privacy import Draw, gaussian_epsilon, poisson_epsilon
 from bpfed.uploads import check_updates
@@ -48,7 +48,7 @@ class Federation:
         base: Where this federation's training examples begin among those of ``training``, which others may share.
         taken: A round, and how often each client was drawn up to it, ``[N]``; counted when first needed.
         run_of_all: The run, where this is one site of it by itself; None: all its clients are here.
-        learnt: The softness that rehearsals found; None: there were none.
+        learnt_softness: The softness that rehearsals found; None: there were none.
     """
 
     method: Method
@@ -64,7 +64,7 @@ class Federation:
     base: int = 0
     taken: tuple[int, np.ndarray] | None = None
     run_of_all: Course | None = None
-    learnt: float | None = None
+    learnt_softness: float | None = None
 
     @classmethod
     def start(
@@ -80,32 +80,21 @@ class Federation:
         if not isinstance(method, Method):
             raise UserError(f"The method is {method!r}, but must be one such as bpfed.methods.BPFed().")
         data.check()
-        method.check()
-        settings.check(len(data))
+        check_run(method, settings, len(data), data.task, data.calibration is not None)
         if settings.calibration > 0.0:
             data = data.hold_out(settings.calibration, settings.seed)
-        if settings.scaling == "client" and data.task == "regression":
-            raise UserError(
-                "scaling fits a temperature to class probabilities, but the targets here are numbers; leave it out."
-            )
-        check_softness(settings, data.task)
-        if settings.scaling == "client" and data.calibration is None:
-            raise UserError("scaling needs examples to fit a temperature to; set calibration = 0.2 with it.")
         device = pick_device(settings.device, settings.tf32)
-        if likelihood is None:
-            likelihood = Categorical(data.classes) if data.task == "classification" else Normal()
         own = module is not None
         if own and settings.hidden is not None:
             raise UserError(
-                "hidden is for the network that is made where none is given, but one is given as model; leave one of the two out."
+                "hidden is for the network that is made where none is given, but one is given as model; leave one of "
+                "the two out."
             )
-        if module is None:
-            module = default(data.input_shape, data.classes or 1, settings.seed, settings.hidden)
-        model = Model.of(module, likelihood, data.train.x[:2], method.personal)
-        model = mixture(model, settings.members, settings.seed).to(device)
+        model = make_model(data.train.x[:2], data.classes, method.personal, settings, module, likelihood).to(device)
         if own and settings.members > 1:
             model = replace(
-                model, notes=(*model.notes, "The first member starts with the module's weights, others anew.")
+                model,
+                notes=(*model.notes, "The first member starts with the module's weights, the others with new ones."),
             )
         return cls.of(method, data, settings, model, folder)
 
@@ -131,8 +120,8 @@ class Federation:
     def participants(self, round_: int) -> Tensor:
         """Indices of the clients that train and return in this round, in the order of their words, ``[S]``.
 
-        Every client has a random rank in every round, and the lowest ranks take part: uniform without replacement, and a
-        client's rank depends on nobody else. With Poisson sampling all ranks below a threshold do.
+        Every client has a random rank in every round, and the lowest ranks take part: uniform without replacement, and
+        a client's rank depends on nobody else. With Poisson sampling all ranks below a threshold do.
         """
         drawn = self._drawn(round_)
         drawn = drawn[np.argsort(self.ids[drawn], kind="stable")]
@@ -179,7 +168,7 @@ class Federation:
         return noise.keys(self.settings.seed, round_, purpose, self.ids[clients.numpy()]).to(self.device)
 
     def hyper(self, round_: int, clients: Tensor) -> dict[str, Tensor]:
-        """The method's numbers in this round (from 1) for these clients, ``[S]`` each; the schedule acts on the step size."""
+        """The method's numbers in this round (from 1) for these clients, ``[S]`` each; lr as scheduled."""
         batches = self.data.train.sizes[clients].add(self.settings.batch - 1) // self.settings.batch
         numbers = self.method.hyper_in(self.course, batches)
         numbers["lr"] = self._schedule(round_) * numbers["lr"]
@@ -188,7 +177,7 @@ class Federation:
     @property
     def softness(self) -> float:
         """The temperature of all class probabilities, learnt or given."""
-        return self.settings.softness if self.learnt is None else self.learnt
+        return self.settings.softness if self.learnt_softness is None else self.learnt_softness
 
     @property
     def course(self) -> Course:
@@ -234,7 +223,7 @@ class Federation:
         return self._training().in_chunks(rows_, min(chunk, len(clients)), phases).personal
 
     def settle(self) -> None:
-        """After the last round: every client keeps the state that it predicts with, so that this needs no data any more."""
+        """After the last round: every client keeps the state that it predicts with, which then needs no data."""
         if self.method.tuning(self.settings.epochs):
             for clients in torch.arange(len(self)).split(SETTLED):
                 self.store.put(clients, self.tuned(clients))
@@ -260,14 +249,11 @@ class Federation:
 
     def _training(self) -> LocalRound:
         if self.training is None:
-            train, batch = self.data.train, self.settings.batch
-            x, y = train.x.to(self.device), train.y.to(self.device)
-            width = min(batch, int(train.sizes.max()))
-            self.training = LocalRound(self.method, self.model, x, y, batch, self.settings.epochs, False, width)
+            self.training = LocalRound.of(self.method, self.model, self.data.train, self.settings)
         return self.training
 
     def receive(self, clients: Tensor, uploads: State, personal: State) -> None:
-        """End a round: the server aggregates the uploads, each client keeps its own. No uploads: nothing but noise changes."""
+        """End a round: the server aggregates the uploads, each client keeps its own. No uploads: only noise changes."""
         weights = torch.ones(len(clients), device=self.device)
         if self.settings.weighting == "size":
             weights = self.data.train.sizes[clients].float().to(self.device)
@@ -279,8 +265,8 @@ class Federation:
     def combined(self, uploads: State, weights: Tensor, draw: Draw | None = None) -> State:
         """The server's state after the round in progress, from S uploads and their weights ``[S]``.
 
-        ``draw`` is where noise for privacy comes from; None: it follows from the seed, as all does in a simulation. Whoever
-        means to keep something private gives `bpfed.privacy.secret_normal`.
+        ``draw`` is where noise for privacy comes from; None: it follows from the seed, as all does in a simulation.
+        Whoever means to keep something private gives `bpfed.privacy.secret_normal`.
         """
         key = noise.key(self.settings.seed, Purpose.PRIVACY, self.round + 1).to(self.device)
         return combined(
@@ -292,13 +278,6 @@ class Federation:
             len(self),
             draw or (lambda count: noise.normal(key, count)),
         )
-
-
-def check_softness(settings: Settings, task: Task) -> None:
-    """Raise a `UserError` if a softness is given or to be learnt and this task has none."""
-    if (settings.softness != 1.0 or settings.rehearsals) and task == "regression":
-        word = "softness is" if settings.softness != 1.0 else "rehearsals are for a softness"
-        raise UserError(f"{word} of class probabilities, but the targets here are numbers; leave it out.")
 
 
 def pick_device(name: str, tf32: bool = True) -> torch.device:

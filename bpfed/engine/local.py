@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from bpfed.data.federated import Examples
 from bpfed.engine.plan import Plan, cyclic, plan
+from bpfed.engine.settings import Settings
 from bpfed.engine.stepper import Stepper, Work
 from bpfed.likelihoods import Categorical
 from bpfed.methods.base import Finished, Method, Phase, State
@@ -76,12 +78,37 @@ class LocalRound:
     width: int
     steppers: dict[Any, Stepper] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        method: Method,
+        model: Model,
+        examples: Examples,
+        settings: Settings,
+        compiled: bool = False,
+        longest: int = 0,
+    ) -> LocalRound:
+        """Of clients with these examples, on the device of ``model``.
+
+        Args:
+            method: What they do.
+            model: The network.
+            examples: Of all clients that may train.
+            settings: Of which batch size and epochs matter.
+            compiled: Whether steps are compiled.
+            longest: Most examples of a client that is not here; 0: all are.
+        """
+        device, batch = model.initial.device, settings.batch
+        width = min(batch, max(longest, int(examples.sizes.max())))
+        x, y = examples.x.to(device), examples.y.to(device)
+        return cls(method, model, x, y, batch, settings.epochs, compiled, width)
+
     def __call__(self, rows: Rows, phases: Sequence[Phase] | None = None) -> Finished:
         """Train these clients for a round, from what the server sent and what they kept; what is told is per example.
 
         Args:
             rows: The clients.
-            phases: What to run in place of the method's own local round, such as its `Method.tuning`.
+            phases: What to run instead of the method's own local round, such as its `Method.tuning`.
         """
         # Threads cost more than they bring where an operation is short, and very much more on a busy machine.
         small = len(rows) * self.model.factors.total < SMALL
@@ -122,7 +149,8 @@ class LocalRound:
             before += phase.epochs
             taken = taken + todo.steps
         finished = self.method.finish(self.model, local, hyper)
-        # What travels is a copy: a view of the whole weight vector, once saved or sent, would take the personal part along.
+        # What travels is a copy: a view of the whole weight vector, once saved or sent, would take the personal part
+        # along.
         upload = tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), finished.upload)
         told = {name: value / (rows.size * self.model.members) for name, value in finished.info.items()}
         return Finished(upload, finished.personal, {"nll": loss / taken.clamp(min=1.0), **told})

@@ -19,15 +19,16 @@ def combined(
 ) -> State:
     """The server's new state.
 
-    Where noise or a robust rule makes one upload of all, the method's own rule gets it as often as uploads were expected
-    (received); so a rule that depends on their number still does, and one that looks for disagreement finds none.
+    Where noise or a robust rule makes one upload of all, the method's own rule gets it as often as uploads were
+    expected (received); so a rule that depends on their number still does, and one that looks for disagreement finds
+    none.
 
     Args:
         method: Whose rule it is.
         settings: Which options.
         shared: The server's old state.
-        uploads: ``[S, ...]``; none at all changes nothing, unless there is noise to be added or the first state, which alone
-            is in full, travels compressed from now on.
+        uploads: ``[S, ...]``; none at all changes nothing, unless there is noise to be added or the first state, which
+            alone is in full, travels compressed from now on.
         weights: Of the uploads, ``[S]``.
         clients: Number of clients in the federation.
         draw: Where the noise for privacy comes from.

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from bpfed.errors import UserError
-
-#: The lowest softness and the highest.
-SUREST, SOFTEST = 0.01, 100.0
+from bpfed.softness import SOFTEST, SUREST
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch.utils._pytree import tree_map
 
+from bpfed.data.federated import Examples
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound, Rows, chunk_size
 from bpfed.errors import UserError
 from bpfed.methods.base import Finished, State
 
-#: A compiler takes some 20 s of CPU; it is repaid where plain steps would take longer than that. In weights x client-steps.
+#: A compiler takes some 20 s of CPU; it is repaid where plain steps would take longer than that. In weights x
+#: client-steps.
 COMPILE_FROM = 2.5e8
 
 #: What federations must have in common to be stacked.
@@ -36,8 +38,8 @@ class RoundInfo:
 class Simulator:
     """Local training for federations that share method structure, network and data shapes.
 
-    Several federations (other seeds, other settings, other splits) are stacked as if their clients were one federation's;
-    each keeps its own server. On a GPU that costs little more than one.
+    Several federations (other seeds, other settings, other splits) are stacked as if their clients were one
+    federation's; each keeps its own server. On a GPU that costs little more than one.
     """
 
     def __init__(self, federations: list[Federation]) -> None:
@@ -55,19 +57,8 @@ class Simulator:
         self.base = [0]
         for part in parts:
             self.base.append(self.base[-1] + len(part.y))
-        x = parts[0].x if len(parts) == 1 else torch.cat([p.x for p in parts])
-        y = parts[0].y if len(parts) == 1 else torch.cat([p.y for p in parts])
-        longest = max(int(p.sizes.max()) for p in parts)
-        self.train = LocalRound(
-            first.method,
-            first.model,
-            x.to(self.device),
-            y.to(self.device),
-            first.settings.batch,
-            first.settings.epochs,
-            self._compiled(),
-            min(first.settings.batch, longest),
-        )
+        together = parts[0] if len(parts) == 1 else Examples.join(parts)
+        self.train = LocalRound.of(first.method, first.model, together, first.settings, self._compiled())
         for federation, base in zip(federations, self.base[:-1], strict=True):
             federation.training, federation.base = self.train, base
 

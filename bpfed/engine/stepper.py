@@ -1,7 +1,8 @@
 """Turns a method's step into something fast to call again and again on fixed shapes.
 
-The step is traced once into a flat graph of tensor operations: the module, ``vmap``, the interception modes and the method
-itself then cost nothing per step. The graph can be compiled (fused kernels) and, on a GPU, recorded as a CUDA graph.
+The step is traced once into a flat graph of tensor operations: the module, ``vmap``, the interception modes and the
+method itself then cost nothing per step. The graph can be compiled (fused kernels) and, on a GPU, recorded as a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def advance(method: Method, model: Model, phase: str, ragged: bool, work: Work, 
     active = work.step < work.plan.steps
     old_leaves, _ = tree_flatten(work.local)
     new_leaves, _ = tree_flatten(new)
-    # A method may hand on what it was given under another name (the weights before this step): save it from being overwritten.
+    # A method may hand on what it was given under another name (the weights before this step): save it from being
+    # overwritten.
     given = {id(t) for t in old_leaves}
     new_leaves = [
         t.clone() if id(t) in given and t is not old else t for old, t in zip(old_leaves, new_leaves, strict=True)
@@ -136,8 +138,8 @@ class Repeated:
 class Recorded:
     """Replays steps recorded as a CUDA graph: no launch costs more than the kernel itself.
 
-    Several steps are traced as one, so that the end of a step and the start of the next are one kernel. A graph works on
-    fixed addresses, so the leaves are copied in and out, except the training data, which stay put.
+    Several steps are traced as one, so that the end of a step and the start of the next are one kernel. A graph works
+    on fixed addresses, so the leaves are copied in and out, except the training data, which stay put.
     """
 
     UNROLL = 5

@@ -98,10 +98,11 @@ class FileStore:
     """Rows in a file, three slots for each client.
 
     A put writes to a slot that neither of the last two snapshots points at, and a snapshot is only the slot numbers. So
-    a checkpoint costs two bytes per client, and whatever moment a process is killed at, the last two snapshots are intact.
+    a checkpoint costs two bytes per client, and whatever moment a process is killed at, the last two snapshots are
+    intact.
 
-    The file is read and written row by row and not mapped into memory: a full disk is then an error with a name, where a
-    map would end the process. It is made or opened when first needed, so a run that is refused has touched nothing.
+    The file is read and written row by row and not mapped into memory: a full disk is then an error with a name, where
+    a map would end the process. It is made or opened when first needed, so a run that is refused has touched nothing.
     """
 
     SLOTS = 3

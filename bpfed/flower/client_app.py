@@ -1,7 +1,7 @@
 """The Flower app of a site. Its folder is named by the SuperNode's configuration, ``--node-config 'folder="..."'``.
 
-Flower runs it in a process of its own for every message, so it only hands the message on to the site's worker. Where none
-is running (a SuperNode that was started by hand), it does the work itself.
+Flower runs it in a process of its own for every message, so it only hands the message on to the site's worker. Where
+none is running (a SuperNode that was started by hand), it does the work itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flwr.clientapp import ClientApp
 from bpfed.errors import UserError
 from bpfed.flower import frame, worker
 from bpfed.flower.ending import end_in_time
-from bpfed.flower.plan import CONFIG
+from bpfed.layout import CONFIG
 
 app = ClientApp()
 

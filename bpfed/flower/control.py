@@ -18,15 +18,17 @@ from bpfed.data.load import names
 from bpfed.data.table import ENDINGS
 from bpfed.errors import UserError
 from bpfed.files import to_toml, write_whole
-from bpfed.flower import keys, processes
+from bpfed.flower import keys, processes, superlink
 from bpfed.flower.app import write_app
-from bpfed.flower.deployed import RUN, open_server
-from bpfed.flower.plan import CONFIG, SERVER, Plan
-from bpfed.flower.processes import Say
+from bpfed.flower.checks import check_deployment
+from bpfed.flower.deployed import open_server
+from bpfed.flower.plan import Plan
 from bpfed.flower.status import STATUS, done, where
+from bpfed.flower.supervisor import Say
+from bpfed.layout import CONFIG, REPORT, RUN, SERVER
 from bpfed.names import PREFIX
 from bpfed.report import RunRecord, text
-from bpfed.report.record import LARGEST, REPORT
+from bpfed.report.record import LARGEST
 
 #: A run that stops this often without finishing a round is given up.
 RESTARTS = 5
@@ -50,9 +52,8 @@ def make(folder: Path, plan: Plan, config: Config) -> None:
         raise UserError(f"'{folder}' holds files already; choose another folder for the deployment.")
     folders = [site_folder(folder, site) for site in plan.sites]
     if len(set(folders)) != len(folders):
-        raise UserError("Two sites' names differ only in signs that a file's name cannot have; rename one.")
-    config.method.check()
-    config.run.check(len(plan.sites))
+        raise UserError("Two site names differ only in characters not allowed in file names; rename one.")
+    check_deployment(config, len(plan.sites))
     server = folder / SERVER
     run = {k: v for k, v in vars(config.run).items() if v is not None}
     asked = {k: v for k, v in vars(config.data).items() if v is not None}
@@ -113,12 +114,12 @@ def run(
     while True:
         start = f"bpfed deploy server {folder.parent}"
         waiting(f"waiting up to {patience:.0f} s for the server at {plan.address}, which '{start}' starts")
-        if not processes.healthy(folder, plan, patience):
+        if not superlink.healthy(folder, plan, patience):
             raise UserError(f"No server answers at {plan.address}; start it with: {start}")
         patience = AGAIN
         (folder / RUN / STATUS).unlink(missing_ok=True)
         waiting("the run is being started")
-        started = processes.ask(folder, plan, "run", str(write_app(folder / "app")))
+        started = superlink.ask(folder, plan, "run", str(write_app(folder / "app")))
         if not started.get("success"):
             raise UserError(f"The run could not be started: {started.get('error-message', started)}")
         number = str(started.get("run-id", started.get("run_id", "")))
@@ -134,7 +135,7 @@ def run(
         if failures >= RESTARTS:
             after = where(last) if last else "round 0"
             raise UserError(f"The run broke off {failures} times after {after}; see the server's log.")
-        say("The run broke off; taking it up again from its last finished round.")
+        say("The run broke off; resuming from its last finished round.")
         time.sleep(2.0)
 
 
@@ -160,9 +161,9 @@ def _follow(folder: Path, plan: Plan, run_id: str, progress: Callable[[dict[str,
 
 def _ended(folder: Path, plan: Plan, run_id: str) -> bool:
     try:
-        runs = processes.ask(folder, plan, "ls").get("runs", [])
+        runs = superlink.ask(folder, plan, "ls").get("runs", [])
     except UserError:
-        return not processes.healthy(folder, plan, 0.0)
+        return not superlink.healthy(folder, plan, 0.0)
     own = [r for r in runs if str(r.get("run-id")) == run_id]
     return bool(own) and str(own[0].get("status", "")).startswith("finished")
 
@@ -195,7 +196,7 @@ def started(
         server = folder / SERVER
         running[SERVER] = processes.start([*bpfed, "server", str(folder)], env, server / "server.log")
         until = time.monotonic() + 180.0
-        while not ((server / "registered.json").exists() and processes.healthy(server, plan, 0.0)):
+        while not ((server / superlink.REGISTERED).exists() and superlink.healthy(server, plan, 0.0)):
             if running[SERVER].poll() is not None or time.monotonic() > until:
                 raise UserError(f"The server did not start; see '{server / 'server.log'}'.")
             time.sleep(0.2)
@@ -227,7 +228,9 @@ def data_of(config: Config, site: str) -> str:
 
 
 def named_sites(config: Config, given: Sequence[str]) -> tuple[str, ...]:
-    """The sites' names: those given, or the clients of the named dataset."""
+    """The sites' names: those given, or the clients of the named dataset, checked to go with the settings."""
     if given:
         return tuple(given)
-    return config.load_data().clients
+    data = config.load_data()
+    check_deployment(config, len(data), data)
+    return data.clients

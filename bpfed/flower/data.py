@@ -46,8 +46,8 @@ class Part:
 
     Args:
         site: The site's name.
-        sites: All sites' names; if they are those of the dataset's clients, the site has the part of the client of its name,
-            else that of the client in its place.
+        sites: All sites' names; if they are those of the dataset's clients, the site has the part of the client of its
+            name, else that of the client in its place.
         config: Says which dataset.
     """
 
@@ -71,7 +71,7 @@ class Part:
     def data(self, common: Mapping[str, Any]) -> FederatedData:
         here = self.facts()
         if any(common.get(key) != here[key] for key in ("shape", "task", "classes")):
-            raise Refused("the other sites' data are of another shape or task.")
+            raise Refused("the other sites' data have a different shape or task.")
         return self.own
 
 
@@ -89,15 +89,15 @@ class File:
         self.table = read_table(path)
         asked = config.data
         self.seed = config.run.seed if asked.seed is None else asked.seed
-        self.task = getattr(asked, "task", None)
-        self.ignore = tuple(column_names(getattr(asked, "ignore", None)))
-        self.target = find_target({site: self.table}, getattr(asked, "target", None))
+        self.task = asked.task
+        self.ignore = tuple(column_names(asked.ignore))
+        self.target = find_target({site: self.table}, asked.target)
         _check_told(self.table, path, self.target, self.ignore)
         fraction = TEST_FRACTION if asked.test_fraction is None else asked.test_fraction
         test = held_out(self.table, self.target, site, task=self.task, test_fraction=fraction, seed=self.seed)
         self.train, self.test = (self.table.take(np.flatnonzero(rows)) for rows in (~test, test))
         if not len(self.train):
-            raise UserError(f"'{path}' leaves no row for training; give it more rows.")
+            raise UserError(f"'{path}' has no row left for training; give it more rows.")
 
     def facts(self) -> dict[str, Any]:
         summary = client_summary(self.train, self.target, client=self.site, task=self.task, ignore=self.ignore)
@@ -105,7 +105,7 @@ class File:
 
     def data(self, common: Mapping[str, Any]) -> FederatedData:
         if "preparation" not in common:
-            raise Refused("the other sites have no files of rows.")
+            raise Refused("the other sites' data are not tables.")
         preparation = Preparation.from_record(common["preparation"])
         if preparation.standardise == "local":
             preparation = preparation.joined(self.site, self.train)
@@ -123,15 +123,16 @@ class File:
 
 
 def _check_told(table: Table, path: Path, target: str, ignore: tuple[str, ...]) -> None:
-    """Refuse, before anything is sent, a file whose words look like dates or identifiers: `File.facts` would tell them."""
+    """Refuse, before anything is sent, a file whose words look like dates or identifiers: `File.facts` has them."""
     found = telling(table.without([target, SPLIT, *ignore])) if table.images is None else {}
     if not found:
         return
     what = " and ".join(f"{kind} in {quoted(names, len(names))}" for kind, names in found.items())
     left = ",".join((*ignore, *(name for names in found.values() for name in names)))
     raise UserError(
-        f"'{path}' seems to have {what}, and every word there would be told to the server and all sites; leave these columns out by "
-        f"--ignore '{left}' when the deployment is made ('bpfed deploy init'), or take them out of the file."
+        f"'{path}' seems to have {what}, and every word there would be sent to the server and all sites; "
+        f"leave these columns out with --ignore '{left}' when the deployment is made ('bpfed deploy init'), "
+        "or remove them from the file."
     )
 
 
@@ -148,9 +149,9 @@ def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, 
         made = combine(
             summaries,
             _target(facts),
-            task=getattr(asked, "task", None),
-            standardise=getattr(asked, "standardise", None) or "federated",
-            ignore=column_names(getattr(asked, "ignore", None)),
+            task=asked.task,
+            standardise=asked.standardise,
+            ignore=column_names(asked.ignore),
         )
         inputs = made.shape or (sum(len(f.inputs) for f in made.features),)
         return {
@@ -164,7 +165,7 @@ def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, 
     for site, other in facts.items():
         if any(told.get(key) != other.get(key) for key in ("shape", "task", "classes")) or "shape" not in other:
             raise UserError(
-                f"The data of site '{site}' are of another shape or task than those of '{first}'; mend one."
+                f"The data of site '{site}' have a different shape or task than those of '{first}'; fix one."
             )
     return {**{key: told[key] for key in ("shape", "task", "classes")}, "longest": longest}
 
@@ -192,8 +193,8 @@ def remarks(facts: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any]) -
     if lacking:
         told_of = first_of([f"'{name}' at {quoted(sites)}" for name, sites in lacking.items()])
         found.append(
-            f"Columns that other sites have are lacking, and taken as missing there: {told_of}; give them to these sites too, or leave "
-            "them out everywhere by --ignore when the deployment is made ('bpfed deploy init')."
+            f"Some sites lack columns that others have, which count as missing there: {told_of}; add them at these "
+            "sites, or leave them out everywhere with --ignore when the deployment is made ('bpfed deploy init')."
         )
     return found
 
@@ -210,7 +211,7 @@ def part_of(config: Config, sites: int, data_dir: DataDir = None) -> FederatedDa
     """The named dataset of a configuration, dealt out to so many sites."""
     asked = config.data
     if asked.name not in names():
-        raise UserError(f"'{asked.name}' is no named dataset; give each site its own file by --data.")
+        raise UserError(f"'{asked.name}' is not a named dataset; give each site its own file with --data.")
     return replace(config, data=replace(asked, clients=sites)).load_data(data_dir)
 
 

@@ -12,11 +12,10 @@ from bpfed.errors import UserError
 from bpfed.flower.data import File, Part, Source
 from bpfed.flower.guard import Guard
 from bpfed.flower.keys import public_keys
-from bpfed.flower.plan import CONFIG, RUN, Plan
+from bpfed.flower.plan import Plan
 from bpfed.flower.server import Server
 from bpfed.flower.site import Site
-
-STATE = "state"
+from bpfed.layout import CONFIG, RUN, STATES
 
 
 def open_server(folder: Path, say: Callable[[str], None]) -> Server:
@@ -43,17 +42,19 @@ def open_site(folder: Path, say: Callable[[str], None], data: str | None = None)
     source: Source
     if wanted in names():
         if wanted != config.data.name:
-            raise UserError(f"The federation is of '{config.data.name}', not of '{wanted}'; give that as --data.")
+            raise UserError(
+                f"This federation is on '{config.data.name}', not '{wanted}'; give --data {config.data.name}."
+            )
         source = Part(plan.site, plan.sites, config)
     elif wanted:
         if not Path(wanted).is_absolute():
-            raise UserError(f"There is no file '{wanted}', and no dataset of that name; give one by --data.")
+            raise UserError(f"'{wanted}' is neither a file nor the name of a dataset; give one with --data.")
         source = File(plan.site, Path(wanted).expanduser(), config)
     else:
-        raise UserError(f"Site '{plan.site}' has no data yet; say which by --data FILE.")
+        raise UserError(f"Site '{plan.site}' has no data yet; give it with --data FILE.")
     if data is not None:
         plan.write(folder)
     guard = None
     if plan.noise > 0.0:
-        guard = Guard(folder / STATE, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say)
-    return Site(folder / STATE, plan.site, config, source, guard, say, folder / RUN)
+        guard = Guard(folder / STATES, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say)
+    return Site(folder / STATES, plan.site, config, source, guard, say, folder / RUN)

@@ -12,7 +12,7 @@ GRACE = 10.0
 
 
 def end_in_time(seconds: float = math.inf, grace: float = GRACE) -> None:
-    """From now on, end this process soon after its parent has ended or so many seconds are over, whatever it waits for."""
+    """End this process soon after its parent has ended or so many seconds are over, whatever it waits for."""
     parent, until = os.getppid(), time.monotonic() + seconds
 
     def watch() -> None:

@@ -19,7 +19,7 @@ from bpfed.metrics import Form
 
 
 class Todo(NamedTuple):
-    """What a site is asked to do: to train in the round; to test the state that is sent, on its test examples or on those held out."""
+    """What a site is asked to do: to train; to test the state that is sent, on test examples or on those held out."""
 
     train: bool
     test: bool
@@ -124,22 +124,24 @@ class Exchange:
             most = int((self.journal.sites[site].facts or {}).get("train", 0)) if asked.held else -1
             answer = Answer.read(reply, pattern, self.form if asked.test else None, most)
             if answer.site != site:
-                raise Refused(f"it says it is '{answer.site[:40]}'.")
+                raise Refused(f"it calls itself '{answer.site[:40]}'.")
             if answer.refused:
                 raise Refused(answer.refused[:300])
             if (answer.run, answer.round) != (self.journal.run, number):
-                raise Refused(f"it is of round {answer.round} of run {answer.run[:16]}, and this is round {number}.")
+                raise Refused(
+                    f"it belongs to round {answer.round} of run {answer.run[:16]}, but this is round {number}."
+                )
             if answer.fingerprint != self.journal.fingerprint:
-                raise Refused("it has another configuration; give all sites the same config.toml.")
+                raise Refused("it has a different configuration; give all sites the same config.toml.")
             if asked.train and answer.info.keys() != self.patterns.info:
                 names = listed(sorted(answer.info)), listed(sorted(self.patterns.info))
-                raise Refused("its training tells {} where {} are expected.".format(*names))
+                raise Refused("its training reports {} where {} are expected.".format(*names))
             if asked.train and answer.train < 1:
-                raise Refused("it says it has no training example.")
+                raise Refused("it reports no training example.")
             return answer
         except Refused as refused:
             self.journal.sites[site].refused += 1
             place = self.journal.place(number)
-            self.journal.sites[site].why = f"its message of {place} is not used: {refused}"
-            self.say(f"{sentence(place)}: the message of site '{site}' is not used: {refused}")
+            self.journal.sites[site].why = f"its message in {place} was not used: {refused}"
+            self.say(f"{sentence(place)}: the message from site '{site}' was not used: {refused}")
             return None

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from bpfed.callbacks.progress import Progress, clock, figures
+from bpfed.errors import first_of
 from bpfed.flower.status import where
 
 #: Elsewhere than on a terminal, seconds without a line after which there is one: at first, and the most.
@@ -64,7 +65,7 @@ class Following:
     def status(self, found: Mapping[str, Any]) -> None:
         """The run as its server last noted it."""
         for site, seen in found["sites"].items():
-            now = "is ready" if seen["online"] else "has joined" if seen.get("connected") else "is gone"
+            now = "is ready" if seen["ready"] else "has joined" if seen["online"] else "is gone"
             if now != self.sites.get(site, "is gone"):
                 self.say(f"Site '{site}' {now}.")
             self.sites[site] = now
@@ -101,13 +102,12 @@ class Following:
 
 def waited_for(found: Mapping[str, Any]) -> str:
     """What a run in this state waits for."""
-    absent = [site for site, seen in found["sites"].items() if not seen["online"]]
+    absent = [site for site, seen in found["sites"].items() if not seen["ready"]]
     if found["state"] == "waiting for sites" and absent:
-        named = [f"{site}: joined, getting ready" if found["sites"][site].get("connected") else site for site in absent]
-        few = "; ".join(named[:6]) + ("; ..." if len(absent) > 6 else "")
-        return f"waiting for {len(absent)} of {len(found['sites'])} sites ({few})"
+        named = [f"{site}: joined, getting ready" if found["sites"][site]["online"] else site for site in absent]
+        return f"waiting for {len(absent)} of {len(found['sites'])} sites ({first_of(named, '; ', most=6)})"
     if found["round"] < found["rounds"]:
         return f"{where(found, 1)} is under way"
     if found.get("rehearsal"):
-        return f"rehearsal {found['rehearsal']} of {found['rehearsals']}: what was held out is being tested"
-    return "the last round's scores are under way"
+        return f"rehearsal {found['rehearsal']} of {found['rehearsals']}: testing on the held-out examples"
+    return "waiting for the last round's scores"

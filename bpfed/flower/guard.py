@@ -1,4 +1,4 @@
-"""A site's own guard: it clips the site's update and adds noise before it is sent, and counts what that has cost so far.
+"""A site's own guard: it clips the site's update and adds noise before it is sent, and counts what that has cost.
 
 This protects a site from everybody, the server included, and needs nobody's word; the noise of a configuration
 (``run.noise``) is added by the server, which must be trusted. See docs/privacy.md.
@@ -25,8 +25,8 @@ FILE = "released.json"
 class Guard:
     """Changes every upload before it is sent (a `bpfed.flower.site.UploadTransform`).
 
-    What is counted is answers, not rounds: a server that asks for a round twice gets two noisy updates, and pays for two.
-    The count outlives runs, as the examples do. It is on the disk before the upload is sent.
+    What is counted is answers, not rounds: a server that asks for a round twice gets two noisy updates, and pays for
+    two. The count outlives runs, as the examples do. It is on the disk before the upload is sent.
 
     Args:
         folder: Where the count is kept.
@@ -58,8 +58,8 @@ class Guard:
         spent = gaussian_epsilon(1.0 / math.sqrt(squares), 1, self.delta)
         if 0.0 < self.epsilon < spent:
             raise UserError(
-                f"Round {round_} would spend epsilon {spent:.3f} of this site's {self.epsilon:g}, so it does not take part; "
-                "raise epsilon in its deploy.toml to go on."
+                f"Round {round_} would spend epsilon {spent:.3f} of this site's {self.epsilon:g}, so it does not take "
+                "part; raise epsilon in its deploy.toml to go on."
             )
         write_whole(self.path, to_json({"releases": count + 1, "squares": squares}))
         stacked = tree_map(lambda leaf: leaf[None], upload.state)
@@ -76,5 +76,5 @@ class Guard:
             return int(found["releases"]), float(found["squares"])
         except (OSError, ValueError, KeyError, TypeError):
             raise UserError(
-                f"'{self.path}' counts what this site has sent, and cannot be read; put it back from a copy."
+                f"'{self.path}' counts what this site has sent, and cannot be read; restore it from a backup."
             ) from None

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bpfed import __version__
-from bpfed.calibration import fewest
+from bpfed import records
 from bpfed.config import Config
 from bpfed.data.federated import held_back
 from bpfed.engine import checkpoint
@@ -19,13 +18,12 @@ from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
 from bpfed.files import append_line, to_json, to_json_line, to_toml, write_whole
 from bpfed.flower.meeting import Seen
-from bpfed.flower.plan import EXCHANGES
-from bpfed.metrics import SURE, Evaluation
+from bpfed.layout import CHECKPOINT, CONFIG, EVALUATION, EXCHANGES, METRICS, REHEARSALS, REPORT, SUMMARY
+from bpfed.metrics import Evaluation
 from bpfed.rehearsal import uncertain
 from bpfed.report import RunRecord, write
-from bpfed.report.record import CONFIG, EVALUATION, METRICS, REHEARSALS, REPORT, SUMMARY, softly
+from bpfed.report.record import softly
 
-CHECKPOINT = "checkpoint"
 #: What a rehearsal found, in its folder.
 FOUND = "found.json"
 
@@ -96,7 +94,7 @@ class Journal:
         """In words which round of which training, such as ``rehearsal 1 of 3, round 4``."""
         return place(round_, self.rehearsal, self.config.run.rehearsals)
 
-    # --- going on -------------------------------------------------------------------------------------------------------
+    # --- going on -----------------------------------------------------------------------------------------------------
 
     def kept(self) -> dict[str, Any] | None:
         """What the newest readable checkpoint says beside its tensors; None: there is none."""
@@ -109,7 +107,7 @@ class Journal:
                 continue
             if record.get("fingerprint") != self.fingerprint:
                 raise UserError(
-                    f"The run in '{self.home}' has another configuration; move that folder away to start a new run."
+                    f"The run in '{self.home}' has a different configuration; move that folder away to start a new run."
                 )
             return dict(record)
         return None
@@ -123,7 +121,7 @@ class Journal:
         kept = restored.extra
         self.run, self.seconds, self.history, self.pending = (kept[k] for k in ("run", "seconds", "history", "pending"))
         self.counted, self.softness, self.held = (kept[k] for k in ("counted", "softness", "held"))
-        federation.learnt = self.softness
+        federation.learnt_softness = self.softness
         self.say(f"Going on after {self.place(restored.round)} of {self.config.run.rounds}.")
 
     def save(self, federation: Federation) -> None:
@@ -143,13 +141,13 @@ class Journal:
         }
         checkpoint.save(self.folder / CHECKPOINT, federation, extra)
 
-    # --- as it goes -----------------------------------------------------------------------------------------------------
+    # --- as it goes ---------------------------------------------------------------------------------------------------
 
     def begin(self, federation: Federation) -> None:
         """Before the first round of a new training."""
-        federation.learnt = self.softness
+        federation.learnt_softness = self.softness
         if not self.rehearsal:
-            write_whole(self.folder / CONFIG, to_toml(self._config(federation)))
+            write_whole(self.folder / CONFIG, to_toml(records.config(federation)))
         write_whole(self.folder / EXCHANGES, "")
         self.save(federation)
 
@@ -170,7 +168,7 @@ class Journal:
         self.history = [r for r in self.history if r["round"] != round_] + [record]
         append_line(self.folder / METRICS, to_json_line(record))
 
-    # --- of a rehearsal ---------------------------------------------------------------------------------------------------
+    # --- of a rehearsal -----------------------------------------------------------------------------------------------
 
     def found(self) -> Found | None:
         """What this rehearsal found; None: it is not over."""
@@ -180,13 +178,13 @@ class Journal:
         try:
             return Found(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"'{path}' is damaged ({error}); delete it, and it is found anew.") from error
+            raise UserError(f"'{path}' is damaged ({error}); delete it to find it again.") from error
 
     def conclude(self, softness: float, examples: int) -> None:
         """This rehearsal is over, and found such a softness in so many held-out examples."""
         write_whole(self.folder / FOUND, to_json(Found(softness, examples, round(self.seconds, 3))._asdict()))
 
-    # --- the result -----------------------------------------------------------------------------------------------------
+    # --- the result ---------------------------------------------------------------------------------------------------
 
     def finish(self, federation: Federation) -> RunRecord:
         """The files of a finished run, and its report."""
@@ -196,66 +194,13 @@ class Journal:
         part = self.config.run.calibration
         held = held_back(sizes, part) if part > 0.0 else torch.zeros_like(sizes)
         kept = held.tolist() if part > 0.0 else None
-        detail = evaluation.detail(federation.round, order, (sizes - held).tolist(), kept)
-        if kept is not None:
-            detail["fewest_calibration"] = fewest(SURE)
-        if (made := self.facts.get("preparation")) is not None:
-            if self.facts["task"] == "regression":
-                detail["target"] = {"name": made["target"], "scale": made["target_scale"]}
-            elif len(made["labels"]) == 2:
-                detail["labels"] = list(made["labels"])
+        detail = records.detail(federation, evaluation, order, (sizes - held).tolist(), kept)
         write_whole(self.folder / EVALUATION, to_json(detail))
-        write_whole(self.folder / SUMMARY, to_json(self._summary(federation)))
+        write_whole(self.folder / SUMMARY, to_json(records.summary(federation, self.history, self.seconds)))
         record = RunRecord.read(self.folder)
         write(record, self.folder / REPORT)
         self.save(federation)
         return record
-
-    def _config(self, federation: Federation) -> dict[str, Any]:
-        asked, method, factors = self.config.data, self.config.method, federation.model.factors
-        return {
-            "bpfed": __version__,
-            "data": {
-                "name": asked.name,
-                "partition": asked.partition,
-                "clients": len(self.sites),
-                "test_fraction": asked.test_fraction,
-                "seed": asked.seed,
-            },
-            "method": {"name": method.name, **method.settings()},
-            "run": {**vars(self.config.run), "device": "cpu"},
-            "model": {
-                "network": type(federation.model.module).__name__,
-                "weights": factors.total,
-                "shared": factors.shared,
-                "personal": list(factors.personal_names),
-            },
-        }
-
-    def _summary(self, federation: Federation) -> dict[str, Any]:
-        from bpfed.run import figures
-
-        method, asked = self.config.method, self.config.data
-        record: dict[str, Any] = {
-            "method": method.name,
-            "title": method.title,
-            "data": asked.name,
-            "partition": asked.partition or "sites",
-            "protocol": "deployed",
-            "seed": self.config.run.seed,
-            "rounds": federation.round,
-            "clients": len(self.sites),
-            "device": "cpu",
-            "seconds": round(self.seconds, 3),
-            "bins": self.config.run.bins,
-        }
-        if (epsilon := federation.epsilon(secret=False)) is not None:  # every site knows the seed, and so who was drawn
-            record |= {"epsilon": epsilon, "delta": self.config.run.delta}
-        if self.config.run.members > 1:
-            record["members"] = self.config.run.members
-        if federation.softness != 1.0:
-            record["softness"] = federation.softness
-        return record | figures(self.history)
 
 
 def place(round_: int, rehearsal: int, rehearsals: int) -> str:

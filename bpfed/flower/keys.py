@@ -1,4 +1,4 @@
-"""Certificates and keys: a certificate authority of the deployment's own, the server's certificate, a key pair per site."""
+"""Certificates and keys: a deployment's own certificate authority, the server's certificate, a key pair per site."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make_server(folder: Path, host: str) -> None:
 
 
 def make_site(folder: Path, server: Path, site: str) -> None:
-    """A key pair for a site, in its folder; the public half also at the server, and the authority's certificate here."""
+    """A key pair for a site, in its folder; the public half also at the server, the authority's certificate here."""
     key = ec.generate_private_key(ec.SECP384R1())
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     _write_private(folder / SITE_KEY, key, serialization.PrivateFormat.OpenSSH)

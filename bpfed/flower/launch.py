@@ -1,8 +1,8 @@
 """A command of Flower's that ends as a whole: ``python -m bpfed.flower.launch flower-supernode ARGUMENTS``.
 
-One answer of the SuperLink that is an error ends a SuperNode's main loop, but not its process, which then does nothing any
-more; and the SuperExec of a SuperLink or SuperNode may end without the other noticing. What has ended can be started again by
-a supervisor, what only looks alive cannot.
+One answer of the SuperLink that is an error ends a SuperNode's main loop, but not its process, which then does nothing
+any more; and the SuperExec of a SuperLink or SuperNode may end without the other noticing. What has ended can be
+started again by a supervisor, what only looks alive cannot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any, ClassVar
 PART = "flower-superexec"
 #: Seconds that an orderly end has, in which the part ends first.
 GRACE = 10.0
-#: Milliseconds that the SuperLink waits for its database while a message is written; Flower's 5 s are too few for a large one.
+#: Milliseconds that the SuperLink waits for its database while a message is written; Flower's 5 s are too few for a
+#: large one.
 BUSY = "60000"
 #: Exit code of a process whose part or main loop has ended.
 INCOMPLETE = 70

@@ -35,7 +35,7 @@ class Seen:
     why: str = ""
 
     @property
-    def there(self) -> bool:
+    def ready(self) -> bool:
         """Whether it is online and has introduced itself."""
         return self.node is not None and self.facts is not None
 
@@ -79,7 +79,7 @@ class Meeting:
                     continue  # its key is none of the sites'
                 if self.sites[owner].node != node.id:
                     self.sites[owner].node = node.id
-                    self.say(f"Site '{owner}' is there.")
+                    self.say(f"Site '{owner}' is online.")
                 if self.sites[owner].facts is None:
                     strangers.append(node.id)
             elif node.id not in known:
@@ -103,15 +103,15 @@ class Meeting:
                 claimed = answer.site[:64]
                 facts = self._facts(answer, run, node, by_key.get(node))
                 if self.sites[claimed].node is None:
-                    self.say(f"Site '{claimed}' is there.")
+                    self.say(f"Site '{claimed}' is online.")
                 self.sites[claimed].node, self.sites[claimed].facts = node, facts
             except (Refused, ValueError) as refused:
                 site = by_key.get(node, claimed)
                 if site in self.sites:
                     self.sites[site].refused += 1
-                    self.sites[site].why = f"its greeting is refused: {refused}"
+                    self.sites[site].why = f"its greeting was refused: {refused}"
                 who = f"site '{site}'" if site else f"node {node}"
-                self.say(f"The greeting of {who} is refused: {refused}")
+                self.say(f"The greeting from {who} was refused: {refused}")
 
     def _facts(self, answer: Answer, run: str, node: int, owner: str | None) -> dict[str, Any]:
         """What a site tells of its data, if it is the site that it says it is; ``owner`` is whose key the node has."""
@@ -119,14 +119,14 @@ class Meeting:
         if answer.refused:
             raise Refused(answer.refused[:300])
         if answer.round != 0 or answer.run != run or answer.fingerprint != self.fingerprint:
-            raise Refused("it is of another round or configuration.")
+            raise Refused("it belongs to a different round or configuration.")
         if claimed not in self.sites:
             raise Refused("no such site belongs to this federation.")
         if self.named and owner != claimed:
             raise Refused("its key is not that site's.")
         if self.sites[claimed].node not in (None, node):
-            raise Refused("a site of that name is there already.")
+            raise Refused("a site of that name is already online.")
         facts = json.loads(answer.facts)
         if not isinstance(facts, dict) or not isinstance(facts.get("train"), int) or facts["train"] < 1:
-            raise Refused("what it says of its data is not readable.")
+            raise Refused("what it sent about its data cannot be read.")
         return facts

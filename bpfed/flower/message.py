@@ -156,7 +156,7 @@ class Answer:
         if plain["refused"]:
             return cls(**plain)
         if not (plain["train"] >= 0 and math.isfinite(plain["seconds"]) and math.isfinite(plain["work"])):
-            raise Refused("its number of examples or its time is no such number.")
+            raise Refused("its number of examples or its time is not valid.")
         upload = Upload(pattern.read(_part(record, "upload", ArrayRecord))) if pattern else None
         sums = _sums(_part(record, "sums", MetricRecord), form) if form else None
         held = _held(_part(record, "held", MetricRecord), most_held) if most_held >= 0 else None
@@ -203,10 +203,10 @@ def size(part: Any) -> int:
 def _only(record: RecordDict, names: tuple[str, ...], tensors: int) -> None:
     strange = [name for name in record if name not in names]
     if strange:
-        raise Refused(f"it holds {listed(strange)}, which has no place in it.")
+        raise Refused(f"it holds {listed(strange)}, which does not belong in it.")
     held = size(record)
     if held > tensors + BESIDE:
-        raise Refused(f"it has {held} bytes where {tensors} and {BESIDE} more are allowed.")
+        raise Refused(f"it is {held} bytes; the limit is {tensors} of tensors plus {BESIDE}.")
 
 
 def _plain(record: RecordDict, name: str, kinds: dict[str, type]) -> dict[str, Any]:
@@ -214,10 +214,12 @@ def _plain(record: RecordDict, name: str, kinds: dict[str, type]) -> dict[str, A
     protocol, version = plain.pop("protocol", None), plain.pop("version", None)
     if protocol != PROTOCOL:
         raise Refused(
-            f"it speaks protocol {str(protocol)[:20]} and this is {PROTOCOL}; install one version everywhere."
+            f"it uses protocol {str(protocol)[:20]}, but this is {PROTOCOL}; install the same version everywhere."
         )
     if version != __version__:
-        raise Refused(f"it is of bpfed {str(version)[:20]} and this is {__version__}; install one version everywhere.")
+        raise Refused(
+            f"it is from bpfed {str(version)[:20]}, but this is {__version__}; install the same version everywhere."
+        )
     if set(plain) != set(kinds) or any(type(plain[key]) is not kind for key, kind in kinds.items()):
         raise Refused("its fields are not those of this protocol.")
     if plain["round"] < 0:
@@ -236,7 +238,7 @@ def _sums(record: MetricRecord, form: Form) -> Sums:
     made: dict[str, Tensor] = {}
     wanted = {"cells": (form.rows, 1, form.bins), "losses": (2, 1), **dict.fromkeys(form.further, (1,))}
     if strange := [name for name in record if name not in wanted]:
-        raise Refused(f"its sums hold {listed(strange)}, which has no place in them.")
+        raise Refused(f"its sums hold {listed(strange)}, which does not belong in them.")
     for name, shape in wanted.items():
         values = record.get(name)
         if not isinstance(values, list) or len(values) != math.prod(shape):
@@ -247,16 +249,16 @@ def _sums(record: MetricRecord, form: Form) -> Sums:
         made[name] = tensor.reshape(shape)
     counts = made["cells"][0]
     if not (bool((counts == counts.round()).all()) and float(counts.sum()) <= MOST):
-        raise Refused("its sums are of no number of examples.")
+        raise Refused("the counts in its sums are not numbers of examples.")
     return Sums(made.pop("cells"), made.pop("losses"), made)
 
 
 def _held(record: MetricRecord, most: int) -> Told:
     examples, slopes = record.get("examples"), record.get("slopes")
     if set(record) != {"examples", "slopes"} or type(examples) is not int or not isinstance(slopes, list):
-        raise Refused("what it tells of held-out examples is not readable.")
+        raise Refused("what it reports on held-out examples cannot be read.")
     if not 0 <= examples <= most:
-        raise Refused(f"it says it holds out {examples} examples, and it has {most}.")
+        raise Refused(f"it reports {examples} held-out examples, but has only {most} in all.")
     told = Told(examples, torch.tensor(slopes, dtype=torch.float64))
     if why := fault(told):
         raise Refused(why)

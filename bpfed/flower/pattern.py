@@ -1,7 +1,8 @@
 """What a state that travels looks like, and the only thing that may travel to the server: an `Upload`.
 
-Only `Upload.of` makes one, of what `Method.finish` gives to the server; there is no way from a personal state or an example
-into it. Tensors travel as plain little-endian numbers: float32, or with ``compression = "half"`` as in `bpfed.compress`.
+Only `Upload.of` makes one, of what `Method.finish` gives to the server; there is no way from a personal state or an
+example into it. Tensors travel as plain little-endian numbers: float32, or with ``compression = "half"`` as in
+`bpfed.compress`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_map, tree_unflatten
 
 from bpfed.compress import Levels, from_levels, to_levels
-from bpfed.errors import UserError
+from bpfed.errors import UserError, quoted
 from bpfed.methods.base import Finished, Method, State, untrained
 from bpfed.model import Model
 
@@ -196,5 +197,4 @@ def _name(path: tuple[Any, ...]) -> str:
 
 def listed(names: Any) -> str:
     """A few of these names, quoted."""
-    found = [f"'{str(name)[:40]}'" for name in names]
-    return ", ".join(found[:6]) + (", ..." if len(found) > 6 else "") if found else "none"
+    return quoted([str(name) for name in names], most=6) or "none"

@@ -9,13 +9,7 @@ from typing import Any
 
 from bpfed.errors import UserError, hint
 from bpfed.files import to_toml, write_whole
-
-#: A part's own file; the server's folder in that of a deployment; the run folder of the server, and of a site's own model.
-FILE, SERVER, RUN = "deploy.toml", "server", "run"
-#: What is computed, in each part's folder.
-CONFIG = "config.toml"
-#: What each exchange cost, in the run folder of a server; no other run has such a file.
-EXCHANGES = "exchanges.jsonl"
+from bpfed.layout import PLAN, SERVER
 
 
 @dataclass(frozen=True)
@@ -30,7 +24,7 @@ class Plan:
         timeout: Seconds that a site has to answer in a round.
         wait: Seconds that the server waits for all sites before the first round; then for enough of them.
         min_replies: Uploads that a round needs; 0: half of the sites drawn, rounded up.
-        attempts: How often a round is asked for again before the run stops.
+        attempts: How often a round is asked for, the first time included, before the run stops.
         pause: Seconds between attempts.
         telemetry: Whether Flower may report its use to its makers and look for updates.
         clip: Of a site's own: with ``noise``, the norm that its update may have.
@@ -79,7 +73,9 @@ class Plan:
             if not getattr(self, name) >= least:
                 raise UserError(f"{where} has {name} = {getattr(self, name)}, but it must be {least} or more.")
         if self.min_replies > len(self.sites):
-            raise UserError(f"{where} needs {self.min_replies} replies of {len(self.sites)} sites; lower min_replies.")
+            raise UserError(
+                f"{where} needs {self.min_replies} replies from {len(self.sites)} sites; lower min_replies."
+            )
         if not 0.0 < self.delta < 1.0:
             raise UserError(f"{where} has delta = {self.delta}, but it must be above 0 and below 1.")
         if self.noise > 0.0 and not self.site:
@@ -94,18 +90,18 @@ class Plan:
 
     def write(self, folder: Path) -> None:
         """Write the file into a folder."""
-        write_whole(folder / FILE, to_toml(asdict(self)))
+        write_whole(folder / PLAN, to_toml(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> Plan:
         """Read the file of a folder, or say in one sentence why it cannot be."""
-        path = folder / FILE
+        path = folder / PLAN
         try:
             found: dict[str, Any] = tomllib.loads(path.read_text())
         except FileNotFoundError:
-            raise UserError(f"'{folder}' is no folder of a deployment; make one with 'bpfed deploy init'.") from None
+            raise no_deployment(folder) from None
         except (OSError, ValueError) as error:
-            raise UserError(f"'{path}' cannot be read ({error}); mend it.") from error
+            raise UserError(f"'{path}' cannot be read ({error}); fix it.") from error
         known = {f.name: f for f in fields(cls)}
         for key, value in found.items():
             if key not in known:
@@ -114,28 +110,25 @@ class Plan:
             if type(value) is int and wanted is float:
                 found[key] = float(value)
             elif type(value) is not wanted:
-                raise UserError(f"'{path}': {key} is {value!r}, but must be of the kind of {known[key].default!r}.")
+                raise UserError(f"'{path}': {key} is {value!r}, but must be a value such as {known[key].default!r}.")
         if "sites" not in found or not all(isinstance(s, str) for s in found["sites"]):
             raise UserError(f'\'{path}\' must list the sites\' names, as in sites = ["a", "b"].')
         return cls(**{**found, "sites": tuple(found["sites"])}).check(f"'{path}'")
 
 
-def part(folder: Path) -> str:
-    """Which part of a deployment a folder is, or is directly in: ``site`` or ``server``; empty: of none."""
-    folder = folder.resolve()
-    if (folder / EXCHANGES).is_file():
-        return SERVER
-    for place in (folder, folder.parent, folder / SERVER):
-        if (place / FILE).is_file():
-            return "site" if Plan.read(place).site else SERVER
-    return ""
-
-
 def server_folder(folder: Path) -> Path:
     """The server's folder of a deployment's folder, or itself."""
-    return (folder if (folder / FILE).exists() else folder / SERVER).resolve()
+    for place in (folder, folder / SERVER):
+        if (place / PLAN).exists():
+            return place.resolve()
+    raise no_deployment(folder)
 
 
 def site_folders(folder: Path) -> list[Path]:
     """The sites' folders that are in a deployment's folder, in order."""
-    return [place.parent for place in sorted(folder.glob(f"*/{FILE}")) if Plan.read(place.parent).site]
+    return [place.parent for place in sorted(folder.glob(f"*/{PLAN}")) if Plan.read(place.parent).site]
+
+
+def no_deployment(folder: Path) -> UserError:
+    """What is said of a folder, as it was given, that is no part of a deployment."""
+    return UserError(f"'{folder}' is not a folder of a deployment; make one with 'bpfed deploy init'.")

@@ -28,7 +28,7 @@ class Post(Protocol):
         ...
 
     def exchange(self, asks: Mapping[int, RecordDict], round_: int, timeout: float) -> dict[int, RecordDict | str]:
-        """Send to each node and wait for its answer: a message, or in words why there is none; lost ones are left out."""
+        """Send to each node and wait for answers: each a message, or in words why there is none; without lost ones."""
         ...
 
 
@@ -43,7 +43,7 @@ class GridPost:
         return [Node(node.node_id, bytes(node.public_key)) for node in self.grid.get_nodes()]
 
     def exchange(self, asks: Mapping[int, RecordDict], round_: int, timeout: float) -> dict[int, RecordDict | str]:
-        """Send to each node and wait for its answer: a message, or in words why there is none; lost ones are left out."""
+        """Send to each node and wait for answers: each a message, or in words why there is none; without lost ones."""
         kind = MessageType.TRAIN if round_ else MessageType.QUERY
         # An answer that nobody waits for any more is not to be worked for, hence the time to live.
         messages = [Message(ask, node, kind, ttl=timeout, group_id=str(round_)) for node, ask in asks.items()]

@@ -1,4 +1,4 @@
-"""The server of a deployed federation: it meets its sites, rehearses with them where that is asked for, and makes the run."""
+"""The server of a deployed federation: it meets its sites, rehearses with them where asked to, and makes the run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from bpfed.config import Config
 from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
 from bpfed.files import said
+from bpfed.flower.checks import check_deployment
 from bpfed.flower.data import agreed, remarks
 from bpfed.flower.journal import Found, Journal
 from bpfed.flower.meeting import Meeting, Seen
@@ -19,10 +20,10 @@ from bpfed.flower.message import fingerprint
 from bpfed.flower.plan import Plan
 from bpfed.flower.post import Post
 from bpfed.flower.status import Status
-from bpfed.flower.training import Rule, Training, method_rule, without_examples
+from bpfed.flower.training import Rule, Training, method_rule, server_side
+from bpfed.layout import REHEARSALS
 from bpfed.rehearsal import common
 from bpfed.report import RunRecord
-from bpfed.report.record import REHEARSALS
 
 
 class Server:
@@ -53,6 +54,7 @@ class Server:
         say: Callable[[str], None] = lambda sentence: None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        check_deployment(config, len(plan.sites))
         self.plan, self.config, self.rule, self.say, self.sleep = plan, config, rule, say, sleep
         self.fingerprint = fingerprint(config)
         self.sites = {site: Seen() for site in plan.sites}
@@ -61,8 +63,6 @@ class Server:
         self.rehearsals = [self._journal(folder, number) for number in range(1, config.run.rehearsals + 1)]
         self.status = Status(folder, config.run, self.sites)
         self.training: Training | None = None
-        config.method.check()
-        config.run.check(len(plan.sites))
 
     @property
     def federation(self) -> Federation:
@@ -113,7 +113,7 @@ class Server:
         journal = self.rehearsals[over.index(None)] if None in over else self.journal
         journal.facts = facts
         self._remark(facts)
-        federation = without_examples(self.config, self.plan.sites, facts, journal.rehearsal)
+        federation = server_side(self.config, self.plan.sites, facts, journal.rehearsal)
         training = Training(self.plan, federation, journal, self._meet, self.rule, self.say, self.sleep)
         if journal.kept() is not None:
             journal.restore(federation)
@@ -137,7 +137,7 @@ class Server:
         """Keep what a rehearsal has found."""
         rehearsal.journal.conclude(softness, examples)
         stage = f"Rehearsal {rehearsal.journal.rehearsal} of {len(self.rehearsals)}"
-        self.say(f"{stage} is over: of {examples} held-out examples, the softness is {softness:.2f}.")
+        self.say(f"{stage} is over: from {examples} held-out examples, the softness is {softness:.2f}.")
 
     def _learn(self, found: Sequence[Found]) -> None:
         """Before the run begins: what all rehearsals say."""
@@ -180,14 +180,14 @@ class Server:
         waited = 0.0
         while True:
             self._meet(post)
-            here = [site for site, seen in self.sites.items() if seen.there]
+            here = [site for site, seen in self.sites.items() if seen.ready]
             if len(here) >= wanted or (waited >= self.plan.wait and len(here) >= min(enough, wanted)):
-                self.say(f"{len(here)} of {len(self.sites)} sites are there: {', '.join(here)}.")
+                self.say(f"{len(here)} of {len(self.sites)} sites are online: {', '.join(here)}.")
                 return
             if waited >= self.plan.wait:
                 raise UserError(
-                    f"Only {len(here)} of {len(self.sites)} sites came within {self.plan.wait:g} s; start the others with "
-                    "'bpfed deploy client' and run again."
+                    f"Only {len(here)} of {len(self.sites)} sites joined within {self.plan.wait:g} s; start the others "
+                    "with 'bpfed deploy client' and run again."
                 )
             self.sleep(1.0)
             waited += 1.0

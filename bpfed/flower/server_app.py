@@ -15,8 +15,8 @@ from bpfed.errors import UserError
 from bpfed.files import append_line
 from bpfed.flower.ending import end_in_time
 
-#: Variable of the environment that names the server's folder. It is the server's machine that decides where files go, not
-#: whoever starts a run.
+#: Variable of the environment that names the server's folder. It is the server's machine that decides where files go,
+#: not whoever starts a run.
 FOLDER = "BPFED_DEPLOY_SERVER"
 
 #: What the server says of a run, line by line.
@@ -37,7 +37,7 @@ def main(grid: Grid, context: Context) -> None:
     end_in_time()
 
     def say(sentence: str) -> None:
-        """Flower keeps what this process prints to itself (``flwr log``), so it goes into a file of the server's too."""
+        """Flower keeps what this process prints to itself (``flwr log``), so a file of the server's has it too."""
         print(f"bpfed: {sentence}", file=sys.stderr, flush=True)
         with contextlib.suppress(UserError):  # a full disk: what must be kept says so itself
             append_line(Path(folder) / LOG, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}")

@@ -22,7 +22,6 @@ from bpfed.data.held import HELD, parted
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound
-from bpfed.engine.settings import SOFTEST, SUREST
 from bpfed.engine.store import Layout
 from bpfed.errors import UserError
 from bpfed.files import said
@@ -31,13 +30,15 @@ from bpfed.flower.message import MOST, Answer, Ask, fingerprint, shared_of
 from bpfed.flower.own import keep
 from bpfed.flower.pattern import Patterns, Refused, Upload, patterns
 from bpfed.flower.states import States
+from bpfed.layout import REHEARSALS
 from bpfed.methods.base import Course, State
 from bpfed.metrics import Evaluation, Form, Sums, evaluate_sums
 from bpfed.rehearsal import as_rehearsal
-from bpfed.report.record import REHEARSALS
 from bpfed.slopes import PLACES, Told
+from bpfed.softness import SOFTEST, SUREST
 
-#: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same pattern.
+#: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same
+#: pattern.
 UploadTransform = Callable[[Upload, State, int], Upload]
 
 _ONLY = torch.tensor([0])
@@ -99,7 +100,7 @@ class Site:
 
     def _answer(self, ask: Ask, record: RecordDict) -> Answer:
         if ask.fingerprint != self.fingerprint:
-            raise Refused("the server has another configuration than this site; give both the same config.toml.")
+            raise Refused("the server's configuration differs from this site's; give both the same config.toml.")
         self._check(ask)
         if ask.round == 0:
             return self._plain(ask, facts=json.dumps(self.source.facts(), sort_keys=True))
@@ -118,11 +119,11 @@ class Site:
         """That rehearsals and what they found are as the configuration allows."""
         most, softness = self.config.run.rehearsals, ask.softness
         if not 0 <= ask.rehearsal <= most:
-            raise Refused(f"it is of rehearsal {ask.rehearsal}, and there are to be {most}.")
+            raise Refused(f"it is for rehearsal {ask.rehearsal}, but there are to be {most}.")
         if not SUREST <= softness <= SOFTEST:
-            raise Refused(f"its softness is {softness}, which is not from {SUREST:g} to {SOFTEST:g}.")
+            raise Refused(f"its softness is {softness}, which is not between {SUREST:g} and {SOFTEST:g}.")
         if softness != 1.0 and (ask.rehearsal or not most):
-            raise Refused(f"its softness is {softness}, where none can have been learnt.")
+            raise Refused(f"its softness is {softness}, but none can have been learnt.")
 
     def _placed(self, ask: Ask, record: RecordDict) -> Federation:
         """A federation of this client alone, as it was after the round before the one that is asked for."""
@@ -132,7 +133,7 @@ class Site:
         if self._federation is None or self._federation[0] != wanted:
             self._federation = wanted, self._start(ask.facts, ask.rehearsal)
         federation = self._federation[1]
-        federation.learnt = ask.softness if self.config.run.rehearsals and not ask.rehearsal else None
+        federation.learnt_softness = ask.softness if self.config.run.rehearsals and not ask.rehearsal else None
         assert self.patterns is not None
         federation.round = ask.round - 1
         shared = shared_of(record, self.patterns.down(ask.round))
@@ -144,7 +145,9 @@ class Site:
         if row is None:
             row = layout.first.cpu()
         if len(row) != layout.width:
-            raise UserError(f"The personal state of round {found} is of another network; move '{self.folder}' away.")
+            raise UserError(
+                f"The personal state of round {found} belongs to another network; move '{self.folder}' away."
+            )
         federation.store.put(_ONLY, layout.unpack(row[None]))
         return federation
 
@@ -153,9 +156,9 @@ class Site:
             common: dict[str, Any] = json.loads(facts)
             sites, longest = common["sites"], common["longest"]
         except (ValueError, TypeError, KeyError):
-            raise Refused("what it says of the sites' data is not readable.") from None
+            raise Refused("what it sent about the sites' data cannot be read.") from None
         if not all(type(n) is int and 1 <= n <= MOST for n in (sites, longest)):
-            raise Refused("what it says of the number of sites and of their examples cannot be.")
+            raise Refused("the number of sites or of examples that it sent is not valid.")
         data = self.source.data(common)
         self._tell(data.notes)
         settings = replace(self.config.run, participants=None, eval_clients=None, store="memory")
@@ -165,14 +168,13 @@ class Site:
             cut = parted(federation.data, HELD, settings.seed)
             federation = Federation.of(self.config.method, cut, settings, federation.model)
         federation.run_of_all = Course(sites, self.config.run.per_round(sites), settings.rounds, settings.epochs)
-        train, batch = federation.data.train, settings.batch  # without what is held back or held out
-        # Never compiled: the process ends with the round. The width is at least the simulator's, for clients of any size,
-        # and what is beyond a client's examples counts for nothing; a site that joined late may have more examples than any
-        # that told of theirs.
-        width = min(batch, max(longest, int(train.sizes[0])))
-        x, y = train.x.to(federation.device), train.y.to(federation.device)
-        federation.training = LocalRound(
-            self.config.method, federation.model, x, y, batch, settings.epochs, settings.compile == "on", width
+        train = federation.data.train  # without what is held back or held out
+        # Not compiled unless asked for: no run is long enough at one site. The width is at least the simulator's, for
+        # clients of any size, and what is beyond a client's examples counts for nothing; a site that joined late may
+        # have more examples than any that told of theirs.
+        compiled = settings.compile == "on"
+        federation.training = LocalRound.of(
+            self.config.method, federation.model, train, settings, compiled, longest=longest
         )
         self.patterns = patterns(self.config.method, federation.model, settings.compression == "half")
         return federation
@@ -182,7 +184,7 @@ class Site:
         for note in notes:
             if note not in self._told:
                 self._told.add(note)
-                self.say(f"{note} Whoever makes the deployment says that to 'bpfed deploy init', for all sites.")
+                self.say(f"{note} Whoever makes the deployment gives that to 'bpfed deploy init', for all sites.")
 
     def _evaluate(self, federation: Federation, ask: Ask) -> Sums:
         """Sums over its test examples."""
@@ -199,7 +201,7 @@ class Site:
     def _held(self, federation: Federation) -> Told:
         """At the end of a rehearsal, what the server needs to know of the examples held out, and no more."""
         if not federation.finished:
-            raise Refused("it asks what was held out in the middle of a rehearsal.")
+            raise Refused("it asks for held-out results in the middle of a rehearsal.")
         start, examples = time.perf_counter(), len(federation.data.test.y)
         federation.settle()
         found = evaluate_clients(federation)[0].slopes if examples else None
@@ -219,7 +221,7 @@ class Site:
         try:
             keep(self.own, federation, evaluated, self.say)
             command = shlex.join(["bpfed", "predict", str(self.own), "--client", self.name, "--input", "FILE"])
-            self.say(f"This site's own model is in '{self.own}'; predict with it by: {command}")
+            self.say(f"This site's own model is in '{self.own}'; predict with it: {command}")
         except (OSError, UserError) as error:  # the scores are as good without it
             self.say(f"This site's own model could not be kept ({error}).")
 

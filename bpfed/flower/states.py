@@ -23,13 +23,13 @@ KEPT = 3
 class States:
     """The personal states of one site in one run, as rows of numbers, by the round after which they were so.
 
-    The server says in which round a site's contribution was last used, and the site goes on from its state of that round.
-    So a reply that was lost, or a round that is asked for twice, leaves no trace: as if the site had been away.
+    The server says in which round a site's contribution was last used, and the site goes on from its state of that
+    round. So a reply that was lost, or a round that is asked for twice, leaves no trace: as if the site had been away.
     """
 
     def __init__(self, folder: Path, site: str, run: str) -> None:
         if not re.fullmatch(r"[0-9a-f]{1,64}", run):
-            raise UserError("The run has a name that is no plain word, so nothing is kept for it.")
+            raise UserError("The run's name is not a plain word, so nothing is kept for it.")
         self.folder, self.site = folder / run, site
 
     def at(self, round_: int) -> tuple[int, Tensor | None]:
@@ -69,7 +69,7 @@ class States:
             if getattr(error.__cause__, "errno", 0) not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise UserError(
-                f"The disk is full: '{path}' cannot be written; free some space, and the site takes part again by itself."
+                f"The disk is full: '{path}' cannot be written; free some space, and the site rejoins by itself."
             ) from error.__cause__
 
     def _read(self, round_: int) -> Tensor | None:
@@ -82,8 +82,8 @@ class States:
         sound = noted.get("sha256") == _digest(row) and noted.get("round") == str(round_)
         if noted.get("site") != self.site:
             raise UserError(
-                f"'{self._path(round_)}' is the state of site '{noted.get('site')}', not of '{self.site}'; give every site "
-                "a folder of its own."
+                f"'{self._path(round_)}' is the state of site '{noted.get('site')}', not of '{self.site}'; give every "
+                "site a folder of its own."
             )
         return row if sound and row.dtype == torch.float32 else None
 

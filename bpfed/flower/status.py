@@ -37,7 +37,7 @@ class Status:
     def write(
         self, journal: Journal, round_: int, state: str | None = None, error: BaseException | None = None
     ) -> None:
-        """Note it anew.
+        """Note it again.
 
         Args:
             journal: Of the training that is under way.
@@ -48,8 +48,8 @@ class Status:
         self._state = state or self._state
         sites = {
             site: {
-                "connected": seen.node is not None,
-                "online": seen.there,
+                "online": seen.node is not None,
+                "ready": seen.ready,
                 "counted": journal.counted.get(site, 0),
                 "refused": seen.refused,
                 "lost": seen.lost,
@@ -76,7 +76,7 @@ class Status:
 
 
 def where(found: Mapping[str, Any], further: int = 0) -> str:
-    """In words how far a run is by its status, or which round comes so much later: ``rehearsal 1 of 3, round 4 of 20``."""
+    """How far a run is by its status, or which round comes so much later: ``rehearsal 1 of 3, round 4 of 20``."""
     words = place(found["round"] + further, found.get("rehearsal", 0), found.get("rehearsals", 0))
     return f"{words} of {found['rounds']}"
 

@@ -1,8 +1,8 @@
 """One training of a deployed federation, on the server's side: its rounds.
 
-One exchange makes a round. In exchange r the sites get the shared state after round r - 1; every site tests it, and those
-drawn for round r train from it. So the scores of a round arrive with the next one, and a last exchange is for them alone.
-In a rehearsal there is nothing but that last exchange to test, with what the sites hold out.
+One exchange makes a round. In exchange r the sites get the shared state after round r - 1; every site tests it, and
+those drawn for round r train from it. So the scores of a round arrive with the next one, and a last exchange is for
+them alone. In a rehearsal there is nothing but that last exchange to test, with what the sites hold out.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bpfed import noise
+from bpfed.card import without_examples
 from bpfed.config import Config
-from bpfed.data.federated import Examples, FederatedData
+from bpfed.data.federated import FederatedData
+from bpfed.engine.checks import check_run
 from bpfed.engine.evaluate import evaluated_clients
-from bpfed.engine.federation import Federation, check_softness
+from bpfed.engine.federation import Federation
 from bpfed.engine.store import MemoryStore
 from bpfed.errors import UserError
 from bpfed.flower.exchange import Exchange, Todo
@@ -29,14 +31,13 @@ from bpfed.flower.message import Answer
 from bpfed.flower.pattern import patterns
 from bpfed.flower.plan import Plan
 from bpfed.flower.post import Post
-from bpfed.likelihoods import Categorical, Normal
 from bpfed.methods.base import State
 from bpfed.metrics import Form, Sums, evaluate_sums
-from bpfed.mixture import mixture
-from bpfed.model import Model
-from bpfed.networks import default
+from bpfed.networks import make_model
 from bpfed.privacy import secret_normal
+from bpfed.records import DEPLOYED, SITES
 from bpfed.rehearsal import as_rehearsal
+from bpfed.report import text
 from bpfed.slopes import fitted
 
 #: The server's rule: (the federation, uploads ``[S, ...]``, weights ``[S]``) to its new state.
@@ -53,7 +54,7 @@ class Training:
 
     Args:
         plan: Who belongs to it, how long to wait.
-        federation: The server's side of it, see `without_examples`.
+        federation: The server's side of it, see `server_side`.
         journal: What is kept of it.
         meet: Sees which sites are there.
         rule: How uploads become the new state.
@@ -93,13 +94,13 @@ class Training:
         scores: dict[str, Sums] = {}
         for attempt in range(self.plan.attempts):
             if attempt:
-                self.say(f"{here}: {len(uploads)} of {len(drawn)} uploads, {least} are needed; asking again.")
+                self.say(f"{here}: {len(uploads)} of {len(drawn)} uploads, {least} needed; asking again.")
                 self.sleep(self.plan.pause)
             self.meet(post)
             todo = {
                 site: Todo(site in drawn and site not in uploads, site in tested and site not in scores)
                 for site, seen in self.journal.sites.items()
-                if seen.there
+                if seen.ready
             }
             answers = self._asked(post, number, {site: what for site, what in todo.items() if any(what)})
             uploads |= {site: answer for site, answer in answers.items() if answer.upload is not None}
@@ -108,8 +109,8 @@ class Training:
                 break
         else:
             raise UserError(
-                f"{here} got {len(uploads)} uploads of {len(drawn)} where {least} are needed, {self.plan.attempts} "
-                "times; look after the sites and start the run again, it goes on from here."
+                f"{here} got {len(uploads)} of {len(drawn)} uploads, {least} needed, in {self.plan.attempts} attempts; "
+                "check the sites and start the run again, it goes on from here."
             )
         if tested:
             self._record(scores)
@@ -120,18 +121,18 @@ class Training:
         scores = {site: answer.sums for site, answer in self._last(post).items() if answer.sums is not None}
         if not any(sums.examples for sums in scores.values()):
             raise UserError(
-                "No site has a test example; move the server's run away and set data.test_fraction above 0."
+                "No site has a test example; move the server's run folder away and set data.test_fraction above 0."
             )
         self._record(scores)
 
     def held_out(self, post: Post) -> tuple[float, int]:
-        """After the last round of a rehearsal: the softness that suits what the sites hold out, and how many examples."""
+        """After the last round of a rehearsal: the softness that suits what sites hold out, and how many examples."""
         told = [answer.held for answer in self._last(post).values() if answer.held is not None]
         examples = sum(each.examples for each in told)
         if not examples:
             raise UserError(
-                "No site that has tested the rehearsal has two training examples, so nothing was held out; start the run again "
-                "when others are there, or make the deployment without rehearsals."
+                "No site that tested the rehearsal has two training examples, so nothing was held out; start the run "
+                "again when others are online, or make the deployment without rehearsals."
             )
         return fitted(torch.stack([each.slopes for each in told]).sum(0)), examples
 
@@ -143,19 +144,20 @@ class Training:
         for attempt in range(self.plan.attempts):
             if attempt:
                 what = (
-                    f"What was held out in rehearsal {self.journal.rehearsal}"
+                    f"the held-out results of rehearsal {self.journal.rehearsal}"
                     if rehearsed
-                    else "The last round's scores"
+                    else "the last round's scores"
                 )
-                self.say(f"{what}: of {len(wanted) - len(found)} sites it is missing; asking again.")
+                missing_from = text.many(len(wanted) - len(found), "site")
+                self.say(f"Still waiting for {what} from {missing_from}; asking again.")
                 self.sleep(self.plan.pause)
             self.meet(post)
-            missing = [s for s in wanted if s not in found and self.journal.sites[s].there]
+            missing = [s for s in wanted if s not in found and self.journal.sites[s].ready]
             found |= self._asked(post, self.federation.round + 1, dict.fromkeys(missing, todo))
             if len(found) == len(wanted):
                 break
         if not found:
-            raise UserError("No site has tested the last round; look after the sites and start the run again.")
+            raise UserError("No site has tested the last round; check the sites and start the run again.")
         return found
 
     def _asked(self, post: Post, number: int, todo: Mapping[str, Todo]) -> dict[str, Answer]:
@@ -200,15 +202,13 @@ class Training:
         """The line of metrics of the last finished round, from what its sites say of their test examples."""
         order = [site for site in self.plan.sites if site in scores and scores[site].examples]
         if not order:
-            self.say(f"No site has tested round {self.federation.round}; it has no line of metrics.")
+            self.say(f"No site tested round {self.federation.round}, so it has no line of metrics.")
             return
         evaluation = evaluate_sums(Sums.join([scores[site] for site in order]), self.federation.settings.bins)
         self.journal.score(self.federation.round, evaluation, order, len(scores) - len(order))
 
 
-def without_examples(
-    config: Config, sites: tuple[str, ...], facts: Mapping[str, Any], rehearsal: int = 0
-) -> Federation:
+def server_side(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any], rehearsal: int = 0) -> Federation:
     """The server's side of a federation: the clients' names, and none of their examples.
 
     Args:
@@ -217,17 +217,30 @@ def without_examples(
         facts: What their data have in common.
         rehearsal: Which rehearsal it is, from 1; 0: the run itself. All start with the run's first weights.
     """
-    check_softness(config.run, facts["task"])
-    shape, classes = tuple(facts["shape"]), int(facts["classes"])
-    offsets = torch.zeros(len(sites) + 1, dtype=torch.int64)
-    none = Examples(torch.zeros(0, *shape), torch.zeros(0, dtype=torch.int64), offsets)
-    data = FederatedData(config.data.name, sites, none, none, facts["task"], classes)
-    likelihood = Categorical(classes) if facts["task"] == "classification" else Normal()
-    method, settings = config.method, config.run
-    module = default(shape, classes or 1, settings.seed, settings.hidden)
-    model = Model.of(module, likelihood, torch.zeros(2, *shape), method.personal)
-    model = mixture(model, settings.members, settings.seed)
+    check_run(config.method, config.run, len(sites), facts["task"])
+    method, settings, data = config.method, config.run, _known(config, sites, facts)
+    model = make_model(torch.zeros(2, *data.input_shape), data.classes, method.personal, settings)
     first = method.init(model)
     settings = as_rehearsal(settings, rehearsal) if rehearsal else settings
     ids, cpu = noise.client_ids(sites), torch.device("cpu")
     return Federation(method, data, settings, model, cpu, first.shared, MemoryStore(first.personal, 0), ids)
+
+
+def _known(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any]) -> FederatedData:
+    """What the server knows of the sites' data, which it does not have."""
+    asked, preparation = config.data, facts.get("preparation")
+    return without_examples(
+        {
+            "name": asked.name,
+            "clients": sites,
+            "input_shape": facts["shape"],
+            "task": facts["task"],
+            "classes": int(facts["classes"]),
+            "labels": () if preparation is None else preparation["labels"],  # of a named dataset no site tells them
+            "partition": asked.partition or SITES,
+            "protocol": DEPLOYED,
+            "test_fraction": asked.test_fraction,  # None: each site's own; its file may say which rows are for testing
+            "seed": config.run.seed if asked.seed is None else asked.seed,
+            "preparation": preparation,
+        }
+    )

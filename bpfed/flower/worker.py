@@ -1,4 +1,4 @@
-"""A site's worker: stays up between rounds, with data loaded and steps traced, and answers what its Flower app hands on.
+"""A site's worker: stays up between rounds, data loaded and steps traced, and answers what its Flower app hands on.
 
 Flower starts a new process for every message. That process only passes the message on to here, over a socket in the
 site's own folder, so a round costs neither the start of torch nor the loading of data.
@@ -6,6 +6,7 @@ site's own folder, so a round costs neither the start of torch nor the loading o
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bpfed.errors import UserError
 from bpfed.flower import frame
 
 SOCKET = "worker.sock"
@@ -31,8 +33,6 @@ def address(folder: Path) -> str:
 
 def hash_of(path: str) -> str:
     """A short word for a path."""
-    import hashlib
-
     return hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
 
 
@@ -61,9 +61,9 @@ def ask(folder: Path, data: bytes, timeout: float) -> bytes | None:
                 break
             except FileNotFoundError:
                 return None
-            except ConnectionRefusedError:  # it is being started anew
+            except ConnectionRefusedError:  # it is being started again
                 if time.monotonic() > until:
-                    raise TimeoutError("The site's worker does not come back.") from None
+                    raise TimeoutError("The site's worker did not come back.") from None
                 time.sleep(0.2)
         frame.send(link, data)
         try:
@@ -84,7 +84,8 @@ def work(folder: Path, say: Callable[[str], None], data: str | None = None) -> N
 
     site = open_site(folder, say, data)
     place = address(folder)
-    Path(place).unlink(missing_ok=True) if not place.startswith("\0") else None
+    if not place.startswith("\0"):
+        Path(place).unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(place)
         listening.listen(4)
@@ -101,7 +102,6 @@ def work(folder: Path, say: Callable[[str], None], data: str | None = None) -> N
 
 def main() -> None:
     """``python -m bpfed.flower.worker FOLDER [DATA]``."""
-    from bpfed.errors import UserError
 
     def say(sentence: str) -> None:
         print(f"bpfed: {sentence}", file=sys.stderr, flush=True)

@@ -202,7 +202,7 @@ def seed_record(run: Run) -> dict[str, Any]:
     last |= {"ece_worst_client": history[-1]["ece"]["worst"], "ece_floor": detail["ece_floor"]}
     curve: dict[str, list[Any]] = {"round": [r["round"] for r in history]}
     curve |= {name: [_short(r[name]["pooled"]) for r in history] for name in CURVES}
-    learnt = {"softness": run.federation.learnt} if run.federation.learnt is not None else {}
+    learnt = {"softness": run.federation.learnt_softness} if run.federation.learnt_softness is not None else {}
     return {"seed": run.settings.seed, "last": last, **learnt, "curve": curve, "reliability": detail["reliability"]}
 
 

@@ -11,19 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from bpfed.errors import UserError
+from bpfed.layout import CONFIG, EVALUATION, METRICS, REHEARSALS, SUMMARY
 from bpfed.report import text
 from bpfed.report.measures import MEASURES, Measure, measures
 
-#: The files of a run folder.
-CONFIG, METRICS, EVALUATION, SUMMARY, REPORT = (
-    "config.toml",
-    "metrics.jsonl",
-    "evaluation.json",
-    "summary.json",
-    "report.html",
-)
-#: Its folder of rehearsals, until the run begins.
-REHEARSALS = "rehearsals"
 #: What a client with fewer test examples than `JUDGED` shows by chance alone.
 CALIBRATION, JUDGED = frozenset({"ece", "mce"}), 10
 #: So many clients are named in a sentence.

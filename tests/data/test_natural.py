@@ -16,7 +16,7 @@ from bpfed.data import FederatedData, describe, fetch, inspect, load, missing, t
 from bpfed.data import natural as natural_module
 from bpfed.data.natural import ARFF, ATTRIBUTES, HOSPITALS, HeartFiles
 from bpfed.errors import UserError
-from bpfed.run import fingerprint
+from bpfed.records import fingerprint
 
 
 def write_heart(folder: Path, rows: int = 30) -> None:

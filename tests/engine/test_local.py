@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map
 
+from bpfed.engine.local import LocalRound
 from bpfed.methods import BPFed, FedAvg
 from bpfed.methods.base import Finished, Initial, Method, Phase, PointPredictive
 
@@ -91,7 +92,7 @@ def test_an_upload_is_no_view_of_the_personal_numbers():
         assert tensor.untyped_storage().nbytes() == 4 * 2 * federation.model.factors.shared
 
 
-# --- what the engine does with a method's phases and states -------------------------------------------------------------
+# --- what the engine does with a method's phases and states -----------------------------------------------------------
 
 
 class Counts(NamedTuple):
@@ -153,3 +154,14 @@ def test_every_client_takes_the_steps_of_every_phase_and_hands_states_on(sizes):
     assert found.seen.flatten().tolist() == [3 * size for size in sizes]
     assert found.now.flatten().tolist() == [3 * k for k in per_epoch]
     assert found.before.flatten().tolist() == [3 * k - 1 for k in per_epoch]
+
+
+@pytest.mark.parametrize(
+    ("batch", "longest", "width"), [(5, 0, 5), (50, 0, 12), (50, 30, 30), (50, 3, 12), (20, 30, 20)]
+)
+def test_batches_are_as_wide_as_the_largest_client_here_or_elsewhere_fills_them(batch, longest, width):
+    federation = scenarios.start(FedAvg(), scenarios.classification(sizes=(7, 12)), batch=batch, epochs=3)
+    made = LocalRound.of(
+        federation.method, federation.model, federation.data.train, federation.settings, longest=longest
+    )
+    assert (made.width, made.batch, made.epochs, made.compiled) == (width, batch, 3, False)

@@ -92,7 +92,7 @@ def test_a_round_is_what_its_clients_uploaded_on_average(plain):
     assert info.values["kl"] == pytest.approx(finished.info["kl"].mean().item(), rel=1e-5)
 
 
-# --- who is not there ---------------------------------------------------------------------------------------------------
+# --- who is not there -------------------------------------------------------------------------------------------------
 
 
 def test_drop_outs_change_the_average_and_nothing_else():
@@ -144,7 +144,7 @@ def test_a_client_that_never_took_part_predicts_from_its_first_personal_factors_
             assert torch.equal(predictive.sigma[client, -len(first) :], torch.full((len(first),), METHOD.sigma))
 
 
-# --- several federations at once ----------------------------------------------------------------------------------------
+# --- several federations at once --------------------------------------------------------------------------------------
 
 
 def test_federations_side_by_side_are_federations_apart():
@@ -218,7 +218,7 @@ def test_runs_with_different_known_noise_are_not_stacked():
         Simulator([known(0.1), known(0.2)])
 
 
-# --- does it learn ------------------------------------------------------------------------------------------------------
+# --- does it learn ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", [BPFed(lr=1e-2), FedAvg(lr=1e-2)], ids=lambda m: m.name)

@@ -17,6 +17,7 @@ from cryptography import x509
 from federations import Deployed
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from loopgrid import LoopGrid, node_of
+from scenarios import images
 
 from bpfed.errors import UserError
 from bpfed.flower import client_app, control, frame, keys, processes, worker
@@ -24,7 +25,7 @@ from bpfed.flower.deployed import open_server, open_site
 from bpfed.flower.message import Answer, Ask, fingerprint
 from bpfed.flower.plan import Plan
 from bpfed.flower.post import GridPost
-from bpfed.methods import FedAvg
+from bpfed.methods import BPFed, FedAvg
 from bpfed.run import Run
 
 
@@ -95,18 +96,69 @@ def test_what_cannot_be_is_said_in_one_sentence(bpfed, tmp_path):
     assert "use only one of the two" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a,b", *both).sentence
     assert "names a site twice" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a,a").sentence
     assert "host:port" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a", "--address", "here").sentence
-    assert "no folder of a deployment" in bpfed("deploy", "server", tmp_path).sentence
+    for command in ("server", "client", "run", "status"):  # names the folder that was given
+        sentence = f"'{tmp_path / 'r'}' is not a folder of a deployment; make one with 'bpfed deploy init'."
+        assert bpfed("deploy", command, tmp_path / "r").sentence == sentence
     assert bpfed("deploy", "client", fed / "server").sentence == (
         f"'{fed / 'server'}' is not the folder of a site; give one such as '{fed / 'site-a'}'."
     )
     assert bpfed("deploy", "client", fed).sentence == (
         f"'{fed}' is the folder of a whole deployment; give that of one site, such as '{fed / 'site-a'}'."
     )
-    assert "no folder of a deployment" in bpfed("deploy", "client", tmp_path).sentence
     assert not (tmp_path / "x").exists()
     assert "No run yet" in bpfed.ok("deploy", "status", fed).out
     (fed / "server" / "deploy.toml").write_text('sites = ["a"]\ntimeuot = 3\n')
     assert "did you mean 'timeout'" in bpfed("deploy", "status", fed).sentence
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--scaling", "client"), "scaling needs examples to fit a temperature to; set calibration = 0.2 with it."),
+        (
+            ("--scaling", "client", "--calibration", "0.2", "--task", "regression"),
+            "the targets here are numbers; leave it out.",
+        ),
+        (("--rehearsals", "2", "--task", "regression"), "the targets here are numbers; leave it out."),
+        (("--softness", "0.5", "--task", "regression"), "the targets here are numbers; leave it out."),
+        (("--method", "local"), "there is nothing to deploy; train each site by itself with 'bpfed run'."),
+        (("--participants", "3"), "choose 1 to 2."),
+    ],
+)
+def test_init_refuses_what_no_site_could_run(bpfed, tmp_path, options, why):
+    """As 'bpfed run' does, before anything is made or brought anywhere."""
+    outcome = bpfed("deploy", "init", tmp_path / "fed", "--sites", "a,b", *options)
+    assert outcome.code == 2
+    assert outcome.sentence.endswith(why)
+    assert not (tmp_path / "fed").exists()
+
+
+def test_init_refuses_to_clip_what_has_no_length(tmp_path):
+    """An upload that is not a changed state of the server's."""
+
+    class Odd(FedAvg):
+        def finish(self, model, local, hyper):
+            found = super().finish(model, local, hyper)
+            return found._replace(upload=(found.upload, found.upload))
+
+    config = Deployed(tmp_path, Odd()).config
+    control.make(tmp_path / "a", Plan(("a", "b")), config)
+    with pytest.raises(UserError, match="their updates have no length; set clip and noise to 0"):
+        control.make(tmp_path / "b", Plan(("a", "b")), replace(config, run=replace(config.run, clip=0.5)))
+    assert not (tmp_path / "b").exists()
+
+
+def test_init_knows_the_shape_of_a_named_dataset(tmp_path, monkeypatch):
+    config = Deployed(tmp_path, FedAvg(), hidden=7).config
+    monkeypatch.setattr(type(config), "load_data", lambda self: images())
+    with pytest.raises(UserError, match="images of 32 x 32 get a LeNet; leave it out"):
+        control.named_sites(config, ())
+    assert control.named_sites(config, ("a",)) == ("a",)  # whose files nobody has seen yet
+
+
+def test_names_of_parameters_are_left_to_the_sites_whose_network_has_them(tmp_path):
+    config = Deployed(tmp_path, BPFed(personal=("fc3.weight", "fc3.bias"))).config
+    control.make(tmp_path / "a", Plan(("a", "b")), config)
 
 
 def test_init_says_what_each_site_is_started_with(bpfed, tmp_path, monkeypatch):
@@ -132,12 +184,12 @@ def test_data_is_remembered_once_it_could_be_read(tmp_path, capfd):
     site = fed / "site-client-00"
     before = files(site)
     assert bpfed("deploy", "client", site, "--data", "nosuch.csv").sentence == (
-        "There is no file 'nosuch.csv', and no dataset of that name; give one by --data."
+        "'nosuch.csv' is neither a file nor the name of a dataset; give one with --data."
     )
     assert files(site) == before
     open_site(site, print, "digits")
     assert Plan.read(site).data == "digits"
-    with pytest.raises(UserError, match="no file 'nosuch"):
+    with pytest.raises(UserError, match=r"'nosuch.csv' is neither a file"):
         open_site(site, print, "nosuch.csv")
     assert open_site(site, print).name == "client-00"
 
@@ -178,7 +230,7 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
     for folder in (server / "run", server, fed):
         for command in (("predict", folder, "--client", "client-00"), ("adapt", folder)):
             said = bpfed(*command, "--input", "x.csv").sentence
-            assert "is of a deployment's server, which has neither the sites' personal factors" in said
+            assert "belongs to a deployment's server, which has neither the sites' personal factors" in said
             assert "at a site, with its own folder" in said
     assert Run.load(fed / "site-client-00").client("client-00").name == "client-00"
     own = fed / "site-client-00"
@@ -190,7 +242,7 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
     assert "did you mean 'client-00'?" in bpfed("predict", own, "--client", "client-0", "--input", "x.csv").sentence
     shutil.rmtree(fed / "site-client-00" / "run")
     said = bpfed("predict", fed / "site-client-00", "--client", "client-00", "--input", "x.csv").sentence
-    assert "is of a deployment's site, which has no model yet" in said
+    assert "belongs to a deployment's site, which has no model yet" in said
     elsewhere = (server / "run").rename(tmp_path / "copied")
     assert "deployment's server" in bpfed("predict", elsewhere, "--client", "client-00", "--input", "x.csv").sentence
     elsewhere.rename(server / "run")
@@ -201,7 +253,7 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
     (server / "run" / "status.json").write_text(json.dumps(last))
     config = server / "config.toml"
     config.write_text(config.read_text().replace("rounds = 1", "rounds = 2"))
-    assert "has another configuration" in bpfed("deploy", "run", fed).sentence
+    assert "has a different configuration" in bpfed("deploy", "run", fed).sentence
 
 
 @pytest.mark.parametrize(
@@ -224,7 +276,7 @@ def test_sites_are_called_online_only_while_the_run_is_under_way(bpfed, tmp_path
         "at": time.time(),
         "round": 1,
         "rounds": 2,
-        "sites": {site: {"online": True, "connected": True} for site in ("north", "south")},
+        "sites": {site: {"online": True, "ready": True} for site in ("north", "south")},
         "notes": ["Columns 'X' and 'x' differ."],
     }
     (fed / "server" / "run").mkdir()
@@ -327,7 +379,8 @@ def test_a_process_that_has_ended_is_not_alive_though_nobody_has_buried_it():
 
 @pytest.mark.parametrize("how", ["its time is over", "its parent has ended"])
 def test_an_app_that_waits_for_good_ends_all_the_same(how):
-    wait = "import time; from bpfed.flower.ending import end_in_time; end_in_time(%s, 0.1); print(flush=True); time.sleep(600)"
+    wait = "import time; from bpfed.flower.ending import end_in_time; end_in_time(%s, 0.1); "
+    wait += "print(flush=True); time.sleep(600)"
     if how == "its time is over":
         assert subprocess.run([sys.executable, "-c", wait % 0.1], timeout=120).returncode == 1
         return

@@ -1,4 +1,4 @@
-"""Rehearsals in a deployment: the simulator's softness, kept through kills, refused where it cannot be, and gone afterwards."""
+"""Rehearsals in a deployment: the simulator's softness, kept through kills, refused where wrong, gone afterwards."""
 
 import json
 import math
@@ -33,8 +33,8 @@ TINY = {"rounds": ROUNDS, "epochs": 1, "rehearsals": 2}
 
 
 def as_simulated(server, federation, history):
-    assert server.journal.softness == pytest.approx(federation.learnt, rel=1e-3)
-    assert federation.learnt != 1.0
+    assert server.journal.softness == pytest.approx(federation.learnt_softness, rel=1e-3)
+    assert federation.learnt_softness != 1.0
     for ours, theirs in zip(tree_leaves(server.federation.shared), tree_leaves(federation.shared), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     same(server, federation, history, tolerance=1e-3)
@@ -230,7 +230,7 @@ def test_a_damaged_finding_is_named_and_found_anew_once_deleted(tmp_path, wanted
 
 def test_rehearsals_of_another_configuration_are_left_alone(tmp_path):
     killed_in(Deployed(tmp_path, FedAvg(), DATA, **TINY), 1, 2)
-    with pytest.raises(UserError, match=r"server' has another configuration"):
+    with pytest.raises(UserError, match=r"server' has a different configuration"):
         Deployed(tmp_path, FedAvg(lr=0.5), DATA, **TINY).serve()
 
 
@@ -290,9 +290,9 @@ def removed(record, message):
         (changed(lambda v: [math.nan, *v[1:]]), "not those of 8 examples"),
         (changed(lambda v: [1e6 * x for x in v]), "not those of 8 examples"),
         (changed(lambda v: v[::-1]), "do not rise"),
-        (changed(list, lambda n: 10**6), "it says it holds out 1000000 examples, and it has 40"),
-        (changed(list, lambda n: -1), "it says it holds out -1 examples"),
-        (changed(list, lambda n: float(n)), "not readable"),
+        (changed(list, lambda n: 10**6), "it reports 1000000 held-out examples, but has only 40 in all"),
+        (changed(list, lambda n: -1), "it reports -1 held-out examples"),
+        (changed(list, lambda n: float(n)), "what it reports on held-out examples cannot be read"),
         (removed, "no 'held'"),
     ],
     ids=["short", "NaN", "too large", "falling", "of too many", "of less than none", "no count", "none"],
@@ -314,21 +314,21 @@ def test_slopes_have_no_place_in_any_other_answer(tmp_path):
         return record
 
     spoil(deployed, "site b", added)
-    assert "it holds 'held', which has no place in it" in deployed.serve().sites["site b"].why
+    assert "it holds 'held', which does not belong in it" in deployed.serve().sites["site b"].why
 
 
 @pytest.mark.parametrize(
     ("rehearsals", "asked", "words"),
     [
-        (2, {"rehearsal": 3}, "it is of rehearsal 3, and there are to be 2"),
-        (2, {"rehearsal": -1}, "it is of rehearsal -1"),
-        (0, {"rehearsal": 1}, "it is of rehearsal 1, and there are to be 0"),
+        (2, {"rehearsal": 3}, "it is for rehearsal 3, but there are to be 2"),
+        (2, {"rehearsal": -1}, "it is for rehearsal -1"),
+        (0, {"rehearsal": 1}, "it is for rehearsal 1, but there are to be 0"),
         (2, {"softness": math.nan}, "its softness is nan"),
         (2, {"softness": math.inf}, "its softness is inf"),
         (2, {"softness": 0.001}, "its softness is 0.001"),
         (2, {"softness": -1.0}, "its softness is -1.0"),
-        (2, {"softness": 0.5, "rehearsal": 1}, "where none can have been learnt"),
-        (0, {"softness": 0.5}, "where none can have been learnt"),
+        (2, {"softness": 0.5, "rehearsal": 1}, "but none can have been learnt"),
+        (0, {"softness": 0.5}, "but none can have been learnt"),
         (2, {"softness": 1}, "fields are not those"),
         (2, {"rehearsal": True}, "fields are not those"),
     ],
@@ -359,7 +359,7 @@ def test_where_those_with_examples_were_away_the_run_goes_on_once_they_are_there
     node = deployed.node("site b")
     answer = deployed.grid.clients[node]
     spoil(deployed, "site b", lambda record, message: None, rounds=(str(ROUNDS + 1),))
-    with pytest.raises(UserError, match="No site that has tested the rehearsal has two training examples"):
+    with pytest.raises(UserError, match="No site that tested the rehearsal has two training examples"):
         deployed.serve()
     deployed.grid.clients[node] = answer
     as_simulated(deployed.serve(), *simulated(FedAvg(), deployed.data, **TINY))

@@ -22,7 +22,7 @@ ROUNDS = 3
 
 
 def spoil(deployed, name, change, rounds=("2",)):
-    """Let a site's answers in these rounds pass through ``change(record, message)``; None is an answer that got lost."""
+    """Let a site's answers in these rounds pass through ``change(record, message)``; None: the answer got lost."""
     node = deployed.node(name)
     answer = deployed.grid.clients[node]
 
@@ -109,25 +109,28 @@ BAD = {
     "sigma below 0": (lambda r, m: tensor(r, "sigma", one(-1.0)), "not above 0"),
     "another shape": (lambda r, m: tensor(r, "mean", lambda v: v[:-1]), "has shape"),
     "another type": (lambda r, m: tensor(r, "mean", lambda v: v.astype("<f8")), "not as plain float32"),
-    "oversized": (lambda r, m: tensor(r, "mean", lambda v: np.zeros(1_000_000, "<f4")), "bytes where"),
-    "of many equal pieces": (lambda r, m: tensor(r, "mean", lambda v: np.zeros(8_000_000, "<f4")), "it has 3200"),
-    "an old round": (field("round", 1), "it is of round 1"),
+    "oversized": (lambda r, m: tensor(r, "mean", lambda v: np.zeros(1_000_000, "<f4")), "bytes; the limit is"),
+    "of many equal pieces": (lambda r, m: tensor(r, "mean", lambda v: np.zeros(8_000_000, "<f4")), "it is 3200"),
+    "an old round": (field("round", 1), "it belongs to round 1"),
     "another run": (field("run", "00"), "of run 00"),
     "another protocol": (field("protocol", 0), "protocol 0"),
     "another version": (field("version", "0.0"), "bpfed 0.0"),
-    "another configuration": (field("fingerprint", "0"), "another configuration"),
-    "another name": (field("site", "site a"), "says it is"),
+    "another configuration": (field("fingerprint", "0"), "it has a different configuration"),
+    "another name": (field("site", "site a"), "it calls itself"),
     "no examples": (field("train", 0), "no training example"),
     "no upload": (without("upload"), "no 'upload'"),
     "no scores": (without("sums"), "no 'sums'"),
     "a score too many": (summed("labels", 1.0), "its sums hold 'labels'"),
     "a score below 0": (summed("sure", -1.0), "its 'sure' are not sums"),
     "a score beyond measure": (summed("losses", 1e308, 1.0), "its 'losses' are not sums"),
-    "more examples than a number can be": (counted(1e99), "its sums are of no number of examples"),
-    "parts of examples": (counted(0.5), "its sums are of no number of examples"),
-    "a loss too many": (told("labels", 1.0), "its training tells 'kl', 'labels', 'nll' where 'kl', 'nll' are expected"),
-    "no losses": (without("info"), "its training tells none where 'kl', 'nll' are expected"),
-    "something more": (added, "no place in it"),
+    "more examples than a number can be": (counted(1e99), "the counts in its sums are not numbers of examples"),
+    "parts of examples": (counted(0.5), "the counts in its sums are not numbers of examples"),
+    "a loss too many": (
+        told("labels", 1.0),
+        "its training reports 'kl', 'labels', 'nll' where 'kl', 'nll' are expected",
+    ),
+    "no losses": (without("info"), "its training reports none where 'kl', 'nll' are expected"),
+    "something more": (added, "does not belong in it"),
     "a field too many": (field("labels", [1, 2, 3]), "fields are not"),
     "an error of Flower's": (lambda r, m: Message(Error(0, "boom"), reply_to=m), "boom"),
     "empty": (lambda r, m: RecordDict(), "has no 'answer'"),
@@ -245,7 +248,7 @@ def test_a_full_disk_at_a_site_costs_its_contribution_only(tmp_path, away, monke
     monkeypatch.setattr(os, "fsync", full)
     server = deployed.serve()
     assert server.sites["site b"].refused == len(writing) == 1
-    assert any("takes part again by itself" in sentence for sentence in deployed.said)
+    assert any("rejoins by itself" in sentence for sentence in deployed.said)
     assert b"disk is full" not in deployed.grid.bytes()  # the site's words stay at the site
     assert not list((tmp_path / "site b").rglob("*.part"))
     same(server, *away)
@@ -267,7 +270,7 @@ def test_too_few_uploads_stop_the_run_with_a_sentence_and_it_goes_on_later(tmp_p
     deployed = Deployed(tmp_path, FedAvg(), DATA, epochs=1, rounds=ROUNDS, plan={"min_replies": 3})
     answer = dict(deployed.grid.clients)
     spoil(deployed, "site b", lambda r, m: None)
-    with pytest.raises(UserError, match="Round 2 got 2 uploads of 3 where 3 are needed"):
+    with pytest.raises(UserError, match="Round 2 got 2 of 3 uploads, 3 needed, in 3 attempts; check the sites"):
         deployed.serve()
     status = json.loads((tmp_path / "server" / "status.json").read_text())
     assert (status["state"], status["round"]) == ("stopped", 1)
@@ -279,9 +282,9 @@ def test_a_site_refuses_a_server_of_another_configuration(tmp_path):
     deployed = Deployed(tmp_path, FedAvg(), DATA, rounds=1)
     other = Deployed(tmp_path, FedAvg(lr=0.5), DATA, rounds=1)
     other.grid.clients = deployed.grid.clients
-    with pytest.raises(UserError, match="Only 0 of 3 sites came"):
+    with pytest.raises(UserError, match="Only 0 of 3 sites joined within"):
         other.serve()
-    assert any("another configuration" in s for s in other.said)
+    assert any("server's configuration differs from this site's" in s for s in other.said)
 
 
 @pytest.mark.parametrize("field", ["sites", "longest"])
@@ -323,7 +326,7 @@ def test_a_name_is_believed_only_with_its_key(tmp_path):
 
 def test_a_run_folder_of_another_configuration_is_left_alone(tmp_path):
     Deployed(tmp_path, FedAvg(), DATA, rounds=1).serve()
-    with pytest.raises(UserError, match="another configuration"):
+    with pytest.raises(UserError, match="has a different configuration"):
         Deployed(tmp_path, FedAvg(lr=0.5), DATA, rounds=1).serve()
 
 

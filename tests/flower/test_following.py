@@ -12,7 +12,7 @@ from bpfed.flower.status import done
 
 def status(state, round_, metrics=None, **sites):
     words = {"no": (False, False), "joining": (True, False), "yes": (True, True)}
-    seen = {site: dict(zip(("connected", "online"), words[word], strict=True)) for site, word in sites.items()}
+    seen = {site: dict(zip(("online", "ready"), words[word], strict=True)) for site, word in sites.items()}
     return {"state": state, "round": round_, "rounds": 3, "sites": seen, "metrics": metrics, "error": ""}
 
 
@@ -46,11 +46,11 @@ def test_who_joins_and_leaves_is_said_once():
 def test_what_is_refused_is_said_with_the_reason():
     console = shown()
     found = status("running", 1, a="yes", b="yes")
-    found["sites"]["a"] |= {"refused": 1, "lost": 0, "why": "its message of round 2 is not used: no."}
+    found["sites"]["a"] |= {"refused": 1, "lost": 0, "why": "its message in round 2 was not used: no."}
     with Following(console) as watched:
         watched.status(found)
         watched.status(found)
-    assert console.file.getvalue().count("Site 'a': its message of round 2 is not used: no.") == 1
+    assert console.file.getvalue().count("Site 'a': its message in round 2 was not used: no.") == 1
 
 
 def test_what_is_noted_of_the_data_is_said_once():
@@ -84,7 +84,7 @@ def test_scores_come_with_the_round_they_are_of():
 
 def test_what_is_waited_for():
     assert waited_for(status("running", 1, a="yes")) == "round 2 of 3 is under way"
-    assert waited_for(status("running", 3, a="yes")) == "the last round's scores are under way"
+    assert waited_for(status("running", 3, a="yes")) == "waiting for the last round's scores"
     waiting = status("waiting for sites", 0, a="joining", b="no", c="yes")
     assert waited_for(waiting) == "waiting for 2 of 3 sites (a: joined, getting ready; b)"
     assert waited_for(status("waiting for sites", 0, a="yes")) == "round 1 of 3 is under way"
@@ -109,7 +109,7 @@ def test_a_rehearsal_is_called_one():
         "Running, round 1 of 3 done.",
     ]
     assert waited_for(rehearsed) == "rehearsal 1 of 2, round 3 of 3 is under way"
-    assert waited_for(rehearsed | {"round": 3}) == "rehearsal 1 of 2: what was held out is being tested"
+    assert waited_for(rehearsed | {"round": 3}) == "rehearsal 1 of 2: testing on the held-out examples"
     assert [done(found) for found in (rehearsed, rehearsed | {"rehearsal": 2}, rehearsed | {"rehearsal": 0})] == [
         2,
         5,

@@ -1,4 +1,4 @@
-"""A real federation: a SuperLink and three SuperNodes on loopback, over TLS and with keys, as a person would start it."""
+"""A real federation: a SuperLink and three SuperNodes on loopback, over TLS and with keys, as a person starts it."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.faults import children
 from bpfed.config import Override, read
-from bpfed.flower import control, keys, processes
-from bpfed.flower.deployed import RUN
-from bpfed.flower.plan import SERVER, Plan
+from bpfed.flower import control, keys, processes, supernode, supervisor
+from bpfed.flower.plan import Plan
+from bpfed.layout import RUN, SERVER
 
 pytestmark = pytest.mark.skipif(os.environ.get("BPFED_TEST_DEPLOY") != "1", reason="run by 'make test-deploy'")
 
@@ -22,14 +22,14 @@ WANTED = {"data.name": "digits", "data.clients": 3, "run.rounds": 2, "run.epochs
 
 
 def strangers_words(folder, server, plan):
-    """What a SuperNode prints until it ends, that has the server's certificate and a site's name, and a key of its own making."""
+    """What a SuperNode prints until it ends that has the server's certificate, a site's name and its own key."""
     own, nowhere = folder / "stranger", folder / "nowhere"
     nowhere.mkdir()
     own.mkdir()
     (nowhere / keys.AUTHORITY).write_bytes((server / keys.AUTHORITY).read_bytes())
     keys.make_site(own, nowhere, plan.sites[0])
     process = processes.start(
-        processes.supernode(own, plan), processes.environment(own / "flwr", plan), folder / "stranger.log"
+        supernode.command(own, plan), processes.environment(own / "flwr", plan), folder / "stranger.log"
     )
     try:
         assert process.wait(240.0)
@@ -47,7 +47,7 @@ def test_a_real_federation_gives_the_simulators_numbers_and_leaves_nothing_runni
     said = []
     with control.started(folder, plan, "digits", said.append) as running:
         control.run(folder / SERVER, plan, said.append, lambda found: None)
-        assert processes.NOT_LET_IN in strangers_words(tmp_path, folder / SERVER, plan)
+        assert supervisor.NOT_LET_IN in strangers_words(tmp_path, folder / SERVER, plan)
         pids = [p for process in running.values() for p in (process.pid, *children(process.pid))]
     assert len(pids) > 2 * len(running)  # Flower's own are among them
     until = time.monotonic() + 60.0

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import rounds
 from bpfed.flower import client_app
-from bpfed.flower.processes import stamp
+from bpfed.flower.supervisor import stamp
 
 #: Seconds after the server has sent, for each mark in a site's log.
 LOG = (

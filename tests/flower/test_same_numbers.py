@@ -6,13 +6,16 @@ from functools import partial
 
 import pytest
 import torch
-from federations import Deployed, simulated
+from federations import Deployed, configured, simulated
 from scenarios import classification, images, regression
 from torch.utils._pytree import tree_leaves
 
+from bpfed.card import card, without_examples
 from bpfed.data.federated import Examples
+from bpfed.engine import checkpoint
+from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
-from bpfed.flower.training import method_rule
+from bpfed.flower.training import method_rule, server_side
 from bpfed.methods import METHODS, BPFed, FedAvg
 from bpfed.report import RunRecord
 from bpfed.run import Run
@@ -151,3 +154,20 @@ def test_calibrated_sets_and_intervals(data, tmp_path):
 def test_a_method_that_shares_nothing_is_refused(tmp_path):
     with pytest.raises(UserError, match="nothing to deploy"):
         Deployed(tmp_path, METHODS["local"](), rounds=1).serve()
+
+
+@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("make", [classification, regression])
+def test_simulation_server_and_loaded_run_have_the_same_model_to_the_bit(make, members, tmp_path):
+    """All are made by one function, of which the examples see nothing but their shape."""
+    data = make()
+    config = configured(BPFed(), hidden=6, members=members, seed=3)
+    federation = Federation.start(config.method, data, config.run)
+    facts = {"shape": list(data.input_shape), "task": data.task, "classes": data.classes}
+    checkpoint.save_model(tmp_path / "model", federation.model)
+    args = config.method.personal, config.run
+    loaded = checkpoint.load_model(tmp_path / "model", None, None, without_examples(card(data)), *args)
+    for model in (server_side(config, data.clients, facts).model, loaded):
+        assert torch.equal(model.initial, federation.model.initial)
+        assert (model.factors, model.likelihood) == (federation.model.factors, federation.model.likelihood)
+        assert (model.local, model.levels) == (federation.model.local, federation.model.levels)

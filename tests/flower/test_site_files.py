@@ -101,8 +101,8 @@ def test_the_server_says_which_columns_a_site_lacks(tmp_path, files):
     made.serve()
     (note,) = status_of(made)["notes"]
     assert note == (
-        "Columns that other sites have are lacking, and taken as missing there: 'age' at 'east'; give them to these sites too, or "
-        "leave them out everywhere by --ignore when the deployment is made ('bpfed deploy init')."
+        "Some sites lack columns that others have, which count as missing there: 'age' at 'east'; add them at these "
+        "sites, or leave them out everywhere with --ignore when the deployment is made ('bpfed deploy init')."
     )
     assert made.said.count(note) == 1
 
@@ -169,7 +169,7 @@ def test_a_site_ends_with_a_model_of_its_own(tmp_path, files, method, capsys):
         wanted = Run(state).client(name).predict(x)
         torch.testing.assert_close(run.client(name).predict(x).probs, wanted.probs, rtol=1e-4, atol=1e-5)
         own = tmp_path / "own" / name
-        assert any(s.endswith(f"by: bpfed predict {own} --client {name} --input FILE") for s in made.said)
+        assert any(s.endswith(f"predict with it: bpfed predict {own} --client {name} --input FILE") for s in made.said)
     told = Command(capsys).ok(
         "predict",
         tmp_path / "own" / "north",
@@ -241,9 +241,9 @@ def test_words_that_look_like_dates_or_identifiers_are_refused_before_anything_i
     outcome = bpfed("deploy", "client", fed / "site-north", "--data", files["north"])
     assert outcome.code == 2
     assert outcome.sentence == (
-        f"'{files['north']}' seems to have dates in 'admitted' and identifiers in 'patient', and every word there would be told to "
-        "the server and all sites; leave these columns out by --ignore 'admitted,patient' when the deployment is made "
-        "('bpfed deploy init'), or take them out of the file."
+        f"'{files['north']}' seems to have dates in 'admitted' and identifiers in 'patient', and every word "
+        "there would be sent to the server and all sites; leave these columns out with --ignore 'admitted,patient' "
+        "when the deployment is made ('bpfed deploy init'), or remove them from the file."
     )
     assert "joins" not in outcome.err  # no SuperNode has been started
     assert Plan.read(fed / "site-north").data == ""

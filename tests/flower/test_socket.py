@@ -16,9 +16,10 @@ from bpfed.flower import control, processes, worker
 from bpfed.flower.app import write_app
 from bpfed.flower.deployed import open_site
 from bpfed.flower.keys import KEYS
-from bpfed.flower.plan import SERVER, Plan
+from bpfed.flower.plan import Plan
 from bpfed.flower.server_app import FOLDER
 from bpfed.flower.states import States
+from bpfed.layout import SERVER
 
 pytestmark = pytest.mark.skipif(os.environ.get("BPFED_TEST_DEPLOY") != "1", reason="run by 'make test-deploy'")
 

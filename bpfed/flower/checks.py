@@ -1,0 +1,36 @@
+"""What can be said against a deployment before a site has joined: said when it is made, and not at the sites."""
+
+from __future__ import annotations
+
+import torch
+
+from bpfed.config import Config
+from bpfed.data.federated import FederatedData, Task
+from bpfed.engine.checks import check_run
+from bpfed.flower.pattern import patterns
+from bpfed.networks import make_model
+from bpfed.uploads import check_updates
+
+#: Shape of an input and number of classes while those of the sites are not known; nothing checked depends on them.
+SHAPE, CLASSES = (1,), 2
+
+
+def check_deployment(config: Config, sites: int, data: FederatedData | None = None) -> None:
+    """Raise a `UserError` if so many sites cannot compute this.
+
+    Args:
+        config: What is to be computed.
+        sites: How many sites there are.
+        data: What they have together, if that is at hand; None: what is asked for is all that is known.
+    """
+    method, settings = config.method, config.run
+    task: Task | None = config.data.task if data is None else data.task
+    check_run(method, settings, sites, task)
+    if data is None and not isinstance(method.personal, str):
+        return  # which parameters there are to name depends on the network, and that on the data
+    shape = SHAPE if data is None else data.input_shape
+    classes = data.classes if data is not None else 0 if task == "regression" else CLASSES
+    model = make_model(torch.zeros(2, *shape), classes, method.personal, settings)
+    if settings.clip > 0.0:
+        check_updates(method, model)
+    patterns(method, model)

@@ -1,0 +1,107 @@
+"""The server's SuperLink, the part of Flower that sites connect to: run, asked, and told which keys to let in."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bpfed.errors import UserError
+from bpfed.files import write_whole
+from bpfed.flower import keys
+from bpfed.flower.plan import Plan
+from bpfed.flower.processes import LAUNCH, environment, start_captured
+from bpfed.flower.server_app import FOLDER
+from bpfed.flower.supervisor import Say, watch
+from bpfed.report import text
+
+#: The SuperLink's own memory.
+DATABASE = "flower.db"
+#: Flower's name for the connection that we configure.
+CONNECTION = "deployment"
+#: The keys that were registered, and with which database.
+REGISTERED = "registered.json"
+
+
+def serve(folder: Path, plan: Plan, say: Say) -> None:
+    """Run the SuperLink until somebody asks for the end."""
+    env = {**environment(folder / "flwr", plan), FOLDER: str(folder)}
+
+    def started() -> None:
+        if not healthy(folder, plan, 120.0):
+            raise UserError(f"The server does not answer at {plan.address}; is the port taken?")
+        register(folder, plan, say)
+        say(f"The server is ready at {plan.address}.")
+
+    watch("The SuperLink", lambda: command(folder, plan), env, say, started)
+
+
+def command(folder: Path, plan: Plan) -> list[str]:
+    """The command of the server's SuperLink."""
+    host, _, port = plan.address.rpartition(":")
+    bind = host if host in ("127.0.0.1", "localhost", "::1") else "0.0.0.0"
+    return [
+        *LAUNCH,
+        "flower-superlink",
+        *("--host", bind, "--port", port),
+        *("--database", str(folder / DATABASE)),
+        *("--ssl-ca-certfile", str(folder / keys.AUTHORITY)),
+        *("--ssl-certfile", str(folder / keys.SERVER)),
+        *("--ssl-keyfile", str(folder / keys.SERVER_KEY)),
+        "--enable-supernode-auth",
+        "--disable-runtime-dependency-installation",
+    ]
+
+
+def healthy(folder: Path, plan: Plan, within: float) -> bool:
+    """Whether the SuperLink answers, over TLS, within so many seconds."""
+    context = ssl.create_default_context(cafile=str(folder / keys.AUTHORITY))
+    until = time.monotonic() + within
+    while True:
+        try:
+            with urllib.request.urlopen(f"https://{plan.address}/health", timeout=5, context=context) as reply:
+                return bool(reply.status == 200)
+        except (OSError, ValueError):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.3)
+
+
+def ask(folder: Path, plan: Plan, *arguments: str, timeout: float = 120.0) -> dict[str, Any]:
+    """Run a command of ``flwr`` against the deployment's SuperLink and read what it prints."""
+    home = folder / "flwr"
+    connection = (
+        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{plan.address}"\n'
+        f'root-certificates = "{folder / keys.AUTHORITY}"\n'
+    )
+    if not (home / "config.toml").exists() or (home / "config.toml").read_text() != connection:
+        write_whole(home / "config.toml", connection)
+    asked = ["flwr", *arguments, CONNECTION, "--format", "json"]
+    process = start_captured(asked, environment(home, plan), timeout)
+    try:
+        found = json.loads(process[process.index("{") :])
+    except ValueError:
+        raise UserError(f"'{' '.join(asked)}' failed: {process.strip()[-500:]}") from None
+    return dict(found)
+
+
+def register(folder: Path, plan: Plan, say: Say) -> None:
+    """Let the sites' keys in; the SuperLink's database remembers those that are in."""
+    paths = {site: folder / keys.KEYS / f"{keys.slug(site)}.pub" for site in plan.sites}
+    noted = folder / REGISTERED
+    database = (folder / DATABASE).stat().st_ino
+    known = json.loads(noted.read_text()) if noted.exists() else {}
+    known = known if known.get("database") == database else {"database": database}
+    missing = {site: path for site, path in paths.items() if known.get(site) != path.read_text()}
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda path: ask(folder, plan, "supernode", "register", str(path)), missing.values())
+    for site, answer in zip(missing, found, strict=True):
+        if not answer.get("success") and "already" not in str(answer):
+            raise UserError(f"The key of site '{site}' could not be registered: {answer.get('error-message', answer)}")
+        known[site] = paths[site].read_text()
+    write_whole(noted, json.dumps(known))
+    say(f"{text.many(len(plan.sites), 'site')} may join.")

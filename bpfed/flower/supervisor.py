@@ -1,0 +1,139 @@
+"""Supervision: a process that is started again whenever it ends, until somebody asks for the end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bpfed.errors import UserError
+from bpfed.flower.processes import Stopped, start, stop, until_told
+from bpfed.flower.worker import listens
+
+#: What a SuperNode prints whose key is not (or not yet again) let in; to the system it just failed.
+NOT_LET_IN = b"Exit Code: 305"
+#: The SuperLink holds a key for 60 s after its SuperNode was killed; whoever is refused longer is refused for good.
+LOCK = 150.0
+#: Seconds between restarts: the first, and the longest.
+BACK_OFF = (2.0, 20.0)
+#: Restarts of a process that lived this long start again with the shortest wait.
+STEADY = 60.0
+
+Say = Callable[[str], None]
+
+
+def watch(
+    name: str, command: Callable[[], Sequence[str]], env: dict[str, str], say: Say, started: Callable[[], None]
+) -> None:
+    """Keep a process running until somebody asks for the end, which is then a clean one.
+
+    Args:
+        name: What to call it.
+        command: Its command, made again for every start.
+        env: Its environment.
+        say: Told in words what happens.
+        started: Called after each start.
+
+    Raises:
+        UserError: It is refused for longer than a key can be held.
+    """
+    wait, refused = BACK_OFF[0], 0.0
+    with until_told():
+        while True:
+            began = time.monotonic()
+            process = start(command(), env, pipe=True)
+            echo = Echo(process)
+            try:
+                started()
+                code = process.wait()
+            except Stopped:
+                say("Stopping.")
+                stop(process)
+                return
+            except BaseException:
+                stop(process)
+                raise
+            lived, shut_out = time.monotonic() - began, echo.not_let_in()
+            wait = BACK_OFF[0] if lived > STEADY else wait
+            refused = refused + lived + wait if shut_out else 0.0
+            if refused > LOCK:
+                raise UserError(
+                    "The server refuses this site's key; it belongs to another deployment, is not registered, "
+                    "or is in use elsewhere."
+                )
+            why = "is not let in (its key may be held for a minute)" if shut_out else f"ended with code {code}"
+            say(f"{name} {why}; starting again in {wait:.0f} s.")
+            try:
+                time.sleep(wait)
+            except Stopped:
+                return
+            wait = min(2.0 * wait, BACK_OFF[1])
+
+
+class Echo:
+    """Passes on what a process prints, by a thread, with the time before it, and notes whether its key was refused."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process, self.refused = process, False
+        self.thread = threading.Thread(target=self._pass_on, daemon=True)
+        self.thread.start()
+
+    def not_let_in(self) -> bool:
+        """Of a process that has ended: whether that was why."""
+        self.thread.join(1.0)  # not for good: what it has started may live a little longer, and prints there too
+        return self.refused
+
+    def _pass_on(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.refused = self.refused or NOT_LET_IN in line
+            sys.stderr.buffer.write(stamp() + line)
+            sys.stderr.buffer.flush()
+
+
+def stamp() -> bytes:
+    """The time of day, to milliseconds, before a line of a log."""
+    now = time.time()
+    return f"{time.strftime('%H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03d} ".encode()
+
+
+class Kept:
+    """A process that is started again whenever it ends, or hangs (then there is the file ``stuck``), by a thread."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str], say: Say, stuck: Path) -> None:
+        self.command, self.env, self.say, self.stuck = command, env, say, stuck
+        self.over, self.failed = threading.Event(), False
+        self.thread = threading.Thread(target=self._keep, daemon=True)
+        self.thread.start()
+
+    def first(self, folder: Path) -> bool:
+        """Wait until the worker listens; False: it never will, and has said why."""
+        while not listens(folder):
+            if self.failed:
+                return False
+            time.sleep(0.2)
+        return True
+
+    def close(self) -> None:
+        """End it for good."""
+        self.over.set()
+        self.thread.join()
+
+    def _keep(self) -> None:
+        wait = BACK_OFF[0]
+        while not self.over.is_set() and not self.failed:
+            began = time.monotonic()
+            self.stuck.unlink(missing_ok=True)
+            process = start(self.command, self.env)
+            while process.poll() is None and not self.over.wait(0.2):
+                if self.stuck.exists():
+                    process.kill()
+            stop(process)
+            self.failed = process.returncode == 2  # said in words, and the same if tried again
+            if not self.over.is_set() and not self.failed:
+                wait = BACK_OFF[0] if time.monotonic() - began > STEADY else min(2.0 * wait, BACK_OFF[1])
+                self.say(f"The site's worker ended with code {process.returncode}; starting it again.")
+                self.over.wait(wait)

@@ -1,0 +1,44 @@
+"""Names of files and folders: of a run folder, and of the parts of a deployment."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from bpfed.errors import UserError
+
+#: The files of a run folder.
+CONFIG, METRICS, EVALUATION, SUMMARY, REPORT = (
+    "config.toml",
+    "metrics.jsonl",
+    "evaluation.json",
+    "summary.json",
+    "report.html",
+)
+#: What was learnt in rehearsals, and their folder until the run begins.
+LEARNT, REHEARSALS = "learnt.json", "rehearsals"
+#: What a run must know to predict without its data: of the data, the network, and how predictions are calibrated.
+DATA, MODEL, CALIBRATION = "data.json", "model.safetensors", "calibration.json"
+#: Folders of what goes on: the federation after its last rounds, and the clients' own states.
+CHECKPOINT, STATES = "checkpoint", "state"
+
+#: The file of settings of a part of a deployment, beside its `CONFIG`.
+PLAN = "deploy.toml"
+#: The server's folder in that of a deployment; the run folder of the server, and of a site's own model.
+SERVER, RUN = "server", "run"
+#: What each exchange cost, in the run folder of a server; no other run has such a file.
+EXCHANGES = "exchanges.jsonl"
+
+
+def part(folder: Path) -> str:
+    """Which part of a deployment a folder is, or is directly in: ``site`` or ``server``; empty: of none."""
+    folder = folder.resolve()
+    if (folder / EXCHANGES).is_file():
+        return SERVER
+    for place in (folder, folder.parent, folder / SERVER):
+        if (path := place / PLAN).is_file():
+            try:
+                return "site" if tomllib.loads(path.read_text()).get("site") else SERVER
+            except (OSError, ValueError) as error:
+                raise UserError(f"'{path}' cannot be read ({error}); fix it.") from error
+    return ""
