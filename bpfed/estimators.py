@@ -41,9 +41,14 @@ class Batch(NamedTuple):
     key: Tensor
 
     @property
+    def examples(self) -> Tensor:
+        """b, how many examples this batch has, not counting padding, ``[S]``; 1 where it is all padding (its gradients are 0)."""
+        return self.mask.sum(-1).clamp(min=1.0)
+
+    @property
     def scale(self) -> Tensor:
-        """n/b with the true size b of this batch, ``[S]``; n where the batch is all padding (its gradients are 0)."""
-        return self.size / self.mask.sum(-1).clamp(min=1.0)
+        """n/b, ``[S]``."""
+        return self.size / self.examples
 
 
 class DataTerm(NamedTuple):
@@ -58,6 +63,12 @@ class DataTerm(NamedTuple):
     nll: Tensor
     mean: Tensor
     sigma: Tensor
+
+
+def mean_gradient(model: Model, weights: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Mean −log p of a batch ``[S]``, and its gradient ``[S, P]``, at weights ``[S, P]`` that are points."""
+    total, gradient = model.gradient(weights, batch.x, batch.y, batch.mask, batch.key)
+    return total / batch.examples, gradient / batch.examples[:, None]
 
 
 Estimator = Callable[[Model, Gaussian, Batch], DataTerm]

@@ -14,8 +14,7 @@ from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.gaussian import Gaussian, softplus_inverse
 from bpfed.methods import METHODS, BPFed, FedAvg
-from bpfed.methods.base import rows
-from bpfed.methods.point import Weights
+from bpfed.methods.base import Weights, rows
 from bpfed.privacy import (
     gaussian_epsilon,
     noise_for,

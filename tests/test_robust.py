@@ -13,7 +13,7 @@ from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.gaussian import Gaussian
 from bpfed.methods import METHODS, BPFed, FedAvg
-from bpfed.methods.point import Weights
+from bpfed.methods.base import Weights
 from bpfed.robust import left_out, middle, trimmed_mean
 from bpfed.uploads import updates
 

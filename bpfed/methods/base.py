@@ -36,6 +36,8 @@ from bpfed.model import Model
 
 #: Name of the phase in which a newcomer learns its personal state and the shared factors are frozen.
 ADAPT = "adapt"
+#: Name of the phase in which a client fine-tunes all weights before it predicts; the result is a network of its own.
+TUNE = "tune"
 
 #: What may be asked of a setting that is a number, in words.
 RANGES: dict[str, Callable[[float], bool]] = {
@@ -83,6 +85,12 @@ class Course(NamedTuple):
     def passes(self) -> float:
         """Over a client's data in the whole run, on average."""
         return self.rounds * self.epochs * self.participants / self.clients
+
+
+class Weights(NamedTuple):
+    """Shared weights that are points: ``[P_shared]`` at the server, ``[S, P_shared]`` as uploads."""
+
+    weights: Tensor
 
 
 class Initial(NamedTuple):

@@ -15,16 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
-from bpfed.aggregate import weighted_mean
-from bpfed.errors import UserError
-from bpfed.estimators import Batch
-from bpfed.factors import Personal
-from bpfed.methods.base import ADAPT, Finished, Initial, Method, PointPredictive
-from bpfed.methods.fedavg import Weights
-from bpfed.methods.own import Own
+from bpfed.estimators import Batch, mean_gradient
+from bpfed.methods.base import ADAPT, Finished, Weights
+from bpfed.methods.own import Own, OwnNetwork
 from bpfed.model import Model
 from bpfed.optim import Adam, adam
 
@@ -50,7 +45,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ditto(Method):
+class Ditto(OwnNetwork):
     """Ditto: FedAvg, and beside it a network of each client's own that is pulled towards it.
 
     A client's own network starts as the shared one that it is first sent. Until then it predicts with the shared one.
@@ -65,20 +60,13 @@ class Ditto(Method):
     paper: ClassVar[str] = "Li et al. 2021, arXiv 2012.04221"
     shared_words: ClassVar[str] = "all weights, as the centre of the personal ones"
     personal_words: ClassVar[str] = "a second copy of all weights"
-    random_words: ClassVar[str] = "nothing"
     numbers: ClassVar[tuple[str, ...]] = ("lr", "pull")
 
-    personal: Personal = "none"
     pull: float = 0.1
 
     def check(self) -> None:
         super().check()
-        if self.personal != "none":
-            raise UserError(f"personal is '{self.personal}', but Ditto shares all weights; leave it at 'none'.")
         self.require(pull="0 or more")
-
-    def init(self, model: Model) -> Initial:
-        return Initial(Weights(model.initial), Own.none(model.initial))
 
     def begin(self, model: Model, shared: Weights, personal: Own, hyper: dict[str, Tensor]) -> Local:
         weights = shared.weights
@@ -89,23 +77,16 @@ class Ditto(Method):
         self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
         steps = local.steps + 1
-        count = batch.mask.sum(-1).clamp(min=1.0)
-        total, gradient = model.gradient(local.own, batch.x, batch.y, batch.mask, batch.key)
-        gradient = gradient / count[:, None] + hyper["pull"][:, None] * (local.own - local.centre)
-        own, own_memory = adam(local.own, gradient, local.own_memory, steps, hyper["lr"])
+        nll, gradient = mean_gradient(model, local.own, batch)
+        pulled = gradient + hyper["pull"][:, None] * (local.own - local.centre)
+        own, own_memory = adam(local.own, pulled, local.own_memory, steps, hyper["lr"])
         new = local._replace(own=own, own_memory=own_memory, steps=steps)
         if phase == ADAPT:
-            return new, total / count
+            return new, nll
 
-        total, gradient = model.gradient(local.weights, batch.x, batch.y, batch.mask, batch.key)
-        weights, memory = adam(local.weights, gradient / count[:, None], local.memory, steps, hyper["lr"])
-        return new._replace(weights=weights, memory=memory), total / count
+        nll, gradient = mean_gradient(model, local.weights, batch)
+        weights, memory = adam(local.weights, gradient, local.memory, steps, hyper["lr"])
+        return new._replace(weights=weights, memory=memory), nll
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
-        return Finished(Weights(local.weights), Own(local.own, torch.ones_like(local.steps)[:, None]), {})
-
-    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor) -> Weights:
-        return Weights(weighted_mean(uploads.weights, weights))
-
-    def predictive(self, model: Model, shared: Weights, personal: Own) -> PointPredictive:
-        return PointPredictive(personal.over(shared.weights))
+        return Finished(Weights(local.weights), Own.of(local.own), {})

@@ -13,9 +13,7 @@ from typing import ClassVar
 
 from bpfed.factors import Personal
 from bpfed.methods.base import Phase
-from bpfed.methods.point import Point, Weights
-
-__all__ = ["FedAvg", "Weights"]
+from bpfed.methods.point import Point
 
 
 @dataclass(frozen=True)

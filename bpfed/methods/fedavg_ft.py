@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from bpfed.methods.base import Phase
+from bpfed.methods.base import TUNE, Phase
 from bpfed.methods.fedavg import FedAvg
-from bpfed.methods.point import TUNE
 
 
 @dataclass(frozen=True)

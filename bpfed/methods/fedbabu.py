@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from bpfed.errors import unknown
-from bpfed.methods.base import ADAPT, Phase
-from bpfed.methods.point import TUNE, Point
+from bpfed.methods.base import ADAPT, TUNE, Phase
+from bpfed.methods.point import Point
 
 Finetune = Literal["head", "all"]
 

@@ -25,17 +25,12 @@ import torch
 from torch import Tensor
 
 from bpfed import noise
-from bpfed.aggregate import weighted_mean
-from bpfed.errors import UserError, unknown
-from bpfed.estimators import Batch
-from bpfed.factors import Personal
-from bpfed.methods.base import Finished, Initial, Method, Phase, PointPredictive
-from bpfed.methods.fedavg import Weights
-from bpfed.methods.own import Own
+from bpfed.errors import unknown
+from bpfed.estimators import Batch, mean_gradient
+from bpfed.methods.base import TUNE, Finished, Phase, Weights
+from bpfed.methods.own import Own, OwnNetwork
 from bpfed.model import Model
 from bpfed.optim import Adam, adam
-
-TUNE = "tune"
 
 Order = Literal["first", "full"]
 
@@ -50,7 +45,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PerFedAvg(Method):
+class PerFedAvg(OwnNetwork):
     """Per-FedAvg: one network for all, trained to be good after each client's own steps of gradient descent.
 
     The inner step size was chosen on training examples that were held out.
@@ -66,27 +61,20 @@ class PerFedAvg(Method):
     paper: ClassVar[str] = "Fallah et al. 2020, arXiv 2002.07948"
     shared_words: ClassVar[str] = "all weights, as a start for the personal ones"
     personal_words: ClassVar[str] = "all weights, after steps of its own"
-    random_words: ClassVar[str] = "nothing"
     numbers: ClassVar[tuple[str, ...]] = ("lr", "inner_lr")
 
-    personal: Personal = "none"
     inner_lr: float = 0.03
     order: Order = "full"
     tuning_epochs: int = 1
 
     def check(self) -> None:
         super().check()
-        if self.personal != "none":
-            raise UserError(f"personal is '{self.personal}', but Per-FedAvg shares all weights; leave it at 'none'.")
         if self.order not in get_args(Order):
             raise unknown("order", self.order, get_args(Order))
         self.require(inner_lr="0 or more", tuning_epochs="at least 1")
 
     def tuning(self, epochs: int) -> tuple[Phase, ...]:
         return (Phase(TUNE, self.tuning_epochs),)
-
-    def init(self, model: Model) -> Initial:
-        return Initial(Weights(model.initial), Own.none(model.initial))
 
     def begin(self, model: Model, shared: Weights, personal: Own, hyper: dict[str, Tensor]) -> Local:
         weights = shared.weights
@@ -97,28 +85,22 @@ class PerFedAvg(Method):
     ) -> tuple[Local, Tensor]:
         rate = hyper["inner_lr"][:, None]
         if phase == TUNE:
-            nll, gradient = _mean(model, local.weights, batch)
+            nll, gradient = mean_gradient(model, local.weights, batch)
             return local._replace(weights=local.weights - rate * gradient, tuned=torch.ones_like(local.tuned)), nll
 
         steps = local.steps + 1
         inner, outer, *third = parts(batch, 3 if self.order == "full" else 2)
-        _, gradient = _mean(model, local.weights, inner)
-        nll, gradient = _mean(model, local.weights - rate * gradient, outer)
+        _, gradient = mean_gradient(model, local.weights, inner)
+        nll, gradient = mean_gradient(model, local.weights - rate * gradient, outer)
         for part in third:
             product = model.hessian_product(local.weights, gradient, part.x, part.y, part.mask, part.key)
-            gradient = gradient - rate * product / _count(part)[:, None]
+            gradient = gradient - rate * product / part.examples[:, None]
         weights, memory = adam(local.weights, gradient, local.memory, steps, hyper["lr"])
         return local._replace(weights=weights, memory=memory, steps=steps), nll
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
         # What a client has trained of the shared weights is no network of its own: that is made from the server's, by tuning.
         return Finished(Weights(local.weights), Own(local.weights * local.tuned, local.tuned), {})
-
-    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor) -> Weights:
-        return Weights(weighted_mean(uploads.weights, weights))
-
-    def predictive(self, model: Model, shared: Weights, personal: Own) -> PointPredictive:
-        return PointPredictive(personal.over(shared.weights))
 
 
 def parts(batch: Batch, count: int) -> list[Batch]:
@@ -140,13 +122,3 @@ def parts(batch: Batch, count: int) -> list[Batch]:
         mask = (at < used).to(batch.mask.dtype)
         found.append(Batch(batch.x[client, rows], batch.y[client, rows], mask, batch.size, key))
     return found
-
-
-def _count(batch: Batch) -> Tensor:
-    return batch.mask.sum(-1).clamp(min=1.0)
-
-
-def _mean(model: Model, weights: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mean −log p of a batch ``[S]`` and its gradient ``[S, P]``."""
-    total, gradient = model.gradient(weights, batch.x, batch.y, batch.mask, batch.key)
-    return total / _count(batch), gradient / _count(batch)[:, None]

@@ -16,16 +16,14 @@ from torch import Tensor
 
 from bpfed.aggregate import weighted_mean
 from bpfed.errors import UserError, unknown
-from bpfed.estimators import Batch
-from bpfed.methods.base import ADAPT, Finished, Initial, Method, Phase, PointPredictive, Predictive
+from bpfed.estimators import Batch, mean_gradient
+from bpfed.methods.base import ADAPT, TUNE, Finished, Initial, Method, Phase, PointPredictive, Predictive, Weights
 from bpfed.methods.laplace import CURVATURE, Curvature, laplace
 from bpfed.methods.own import Own
 from bpfed.model import Model
 from bpfed.optim import Adam, Velocity, adam, descent
 
 Optimiser = Literal["adam", "sgd"]
-#: Phase in which all weights are fine-tuned and the result is the client's own network.
-TUNE = "tune"
 #: Whether the shared and whether the personal weights move, by phase.
 MOVES = {
     "all": (True, True),
@@ -74,12 +72,6 @@ class Local(NamedTuple):
     def weights(self) -> Tensor:
         """All weights, ``[S, P]``."""
         return _join(self.shared.weights, self.personal.weights)
-
-
-class Weights(NamedTuple):
-    """The shared weights: ``[P_shared]`` at the server, ``[S, P_shared]`` as uploads."""
-
-    weights: Tensor
 
 
 class Memory(NamedTuple):
@@ -207,9 +199,7 @@ class Point(Method):
         if phase == CURVATURE:
             curvature, loss = local.curvature[0].plus(model, local.weights, batch)
             return local._replace(curvature=(curvature,)), loss
-        total, gradient = model.gradient(local.weights, batch.x, batch.y, batch.mask, batch.key)
-        count = batch.mask.sum(-1).clamp(min=1.0)
-        gradient = gradient / count[:, None]
+        nll, gradient = mean_gradient(model, local.weights, batch)
         if self.decay > 0.0:
             gradient = gradient + (hyper["decay"] / batch.size.clamp(min=1.0))[:, None] * local.weights
         gradients = model.factors.split(gradient)
@@ -218,7 +208,7 @@ class Point(Method):
             for part, g, moves in zip(local[:2], gradients, MOVES[phase], strict=True)
         )
         tuned = torch.ones_like(local.tuned) if phase == TUNE else local.tuned
-        return local._replace(shared=shared, personal=personal, tuned=tuned), total / count
+        return local._replace(shared=shared, personal=personal, tuned=tuned), nll
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
         memory = Memory(
@@ -238,10 +228,10 @@ class Point(Method):
 
     def predictive(self, model: Model, shared: Weights, personal: Kept) -> Predictive:
         weights = _join(shared.weights, personal.weights)
-        for own in personal.own:
-            weights = own.over(weights)
-        for curvature in personal.curvature:
-            return laplace(model, weights, curvature, self.laplace_precision)
+        if personal.own:
+            weights = personal.own[0].over(weights)
+        if personal.curvature:
+            return laplace(model, weights, personal.curvature[0], self.laplace_precision)
         return PointPredictive(weights)
 
 

@@ -16,9 +16,8 @@ from bpfed.errors import UserError
 from bpfed.estimators import Batch
 from bpfed.kernels.conv import conv2d
 from bpfed.methods import FedAvg, PerFedAvg
-from bpfed.methods.base import rows
-from bpfed.methods.fedavg import Weights
-from bpfed.methods.perfedavg import TUNE, parts
+from bpfed.methods.base import TUNE, Weights, rows
+from bpfed.methods.perfedavg import parts
 
 CLIENTS, STEPS = 2, 6
 

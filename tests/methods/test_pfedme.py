@@ -12,8 +12,7 @@ from bpfed.errors import UserError
 from bpfed.estimators import Batch
 from bpfed.likelihoods import Normal
 from bpfed.methods import PFedMe
-from bpfed.methods.base import ADAPT, rows
-from bpfed.methods.fedavg import Weights
+from bpfed.methods.base import ADAPT, Weights, rows
 from bpfed.methods.own import Own
 from bpfed.model import Model
 
