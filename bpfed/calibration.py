@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bpfed.errors import UserError
 from bpfed.metrics import SMALLEST
+from bpfed.metrics.sums import owners
 
 #: Strength of the prior that holds a temperature near 1: it weighs as much as about this many examples.
 PRIOR = 5.0
@@ -114,7 +115,7 @@ def _check(level: float) -> None:
 def sorted_scores(scores: Tensor, offsets: Tensor) -> Tensor:
     """Each client's scores in rising order, ``[E]``."""
     order = scores.argsort(stable=True)
-    owner = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=scores.device), offsets.diff())
+    owner, _ = owners(offsets, scores)
     return scores[order[owner[order].argsort(stable=True)]]
 
 
@@ -138,8 +139,7 @@ def temperatures(probs: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         ``[N]`` float64.
     """
     logp = probs.double().clamp(min=SMALLEST).log()
-    clients = len(offsets) - 1
-    owner = torch.repeat_interleave(torch.arange(clients, device=probs.device), offsets.diff().to(probs.device))
+    owner, clients = owners(offsets, y)
     right = logp.gather(1, y[:, None]).squeeze(1)
 
     def slope(beta: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
     @property
     def examples(self) -> Tensor:
-        """b, how many examples this batch has, not counting padding, ``[S]``; 1 where it is all padding (its gradients are 0)."""
+        """b, the number of examples without padding, ``[S]``; 1 where all is padding (its gradients are 0)."""
         return self.mask.sum(-1).clamp(min=1.0)
 
     @property

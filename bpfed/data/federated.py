@@ -38,6 +38,11 @@ class Examples:
         """Number of examples of each client, ``[N]``."""
         return self.offsets.diff()
 
+    @property
+    def owner(self) -> Tensor:
+        """Which client each example belongs to, ``[E]``."""
+        return torch.repeat_interleave(torch.arange(len(self.offsets) - 1, device=self.offsets.device), self.sizes)
+
     def client(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of one client, ``[n, ...]`` and ``[n]`` (views, not copies)."""
         rows = slice(int(self.offsets[index]), int(self.offsets[index + 1]))

@@ -92,7 +92,8 @@ class PerFedAvg(OwnNetwork):
         inner, outer, *third = parts(batch, 3 if self.order == "full" else 2)
         _, gradient = mean_gradient(model, local.weights, inner)
         nll, gradient = mean_gradient(model, local.weights - rate * gradient, outer)
-        for part in third:
+        if self.order == "full":
+            part = third[0]
             product = model.hessian_product(local.weights, gradient, part.x, part.y, part.mask, part.key)
             gradient = gradient - rate * product / part.examples[:, None]
         weights, memory = adam(local.weights, gradient, local.memory, steps, hyper["lr"])
