@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from bpfed import noise
 from bpfed.card import card, without_examples
-from bpfed.client import Client
+from bpfed.client import Client, check_shape
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.preparation import Preparation
 from bpfed.engine.federation import Federation
@@ -158,10 +158,7 @@ def _data(of: FederatedData, name: str, x: Any, y: Any, preparation: Preparation
     x, y = torch.as_tensor(x, dtype=torch.float32).cpu(), torch.as_tensor(y).cpu()
     if x.ndim and y.ndim and len(x) != len(y):
         raise UserError(f"{len(x)} inputs and {len(y)} targets were given; give one target for each input.")
-    if tuple(x.shape[1:]) != of.input_shape:
-        raise UserError(
-            f"Inputs have shape {list(x.shape[1:])} each, but '{of.name}' was trained on {list(of.input_shape)}."
-        )
+    check_shape(x, of)
     if of.task == "classification" and y.is_floating_point():
         raise UserError(
             f"The labels are {str(y.dtype).removeprefix('torch.')} numbers; give classes from 0 to {of.classes - 1}."

@@ -16,6 +16,7 @@ from bpfed.noise import Purpose
 from bpfed.predict import Classified, How, Regressed, check_how, classify, regress
 
 if TYPE_CHECKING:
+    from bpfed.data.federated import FederatedData
     from bpfed.run import Run
 
 
@@ -58,11 +59,7 @@ class Client:
             raise UserError(f"draws is {draws}, but must be at least 1.")
         check_how(how)
         x = torch.as_tensor(x, dtype=torch.float32)
-        if tuple(x.shape[1:]) != federation.data.input_shape:
-            raise UserError(
-                f"Inputs have shape {list(x.shape[1:])} each, but '{federation.data.name}' was trained on "
-                f"{list(federation.data.input_shape)}."
-            )
+        check_shape(x, federation.data)
         if not bool(torch.isfinite(x).all()):
             raise UserError("The inputs hold NaN or infinite values; clean or drop those rows.")
         who = torch.tensor([self.index])
@@ -96,6 +93,14 @@ class Client:
         if at not in self._calibrated:
             self._calibrated[at] = calibrate(federation, torch.tensor([self.index]), how, draws).client(0)
         return self._calibrated[at]
+
+
+def check_shape(x: Tensor, data: FederatedData) -> None:
+    """Raise a `UserError` unless inputs ``[B, ...]`` have the shape of those that a run on this data was trained on."""
+    if tuple(x.shape[1:]) != data.input_shape:
+        raise UserError(
+            f"Inputs have shape {list(x.shape[1:])} each, but '{data.name}' was trained on {list(data.input_shape)}."
+        )
 
 
 def _joined(parts: Sequence[Classified | Regressed]) -> Classified | Regressed:

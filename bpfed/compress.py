@@ -73,12 +73,6 @@ def expand(packed: list[Tensor | Levels], like: State) -> State:
     return tree_unflatten(leaves, tree_flatten(like)[1])
 
 
-def size(packed: list[Tensor | Levels]) -> int:
-    """Bytes that it takes."""
-    tensors = [t for part in packed for t in (part if isinstance(part, Levels) else (part,))]
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
 def travelled(method: Method, state: State) -> State:
     """A state as it arrives after it was sent compressed."""
     return expand(compress(method, state), state)

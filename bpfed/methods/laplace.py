@@ -167,7 +167,6 @@ class LaplacePredictive(NamedTuple):
         inputs: Eigenvectors of A, ``[S, I, I]``.
         outputs: Eigenvectors of G, ``[S, K, K]``.
         sigma: Standard deviation along each pair of them, ``[S, K, I]``; 0 for a client without an example.
-        precision: The prior's, ``[S]``.
     """
 
     weights: Tensor
@@ -175,7 +174,6 @@ class LaplacePredictive(NamedTuple):
     inputs: Tensor
     outputs: Tensor
     sigma: Tensor
-    precision: Tensor
 
     def draws(self, wanted: int) -> int:
         return wanted
@@ -207,7 +205,7 @@ def laplace(model: Model, weights: Tensor, curvature: Curvature, precision: floa
         chosen = best_precision(values.flatten(1), layer.get(weights).square().sum((1, 2)))
     seen = curvature.examples[..., None] > 0
     sigma = torch.where(seen, (values + chosen[:, None, None]).rsqrt(), 0.0)
-    return LaplacePredictive(weights, layer, inputs, outputs, sigma, chosen)
+    return LaplacePredictive(weights, layer, inputs, outputs, sigma)
 
 
 def evidence(values: Tensor, square: Tensor, precision: float) -> Tensor:
