@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import SMALL, Command, files, metrics, process
+from command import SMALL, Command, files, flip, metrics, process
 
 from bpfed.cli import main
 from bpfed.engine.simulator import Simulator
@@ -182,13 +182,6 @@ def test_a_refused_resume_leaves_the_file_of_states_alone_and_its_loss_is_damage
     assert files(Path("run")) == before
     Path("run/state/personal.f32").unlink()
     assert "All checkpoints in 'run/checkpoint' are damaged" in bpfed("run", "--resume", "--out", "run", "-q").sentence
-
-
-def flip(path: Path) -> None:
-    """Change one bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[-7] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_damaged_checkpoint_falls_back_and_says_so(bpfed: Command, unfinished: Path, whole: Path) -> None:

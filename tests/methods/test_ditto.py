@@ -21,10 +21,6 @@ from bpfed.model import Model
 CLIENTS, STEPS = 2, 6
 
 
-def hyper(method, count=CLIENTS):
-    return {name: torch.full((count,), value, dtype=torch.float64) for name, value in method.hyper().items()}
-
-
 def batches(seed=0):
     """Full and ragged batches in turn, in float64."""
     found = [scenarios.random_batch(CLIENTS, 5, seed=seed + t, used=[5, 3] if t % 2 else [4, 5]) for t in range(STEPS)]
@@ -38,12 +34,12 @@ def other(weights, seed, scale=0.3):
 
 
 def trained(method, model, sent, personal, phase="all"):
-    local = method.begin(model, Weights(sent), personal, hyper(method))
+    local = method.begin(model, Weights(sent), personal, scenarios.hyper(method, CLIENTS, torch.float64))
     losses = []
     for batch in batches():
-        local, loss = method.step(model, local, batch, hyper(method), phase)
+        local, loss = method.step(model, local, batch, scenarios.hyper(method, CLIENTS, torch.float64), phase)
         losses.append(loss)
-    return method.finish(model, local, hyper(method)), torch.stack(losses)
+    return method.finish(model, local, scenarios.hyper(method, CLIENTS, torch.float64)), torch.stack(losses)
 
 
 def by_hand(method, model, client, start, centre, pull):
