@@ -51,8 +51,8 @@ class Client:
                 `bpfed.moments` for where it is exact).
 
         Returns:
-            Probabilities (or mean) with total, epistemic and aleatoric uncertainty, ``[B]`` each, and prediction sets (or
-            intervals) where the run kept calibration examples.
+            Probabilities (or mean) with total, epistemic and aleatoric uncertainty, ``[B]`` each, and prediction sets
+            (or intervals) where the run kept calibration examples.
         """
         federation = self.run.federation
         if draws is not None and draws < 1:

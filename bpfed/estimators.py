@@ -3,8 +3,8 @@
 All are unbiased; they differ in where the noise is drawn, hence in variance and cost:
 
 - ``weights``: one draw of the whole weight vector for the batch. Any module.
-- ``antithetic``: the same draw with its noise once added and once subtracted, each for every other example of the batch.
-  Any module, the cost of ``weights``; what is linear in the noise cancels.
+- ``antithetic``: the same draw with its noise once added and once subtracted, each for every other example of the
+  batch. Any module, the cost of ``weights``; what is linear in the noise cancels.
 - ``local``: local reparameterisation in linear layers, a weight draw per example in convolutions, ``weights`` for the
   rest. About twice the arithmetic, a fraction of the variance.
 """

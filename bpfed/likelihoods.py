@@ -81,8 +81,8 @@ class Normal:
         _check_tensor(outputs)
         if outputs.shape[1:] not in (torch.Size([]), torch.Size([1])):
             raise UserError(
-                f"The module's output has shape {_shape(outputs)} for a batch of {outputs.shape[0]}, but regression needs "
-                "one number per example; make its last layer give one."
+                f"The module's output has shape {_shape(outputs)} for a batch of {outputs.shape[0]}, but regression "
+                "needs one number per example; make its last layer give one."
             )
 
 

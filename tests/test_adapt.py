@@ -159,7 +159,7 @@ X, Y = newcomer()
         ({"x": X, "y": Y.float()}, "give classes from 0 to 2"),
         ({"x": X, "y": Y[:3]}, "8 inputs and 3 targets were given; give one target for each input."),
         ({"x": X * float("nan"), "y": Y}, "Client 'newcomer' of 'small' has NaN or infinite values"),
-        ({"x": X, "y": Y, "name": "site b"}, "There is a client 'site b' in the run already"),
+        ({"x": X, "y": Y, "name": "site b"}, "The run already has a client 'site b'"),
         ({"x": X, "y": Y, "steps": 0}, "steps is 0, but must be at least 1"),
         ({"x": X, "y": Y, "lr": -1.0}, "lr is -1.0"),
         ({"x": 1e30 * X, "y": Y, "lr": 1e30}, "diverged"),

@@ -219,7 +219,7 @@ def test_a_module_that_draws_its_own_weights_is_asked_to():
                 raise ValueError("not twice")
             self.done = True
 
-    with pytest.raises(UserError, match=r"cannot draw its parameters anew, .* says 'not twice'"):
+    with pytest.raises(UserError, match=r"cannot draw its parameters again, .* says 'not twice'"):
         of(Broken())
 
 

@@ -239,7 +239,7 @@ class Sums(FedAvg):
 
 
 def test_a_method_whose_uploads_are_no_states_of_the_server_is_refused_before_it_trains():
-    with pytest.raises(UserError, match="their updates have no length"):
+    with pytest.raises(UserError, match="uploads do not match the server state"):
         scenarios.start(Sums(), clip=1.0)
 
 

@@ -6,8 +6,8 @@ client that is sent w_t does two things that do not depend on each other:
     w ← w − η ∇f(w)                      from w_t, uploaded: the shared problem, here FedAvg
     v ← v − η (∇f(v) + λ (v − w_t))      from its own v, kept: the personal problem
 
-The method makes both steps on each mini-batch. Steps are Adam's, as for every method here, so that methods differ in what
-they share and not in their optimiser; a stationary point of the personal problem is the same one.
+The method makes both steps on each mini-batch. Steps are Adam's, as for every method here, so that methods differ in
+what they share and not in their optimiser; a stationary point of the personal problem is the same one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Ditto(OwnNetwork):
     The default of λ was chosen on training examples that were held out.
 
     Attributes:
-        pull: λ, how strongly a client's own weights are pulled to the shared ones: 0 is training alone.
+        pull: λ, how strongly a client's own weights are pulled towards the shared ones; 0 is training alone.
     """
 
     name: ClassVar[str] = "ditto"

@@ -1,7 +1,8 @@
 """FedAvg: one point-estimate network for all, the mean of what the clients trained.
 
-McMahan et al.: Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017. Local steps are Adam's, as
-for every method here, so that methods differ in what they share and not in their optimiser; it starts anew in every round.
+McMahan et al.: Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017. Local steps are Adam's,
+as for every method here, so that methods differ in what they share and not in their optimiser; Adam starts again in
+every round.
 
 It is ``BPFed.dirac(personal="none", keep_adam=False)``.
 """

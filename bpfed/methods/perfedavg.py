@@ -1,19 +1,19 @@
 """Per-FedAvg: weights from which a step or a few of gradient descent make a good network for each client.
 
-Fallah, Mokhtari and Ozdaglar: Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
-Approach, 2020. The clients minimise f(w − α ∇f(w)), the loss after one step. A local step of their Algorithm 1 takes three
-batches D, D', D'':
+Fallah, Mokhtari and Ozdaglar: Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
+Meta-Learning Approach, 2020. The clients minimise f(w − α ∇f(w)), the loss after one step. A local step of their
+Algorithm 1 takes three batches D, D', D'':
 
     w̃ ← w − α ∇f(w; D)
     w ← w − β (I − α ∇²f(w; D'')) ∇f(w̃; D')
 
-and the first-order variant leaves the Hessian away. The three batches are the mini-batch dealt out in turn (see `parts`), so
-that a round sees no more data than that of another method. The outer step, β above, is Adam's, as for every method
-here, so that methods differ in what they share and not in their optimiser; the inner step is plain descent, for the
-derivative of what it does is what the Hessian stands for.
+and the first-order variant leaves the Hessian out. The three batches are the mini-batch dealt out in turn (see
+`parts`), so that a round sees no more data than that of another method. The outer step, β above, is Adam's, as for
+every method here, so that methods differ in what they share and not in their optimiser; the inner step is plain
+descent, since the Hessian above is the derivative of such a step.
 
-Before a client predicts, it takes passes of plain descent with the inner step size over its own training examples. It never
-sees a label of an example that it is tested on.
+Before a client predicts, it takes passes of plain descent with the inner step size over its own training examples. It
+never sees a label of an example that it is tested on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Order = Literal["first", "full"]
 
 
 class Local(NamedTuple):
-    """A client during a round: weights ``[S, P]``, Adam's memory, steps taken ``[S]``, whether it was tuned ``[S, 1]``."""
+    """A client during a round: weights ``[S, P]``, Adam's memory, steps taken ``[S]``, 1 once tuned ``[S, 1]``."""
 
     weights: Tensor
     memory: Adam
@@ -51,9 +51,9 @@ class PerFedAvg(OwnNetwork):
     The inner step size was chosen on training examples that were held out.
 
     Attributes:
-        inner_lr: α, step size of the clients' own steps, in training and before they predict.
-        order: ``full``: with the Hessian of the inner step; ``first``: without, a third cheaper.
-        tuning_epochs: Passes of own steps over a client's training examples before it predicts.
+        inner_lr: α, step size of a client's own steps, in training and before it predicts.
+        order: ``full``: with the Hessian of the inner step; ``first``: without it, a third cheaper.
+        tuning_epochs: Passes of such steps over a client's training examples before it predicts.
     """
 
     name: ClassVar[str] = "perfedavg"
@@ -100,15 +100,15 @@ class PerFedAvg(OwnNetwork):
         return local._replace(weights=weights, memory=memory, steps=steps), nll
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
-        # What a client has trained of the shared weights is no network of its own: that is made from the server's, by tuning.
+        # The shared weights that a client has trained are not its own network: that comes from the server's, by tuning.
         return Finished(Weights(local.weights), Own(local.weights * local.tuned, local.tuned), {})
 
 
 def parts(batch: Batch, count: int) -> list[Batch]:
     """The examples of a mini-batch dealt out in turn to ``count`` batches.
 
-    They are disjoint where there are that many examples. Where there are fewer, the first ones are used again, one in each
-    batch: of a single example all batches are made.
+    They are disjoint where there are that many examples. Where there are fewer, the first ones are used again, one in
+    each batch; a single example is in all of them.
     """
     used = batch.mask.sum(-1).long()[:, None]
     order = batch.mask.argsort(dim=-1, descending=True, stable=True)  # padding last

@@ -1,14 +1,14 @@
 """pFedMe: every client's loss is replaced by its Moreau envelope, whose minimiser is the client's own network.
 
-Dinh, Tran and Nguyen: Personalized Federated Learning with Moreau Envelopes, 2020. In its Algorithm 1 a client that is sent
-w takes, for each mini-batch, K gradient steps on its own θ towards the minimum of
+Dinh, Tran and Nguyen: Personalized Federated Learning with Moreau Envelopes, 2020. In its Algorithm 1 a client that is
+sent w takes, for each mini-batch, K gradient steps on its own θ towards the minimum of
 
     h(θ) = f(θ) + λ/2 |θ − w|²
 
-and then one step on w along the envelope's gradient, w ← w − η λ (w − θ). The server mixes the mean of the uploaded w into
-its own: w ← (1 − β) w + β mean. Here θ starts a round at w, and each mini-batch where the one before left it; the paper leaves
-that open. Both steps are plain gradient steps: the outer one has no gradient but λ (w − θ) to be scaled by an Adam,
-and the inner problem is nearly a quadratic of curvature λ, which plain steps solve.
+and then one step on w along the envelope's gradient, w ← w − η λ (w − θ). The server mixes the mean of the uploaded w
+into its own: w ← (1 − β) w + β mean. Here θ starts a round at w, and each mini-batch where the one before left it; the
+paper leaves that open. Both steps are plain gradient steps: the outer one follows λ (w − θ) alone, which needs no
+scaling by Adam, and the inner problem is nearly a quadratic of curvature λ, which plain steps solve.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ class Local(NamedTuple):
 class PFedMe(OwnNetwork):
     """pFedMe: Moreau envelopes. The shared network is the centre of the clients' own.
 
-    Only the clients that take part in a round train in it. One that never did predicts with the shared network.
-    K = 5 and β = 1 are those of the authors' runs; λ (there 15) and the two step sizes were chosen on training examples that
+    Only the clients that take part in a round train in it. One that never did predicts with the shared network. K = 5
+    and β = 1 are those of the authors' runs; λ (there 15) and the two step sizes were chosen on training examples that
     were held out.
 
     Attributes:
-        lr: η, step size on the client's copy of the shared weights; each step goes the part η λ of the way to its own.
+        lr: η, step size on the client's copy of the shared weights; each step goes a fraction η λ of the way to its
+            own.
         inner_lr: Step size on the client's own weights.
-        inner_steps: K, steps on the client's own weights for each mini-batch.
-        pull: λ, how strongly a client's own weights are pulled to the shared ones.
-        mixing: β, the part of the uploads' mean in the server's new weights; it may be above 1.
+        inner_steps: K, steps on the client's own weights per mini-batch.
+        pull: λ, how strongly a client's own weights are pulled towards the shared ones.
+        mixing: β, weight of the uploads' mean in the server's new weights; it may be above 1.
     """
 
     name: ClassVar[str] = "pfedme"
@@ -69,8 +70,8 @@ class PFedMe(OwnNetwork):
         for name in ("lr", "inner_lr"):
             if not getattr(self, name) * self.pull < 2.0:
                 raise UserError(
-                    f"{name} * pull is {getattr(self, name) * self.pull:g}, and from 2 on steps overshoot more and more; "
-                    f"lower method.{name} or method.pull."
+                    f"{name} * pull is {getattr(self, name) * self.pull:g}, but steps diverge from 2 on; lower "
+                    f"method.{name} or method.pull."
                 )
 
     def begin(self, model: Model, shared: Weights, personal: Own, hyper: dict[str, Tensor]) -> Local:

@@ -1,9 +1,9 @@
 """Point-estimate weights, split into shared and personal: what FedAvg, FedPer, FedRep and their kin have in common.
 
 A local step is one of Adam's, or of descent with momentum, on the mean −log p of the batch. The methods differ in which
-weights are personal (`personal`) and in which of the two parts moves in which phase of a round (`phases`). With Adam each is a
-Dirac case of BPFed, σ = 0 and no KL term together (``BPFed.dirac``): BPFed then follows n times the mean, and Adam, which
-divides by the gradient's own size, sees no difference but for its ε of 1e-8.
+weights are personal (`personal`) and in which of the two parts moves in which phase of a round (`phases`). With Adam
+each is a Dirac case of BPFed, σ = 0 and no KL term together (``BPFed.dirac``): BPFed then follows n times the mean, and
+Adam, which divides by the gradient's own size, sees no difference but for its ε of 1e-8.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOVES = {
     ADAPT: (False, True),
     TUNE: (True, True),
 }
-#: What is said of a method that does not split the network, by its ``personal``; and which one that is.
+#: What a method that does not split the network does, by its ``personal``; and the name of that method.
 WHOLE = {"none": ("shares all weights", "fedavg"), "all": ("keeps all weights with the client", "local")}
 
 
@@ -105,18 +105,20 @@ class Point(Method):
     """Base of the methods with point-estimate weights.
 
     Attributes:
-        optimiser: ``adam``, or ``sgd``, descent with momentum.
-        momentum: With ``sgd``, how much of a step is in the next one.
-        decay: a of the term a ‖w‖²/2 that is added to the summed −log p of a client's n examples: the prior N(0, 1/a) of its
-            weights, which weighs the less the more examples there are.
-        keep_adam: Whether a client keeps the optimiser's memory from round to round; if not, every round starts without.
+        optimiser: ``adam``, or ``sgd``, gradient descent with momentum.
+        momentum: With ``sgd``, how much of each step carries over to the next.
+        decay: a in the term a ‖w‖²/2 that is added to −log p summed over a client's examples: a prior N(0, 1/a) of its
+            weights, which counts for less the more examples there are.
+        keep_adam: Whether a client keeps the optimiser's state from round to round; if not, every round starts with a
+            new one.
         laplace: Whether the last layer gets a Gaussian posterior after training, by the Laplace approximation.
-        laplace_precision: With ``laplace``, the prior's precision; 0: chosen for each client by the marginal likelihood.
+        laplace_precision: With ``laplace``, precision of the prior; 0: chosen for each client by the marginal
+            likelihood.
     """
 
     random_words: ClassVar[str] = "nothing (the last layer with laplace)"
-    #: Whether every round begins with the personal weights of the start.
-    begins_anew: ClassVar[bool] = False
+    #: Whether every round starts over with the first personal weights.
+    starts_over: ClassVar[bool] = False
     numbers: ClassVar[tuple[str, ...]] = ("lr", "momentum", "decay")
 
     optimiser: Optimiser = "adam"
@@ -139,8 +141,8 @@ class Point(Method):
         if default not in tuple(WHOLE) and self.personal in tuple(WHOLE):
             what, name = WHOLE[str(self.personal)]
             raise UserError(
-                f"personal is '{self.personal}', but {self.title} needs both shared and personal weights; the method that "
-                f"{what} is '{name}'."
+                f"personal is '{self.personal}', but {self.title} needs both shared and personal weights; the method "
+                f"that {what} is '{name}'."
             )
 
     def structure(self) -> tuple[Any, ...]:
@@ -173,7 +175,7 @@ class Point(Method):
             (memory,) if self.keep_adam else (),
             (Own.none(model.initial),) if self.keeps_network else (),
             (Curvature.zero(model),) if self.laplace else (),
-            (personal,) if self.begins_anew else (),
+            (personal,) if self.starts_over else (),
         )
         return Initial(Weights(shared), kept)
 

@@ -301,7 +301,7 @@ def nothing() -> None: ...
         (nothing, ("--client", "genf", "--abstain", "90"), "--abstain is 90, but must be a probability"),
         (nothing, ("--client", "genf", "--draws", "0"), "draws is 0, but must be at least 1."),
         (nothing, ("--adapted", "none.safetensors"), "There is no file 'none.safetensors'"),
-        (nothing, ("--adapted", "new.csv"), "'new.csv' is no client that bpfed adapt wrote"),
+        (nothing, ("--adapted", "new.csv"), "'new.csv' is not a client that bpfed adapt wrote"),
         (
             unfinished,
             ("--client", "genf"),
