@@ -157,7 +157,7 @@ class Method(ABC):
     """Base of all methods. A subclass is a frozen dataclass: its fields are its settings.
 
     Attributes:
-        personal: Which parameters stay with the client: ``head``, ``not-head``, ``none``, ``all``, or names of layers.
+        personal: Which parameters stay with the client: ``head``, ``not-head``, ``none``, ``all`` or layers by name.
         lr: Step size of the local steps.
     """
 

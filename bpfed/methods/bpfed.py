@@ -78,8 +78,8 @@ class BPFed(Method):
         discount: a in 1/s² = a/σ² + (1 − a)/s0², which gives the prior's scale s from last round's σ; 1 is the paper's
             prior, last round's posterior itself.
         prior_sigma: s0 in the formula of ``discount``.
-        prior_step: Whether π moves towards q in every step (Eq. 10) and η_i and the upload are taken from it. If not, π
-            is fixed during the round and they are taken from q.
+        prior_step: Whether the prior π moves towards the posterior q in every step (Eq. 10), and gives the client's
+            personal factors and its upload. If not, π is fixed during the round and q gives them.
         estimator: How the data term is estimated: ``weights`` (a draw of all weights for the batch), ``antithetic``
             (that draw, mirrored for every other example) or ``local`` (noise for each example in linear and convolution
             layers).
@@ -98,7 +98,8 @@ class BPFed(Method):
         newcomer_sigma: Prior σ of the head of a client that joins later; its prior mean is 0, so that no class is
             preferred. In regression σ is divided by the square root of the head's number of weights.
         newcomer_lr: Step size of such a client; it learns only its head, with a fixed prior.
-        predict: What a client predicts with: ``own``, its q of its last round, or ``aggregated``, (η_i, ζ).
+        predict: What a client predicts with: ``own``, the posterior of its last round, or ``aggregated``, its personal
+            factors and the server's shared ones.
     """
 
     name: ClassVar[str] = "bpfed"

@@ -46,7 +46,7 @@ class Local(NamedTuple):
 
 @dataclass(frozen=True)
 class Ditto(OwnNetwork):
-    """Ditto: FedAvg, and beside it a network of each client's own that is pulled towards it.
+    """Ditto: FedAvg, and for each client a network of its own that is pulled towards the shared one.
 
     A client's own network starts as the shared one that it is first sent. Until then it predicts with the shared one.
     The default of λ was chosen on training examples that were held out.

@@ -19,7 +19,11 @@ from bpfed.methods.point import Point
 
 @dataclass(frozen=True)
 class FedAvg(Point):
-    """Federated averaging."""
+    """Federated averaging.
+
+    Attributes:
+        personal: Always ``none``: all weights are shared.
+    """
 
     name: ClassVar[str] = "fedavg"
     title: ClassVar[str] = "FedAvg"

@@ -46,6 +46,9 @@ class OwnNetwork(Method):
     """Base of Ditto, Per-FedAvg and pFedMe: all weights are shared, and a client predicts with a network of its own.
 
     A subclass says how both are trained: `begin`, `step` and `finish`. The server takes the mean of the uploads.
+
+    Attributes:
+        personal: Always ``none``: all weights are shared.
     """
 
     random_words: ClassVar[str] = "nothing"

@@ -52,9 +52,12 @@ class Personal(NamedTuple):
 
 @dataclass(frozen=True)
 class PFedBayes(Method):
-    """pFedBayes. A client that has not trained yet predicts with the server's w, and its first q is a copy of it.
+    """pFedBayes: every client has a Gaussian network of its own, with a prior common to all.
+
+    A client that has not trained yet predicts with the server's w, and its first q is a copy of it.
 
     Attributes:
+        personal: Always ``none``: the upload is a prior of all weights.
         zeta: ζ, weight of KL(q ‖ w) relative to the data term over all examples of a client; 1 is the ELBO. Of 0.1,
             0.3, 1 and 3, the default had the best NLL on held-out training data of digits.
         sigma: σ of every weight at the start.

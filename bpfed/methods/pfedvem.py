@@ -88,7 +88,7 @@ class PFedVEM(Method):
 
     Attributes:
         rho: ρ of every client at the start, the width of the prior of heads.
-        sigma: σ of a client's posterior at its first step, where its mean is w.
+        sigma: σ of a client's posterior at its first step, where its mean is the common head w.
         head_rate: Step size of the head in units of ``lr``. The M step assumes that the E step has converged: after a
             few small steps heads are still near w, so ρ is estimated too small and holds them there.
         draws: Draws of the head per step.
