@@ -99,7 +99,7 @@ def check_shape(x: Tensor, data: FederatedData) -> None:
     """Raise a `UserError` unless inputs ``[B, ...]`` have the shape of those that a run on this data was trained on."""
     if tuple(x.shape[1:]) != data.input_shape:
         raise UserError(
-            f"Inputs have shape {list(x.shape[1:])} each, but '{data.name}' was trained on {list(data.input_shape)}."
+            f"Inputs have shape {list(x.shape[1:])} each, but those of '{data.name}' have {list(data.input_shape)}."
         )
 
 

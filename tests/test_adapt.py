@@ -154,7 +154,7 @@ X, Y = newcomer()
     ("arguments", "said"),
     [
         ({"x": X}, "give both x and y, or neither"),
-        ({"x": X[:, :3], "y": Y}, "Inputs have shape [3] each, but 'small' was trained on [4]."),
+        ({"x": X[:, :3], "y": Y}, "Inputs have shape [3] each, but those of 'small' have [4]."),
         ({"x": X, "y": Y + 2}, "labels must run from 0 to 2"),
         ({"x": X, "y": Y.float()}, "give classes from 0 to 2"),
         ({"x": X, "y": Y[:3]}, "8 inputs and 3 targets were given; give one target for each input."),
