@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from bpfed.data.rows import Rows, read_rows
 from bpfed.engine.evaluate import BLOCK, calibrate
 from bpfed.errors import UserError
 from bpfed.methods.base import rows
@@ -41,11 +43,22 @@ class Client:
         """The client's name."""
         return self.run.data.clients[self.index]
 
-    def predict(self, x: Tensor, draws: int | None = None, how: How = "sample") -> Classified | Regressed:
+    def read(self, path: str | Path) -> Rows:
+        """Rows of a file, prepared as this client's training data was; unusual values are reported to the run's ``say``.
+
+        Args:
+            path: A CSV, TSV, Parquet or NPZ file for a run on tables; an NPZ file with ``x`` for one on arrays.
+
+        Returns:
+            Inputs ``x`` for `predict`, ``[n, ...]``, and where they are unlike training (``unusual``).
+        """
+        return read_rows(self.run.data, Path(path), self.name, self.run.say)
+
+    def predict(self, x: Tensor | str | Path, draws: int | None = None, how: How = "sample") -> Classified | Regressed:
         """Predict with this client's posterior.
 
         Args:
-            x: Inputs, ``[B, ...]``, prepared as the training inputs were.
+            x: Inputs, ``[B, ...]``, prepared as the training inputs were; or the path of a file that `read` prepares.
             draws: Weight draws to average; None: as many as in evaluation.
             how: ``sample`` averages over draws of all weights; ``single-pass`` draws none and is faster by far (see
                 `bpfed.moments` for where it is exact).
@@ -58,6 +71,8 @@ class Client:
         if draws is not None and draws < 1:
             raise UserError(f"draws is {draws}, but must be at least 1.")
         check_how(how)
+        if isinstance(x, str | Path):
+            x = self.read(x).x
         x = torch.as_tensor(x, dtype=torch.float32)
         check_shape(x, federation.data)
         if not bool(torch.isfinite(x).all()):

@@ -163,7 +163,7 @@ def read(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
         tables[table][key] = _from_text(override, table, schema[table][key])
 
     # Whoever changes the data, the method, the seed or the network does not mean to repeat the file's run.
-    if any(table != "run" or key in ("seed", "members") for table, key, _ in said):
+    if any(table != "run" or key in ("seed", "members", "hidden") for table, key, _ in said):
         recorded = {}
     version = document.content.get("bpfed", __version__)
     if version != __version__:

@@ -90,7 +90,13 @@ def load_run(
     if settings.device == "cuda" and not torch.cuda.is_available():
         settings = replace(settings, device="cpu")
     network = checkpoint.load_model(
-        folder / MODEL, model, likelihood, data.input_shape, chosen.method.personal, settings.members
+        folder / MODEL,
+        model,
+        likelihood,
+        data.input_shape,
+        chosen.method.personal,
+        settings.members,
+        settings.hidden,
     )
     network = network.to(pick_device(settings.device, settings.tf32))
     federation = Federation.of(chosen.method, data, settings, network, folder / STATES)

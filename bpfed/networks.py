@@ -7,7 +7,11 @@ import math
 import torch
 from torch import Tensor, nn
 
+from bpfed.errors import UserError
 from bpfed.noise import Purpose, words
+
+#: Units in the hidden layer of an MLP where nothing is said.
+HIDDEN = 100
 
 
 class LeNet(nn.Module):
@@ -28,7 +32,7 @@ class LeNet(nn.Module):
         return self.fc3(torch.relu(self.fc2(x)))
 
 
-def mlp(inputs: int, outputs: int, hidden: tuple[int, ...] = (100,)) -> nn.Sequential:
+def mlp(inputs: int, outputs: int, hidden: tuple[int, ...] = (HIDDEN,)) -> nn.Sequential:
     """Linear layers with ReLU between; the paper's network for MNIST is ``mlp(784, 10)``. 79 510 weights."""
     layers: list[nn.Module] = [nn.Flatten()]
     for width in hidden:
@@ -37,12 +41,24 @@ def mlp(inputs: int, outputs: int, hidden: tuple[int, ...] = (100,)) -> nn.Seque
     return nn.Sequential(*layers, nn.Linear(inputs, outputs))
 
 
-def default(input_shape: tuple[int, ...], outputs: int, seed: int = 0) -> nn.Module:
-    """A network for inputs of this shape: LeNet for 32 x 32 colour images, else an MLP; weights drawn from ``seed``."""
+def default(input_shape: tuple[int, ...], outputs: int, seed: int = 0, hidden: int | None = None) -> nn.Module:
+    """A network for inputs of this shape: LeNet for 32 x 32 colour images, else an MLP; weights drawn from ``seed``.
+
+    ``hidden`` is how many units the MLP has in its hidden layer; None: 100.
+
+    Raises:
+        UserError: ``hidden`` is given, and it is LeNet.
+    """
     import numpy as np
 
+    images = len(input_shape) == 3 and input_shape[1:] == (32, 32)
+    if images and hidden is not None:
+        raise UserError(
+            "hidden is for a network with one hidden layer, but images of 32 x 32 get a LeNet; leave it out, or in Python give a "
+            "network of your own as model."
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(words(seed, 0, Purpose.INIT, np.zeros(1, dtype=np.uint64))[0] >> np.uint64(1)))
-        if len(input_shape) == 3 and input_shape[1:] == (32, 32):
+        if images:
             return LeNet(input_shape[0], outputs)
-        return mlp(math.prod(input_shape), outputs)
+        return mlp(math.prod(input_shape), outputs, (HIDDEN if hidden is None else hidden,))

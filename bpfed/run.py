@@ -19,11 +19,12 @@ from bpfed.calibration import Calibration, fewest
 from bpfed.callbacks.base import Callback
 from bpfed.client import Client
 from bpfed.data import FederatedData
+from bpfed.data.rows import read_rows
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import RoundInfo, Simulator
-from bpfed.errors import Diverged, unknown
+from bpfed.errors import Diverged, UserError, unknown
 from bpfed.files import to_toml
 from bpfed.likelihoods import Likelihood
 from bpfed.metrics import BEST_IS_HIGH, SURE, Evaluation
@@ -119,26 +120,36 @@ class Run:
 
     def adapt(
         self,
-        x: Tensor | None = None,
+        x: Tensor | str | Path | None = None,
         y: Tensor | None = None,
         *,
         steps: int | None = None,
         lr: float | None = None,
         name: str = "newcomer",
+        target: str | None = None,
     ) -> NewClient:
         """Let a client that took no part in training join: it learns its own factors, the shared ones stay as they are.
 
         Args:
-            x: Its inputs, ``[n, ...]``, prepared as the training inputs were; one example is enough.
-            y: Its targets, ``[n]``, a class as its place in ``data.labels``. Without examples it predicts from what the run
-                knows of clients in general.
+            x: Its inputs, ``[n, ...]``, prepared as the training inputs were; one example is enough. Or the path of a file with
+                its labelled rows. Without examples it predicts from what the run knows of clients in general.
+            y: Its targets, ``[n]``, a class as its place in ``data.labels``; with a path they are in the file.
             steps: Local steps; None: five hundred.
             lr: Step size; None: the method's.
             name: What it is called; its randomness follows the name.
+            target: The column of a file's targets; None: the one that the run predicts.
         """
         from bpfed.adapt import adapt
 
-        return adapt(self.federation, x, y, steps=steps, lr=lr, name=name)
+        preparation = None
+        if isinstance(x, str | Path):
+            if y is not None:
+                raise UserError(f"The targets are in '{x}'; leave y out.")
+            read = read_rows(self.data, Path(x), name, self.say, labelled=True, target=target)
+            x, y, preparation = read.x, read.y, read.preparation
+        made = adapt(self.federation, x, y, steps=steps, lr=lr, name=name, preparation=preparation)
+        made.run.say = self.say
+        return made
 
     def newcomer(self, path: str | Path) -> NewClient:
         """A client that `adapt` made and `NewClient.save` kept."""

@@ -1,6 +1,6 @@
 """Build the documentation into site/: every page of docs/ and an API page made of the docstrings.
 
-Fails if a public name has no docstring or a page links to a file that is not there.
+Fails if a public name has no docstring, or a page links to a file or a heading that is not there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import importlib
 import inspect
 import pkgutil
 import re
+import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -30,24 +32,46 @@ STYLE = (
 
 def main() -> None:
     problems: list[str] = []
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    names = {p: "index" if p.name == "README.md" else p.stem for p in pages}
-    menu = "".join(f'<a href="{n}.html">{n}</a>' for n in [*names.values(), "api"])
+    pages = {p: p.read_text() for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+    menu = "".join(f'<a href="{n}.html">{n}</a>' for n in [*(_page(p.stem) for p in pages), "api"])
     SITE.mkdir(exist_ok=True)
     markdown = MarkdownIt("commonmark").enable("table")
-    for page, name in names.items():
-        text = page.read_text()
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-            if not (page.parent / target).exists():
-                problems.append(f"{page.relative_to(ROOT)} links to '{target}', which is not there")
-        body = re.sub(
-            r'href="(?:\.\./|docs/)?(\w[\w-]*)\.md', lambda m: f'href="{_page(m[1])}.html', markdown.render(text)
-        )
-        (SITE / f"{name}.html").write_text(_html(name, menu, body))
+    for page, text in pages.items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if ":" not in target and (problem := _broken(page, target, pages)):
+                problems.append(f"{page.relative_to(ROOT)} links to '{target}', {problem}")
+        body = re.sub(r"<h([23])>(.*?)</h\1>", _with_id, markdown.render(text))
+        body = re.sub(r'(href|src)="(?:\.\./|docs/)', r'\1="', body)
+        body = re.sub(r'href="(\w[\w-]*)\.md', lambda m: f'href="{_page(m[1])}.html', body)
+        (SITE / f"{_page(page.stem)}.html").write_text(_html(_page(page.stem), menu, body))
+    for picture in (*(ROOT / "docs").glob("*.png"), *(ROOT / "docs" / "figures").iterdir()):
+        copy = SITE / picture.relative_to(ROOT / "docs")
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(picture, copy)
     (SITE / "api.html").write_text(_html("api", menu, _api(problems)))
     if problems:
         sys.exit("\n".join(problems))
-    print(f"site/index.html and {len(names)} more pages")
+    print(f"site/index.html and {len(pages)} more pages")
+
+
+def _broken(page: Path, target: str, pages: Mapping[Path, str]) -> str | None:
+    """What is wrong with a link of a page to a file, a heading, or a heading of another page; None: nothing."""
+    name, _, anchor = target.partition("#")
+    there = (page.parent / name).resolve() if name else page
+    if not there.exists():
+        return "which is not there"
+    if anchor and anchor not in {_slug(h) for h in re.findall(r"^##+ (.+)$", pages.get(there, ""), re.MULTILINE)}:
+        return "which has no such heading"
+    return None
+
+
+def _slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", re.sub(r"<[^>]+>", "", heading).lower()).strip().replace(" ", "-")
+
+
+def _with_id(heading: re.Match[str]) -> str:
+    return f'<h{heading[1]} id="{_slug(html.unescape(heading[2]))}">{heading[2]}</h{heading[1]}>'
 
 
 def _page(stem: str) -> str:

@@ -44,6 +44,13 @@ def classification(sizes=(12, 7, 20, 5, 9), features=4, classes=3, test=6, seed=
     return FederatedData("small", names, examples(sizes), examples([test] * len(sizes)), "classification", classes)
 
 
+def images(names=("a", "b")):
+    """Clients with four images of 32 x 32 each, half of them of either class."""
+    g = generator()
+    examples = Examples.of([(torch.randn(4, 3, 32, 32, generator=g), torch.tensor([0, 1, 0, 1])) for _ in names])
+    return FederatedData("images", names, examples, examples, "classification", 2)
+
+
 def regression(sizes=(12, 7, 20), features=3, test=6, noise_scale=0.3, seed=0):
     """Clients whose targets are linear in the inputs, with a slope of their own each."""
     g = generator(seed)

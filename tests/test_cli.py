@@ -104,6 +104,25 @@ def test_a_config_that_cannot_repeat_its_run_says_so(bpfed: Command) -> None:
     bpfed.ok("run", "other.toml", "--seed", "1", "--out", "b", "--quiet")
 
 
+def test_the_network_of_tables_is_as_wide_as_is_said(bpfed: Command) -> None:
+    Path("sites").mkdir()
+    for site in "ab":
+        rows = "".join(f"{i % 5},{i % 3},{'yes' if i % 5 > 2 else 'no'}\n" for i in range(20))
+        Path(f"sites/{site}.csv").write_text(f"dose,age,label\n{rows}")
+    Path("settings.toml").write_text("[run]\nhidden = 7\n")
+    few = ("--data", "folder:sites", "--rounds", "1", "--epochs", "1", "--method", "fedavg", "--quiet")
+    for out, words in (("a", ["--hidden", "7"]), ("b", ["--set", "run.hidden=7"]), ("c", ["settings.toml"])):
+        bpfed.ok("run", *words, *few, "--out", out)
+        config = tomllib.loads(Path(out, "config.toml").read_text())
+        assert (config["run"]["hidden"], config["model"]["weights"]) == (7, 7 * (2 + 1 + 2) + 2)
+    bpfed.ok("run", "a/config.toml", "--hidden", "5", "--quiet", "--out", "d")  # another network: no repetition
+    config = tomllib.loads(Path("d/config.toml").read_text())
+    assert (config["run"]["hidden"], config["model"]["weights"]) == (5, 5 * (2 + 1 + 2) + 2)
+    told = [bpfed.ok("predict", run, "--client", "a", "--input", "sites/a.csv").out for run in "abcd"]
+    assert told[0].startswith("label,p(no),p(yes),")
+    assert told[0] == told[1] == told[2] != told[3]
+
+
 def test_another_method_leaves_the_files_method_table_aside(bpfed: Command) -> None:
     Path("c.toml").write_text('[method]\nname = "bpfed"\ntemperature = 0.5\n')
     outcome = bpfed.ok(*SMALL, "c.toml", "--method", "fedavg", "--rounds", "1", "--out", "a")
@@ -150,6 +169,8 @@ def test_a_folder_of_something_else_is_never_written_to(bpfed: Command, flag: st
         ("--rounds many", "--rounds: run.rounds is 'many', but must be a whole number."),
         ("--rounds 0", "rounds is 0, but must be at least 1."),
         ("--chunk 0", "chunk is 0, but must be at least 1, or left out."),
+        ("--hidden 0", "hidden is 0, but must be at least 1, or left out."),
+        ("--hidden wide", "--hidden: run.hidden is 'wide', but must be a whole number."),
         ("--seed -1", "seed"),
         ("--participants 4", "participants is 4, but there are 3 clients; choose 1 to 3."),
         ("--drop-rate nan", "--drop-rate: run.drop_rate is 'nan', but must be a number."),

@@ -23,6 +23,8 @@ from bpfed.cli import main
 from bpfed.comparison import VARIANTS, cells, tables
 from bpfed.comparison.cells import run_cells
 from bpfed.comparison.entrants import changes, entrants, listed
+from bpfed.comparison.record import chosen_reference
+from bpfed.config import METHOD
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
@@ -91,7 +93,7 @@ def test_all_methods_of_a_seed_share_its_split_and_seeds_differ(command: Command
     assert prints["fedavg", 1] == prints["fedper", 1]
     assert prints["fedavg", 0] != prints["fedavg", 1]
     assert (
-        "Every seed deals out the same examples anew"
+        "Every seed deals out the same examples again"
         in json.loads(Path("a/comparison.json").read_text())["about_differences"]
     )
     outcome = command.ok(*PAIR, "--rounds", "1", "--set", "data.seed=0", "--out", "b")
@@ -172,7 +174,7 @@ def test_one_at_a_time(command: Command, tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_left_alone(command: Command) -> None:
     Path("a").mkdir()
     Path("a/thesis.tex").write_text("x")
-    assert "holds other files and no comparison" in command(*PAIR, "--out", "a").sentence
+    assert "holds other files, not a comparison" in command(*PAIR, "--out", "a").sentence
     assert [p.name for p in Path("a").iterdir()] == ["thesis.tex"]
     assert "Unknown dataset" in command(*PAIR, "--data", "digitz", "--out", "b").sentence
     assert not Path("b").exists()
@@ -260,7 +262,7 @@ def test_settings_for_all_and_for_one(command: Command, monkeypatch: pytest.Monk
         (["--seeds", "x"], "--seeds: 'x' is no number and no list of them"),
         (["--seeds", "0"], "seeds is 0, but must be at least one"),
         (["--seeds", "1,1"], "seeds is [1, 1], but must be at least one, none below 0 and none twice."),
-        (["--reference", "bpfed"], "The reference 'bpfed' takes no part"),
+        (["--reference", "bpfed"], "The reference 'bpfed' is not one of the methods"),
         (["--rounds", "0"], "rounds is 0, but must be at least 1."),
     ],
 )
@@ -307,6 +309,13 @@ def test_the_files_hold_the_same_figures(found: bpfed.Comparison, tmp_path: Path
     assert all(line.replace("\\|", "").count("|") == 8 for line in text.splitlines()[2:7])
     for name in ("comparison.json", "comparison.csv", "comparison.md"):
         assert "NaN" not in (tmp_path / name).read_text()
+
+
+def test_the_reference_is_the_default_method_where_it_takes_part() -> None:
+    assert chosen_reference(["fedper", "bpfed", METHOD], None) == METHOD == "bpfed-recipe"
+    assert chosen_reference(["fedper", "bpfed"], None) == "bpfed"
+    assert chosen_reference(["fedper", "fedavg"], None) == "fedper"
+    assert chosen_reference(["fedper", "bpfed", METHOD], "fedper") == "fedper"
 
 
 def test_differences_are_from_the_reference(found: bpfed.Comparison) -> None:

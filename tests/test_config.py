@@ -227,11 +227,12 @@ def test_a_variant_is_no_method_of_a_run() -> None:
         read(None, [Override("method.name", "fedper+members")])
 
 
-def test_other_members_are_another_run(write) -> None:
+@pytest.mark.parametrize("name", ["members", "hidden"])
+def test_another_network_is_another_run(write, name: str) -> None:
     path = write('bpfed = "0.3.0"\n[model]\nweights = 3\n')
     assert read(path).recorded["model"] == {"weights": 3}
     assert read(path, [Override("run.epochs", "2")]).recorded["model"] == {"weights": 3}
-    assert read(path, [Override("run.members", "2")]).recorded == {}
+    assert read(path, [Override(f"run.{name}", "2")]).recorded == {}
 
 
 def test_what_a_run_noted_of_itself_is_a_promise(write) -> None:

@@ -88,6 +88,28 @@ def test_same_shapes_are_not_the_same_network(tmp_path: Path) -> None:
         bpfed.Run.load(tmp_path / "a")
 
 
+@pytest.mark.parametrize("hidden", [7, 100])
+def test_a_run_knows_how_wide_its_network_is(tmp_path: Path, hidden: int) -> None:
+    data, folder = classification(), tmp_path / "a"
+    run = bpfed.fit(BPFed(), data, hidden=hidden, out=folder, **QUICK)
+    wanted = run.clients()[1].predict(data.test.x).probs
+    loaded = bpfed.Run.load(folder)
+    assert torch.equal(loaded.clients()[1].predict(data.test.x).probs, wanted)
+    newcomer = loaded.adapt(*data.train.client(0), steps=5, name="new")
+    assert torch.equal(
+        newcomer.predict(data.test.x).probs,
+        run.adapt(*data.train.client(0), steps=5, name="new").predict(data.test.x).probs,
+    )
+    config = folder / "config.toml"  # of an older run, which had no such setting
+    config.write_text(config.read_text().replace(f"hidden = {hidden}\n", ""))
+    assert "hidden" not in config.read_text()
+    if hidden == 100:
+        assert torch.equal(bpfed.Run.load(folder).clients()[1].predict(data.test.x).probs, wanted)
+    else:
+        with pytest.raises(bpfed.UserError, match="has a network of its own"):
+            bpfed.Run.load(folder)
+
+
 def test_a_run_that_was_broken_off_predicts_from_its_last_checkpoint(tmp_path: Path) -> None:
     class Breaks(Callback):
         def round(self, run: bpfed.Run, info: object, record: object) -> None:

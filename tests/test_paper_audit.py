@@ -55,7 +55,16 @@ def test_slices_are_consecutive_and_each_image_is_with_one_client():
 
 def test_the_bases_are_the_published_and_the_printed_settings():
     assert Variant("published").method == PublishedBPFed()
-    assert Variant("printed").method == PublishedBPFed.as_printed()
+    assert Variant("printed").method == PublishedBPFed(
+        noise_scale=1.0,
+        divergence="posterior-prior",
+        kl_weight=None,
+        overwritten="both",
+        averaged="sigma",
+        batches=0,
+        inner=1,
+        start="network",
+    )
 
 
 @pytest.mark.parametrize("base", ["published", "printed"])
@@ -139,7 +148,7 @@ def test_an_audit_keeps_each_variant_as_it_is_done(tmp_path, small, monkeypatch)
             audit.run(tmp_path, seeds, 2, "cpu", lambda sentence: None, only=only)
     assert (tmp_path / "audit.json").read_bytes() == before
 
-    with pytest.raises(UserError, match="has is of other settings; delete it to measure anew"):
+    with pytest.raises(UserError, match="holds results for different settings; delete it to re-run"):
         audit.run(tmp_path, (0,), 1, "cpu", lambda sentence: None, only=["published"])
     assert (tmp_path / "audit.json").read_bytes() == before
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +24,7 @@ from bpfed.paper.training import Kept, there
 
 @pytest.fixture
 def digits(monkeypatch):
-    """The small built-in data in the place of the paper's."""
+    """The small built-in data instead of the paper's."""
     dealt = []
 
     def deal(name, partition="groups", seed=0):
@@ -134,6 +135,20 @@ def test_a_search_is_a_table_with_the_best_sum_marked(digits, tmp_path):
     assert f"T = {best:g} " in marked
 
 
+def test_a_search_calls_the_prior_s_scale_what_it_was(tmp_path):
+    """s0 in the first searches, k since then; both are recorded as prior_sigma."""
+    tried = [
+        {"settings": {"prior_sigma": value}, "accuracy": [0.9], "nll": [0.3], "over_confidence": [0.0]}
+        for value in (0.15, 2.8)
+    ]
+    found = {"cell": "mnist-small", "rounds": 2, "tried": tried}
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "mine-mnist-small-2.json").write_text(json.dumps(found))
+    table = search.markdown(tmp_path)
+    assert "| s0 = 0.15 |" in table
+    assert "| k = 2.8 |" in table
+
+
 def test_mistakes_on_the_command_line_are_one_sentence(tmp_path, capsys):
     bpfed = Command(capsys)
     for arguments, words in (
@@ -159,13 +174,13 @@ def test_the_tables_are_shown(digits, tmp_path, capsys, monkeypatch):
     record["settings"]["method"]["lr"] = 0.7
     path.write_text(json.dumps(record))
     kept = bpfed.ok("paper", "table1", *asked)
-    assert "was made with other settings (lr 0.7, now 0.001) and is kept; delete it to run the cell anew." in kept.err
+    assert "was made with other settings (lr 0.7, now 0.001) and is kept; delete it to run the cell again." in kept.err
     assert "Runs done now: 0, there already: 0" in kept.err
     assert json.loads(path.read_text()) == record
     assert len(digits) == 1
 
 
-@pytest.mark.parametrize("name", ["novel", "theory", "published", "audit", "heterogeneity", "shift"])
+@pytest.mark.parametrize("name", ["novel", "theory", "published", "audit", "heterogeneity", "shift", "search"])
 def test_a_command_calls_its_experiment_as_it_wants_to_be_called(name, tmp_path, capsys, monkeypatch):
     module = import_module("bpfed.paper." + {"published": "reference"}.get(name, name))
     wanted, called = inspect.signature(module.run), []
@@ -177,6 +192,50 @@ def test_a_command_calls_its_experiment_as_it_wants_to_be_called(name, tmp_path,
     assert callable(given["say"])
 
 
+@pytest.mark.parametrize("name", ["novel", "published", "heterogeneity", "shift"])
+def test_help_names_the_methods_of_an_experiment(name, capsys):
+    module = import_module("bpfed.paper." + {"published": "reference"}.get(name, name))
+    methods = module.PUBLISHED if name == "published" else module.METHODS
+    shown = Command(capsys).ok("paper", name, "--help").out
+    assert f"default:{','.join(methods)}" in "".join(re.sub("[│|]", "", shown).split())
+
+
+def test_help_has_one_default_for_each_option(capsys):
+    for name in ("audit", "shift", "novel", "table1", "search"):
+        shown = re.sub("[│|]", "", Command(capsys).ok("paper", name, "--help").out)
+        about = " ".join(shown.split()).partition("--cells")[2].partition(" --")[0]
+        assert about.count("[default: ") == 1, about
+
+
+def test_options_that_choose_a_part_of_an_experiment(tmp_path, capsys, monkeypatch):
+    bpfed, called = Command(capsys), []
+    for name in ("audit", "novel", "search"):
+        module = import_module(f"bpfed.paper.{name}")
+        wanted = inspect.signature(module.run)
+        monkeypatch.setattr(
+            module, "run", lambda *given, wanted=wanted, **named: called.append(wanted.bind(*given, **named).arguments)
+        )
+    bpfed.ok("paper", "audit", "--only", "published, printed/noise")
+    bpfed.ok("paper", "novel", "--partition", "random")
+    bpfed.ok("paper", "search", "--grid", '[{"temperature": 0.3}]', "--method", "bpfed-population", "--cells", "mnist")
+    audit, novel, searched = called
+    assert audit["only"] == ["published", "printed/noise"]
+    assert novel["partition"] == "random"
+    assert (searched["name"], searched["grid"]) == ("bpfed-population", [{"temperature": 0.3}])
+    assert searched["cells"] == ("mnist-small", "mnist-large")
+    assert "--grid is not JSON" in bpfed("paper", "search", "--grid", "{").sentence
+    assert "--grid is not a list of settings" in bpfed("paper", "search", "--grid", "{}").sentence
+
+
+def test_a_search_is_kept_under_its_method_cell_and_rounds(digits, tmp_path):
+    told = []
+    grid = [{"temperature": 0.1, "lr": 0.001}]
+    search.run(tmp_path, ["mnist-small"], "bpfed-recipe", grid, 1, "cpu", told.append)
+    found = json.loads((tmp_path / "search/bpfed-recipe-mnist-small-1.json").read_text())
+    assert found["tried"][0]["settings"] == grid[0]
+    assert told[0].startswith("mnist-small, T = 0.1, lr = 0.001: accuracy 0.")
+
+
 def test_all_goes_on_where_a_result_is_kept_and_says_so(monkeypatch, capsys, tmp_path):
     """The audit's is of other rounds: what follows is run and rendered all the same, and a wrong name still stops at once."""
     command, done = Command(capsys), []
@@ -184,7 +243,7 @@ def test_all_goes_on_where_a_result_is_kept_and_says_so(monkeypatch, capsys, tmp
         monkeypatch.setattr(commands, name, lambda *a, name=name, **k: done.append(name))
     path = tmp_path / "audit.json"
     monkeypatch.setattr(commands, "audit", lambda **k: there({"rounds": 60, "seeds": [0]}, {"rounds": 200}, path))
-    assert "has is of other rounds" in command("paper", "all").sentence
+    assert "holds results for different rounds" in command("paper", "all").sentence
     assert done == ["_run_cells", "novel", "published", "heterogeneity", "shift", "theory", "_render"]
 
     monkeypatch.undo()
@@ -199,12 +258,12 @@ def test_a_result_is_there_with_all_its_seeds_or_more_and_settings_that_came_lat
     assert not there({}, asked(3), path)
     assert [there(found, asked(seeds), path) for seeds in (1, 3, 5)] == [True, True, False]
     assert there(found, asked(3, momentum=0.5), path)
-    with pytest.raises(Kept, match="other settings"):
+    with pytest.raises(Kept, match="different settings"):
         there(found, asked(3, lr=0.2), path)
-    with pytest.raises(Kept, match="other settings"):  # what was done before it came is not what is done by default
+    with pytest.raises(Kept, match="different settings"):  # what was done before it came is not what is done by default
         there(found, asked(3, unseen=1.0), path)
     assert there(found, asked(3, unseen=0.0), path)
-    with pytest.raises(Kept, match="other seeds"):
+    with pytest.raises(Kept, match="different seeds"):
         there(found, asked(5), path, more=False)
 
 

@@ -91,7 +91,7 @@ def test_file_grows_by_methods_and_nothing_is_run_twice(tmp_path: Path) -> None:
     assert told[-1] == "Local training over clients: done already"
     assert list(again["methods"]) == ["fedper", "local"]
     assert again["methods"]["local"] == found["methods"]["local"]
-    with pytest.raises(UserError, match=r"scale.json' has is of other rounds; delete it to measure anew"):
+    with pytest.raises(UserError, match=r"scale.json' holds results for different rounds; delete it to re-run"):
         go("local", rounds=2)
     assert json.loads((tmp_path / "scale.json").read_text()) == again
 

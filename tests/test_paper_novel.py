@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import Command
 from scenarios import generator, small_mlp
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -161,7 +162,9 @@ def test_file_of_a_method_and_a_second_run(tmp_path: Path) -> None:
     novel.run(tmp_path, ["mnist-small"], rounds=1, **ask)  # type: ignore[arg-type]
     assert told[-1] == "FedPer on mnist-small: done already"
     assert path.read_bytes() == before
-    with pytest.raises(UserError, match=r"fedper.json' has is of other rounds, settings; delete it to measure anew"):
+    with pytest.raises(
+        UserError, match=r"fedper.json' holds results for different rounds, settings; delete it to re-run"
+    ):
         novel.run(tmp_path, ["mnist-small"], rounds=2, **ask)  # type: ignore[arg-type]
     assert path.read_bytes() == before
 
@@ -171,7 +174,6 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         novel.run(tmp_path, ["mnist-smal"])
     with pytest.raises(UserError, match="FedAvg"):
         novel.run(tmp_path, ["mnist-small"], ["fedavg-ft"])
-    with pytest.raises(SystemExit) as stopped:
-        novel.main(["--methods", "fedavg-ft", "--out", str(tmp_path)])
-    assert stopped.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    asked = ("paper", "novel", "--methods", "fedavg-ft", "--results", tmp_path)
+    assert "tunes all weights of a newcomer" in Command(capsys)(*asked).sentence
+    assert "Unknown partition 'sites'" in Command(capsys)("paper", "novel", "--partition", "sites").sentence

@@ -18,6 +18,7 @@ from bpfed.files import to_json
 from bpfed.paper import figures, lineup, markdown, panel, published
 from bpfed.paper.records import read_cell, read_cells
 from bpfed.paper.render import render
+from bpfed.paper.render import tables as render_tables
 from bpfed.paper.results import Results
 
 ROOT = Path(__file__).parent.parent
@@ -157,7 +158,7 @@ def test_what_is_not_a_result_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="says that it is paper/groups/mnist-small/bpfed"):
         read_cells(tmp_path)
     path.with_stem("fedper").write_text("{")
-    with pytest.raises(UserError, match="is no JSON"):
+    with pytest.raises(UserError, match="is not JSON"):
         read_cells(tmp_path)
     path.with_stem("fedper").write_text("{}")
     with pytest.raises(UserError, match="'protocol' is missing"):
@@ -291,7 +292,7 @@ def test_scales_rise_and_ticks_are_round_and_inside(name: str) -> None:
 
 @pytest.mark.parametrize("places", [[0.5, 0.5, 0.5], [0.0, 0.01, 0.99, 1.0], [0.2, 0.6], [0.94, 0.95, 0.96, 1.2], []])
 def test_names_stand_apart_and_near_their_lines(places: list[float]) -> None:
-    moved = panel.apart(places, 0.1)
+    moved = panel.apart(places, 0.1, 0.0, 1.0)
     assert all(b - a >= 0.1 - 1e-12 for a, b in pairwise(moved))
     assert all(-1e-12 <= place <= 1 + 1e-12 for place in moved)
     if all(b - a >= 0.1 for a, b in pairwise(places)):
@@ -342,3 +343,72 @@ def test_a_place_that_does_not_end_is_known_before_anything_is_written(results: 
     with pytest.raises(UserError, match="A page has no place for 'headline'"):
         render(results, docs)
     assert not list(docs.iterdir())
+
+
+RECIPE_PAGE = "# Recipe\n\n" + "\n\n".join(
+    f"About {name}:\n\n<!-- {name} -->\nold\n<!-- /{name} -->" for name in ("softness", "members", "aims", "rounds")
+)
+
+
+@pytest.fixture
+def recipe_pages(tmp_path: Path) -> tuple[Path, Path]:
+    """Results of the recipe in two cells, and empty pages for them; returns both folders."""
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    for cell, accuracy, ece in (("mnist-small", 0.9518, 0.0134), ("mnist-large", 0.985, 0.0066)):
+        for variant, more in (("", 0.0), ("+softness", 0.001), ("+members+softness", 0.002)):
+            runs = [seed_result(s, [0.1, 0.2, 0.3, accuracy + more], [0.4, 0.3, 0.2, ece]) for s in (0, 1)]
+            softened = {"softness": 0.87} if variant else {}
+            put(results, cell, f"bpfed-recipe{variant}", [run | softened for run in runs])
+    longer = [seed_result(0, [0.1, 0.2, 0.3, 0.97], [0.4, 0.3, 0.2, 0.0234])]
+    put(results, "mnist-small", "bpfed-recipe", longer, tag="rounds-36", rounds=36)
+    put(results, "mnist-small", "fedper", longer, tag="rounds-36", rounds=36)
+    put(results, "mnist-small", "fedper", [seed_result(0, [0.1, 0.2, 0.3, 0.9])])
+    docs.mkdir()
+    (docs / "recipe.md").write_text(RECIPE_PAGE)
+    return results, docs
+
+
+def test_the_pages_of_the_recipe_show_the_numbers_of_the_files(recipe_pages: tuple[Path, Path]) -> None:
+    results, docs = recipe_pages
+    render(results, docs)
+    page = (docs / "recipe.md").read_text()
+    assert "old" not in page
+    assert "About aims:" in page
+
+    def table(name: str) -> str:
+        return page.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
+
+    assert row(table("softness"), "MNIST small, 2 seeds")[1:] == ["0.250, 1.34", "0.250, 1.34", "0.87"]
+    assert row(table("members"), "MNIST small, 2 seeds")[1:] == ["95.18, 0.250", "95.28, 0.250", "**95.38**, 0.250"]
+    assert row(table("aims"), "aim of the recipe")[1:3] == ["95.2 / 1.3", "98.5 / 0.6"]
+    assert row(table("aims"), "aim of the population")[-1] == "78.0 / 1.2"
+    printed = row(table("aims"), "best printed accuracy / ECE of BPFed as printed")
+    assert (printed[1], printed[-1]) == ("94.75 / 4.4", "73.99 / 29.8")
+    # 95.18 and 1.34 % reach 95.2 and 1.3 at one decimal; 0.66 % does not reach 0.6.
+    assert row(table("aims"), "**recipe**")[1:4] == ["**95.18 / 1.34**", "98.50 / 0.66", "–"]
+    assert len([line for line in table("rounds").splitlines() if "→" in line]) == 1  # the recipe's alone
+    assert "| 12 → 36 | 95.18 → 97.00 | 0.200 → 0.200 | 1.34 → 2.34 | +0.0 % |" in table("rounds")
+
+
+def test_pages_rendered_twice_are_the_same(recipe_pages: tuple[Path, Path]) -> None:
+    results, docs = recipe_pages
+    render(results, docs)
+    pages = {path: path.read_text() for path in (docs / "recipe.md", docs / "results.md")}
+    render(results, docs)
+    assert pages == {path: path.read_text() for path in pages}
+
+
+def test_our_pages_say_what_our_results_say() -> None:
+    """What `bpfed paper render` would write into README, the recipe and the audit is there already."""
+    made = render_tables(Results.read(ROOT / "results"), ROOT / "results", ROOT / "docs")
+    assert {path.name for path in made} == {"README.md", "recipe.md", "recipe-search.md", "audit.md"}
+    for path, text in made.items():
+        assert path.read_text() == text, f"{path.name}: run 'bpfed paper render'"
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "ece", "there"),
+    [(0.9515, 0.0134, True), (0.9549, 0.0136, False), (0.9514, 0.0, False), (0.96, 0.0, True)],
+)
+def test_an_aim_is_reached_at_its_own_decimals_in_both_figures(accuracy: float, ece: float, there: bool) -> None:
+    assert published.reached("bpfed-recipe", "mnist-small", accuracy, ece) is there

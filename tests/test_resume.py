@@ -149,6 +149,7 @@ def test_the_help_says_that_rounds_cannot_be_added(command: Command) -> None:
         (["--set", "method.temperature=0.5"], "method.temperature is 0.05 there and 0.5 here. Resume"),
         (["--method", "fedavg"], "method.name is 'bpfed-recipe' there and 'fedavg' here. Resume"),
         (["--members", "2"], "run.members is 1 there and 2 here. Resume"),
+        (["--hidden", "16"], "run.hidden is 100 there and 16 here. Resume"),
         (["--participants", "none"], "run.participants is 2 there and not set here. Resume"),
         (
             ["--clients", "4", "--bins", "5"],
@@ -164,6 +165,12 @@ def test_another_configuration_is_named_and_refused(
     assert outcome.code == 2
     assert f"The run in 'run' has another configuration: {said}" in outcome.err
     assert files(unfinished) == before
+
+
+def test_what_a_run_has_by_default_may_be_said(command: Command, unfinished: Path, whole: Path) -> None:
+    same = ("--hidden", "100", "--members", "1")
+    assert command.ok("run", "--resume", "--out", unfinished, "-q", *same).err == "Going on after round 3 of 4.\n"
+    assert metrics(unfinished) == metrics(whole)
 
 
 def test_a_refused_resume_leaves_the_file_of_states_alone_and_its_loss_is_damage(command: Command) -> None:

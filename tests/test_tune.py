@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from scenarios import classification, regression
+from scenarios import classification, images, regression, small_mlp
 
 import bpfed
 from bpfed.comparison import Difference, Tuning
 from bpfed.comparison.tuning import AS_IT_IS, TEMPERATURES, trials
 from bpfed.data.federated import FederatedData
 from bpfed.data.held import held_out
+from bpfed.engine.settings import Settings
+from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
 from bpfed.methods import BPFed, FedAvg, Population, Recipe
 from bpfed.report.record import softly
@@ -35,7 +37,7 @@ def test_a_colder_posterior_keeps_the_prior_of_the_means_as_strong(method):
         method.temperature,
         *(t for t in TEMPERATURES if t != method.temperature),
     ]
-    for made, _, _ in tried.values():
+    for made in (trial.method for trial in tried.values()):
         assert made.temperature * made.anchor == pytest.approx(method.temperature * method.anchor)
     assert [trial.title for trial in tried.values()][:2] == [method.title, "temperature 0.005"]
 
@@ -55,6 +57,27 @@ def test_a_grid_is_all_its_combinations_and_the_method_as_it_is():
     assert tried["lr=0.01,personal=_.bias"].method == BPFed(lr=0.01, personal="*.bias")
     with pytest.raises(UserError, match="Unknown setting of bpfed 'learning'"):
         trials(BPFed(), {"learning": [1]})
+
+
+def test_the_width_of_the_network_is_tried_with_settings_of_the_method():
+    tried = trials(FedAvg(), {"hidden": [16, 100], "lr": [0.01, 0.02]})
+    made = {name: (trial.method.lr, trial.settings.hidden) for name, trial in tried.items()}
+    assert made == {
+        AS_IT_IS: (FedAvg().lr, 100),
+        "hidden=16,lr=0.01": (0.01, 16),
+        "hidden=16,lr=0.02": (0.02, 16),
+        "hidden=100,lr=0.01": (0.01, 100),
+        "hidden=100,lr=0.02": (0.02, 100),
+    }
+    assert tried["hidden=16,lr=0.02"].title == "hidden 16, lr 0.02"
+    # What the run has already is not tried again.
+    assert list(trials(FedAvg(), {"hidden": [16, 100]})) == [AS_IT_IS, "hidden=16"]
+    assert list(trials(FedAvg(), {"hidden": [16, 100]}, Settings(hidden=16))) == [AS_IT_IS, "hidden=100"]
+    assert [trial.settings for trial in trials(FedAvg(), {"lr": [0.5]}, Settings(rounds=7)).values()] == [
+        Settings(rounds=7)
+    ] * 2
+    with pytest.raises(UserError, match="Unknown setting of fedavg 'epochs'"):
+        trials(FedAvg(), {"epochs": [1, 2]})
 
 
 def rows(data: FederatedData, part: str, client: int) -> list[tuple[float, ...]]:
@@ -95,6 +118,20 @@ def test_the_lowest_nll_wins(data):
     assert found.gain == pytest.approx(nll[AS_IT_IS] - nll["lr=0.03"])
 
 
+def test_the_width_that_is_best_is_handed_back():
+    data = classification(sizes=(30, 40))
+    found = bpfed.tune(FedAvg(lr=0.02), data, {"hidden": [1, 60]}, cuts=2, **TINY | {"hidden": 2})
+    assert {name: found.comparison.records[name][0].config["model"]["weights"] for name in found.trials} == {
+        AS_IT_IS: 2 * 8 + 3,
+        "hidden=1": 1 * 8 + 3,
+        "hidden=60": 60 * 8 + 3,
+    }
+    assert (found.best, found.hidden, found.method) == ("hidden=60", 60, FedAvg(lr=0.02))
+    trained = bpfed.fit(found.method, data, softness=found.softness, hidden=found.hidden, **TINY)
+    assert trained.config()["model"]["weights"] == 60 * 8 + 3
+    assert bpfed.tune(FedAvg(), data, {"lr": [0.02]}, cuts=1, **TINY).hidden is None
+
+
 def test_what_calibrates_a_finished_model_has_no_part_in_choosing_it():
     given = {"calibration": 0.3, "scaling": "client"} | TINY
     found = bpfed.tune(FedAvg(), classification(sizes=(30, 40)), {"lr": [0.03]}, cuts=1, **given)
@@ -133,9 +170,14 @@ def test_values_that_look_alike_are_all_tried():
         ({"method": FedAvg}, "The method is <class .*FedAvg'>, but must be one such as"),
         ({"method": "fedavgg"}, "Unknown method 'fedavgg'; did you mean 'fedavg'?"),
         ({"data": classification(sizes=(1, 1))}, "No client of 'small' has two training examples"),
+        ({"grid": {"hidden": [100]}, "data": images()}, "images of 32 x 32 get a LeNet; leave it out"),
+        ({"grid": {"hidden": [100]}, "model": small_mlp()}, "one is given as model; leave one of the two out"),
+        ({"grid": {"hidden": [5, 0]}}, "hidden is 0, but must be at least 1"),
+        ({"grid": {"hidden": 5}}, "The grid has 5 for 'hidden', but must have a list"),
     ],
 )
-def test_what_cannot_be_is_refused(changes, sentence):
+def test_what_cannot_be_is_refused(changes, sentence, monkeypatch):
+    monkeypatch.setattr(Simulator, "round", lambda self: pytest.fail("something was trained"))
     with pytest.raises(UserError, match=sentence):
         bpfed.tune(**{"method": FedAvg(), "data": classification(), "grid": {"lr": [0.1]}} | changes, **TINY)
 
@@ -190,10 +232,10 @@ def test_its_words_are_those_of_a_tuning(command):
 def test_a_comparison_and_a_tuning_do_not_share_a_folder(command):
     command.ok(*SMALL, *RATES)
     compare = ("compare", *SMALL[1:-3], "--seeds", "1", "--quiet", "--methods", "fedavg", "--out", "a")
-    assert "'a' holds a tuning and no comparison, so nothing is written there" in command(*compare).sentence
+    assert "'a' holds a tuning, not a comparison, so nothing is written there" in command(*compare).sentence
     other = (*compare[:-1], "b")
     command.ok(*other)
-    assert "'b' holds a comparison and no tuning" in command(*SMALL, *RATES[:-1], "b").sentence
+    assert "'b' holds a comparison, not a tuning" in command(*SMALL, *RATES[:-1], "b").sentence
 
 
 def test_a_tuned_folder_of_tables_is_found_from_anywhere(command, monkeypatch):
@@ -206,6 +248,34 @@ def test_a_tuned_folder_of_tables_is_found_from_anywhere(command, monkeypatch):
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     command.ok("run", best, "--quiet", "--out", "b")
+
+
+def test_a_user_tunes_the_width_of_the_network(command):
+    few = ("tune", "--data", "folder:sites", "--rounds", "2", "--epochs", "2", "--cuts", "1", "--quiet")
+    Path("sites").mkdir()
+    for site in "ab":
+        rows = "".join(f"{i % 5},{'yes' if i % 5 > 2 else 'no'}\n" for i in range(40))
+        Path(f"sites/{site}.csv").write_text(f"dose,label\n{rows}")
+    command.ok(*few, "--method", "fedavg", "--grid", "lr=0.01", "--hidden", "1", "--out", "a")
+    grid = ("--grid", "hidden=1,60", "--grid", "method.lr=0.02", "--hidden", "1")
+    lines = [
+        " ".join(line.split()) for line in command.ok(*few, "--method", "fedavg", *grid, "--out", "a").out.splitlines()
+    ]
+    assert [line for line in lines if re.match(r"\* hidden 60, lr 0.02 \d", line)]
+    assert [line for line in lines if re.match(r"FedAvg as it is, hidden 1, lr 0.001 \d", line)]
+    best = tomllib.loads(Path("a/best.toml").read_text())
+    assert best["run"]["hidden"] == 60
+    assert best["method"] == {"name": "fedavg", "lr": 0.02}
+    command.ok("run", "a/best.toml", "--quiet", "--out", "b")
+    assert tomllib.loads(Path("b/config.toml").read_text())["model"]["weights"] == 60 * 4 + 2
+
+
+def test_the_run_as_it_is_is_one_whether_its_width_is_said_or_not(command):
+    command.ok(*SMALL, *RATES)
+    shown = command.ok(*SMALL, *RATES[:2], "--grid", "run.hidden=100,5", "--out", "a")
+    lines = [" ".join(line.split()) for line in shown.out.splitlines()]
+    assert lines[0].startswith("Tuning on digits, 20 % of training examples held out: 2 settings")
+    assert [line for line in lines if re.match(r"(\* )?FedAvg as it is, hidden 100 \d", line)]
 
 
 def test_where_nothing_is_better_it_is_said(command):
@@ -221,8 +291,14 @@ def test_where_nothing_is_better_it_is_said(command):
         ("--grid lr=", "--grid: 'lr=' names no values; write it as in --grid lr=0.001,0.01."),
         (
             "--grid epochs=1,2",
-            "--grid: 'epochs' is a setting of the run; those of the method can be tried, such as lr.",
+            "--grid: 'epochs' is a setting of the run; those of the method can be tried, such as lr, and hidden.",
         ),
+        ("--grid run.epochs=1,2", "--grid: 'epochs' is a setting of the run; those of the method"),
+        ("--grid data.clients=1,2", "--grid: 'clients' is a setting of the data; those of the method"),
+        ("--grid run.lr=1", "--grid: unknown key 'lr' in [run]; did you mean 'method.lr'?"),
+        ("--grid method.hidden=1", "--grid: unknown key 'hidden' in [method]; did you mean 'run.hidden'?"),
+        ("--grid hidden=wide", "--grid: run.hidden is 'wide', but must be a whole number."),
+        ("--grid hidden=16,0", "hidden is 0, but must be at least 1, or left out."),
         ("--grid lr=fast", "--grid: method.lr is 'fast', but must be a number."),
         ("--grid rate=1", "--grid: unknown key 'rate' in [method]; "),
         (

@@ -17,6 +17,7 @@ from bpfed.engine.evaluate import calibrate
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.files import append_line, clear_parts, is_part, lock, said, to_json, to_json_line, to_toml, write_whole
+from bpfed.networks import HIDDEN
 from bpfed.report import text
 from bpfed.report.record import CONFIG, EVALUATION, METRICS, REHEARSALS, REPORT, SUMMARY
 from bpfed.schema import RECORDED
@@ -254,7 +255,7 @@ def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 def _usual() -> dict[str, Any]:
     """Settings of a run as they are by default: an older configuration may not have known of some."""
-    return {f"run.{f.name}": f.default for f in fields(Settings) if f.default is not None}
+    return {f"run.{f.name}": f.default for f in fields(Settings) if f.default is not None} | {"run.hidden": HIDDEN}
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def adapt(
         progress.doing(f"loading {folder}")
         run = finished_run(folder, progress.say)
         from bpfed.adapt import adapt as join
-        from bpfed.cli.rows import read_rows
+        from bpfed.data.rows import read_rows
 
         x = y = preparation = None
         if rows is not None:

@@ -47,7 +47,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Whom differences are taken from. \\[default: bpfed, or the first that is named]",
+            help="Whom differences are taken from. \\[default: bpfed-recipe, else bpfed, else the first]",
             show_default=False,
         ),
     ] = None,

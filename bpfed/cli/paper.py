@@ -31,9 +31,28 @@ Cells = Annotated[
     str | None,
     typer.Option(metavar="A,B", help="Cells, e.g. mnist-small, or mnist, small, large. \\[default: all six]"),
 ]
+ChosenCells = Annotated[
+    str, typer.Option(metavar="A,B", help="Cells, e.g. mnist-small, or mnist, small, large.")
+]  # with a default of its own
 Methods = Annotated[
     str | None,
     typer.Option(metavar="A,B", help="Methods, e.g. bpfed,fedper+laplace; table: the paper's nine. \\[default: all]"),
+]
+
+
+def _methods(default: str) -> typer.models.OptionInfo:
+    """The option of an experiment that takes methods by their names alone, and these where nothing is said."""
+    about = f"Methods by name, without variants. \\[default: {default}]"
+    return typer.Option(metavar="A,B", help=about)
+
+
+NovelMethods = Annotated[
+    str | None, _methods("fedper, fedrep, lg-fedavg, fedsoul, bpfed, bpfed-recipe, bpfed-population")
+]
+PublishedMethods = Annotated[str | None, _methods("bpfed, pfedbayes, which are all there are")]
+HeterogeneityMethods = Annotated[str | None, _methods("bpfed-recipe, bpfed, fedper, pfedbayes, local, fedavg-ft")]
+ShiftMethods = Annotated[
+    str | None, _methods("bpfed-recipe, bpfed-population, bpfed, pfedbayes, fedper, fedavg-ft, local")
 ]
 Partitions = Annotated[str, typer.Option(metavar="A,B", help="groups (the paper's), random, or both.")]
 Seeds = Annotated[int | None, typer.Option(min=1, help="Number of seeds. \\[default: 5 for the recipes, 3 for others]")]
@@ -98,7 +117,8 @@ def figures(
 @app.command(epilog="Example: bpfed paper novel --cells small --methods fedper,bpfed-recipe")
 def novel(
     cells: Cells = None,
-    methods: Methods = None,
+    methods: NovelMethods = None,
+    partition: Annotated[str, typer.Option(metavar="groups|random", help="How labels are dealt out.")] = "groups",
     seeds: FewSeeds = 3,
     rounds: Rounds = None,
     device: Device = "auto",
@@ -110,7 +130,8 @@ def novel(
 
     with _saying() as say:
         names = experiment.METHODS if methods is None else _listed(methods)
-        experiment.run(results, protocol.cells(cells), names, seeds, rounds or experiment.ROUNDS, device, say)
+        (dealt,) = protocol.partitions([partition])
+        experiment.run(results, protocol.cells(cells), names, seeds, rounds or experiment.ROUNDS, device, say, dealt)
 
 
 @app.command(epilog="Example: bpfed paper theory --seeds 3")
@@ -125,7 +146,7 @@ def theory(seeds: FewSeeds = 3, device: Device = "auto", results: Results = RESU
 @app.command(epilog="Example: bpfed paper published --cells mnist-small --methods bpfed")
 def published(
     cells: Cells = None,
-    methods: Methods = None,
+    methods: PublishedMethods = None,
     seeds: FewSeeds = 1,
     rounds: Rounds = None,
     device: Device = "auto",
@@ -141,7 +162,10 @@ def published(
 
 @app.command(epilog="Example: bpfed paper audit --seeds 3")
 def audit(
-    cells: Cells = "mnist-small",
+    cells: ChosenCells = "mnist-small",
+    only: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Variants, e.g. published,printed/noise. \\[default: all]")
+    ] = None,
     seeds: FewSeeds = 3,
     rounds: Rounds = None,
     device: Device = "auto",
@@ -152,7 +176,8 @@ def audit(
     from bpfed.paper import protocol
 
     with _saying() as say:
-        experiment.run(results, range(seeds), rounds or experiment.ROUNDS, device, say, protocol.cells(cells))
+        variants = None if only is None else _listed(only)
+        experiment.run(results, range(seeds), rounds or experiment.ROUNDS, device, say, protocol.cells(cells), variants)
 
 
 @app.command(epilog="Example: bpfed paper heterogeneity --axes alpha --methods bpfed-recipe,fedper")
@@ -160,7 +185,7 @@ def heterogeneity(
     axes: Annotated[str, typer.Option(metavar="A,B", help="alpha (label skew), clients (their number), or both.")] = (
         "alpha,clients"
     ),
-    methods: Methods = None,
+    methods: HeterogeneityMethods = None,
     seeds: FewSeeds = 3,
     rounds: Rounds = None,
     device: Device = "auto",
@@ -176,8 +201,8 @@ def heterogeneity(
 
 @app.command(epilog="Example: bpfed paper shift --cells mnist-small")
 def shift(
-    cells: Cells = "mnist-small",
-    methods: Methods = None,
+    cells: ChosenCells = "mnist-small",
+    methods: ShiftMethods = None,
     seeds: FewSeeds = 3,
     rounds: Rounds = None,
     device: Device = "auto",
@@ -192,6 +217,27 @@ def shift(
         experiment.run(results, protocol.cells(cells), names, seeds, rounds or experiment.ROUNDS, device, say)
 
 
+@app.command(epilog="Example: bpfed paper search --cells small --rounds 300 --grid '[{\"temperature\": 0.1}]'")
+def search(
+    cells: ChosenCells = "small",
+    method: Annotated[str, typer.Option(metavar="NAME", help="Method whose settings are tried.")] = "bpfed-recipe",
+    grid: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="List of settings to try. \\[default: around those of the recipe]"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of every run.")] = 100,
+    device: Device = "auto",
+    results: Results = RESULTS,
+) -> None:
+    """Settings of a method, tried on validation data cut from the training data; no test example takes part."""
+    from bpfed.paper import protocol
+    from bpfed.paper import search as experiment
+
+    with _saying() as say:
+        tried = experiment.GRID if grid is None else experiment.read_grid(grid)
+        experiment.run(results, protocol.cells(cells), method, tried, rounds, device, say)
+
+
 @app.command("all", epilog="Example: bpfed paper all --device cuda")
 def everything(
     cells: Cells = None,
@@ -204,14 +250,14 @@ def everything(
 ) -> None:
     """Everything in turn, then the tables and figures. What is finished is not run again.
 
-    Where a result is of another request than this one, as of other rounds, it is kept and said so, and the rest goes on.
+    A result that answers another request than this one, e.g. with other rounds, is kept, and the rest goes on.
     """
     from bpfed.paper.training import Kept
 
     few, kept = seeds or 3, []
     for part in (
         lambda: _run_cells(cells, methods, "groups,random", seeds, None, jobs, device, results),
-        lambda: novel(cells, None, few, None, device, results),
+        lambda: novel(cells, seeds=few, device=device, results=results),
         lambda: published(cells, None, 1, None, device, results),
         lambda: audit(seeds=few, device=device, results=results),
         lambda: heterogeneity(seeds=few, device=device, results=results),
@@ -229,7 +275,7 @@ def everything(
 
 @app.command(epilog="Example: bpfed paper render")
 def render(results: Results = RESULTS, docs: Docs = DOCS) -> None:
-    """Write summary.json, the page of results and its figures from the results that are there."""
+    """Write summary.json, the tables of all pages and the figures from the results that are there."""
     _render(results, docs)
 
 

@@ -86,7 +86,7 @@ def predict(
         progress.doing(f"loading {folder}")
         run = finished_run(folder, progress.say)
         who = run.newcomer(adapted) if adapted is not None else find(run, str(client))
-        from bpfed.cli.rows import read_rows
+        from bpfed.data.rows import read_rows
 
         data = who.run.data
         taken = read_rows(data, rows, who.name, progress.say)

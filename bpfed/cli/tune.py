@@ -35,7 +35,8 @@ def tune(
         list[str] | None,
         typer.Option(
             metavar="NAME=A,B,C",
-            help="Values of one of the method's settings to try; several of these: all combinations. \\[default: temperatures]",
+            help="Values of one of the method's settings to try, or of hidden; several of these: all combinations. "
+            "\\[default: temperatures]",
             show_default=False,
         ),
     ] = None,
@@ -77,7 +78,7 @@ def tune(
         wanted = _grid(grid, config, said) if grid else None
         from bpfed.comparison.tuning import run_trials, trials
 
-        tried = trials(chosen.method, wanted)
+        tried = trials(chosen.method, wanted, chosen.run)
         out = out or RUNS / f"tune-{data_word(chosen)}-{chosen.method.name}"
         for note in chosen.notes:
             progress.say(note)
@@ -85,7 +86,7 @@ def tune(
             loading(progress, chosen.data.name, data_dir)
         data = chosen.load_data(data_dir)
         display = None if quiet else progress
-        found = run_trials(tried, data, chosen.run, cuts, held, out=out, display=display, say=progress.say)
+        found = run_trials(tried, data, cuts, held, out=out, display=display, say=progress.say)
     except KeyboardInterrupt:
         progress.close()
         progress.say("bpfed: Stopped; at most the current round is lost. Go on with the same command.")
@@ -100,22 +101,28 @@ def tune(
 
 def _grid(texts: list[str], config: Path | None, said: list[Override]) -> dict[str, list[Any]]:
     """The values of each setting, as its type has them."""
+    from bpfed.comparison.tuning import OF_RUN
     from bpfed.config import Override, read
     from bpfed.engine.settings import Settings
     from bpfed.schema import fields_of
 
     found: dict[str, list[Any]] = {}
     for text in texts:
-        name, equals, values = text.partition("=")
-        name = name.strip().removeprefix("method.")
+        key, equals, values = text.partition("=")
+        table, _, name = key.strip().rpartition(".")
         if not equals or not name or not values.strip(","):
             raise UserError(f"--grid: '{text}' names no values; write it as in --grid lr=0.001,0.01.")
-        if name.removeprefix("run.") in fields_of(Settings):
-            raise UserError(f"--grid: '{name}' is a setting of the run; those of the method can be tried, such as lr.")
+        table = table or ("run" if name in fields_of(Settings) else "method")
+        if table == "data" or (table == "run" and name in fields_of(Settings) and name not in OF_RUN):
+            raise UserError(
+                f"--grid: '{name}' is a setting of the {table}; those of the method can be tried, such as lr, and hidden."
+            )
         one_by_one = [
-            Override(f"method.{name}", value.strip(), "--grid") for value in values.split(",") if value.strip()
+            Override(f"{table}.{name}", value.strip(), "--grid") for value in values.split(",") if value.strip()
         ]
-        found.setdefault(name, []).extend(getattr(read(config, [*said, one]).method, name) for one in one_by_one)
+        found.setdefault(name, []).extend(
+            getattr(getattr(read(config, [*said, one]), table), name) for one in one_by_one
+        )
     return found
 
 
@@ -124,7 +131,7 @@ def _best(config: Config, found: Tuning) -> dict[str, Any]:
 
     The seed of the data is said: dealt out anew, examples that it was chosen on would be among the test examples.
     """
-    method, run = found.method, config.run
+    method, run = found.method, replace(config.run, hidden=found.hidden)
     if _softens(config):
         run = replace(run, softness=found.softness, rehearsals=0)
     data = replace(config.data, seed=run.seed if config.data.seed is None else config.data.seed)
@@ -156,7 +163,8 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
     shown = show.table(
         "", *(m.full for m in measures), "NLL, difference", "seconds", title=comparison.title, right=len(measures) + 2
     )
-    reference, given = comparison.titles[AS_IT_IS], found.trials[AS_IT_IS].method.settings()
+    reference, as_it_is = comparison.titles[AS_IT_IS], found.trials[AS_IT_IS]
+    given = {"hidden": as_it_is.settings.hidden} | as_it_is.method.settings()
     kept = {name: given[name] for trial in found.trials.values() for name in trial.tried}
     for name in comparison.ranking:
         best = "bold green" if name == found.best else ""

@@ -83,10 +83,10 @@ def compare(
 
     Args:
         methods: Names such as ``["bpfed", "fedper+laplace"]`` or ``"all"``, or methods (or their names) under names of your own.
-        data: Name of a dataset, dealt out anew for each seed; or a function from the seed to the data; or the data
+        data: Name of a dataset, dealt out again for each seed; or a function from the seed to the data; or the data
             itself, the same for all seeds.
         seeds: Which, or how many: 3 is 0, 1 and 2.
-        reference: Whom the others' differences are taken from; None: ``bpfed``, or the first where it takes no part.
+        reference: Whom the others' differences are taken from; None: ``bpfed-recipe``, else ``bpfed``, else the first.
         out: Folder to keep everything in; what is finished there is not run again. None: nothing is written.
         settings: See `Settings`; single ones can be given by name. Rounds are 30 where nothing is said.
 
@@ -148,61 +148,101 @@ def run_cells(
     For the other arguments see `compare`.
     """
     chosen = _chosen(seeds)
-    names = [entrant.name for entrant in who]
-    for entrant in who:
-        try:
-            entrant.method.check()
-        except UserError as error:
-            raise UserError(f"{entrant.name}: {error}") from None
-    base = chosen_reference(names, reference)
+    _check(who)
+    base = chosen_reference([entrant.name for entrant in who], reference)
+    sitting = _Sitting(who, base, model, likelihood, out, display, say, spare)
     if stack is None:
         stack = pick_device(who[0].settings.device, who[0].settings.tf32).type == "cuda"
     if display is not None:
         display.expect([(entrant.name, seed) for seed in chosen for entrant in who])
-    records: dict[str, dict[int, RunRecord]] = {name: {} for name in names}
-    tell, trained = once(say), 0
     with _kept(out, words.kind):
         for together in [chosen] if stack else [[seed] for seed in chosen]:
             if display is not None:
                 display.doing(f"loading the data of seed {', '.join(map(str, together))}")
             dealt = {seed: deal(seed) for seed in together}
-            waiting: list[list[Cell]] = []
-            for entrant in (e for e in who if e.name in records):  # all are looked at before one is trained
-                cells = []
-                for seed, data in dealt.items():
-                    cell = _cell(entrant, seed, data, model, likelihood, out, tell)
-                    if isinstance(cell, RunRecord):
-                        records[entrant.name][seed] = cell
-                        if display is not None:
-                            display.found(entrant.name, seed, cell.summary.get("seconds"))
-                    else:
-                        cells.append(cell)
-                waiting.append(cells)
+            waiting = sitting.look(dealt)  # at all before one is trained
             if out is not None and together[0] == chosen[0]:
                 write_whole(out / REQUEST, to_toml(_request(who, chosen, base, dealt[together[0]], words)))
-            while waiting:
-                cells = waiting.pop(0)
-                try:
-                    for cell in _train(cells, display):
-                        records[cell.entrant.name][cell.run.settings.seed] = cell.run.record()
-                        trained += 1
-                except Diverged as error:
-                    name = cells[0].entrant.name
-                    if not spare or name == base:
-                        raise
-                    say(f"{error} It is left out.")
-                    del records[name]
-                    if display is not None:
-                        display.leave_out(name)
-        if not trained:
-            say(f"All {len(names) * len(chosen)} runs in '{out}' are finished already; none was run again.")
-        ordered = {name: {seed: own[seed] for seed in chosen} for name, own in records.items()}
+            sitting.train(waiting)
+        if not sitting.trained:
+            say(f"All {len(who) * len(chosen)} runs in '{out}' are finished already; none was run again.")
+        ordered = {name: {seed: own[seed] for seed in chosen} for name, own in sitting.records.items()}
         found = Comparison(ordered, {entrant.name: entrant.title for entrant in who}, base, words)
         if out is not None:
             if display is not None:
                 display.doing("writing the report")
             save(found, out)
     return found
+
+
+def _check(who: Sequence[Entrant]) -> None:
+    for entrant in who:
+        try:
+            entrant.method.check()
+        except UserError as error:
+            raise UserError(f"{entrant.name}: {error}") from None
+
+
+class _Sitting:
+    """The cells of a comparison while they are run; for the arguments see `run_cells`.
+
+    Attributes:
+        records: What is finished, by name and seed; one that was left out is not among them.
+        trained: How many of them were trained now.
+    """
+
+    def __init__(
+        self,
+        who: Sequence[Entrant],
+        base: str,
+        model: nn.Module | None,
+        likelihood: Likelihood | None,
+        out: Path | None,
+        display: CellProgress | None,
+        say: Say,
+        spare: bool,
+    ) -> None:
+        self.who, self.base, self.model, self.likelihood = who, base, model, likelihood
+        self.out, self.display, self.say, self.spare = out, display, say, spare
+        self.tell = once(say)
+        self.records: dict[str, dict[int, RunRecord]] = {entrant.name: {} for entrant in who}
+        self.trained = 0
+
+    def look(self, dealt: Mapping[int, FederatedData]) -> list[list[Cell]]:
+        """Read the cells of these seeds that are finished; a list for each entrant of those that are not."""
+        waiting = []
+        for entrant in (e for e in self.who if e.name in self.records):
+            cells = []
+            for seed, data in dealt.items():
+                cell = _cell(entrant, seed, data, self.model, self.likelihood, self.out, self.tell)
+                if isinstance(cell, Cell):
+                    cells.append(cell)
+                    continue
+                self.records[entrant.name][seed] = cell
+                if self.display is not None:
+                    self.display.found(entrant.name, seed, cell.summary.get("seconds"))
+            waiting.append(cells)
+        return waiting
+
+    def train(self, waiting: list[list[Cell]]) -> None:
+        """Train these cells, those of one entrant side by side; none of them is held any longer than that."""
+        while waiting:
+            cells = waiting.pop(0)
+            try:
+                for cell in _train(cells, self.display):
+                    self.records[cell.entrant.name][cell.run.settings.seed] = cell.run.record()
+                    self.trained += 1
+            except Diverged as error:
+                self._leave_out(cells[0].entrant.name, error)
+
+    def _leave_out(self, name: str, error: Diverged) -> None:
+        """Go on without an entrant, where that is allowed."""
+        if not self.spare or name == self.base:
+            raise error
+        self.say(f"{error} It is left out.")
+        del self.records[name]
+        if self.display is not None:
+            self.display.leave_out(name)
 
 
 def save(comparison: Comparison, folder: Path) -> None:
@@ -233,11 +273,11 @@ def _cell(
         return Cell(entrant, run, folder)
     record = RunRecord.read(path)
     here = tomllib.loads(to_toml(run.config()))
-    here["run"]["device"] = record.config["run"]["device"]  # where it ran is no matter once it has
+    here["run"]["device"] = record.config["run"]["device"]  # where it ran does not matter once it has
     if differs := differences(record.config, here):
         raise UserError(
             f"'{path}' was run with other settings: {'; '.join(differs)}; choose another --out, or delete that folder to "
-            "run it anew."
+            "run it again."
         )
     return record
 
@@ -272,9 +312,9 @@ def _kept(out: Path | None, kind: str) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         there = [p.name for p in out.iterdir() if not is_part(p)]
     if there and REQUEST not in there:
-        raise UserError(f"'{out}' holds other files and no {kind}, so nothing is written there; choose another --out.")
+        raise UserError(f"'{out}' holds other files, not a {kind}, so nothing is written there; choose another --out.")
     if there and (held := _kind(out)) != kind:
-        raise UserError(f"'{out}' holds a {held} and no {kind}, so nothing is written there; choose another --out.")
+        raise UserError(f"'{out}' holds a {held}, not a {kind}, so nothing is written there; choose another --out.")
     handle = lock(out)
     try:
         clear_parts(out)

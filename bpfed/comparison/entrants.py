@@ -92,9 +92,9 @@ def check_common(name: str, common: Mapping[str, Any]) -> None:
 
 
 def title(name: str) -> str:
-    """The heading of a name: ``FedPer + laplace``."""
+    """The heading of a name: ``fedper+laplace`` is FedPer + laplace; a method that is not known keeps its name."""
     base, *variants = name.split("+")
-    return " + ".join([method(base).title, *variants])
+    return " + ".join([METHODS[base].title if base in METHODS else base, *variants])
 
 
 def entrants(methods: str | Sequence[str] | Mapping[str, Method | str], settings: Settings) -> list[Entrant]:

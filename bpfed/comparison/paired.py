@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from bpfed.report.text import many
+from bpfed.scores import deviation
 
 #: Fewer clients than this say nothing about other clients.
 FEWEST = 5
@@ -63,7 +64,7 @@ def difference(ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Map
     every = np.concatenate(found)
     centre = sum(means) / len(means)
     if len(means) > 1:
-        half = student(len(means) - 1) * _sd(means) / math.sqrt(len(means))
+        half = student(len(means) - 1) * deviation(means) / math.sqrt(len(means))
         low, high, how = centre - half, centre + half, f"paired t over {len(means)} seeds"
     elif len(every) >= FEWEST:
         low, high = _bootstrap(every)
@@ -104,7 +105,3 @@ def _bootstrap(values: np.ndarray) -> tuple[float, float]:
     draws = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
     low, high = np.quantile(values[draws].mean(1), (0.025, 0.975))
     return float(low), float(high)
-
-
-def _sd(values: Sequence[float]) -> float:
-    return float(np.std(values, ddof=1))

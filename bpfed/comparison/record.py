@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from bpfed.comparison import page, tables
 from bpfed.comparison.paired import Difference, difference
 from bpfed.errors import UserError, unknown
 from bpfed.report import text
 from bpfed.report.measures import MEASURES, Measure
 from bpfed.report.record import RunRecord, value
+from bpfed.scores import deviation, mean
 
 #: The metrics that are compared, as far as the runs have them.
 COMPARED = ("accuracy", "rmse", "nll", "brier", "ece")
-#: The reference, where it takes part and no other is named.
-REFERENCE = "bpfed"
+#: The reference where none is named: the first of these that takes part.
+REFERENCES = ("bpfed-recipe", "bpfed")
 
 
 class Words(NamedTuple):
@@ -28,7 +30,7 @@ class Words(NamedTuple):
         one: One of those compared.
         time: One of the times that each is run.
         scored: What the figures are of.
-        dealt: What is to be said of times that each deal the examples out anew.
+        dealt: What is to be said of times that each deal the examples out again.
     """
 
     kind: str = "comparison"
@@ -36,7 +38,7 @@ class Words(NamedTuple):
     time: str = "seed"
     scored: str = "test examples"
     dealt: str = (
-        "Every seed deals out the same examples anew, so seeds share examples and are not independent: the intervals are "
+        "Every seed deals out the same examples again, so seeds share examples and are not independent: the intervals are "
         "narrower than for data never seen."
     )
 
@@ -155,34 +157,17 @@ class Comparison:
 
     def summary(self) -> str:
         """Means over seeds and differences, as Markdown."""
-        from bpfed.comparison.tables import markdown
-
-        return markdown(self)
+        return tables.markdown(self)
 
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the combined report, one self-contained HTML page."""
-        from bpfed.report.comparison import write
-
-        return write(self, path)
+        return page.write(self, path)
 
 
 def chosen_reference(names: list[str], wanted: str | None) -> str:
-    """The reference that is wanted; None: BPFed where it takes part, else whoever was named first."""
+    """The reference that is wanted; None: the recipe where it takes part, else BPFed, else whoever was named first."""
     if wanted is not None and wanted not in names:
         raise UserError(
-            f"The reference '{wanted}' takes no part; add it to the methods, or choose from: {', '.join(names)}."
+            f"The reference '{wanted}' is not one of the methods; add it to them, or choose from: {', '.join(names)}."
         )
-    return wanted or (REFERENCE if REFERENCE in names else names[0])
-
-
-def mean(values: list[float]) -> float:
-    """The mean; NaN of nothing."""
-    return sum(values) / len(values) if values else math.nan
-
-
-def deviation(values: list[float]) -> float:
-    """The standard deviation of a sample; NaN of one value."""
-    if len(values) < 2:
-        return math.nan
-    centre = mean(values)
-    return math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - 1))
+    return wanted or next((name for name in REFERENCES if name in names), names[0])

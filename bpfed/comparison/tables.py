@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bpfed import __version__
 from bpfed.comparison.paired import Difference
-from bpfed.comparison.record import Comparison, deviation, mean
 from bpfed.report import text
 from bpfed.report.measures import Measure
 from bpfed.report.record import value
+from bpfed.scores import deviation, mean
+
+if TYPE_CHECKING:
+    from bpfed.comparison.record import Comparison
 
 PARTS = {"pooled": "", "mean": "_client_mean", "worst": "_worst_client"}
 
@@ -78,7 +81,7 @@ def pairing(comparison: Comparison) -> str:
         if not math.isfinite(found.low):
             return words + f"No interval: one {time} with {text.many(found.pairs, 'client')} is too little."
         return words + (
-            f"95 % intervals: bootstrap over the {found.pairs} clients. One {time} says nothing of other splits or other "
+            f"95 % intervals: bootstrap over the {found.pairs} clients. One {time} says nothing about other splits or other "
             "training."
         )
     dealt = comparison.first.config.get("data", {}).get("seed") != comparison.records[comparison.names[0]][
@@ -87,7 +90,7 @@ def pairing(comparison: Comparison) -> str:
     words += f"95 % intervals: paired t over the {len(seeds)} {time}s. "
     if dealt:
         return words + comparison.words.dealt
-    return words + "All seeds train and test on the same split: the intervals say nothing of other splits."
+    return words + "All seeds train and test on the same split: the intervals say nothing about other splits."
 
 
 def markdown(comparison: Comparison) -> str:

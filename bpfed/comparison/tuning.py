@@ -26,6 +26,7 @@ from bpfed.engine.settings import Settings, changed
 from bpfed.errors import UserError, unknown
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method, Recipe
+from bpfed.networks import HIDDEN
 from bpfed.rehearsal import common
 from bpfed.schema import fields_of
 from bpfed.training import method_of
@@ -34,6 +35,8 @@ from bpfed.training import method_of
 CUTS = 3
 #: Temperatures that are tried where nothing is said. What is best depends on how noisy the labels are, and nobody knows that before.
 TEMPERATURES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+#: Settings of the run that can be tried, beside all of the method.
+OF_RUN = ("hidden",)
 #: The name of the method as it was given, which is always tried.
 AS_IT_IS = "as-it-is"
 #: What a tuning calls things.
@@ -49,15 +52,17 @@ Grid = Mapping[str, Sequence[Any]]
 
 
 class Trial(NamedTuple):
-    """A method that is tried.
+    """A method that is tried, and how it is run.
 
     Attributes:
         method: With the settings of the trial.
-        changed: What differs from the method as it was given.
+        settings: Of the run, likewise.
+        changed: What differs from both as they were given.
         along: Those of them that only move along with another.
     """
 
     method: Method
+    settings: Settings
     changed: dict[str, Any]
     along: tuple[str, ...] = ()
 
@@ -75,6 +80,8 @@ class Trial(NamedTuple):
 @dataclass(frozen=True, repr=False)
 class Tuning:
     """What was tried, and what came of it.
+
+    To train with what was best: ``bpfed.fit(found.method, data, softness=found.softness, hidden=found.hidden)``.
 
     Attributes:
         comparison: All trials, scored on held-out training examples; its seeds are the cuts.
@@ -98,6 +105,11 @@ class Tuning:
         return self.trials[self.best].method
 
     @property
+    def hidden(self) -> int | None:
+        """Units in the hidden layer as it was best; None: nothing was said of them, and no other number was tried."""
+        return self.trials[self.best].settings.hidden
+
+    @property
     def softness(self) -> float:
         """The temperature at which its class probabilities suit the held-out labels best; 1 for numbers."""
         return common(run.evaluation.get("fitted_softness", 1.0) for run in self.comparison.records[self.best].values())
@@ -108,19 +120,26 @@ class Tuning:
         return self.comparison.mean(AS_IT_IS, "nll") - self.comparison.mean(self.best, "nll")
 
 
-def trials(method: Method, grid: Grid | None = None) -> dict[str, Trial]:
+def trials(method: Method, grid: Grid | None = None, settings: Settings | None = None) -> dict[str, Trial]:
     """What is tried, by name: the method as it is, and every combination in the grid or, where there is none, temperatures.
+
+    ``settings`` are those of the run as they are.
 
     Raises:
         UserError: The method has no such setting, or no temperature.
     """
     if not isinstance(method, Method):
         raise UserError(f"The method is {method!r}, but must be one such as bpfed.methods.Recipe().")
-    found = {AS_IT_IS: Trial(method, {})}
+    own, how = fields_of(type(method)), settings or Settings()
+    if grid is not None and "hidden" in grid and how.hidden is None:
+        how = replace(how, hidden=HIDDEN)  # said, so that it is not tried twice
+    found = {AS_IT_IS: Trial(method, how, {})}
     along = ("anchor",) if grid is None and isinstance(method, Recipe) else ()
     for values in _combinations(method, grid) if grid is not None else _ladder(method):
-        trial = Trial(replace(method, **values), values, along)
-        if all(trial.method != other.method for other in found.values()):
+        of_method = {name: value for name, value in values.items() if name in own}
+        of_run = {name: value for name, value in values.items() if name not in own}
+        trial = Trial(replace(method, **of_method), replace(how, **of_run), values, along)
+        if all(trial[:2] != other[:2] for other in found.values()):
             found[_folder(values, found)] = trial
     return found
 
@@ -143,7 +162,7 @@ def _ladder(method: Method) -> list[dict[str, Any]]:
 
 
 def _combinations(method: Method, grid: Grid) -> list[dict[str, Any]]:
-    known = fields_of(type(method))
+    known = [*fields_of(type(method)), *OF_RUN]
     for name in grid:
         if name not in known:
             raise unknown(f"setting of {method.name}", name, known)
@@ -173,7 +192,8 @@ def tune(
         method: Or the name of one; None: ``bpfed.methods.Recipe()``.
         data: A federated dataset or the name of one; its test examples take no part. Test what is chosen on this data, not on
             the same examples dealt out anew: those it was chosen on would be among the test examples.
-        grid: Values to try by setting, e.g. ``{"lr": [0.001, 0.01]}``, all combinations; None: temperatures.
+        grid: Values to try by setting of the method, e.g. ``{"lr": [0.001, 0.01]}``, all combinations; None: temperatures. Of the
+            run's settings ``hidden`` can be tried too.
         cuts: How often a part is held out.
         held: How large a part of each client's training examples.
         out: Folder to keep everything in; what is finished there is not run again. None: nothing is written.
@@ -181,14 +201,14 @@ def tune(
 
     For the other arguments see `bpfed.fit`.
     """
-    tried, how = trials(method_of(method), grid), changed(settings or Settings(), changes)
+    how = changed(settings or Settings(), changes)
+    tried = trials(method_of(method), grid, how)
     if isinstance(data, str):
         data = load(data, seed=how.seed)
     with displayed(progress, say) as (display, tell):
         return run_trials(
             tried,
             data,
-            how,
             cuts,
             held,
             model=model,
@@ -202,7 +222,6 @@ def tune(
 def run_trials(
     tried: Mapping[str, Trial],
     data: FederatedData,
-    settings: Settings,
     cuts: int,
     held: float,
     *,
@@ -217,12 +236,20 @@ def run_trials(
         raise UserError(f"cuts is {cuts}, but must be at least 1.")
     if not 0.0 < held < 1.0:
         raise UserError(f"held is {held}, but must be between 0 and 1.")
-    Federation.start(tried[AS_IT_IS].method, data, settings, model, likelihood)  # what cannot be trained is not tuned
+    method, settings, *_ = tried[AS_IT_IS]
+    Federation.start(method, data, settings, model, likelihood)  # what cannot be trained is not tuned
     if settings.noise > 0.0:
         say("Every trial spends privacy as well: the ε of a run with what is chosen leaves that out.")
     # What calibrates a finished model has no part in choosing it, and would need examples of its own.
-    plain = replace(settings, calibration=0.0, scaling="none", softness=1.0, rehearsals=0)
-    who = [Entrant(name, trial.title, trial.method, plain) for name, trial in tried.items()]
+    who = [
+        Entrant(
+            name,
+            trial.title,
+            trial.method,
+            replace(trial.settings, calibration=0.0, scaling="none", softness=1.0, rehearsals=0),
+        )
+        for name, trial in tried.items()
+    ]
     found = run_cells(
         who,
         lambda cut: held_out(data, held, cut),

@@ -104,6 +104,7 @@ def load_model(
     shape: tuple[int, ...],
     personal: Personal,
     members: int = 1,
+    hidden: int | None = None,
 ) -> Model:
     """The network that was saved there, with its first weights.
 
@@ -114,6 +115,7 @@ def load_model(
         shape: Of one input.
         personal: See `Factors.of`.
         members: See `Settings.members`.
+        hidden: See `Settings.hidden`.
     """
     try:
         with safetensors.safe_open(path, "pt") as file:
@@ -125,7 +127,8 @@ def load_model(
         likelihood = _likelihood(path, words.get("likelihood", ""))
     given = module is not None
     if module is None:
-        module = default(shape, likelihood.classes if isinstance(likelihood, Categorical) else 1)
+        outputs = likelihood.classes if isinstance(likelihood, Categorical) else 1
+        module = default(shape, outputs, hidden=hidden)
     model = mixture(Model.of(module, likelihood, torch.zeros(2, *shape), personal), members, 0)
     there = {n: tuple(t.shape) for n, t in weights.items()}
     here = {n: tuple(t.shape) for n, t in model.factors.unflatten(model.initial).items()}

@@ -77,7 +77,8 @@ def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
     inside, width = ((found.y - mean).abs() <= half, 2.0 * half) if half is not None else (None, None)
     offsets = offsets.to(federation.device)
     baseline = mean_targets(federation.data.train)[clients].to(federation.device)[owner]
-    return evaluate_regression(mean, scale, nll, found.y, offsets, bins, inside, width, bounded, baseline), clients
+    more = {"inside": inside, "width": width, "bounded": bounded, "baseline": baseline}
+    return evaluate_regression(mean=mean, scale=scale, nll=nll, y=found.y, offsets=offsets, bins=bins, **more), clients
 
 
 def calibrate(

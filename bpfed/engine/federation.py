@@ -95,8 +95,12 @@ class Federation:
         if likelihood is None:
             likelihood = Categorical(data.classes) if data.task == "classification" else Normal()
         own = module is not None
+        if own and settings.hidden is not None:
+            raise UserError(
+                "hidden is for the network that is made where none is given, but one is given as model; leave one of the two out."
+            )
         if module is None:
-            module = default(data.input_shape, data.classes or 1, settings.seed)
+            module = default(data.input_shape, data.classes or 1, settings.seed, settings.hidden)
         model = Model.of(module, likelihood, data.train.x[:2], method.personal)
         model = mixture(model, settings.members, settings.seed).to(device)
         if own and settings.members > 1:

@@ -224,7 +224,7 @@ def without_examples(
     data = FederatedData(config.data.name, sites, none, none, facts["task"], classes)
     likelihood = Categorical(classes) if facts["task"] == "classification" else Normal()
     method, settings = config.method, config.run
-    module = default(shape, classes or 1, settings.seed)
+    module = default(shape, classes or 1, settings.seed, settings.hidden)
     model = Model.of(module, likelihood, torch.zeros(2, *shape), method.personal)
     model = mixture(model, settings.members, settings.seed)
     first = method.init(model)

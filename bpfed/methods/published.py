@@ -106,21 +106,6 @@ class PublishedBPFed(Method):
     sigma: float = 0.07
     draws: int = 1
 
-    @classmethod
-    def as_printed(cls, **settings: object) -> PublishedBPFed:
-        """All differences as the paper has them; what it leaves open as `BPFed` has it."""
-        printed: dict[str, object] = {
-            "noise_scale": 1.0,
-            "divergence": "posterior-prior",
-            "kl_weight": None,
-            "overwritten": "both",
-            "averaged": "sigma",
-            "batches": 0,
-            "inner": 1,
-            "start": "network",
-        }
-        return cls(**(printed | settings))  # type: ignore[arg-type]
-
     def check(self) -> None:
         super().check()
         for name, choices in (

@@ -34,7 +34,7 @@ factor. A client that cannot get far in the whole run starts with a head nearer 
 
 A class that a client has never seen is predicted about as rarely as its labels say (`bpfed.methods.unseen`). There is
 no step on π (Eq. 10): η_i and the upload are taken from q. Settings were chosen on validation data cut from the
-training data of the three small cells, one set for all (docs/recipe.md).
+training data of the three small cells, one set for all (docs/recipe-search.md).
 """
 
 from __future__ import annotations

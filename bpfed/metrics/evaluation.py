@@ -13,13 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bpfed.metrics.sums import Sums
+from bpfed.scores import BEST_IS_HIGH
 
 Floats = NDArray[np.float64]
-
-#: Scores of which more is better; of the others less is.
-BEST_IS_HIGH = frozenset(
-    {"accuracy", "answered_accuracy", "auroc", "coverage", "majority", "sensitivity", "specificity"}
-)
 
 #: Scores that a client with test examples may lack: it answered nothing, was tested on one class, or has too few calibration examples.
 LACKING = frozenset(

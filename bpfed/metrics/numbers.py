@@ -19,6 +19,7 @@ def evaluate_regression(
     y: Tensor,
     offsets: Tensor,
     bins: int = 10,
+    *,
     inside: Tensor | None = None,
     width: Tensor | None = None,
     bounded: Tensor | None = None,

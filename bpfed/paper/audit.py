@@ -3,20 +3,18 @@
 From the published settings each difference is set as the paper has it, alone; and from the paper's settings each is set as
 the public code has it, alone. The two need not agree: a difference may matter only beside another one.
 
-    python -m bpfed.paper.audit --seeds 3 --out results
-    python -m bpfed.paper.audit --cells cifar10-small --only published published/network --device cuda
+    bpfed paper audit --seeds 3
+    bpfed paper audit --cells cifar10-small --only published,published/network --device cuda
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import bpfed
@@ -28,8 +26,9 @@ from bpfed.methods.published import PublishedBPFed
 from bpfed.paper import protocol
 from bpfed.paper.cell import seed_record
 from bpfed.paper.reference import BATCH, PARTITION, best, train
-from bpfed.paper.training import Say, command, device_name, read, there, to_stderr
+from bpfed.paper.training import Say, device_name, read, there, to_stderr
 from bpfed.paper.training import record as recorded
+from bpfed.scores import deviation, mean
 
 FILE = "audit.json"
 ROUNDS = 200
@@ -222,10 +221,7 @@ def measured(variant: dict[str, Any]) -> dict[str, tuple[float, float]]:
         "best_ece": [100 * top["ece"] for top in tops],
         "nll": [one["last"]["nll"] for one in runs],
     }
-    return {
-        name: (float(np.mean(of)), float(np.std(of, ddof=1)) if len(of) > 1 else float("nan"))
-        for name, of in values.items()
-    }
+    return {name: (mean(of), deviation(of)) for name, of in values.items()}
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -265,32 +261,11 @@ def _row(words: str, variant: dict[str, Any], base: dict[str, Any] | None) -> st
     figures, from_ = measured(variant), measured(base) if base is not None else None
     cells = []
     for name, digits in (("accuracy", 2), ("best", 2), ("ece", 1), ("nll", 3)):
-        value, deviation = figures[name]
+        value, spread = figures[name]
         text = f"{value:.{digits}f}"
-        if deviation == deviation:  # one seed has none
-            text += f" ± {deviation:.{digits}f}"
+        if spread == spread:  # one seed has none
+            text += f" ± {spread:.{digits}f}"
         if from_ is not None:
             text += f" ({value - from_[name][0]:+.{digits}f})".replace("-", "−")
         cells.append(text)
     return f"| {words} | {' | '.join(cells)} |"
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bpfed.paper.audit", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--cells", nargs="+", default=["mnist-small"], metavar="CELL")
-    parser.add_argument(
-        "--only", nargs="+", default=None, metavar="VARIANT", help="such as printed/noise; left out: all"
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 up")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of results")
-    chosen = parser.parse_args(arguments)
-    command(
-        lambda: run(chosen.out, range(chosen.seeds), chosen.rounds, chosen.device, to_stderr, chosen.cells, chosen.only)
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -101,7 +101,7 @@ class Cell:
         try:
             return json.loads(path.read_text())
         except (OSError, ValueError):
-            raise UserError(f"'{path}' is damaged; delete it to run the cell anew.") from None
+            raise UserError(f"'{path}' is damaged; delete it to run the cell again.") from None
 
     def missing(self, results: Path) -> list[int]:
         """The seeds that its record does not hold.
@@ -115,7 +115,7 @@ class Cell:
         settings = _settings(self.entrant())
         if differs := differing(record["settings"], settings):
             raise Kept(
-                f"'{self.path(results)}' was made with other settings ({differs}) and is kept; delete it to run the cell anew."
+                f"'{self.path(results)}' was made with other settings ({differs}) and is kept; delete it to run the cell again."
             )
         done = {found["seed"] for found in record["runs"]}
         return [seed for seed in self.wanted if seed not in done]

@@ -10,7 +10,8 @@ from bpfed.paper import lineup
 from bpfed.paper.markdown import PRINTED, Cells
 from bpfed.paper.published import CELLS, TABLES, published
 from bpfed.paper.results import Results
-from bpfed.paper.typeset import MEASURES, figures, strong, table
+from bpfed.paper.typeset import figures, strong, table
+from bpfed.scores import BEST_IS_HIGH
 
 #: The part's name on the page.
 PART = "headline"
@@ -28,7 +29,7 @@ def markdown(found: Results) -> str:
     for measure, word in (("accuracy", "accuracy %"), ("ece", "ECE %"), ("nll", "NLL")):
         numbers: dict[str, Number] = {title: _of(cells, name) for title, name in OURS.items()}
         if measure in TABLES:
-            numbers["best that the paper prints"] = _printed
+            numbers["best that the paper prints"] = best_printed
         else:
             numbers["BPFed as written"] = _of(cells, "bpfed")
         numbers["best of the other methods here"] = lambda cell, measure: _best_other(cells, cell, measure)
@@ -48,7 +49,8 @@ def _of(cells: Cells, name: str) -> Number:
     return number
 
 
-def _printed(cell: str, measure: str) -> float:
+def best_printed(cell: str, measure: str) -> float:
+    """The best number of a measure that the paper prints for a cell, as a fraction."""
     return _best([v for name in TABLES[measure] if (v := published(measure, name, cell)) is not None], measure)
 
 
@@ -70,5 +72,4 @@ def _shown(value: float, measure: str) -> str:
 
 
 def _best(values: list[float], measure: str) -> float:
-    more_is_better = MEASURES[measure][2]
-    return (max if more_is_better else min)(filter(math.isfinite, values), default=math.nan)
+    return (max if measure in BEST_IS_HIGH else min)(filter(math.isfinite, values), default=math.nan)

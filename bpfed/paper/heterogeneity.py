@@ -10,7 +10,6 @@ Two sweeps on Fashion-MNIST, ten clients a round in both.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,25 +21,9 @@ from bpfed.data import Examples, FederatedData, load
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import pick_device
 from bpfed.errors import unknown
-from bpfed.files import to_json, write_whole
 from bpfed.methods import method as method_of
 from bpfed.methods.base import Method
-from bpfed.paper.training import (
-    Say,
-    command,
-    device_name,
-    differing,
-    parser,
-    read,
-    record,
-    seeded,
-    settings_of,
-    spoken,
-    tests_on,
-    there,
-    to_stderr,
-    train,
-)
+from bpfed.paper.training import Measured, Say, Shared, each, seeded, settings_of, tests_on, to_stderr, train
 
 METHODS = ("bpfed-recipe", "bpfed", "fedper", "pfedbayes", "local", "fedavg-ft")
 MEASURES = ("accuracy", "nll", "ece")
@@ -143,8 +126,6 @@ def run(
 
 def sweep(path: Path, axis: str, methods: dict[str, Method], seeds: int, rounds: int, device: str, say: Say) -> None:
     """Run methods over one axis and write the file after each of them; for the arguments see `run`."""
-    found = read(path)
-    seeds = max(seeds, len(found.get("seeds", ())))  # all methods of a file have the same
     asked: dict[str, Any] = {
         "axis": axis,
         "values": list(AXES[axis].values),
@@ -152,26 +133,14 @@ def sweep(path: Path, axis: str, methods: dict[str, Method], seeds: int, rounds:
         "rounds": rounds,
         "seeds": list(range(seeds)),
     }
-    there(found, asked, path, more=False)
-    done: dict[str, Any] = found.get("methods", {})
-    settings = settings_of(rounds, DRAWS, device)
-    for name, method in methods.items():
-        told = record(method, settings)
-        if name in done and not differing(done[name]["settings"], told):
-            say(f"{method.title} over {axis}: done already")
-            continue
-        start = time.perf_counter()
-        scores = measure(method, axis, seeds, rounds, device, say)
-        seconds = round(time.perf_counter() - start, 1)
-        done = read(path).get("methods", {})  # others may have written meanwhile
-        done[name] = {"title": method.title, **scores, "settings": told, "seconds": seconds}
-        done[name]["device"] = device_name(device)
-        ordered = {
-            n: done[n] for n in sorted(done, key=lambda n: (n not in METHODS, METHODS.index(n) if n in METHODS else n))
-        }
-        write_whole(path, to_json({**asked, "device": device_name(device), "methods": ordered}))
+    file = Shared(path, asked, METHODS, settings_of(rounds, DRAWS, device))
+
+    def found(method: Method) -> Measured:
+        scores = measure(method, axis, file.seeds, rounds, device, say)
         means = ", ".join(f"{100 * sum(a) / len(a):.1f}" for a in scores["accuracy"])
-        say(f"{method.title} over {axis}: accuracy {means} %, {spoken(seconds)}")
+        return Measured(scores, f"accuracy {means} %")
+
+    each(methods, f"over {axis}", file.has, found, file.keep, say)
 
 
 def measure(method: Method, axis: str, seeds: int, rounds: int, device: str, say: Say) -> dict[str, list[list[float]]]:
@@ -192,15 +161,3 @@ def measure(method: Method, axis: str, seeds: int, rounds: int, device: str, say
             for name in MEASURES:
                 scores[name].append([e[name].pooled for e in found[i * seeds : (i + 1) * seeds]])
     return scores
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
-    made = parser("bpfed.paper.heterogeneity", "How unlike and how many clients may be.", METHODS, None)
-    made.add_argument("--axes", nargs="+", default=list(AXES), choices=list(AXES), metavar="AXIS")
-    a = made.parse_args(arguments)
-    command(lambda: run(a.out, a.axes, a.methods, a.seeds, a.rounds, a.device))
-
-
-if __name__ == "__main__":
-    main()

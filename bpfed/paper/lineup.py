@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bpfed.methods import METHODS
+from bpfed.comparison.entrants import title
 from bpfed.paper import published
+
+__all__ = ["DATASETS", "ORDER", "SOFTENED", "cell_title", "ordered", "place", "title"]
 
 #: Ours, the paper's baselines in the paper's order, then what the paper does not have.
 ORDER = (
@@ -39,12 +41,6 @@ def place(name: str) -> tuple[int, str]:
     """Where a name stands; a variant that is not in the order, after its method, and unknown ones last."""
     known = name if name in ORDER else name.partition("+")[0]
     return ORDER.index(known) if known in ORDER else len(ORDER), name
-
-
-def title(name: str) -> str:
-    """A method's name for people: ``fedper+laplace`` is FedPer + laplace."""
-    base, *variants = name.split("+")
-    return " + ".join([METHODS[base].title if base in METHODS else base, *variants])
 
 
 def cell_title(cell: str) -> str:

@@ -1,6 +1,6 @@
 """The parts of ``docs/results.md`` that are made from results: tables, and links to the figures.
 
-What stands between ``<!-- name -->`` and ``<!-- /name -->`` is written anew, all else is left as it is.
+What stands between ``<!-- name -->`` and ``<!-- /name -->`` is overwritten, all else is left as it is.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import numpy as np
 from bpfed.paper import lineup
 from bpfed.paper.panel import Line
 from bpfed.paper.published import CELLS, METHODS, TABLES, published
-from bpfed.paper.records import CellRecord, deviation
+from bpfed.paper.records import CellRecord
 from bpfed.paper.results import Results
 from bpfed.paper.sweeps import Sweep
 from bpfed.paper.typeset import NOTHING, figures, placed, signed, strong, table, unit
 from bpfed.report.text import plural
+from bpfed.scores import deviation
 
 MISSING = "Not run yet."
 #: Decimals of the paper's own numbers.
@@ -29,7 +30,7 @@ Cells = Mapping[str, Mapping[str, CellRecord]]
 
 
 def fill(page: str, found: Results, pictures: Mapping[str, Sequence[str]]) -> str:
-    """A page with all its parts written anew.
+    """A page with all its parts written again.
 
     Args:
         page: The page.
@@ -74,8 +75,8 @@ def measure_table(cells: Cells, measure: str, beside: bool, value: Callable[[Cel
         texts = [figures(v, measure, s) for v, s in zip(values, spreads, strict=True)]
         column = strong(values, texts, measure)
         if beside:
-            printed = [_printed(measure, name, cell) for name in order]
-            column = [f"{t} ({p})" if p else t for t, p in zip(column, printed, strict=True)]
+            beside_ours = [printed(measure, name, cell) for name in order]
+            column = [f"{t} ({p})" if p else t for t, p in zip(column, beside_ours, strict=True)]
         columns.append(column)
     head = [unit(measure), *map(lineup.cell_title, CELLS)]
     return table(head, [[titles[name], *(column[i] for column in columns)] for i, name in enumerate(order)])
@@ -122,14 +123,13 @@ def reference(found: Results) -> str:
             last = [math.nan if r is None else r.mean(measure) for r in records]
             rows.append([f"{title}, {word}, best round", *(figures(v, measure) for v in best)])
             rows.append([f"{title}, {word}, last round", *(figures(v, measure) for v in last)])
-            printed = [_printed(measure, name, cell) or NOTHING for cell in CELLS]
-            rows.append([f"{title}, {word}, printed", *printed])
+            rows.append([f"{title}, {word}, printed", *(printed(measure, name, cell) or NOTHING for cell in CELLS)])
     return table(["", *map(lineup.cell_title, CELLS)], rows) if rows else ""
 
 
-def longer(found: Results) -> str:
-    """Runs of more rounds than the protocol's, beside the same seeds with the protocol's."""
-    rows = []
+def _longer(found: Results) -> list[tuple[CellRecord, CellRecord]]:
+    """Runs of more rounds than the protocol's, each after the same seeds with the protocol's."""
+    pairs = []
     for rounds, records in sorted(found.others.items()):
         for protocol, partitions in records.items():
             for partition, cells in partitions.items():
@@ -139,15 +139,22 @@ def longer(found: Results) -> str:
                         if first is None or rounds <= first.rounds:
                             continue
                         first = first.only(then.seeds)
-                        if first.seeds != then.seeds:
-                            continue
-                        row = [f"{then.title}, {lineup.cell_title(cell)}, `{partition}`", f"{first.rounds} → {rounds}"]
-                        for measure in ("accuracy", "nll", "ece"):
-                            row.append(
-                                f"{figures(first.mean(measure), measure)} → {figures(then.mean(measure), measure)}"
-                            )
-                        change = then.mean("nll") / first.mean("nll") - 1
-                        rows.append([*row, f"{signed(100 * change, 1)} %"])
+                        if first.seeds == then.seeds:
+                            pairs.append((first, then))
+    return pairs
+
+
+def longer(found: Results, method: str | None = None) -> str:
+    """Runs of more rounds than the protocol's, beside the same seeds with the protocol's; of one method, or of all."""
+    rows = []
+    for first, then in _longer(found):
+        if method in (None, then.method):
+            title = f"{then.title}, {lineup.cell_title(then.cell)}, `{then.partition}`"
+            row = [title, f"{first.rounds} → {then.rounds}"]
+            for measure in ("accuracy", "nll", "ece"):
+                row.append(f"{figures(first.mean(measure), measure)} → {figures(then.mean(measure), measure)}")
+            change = then.mean("nll") / first.mean("nll") - 1
+            rows.append([*row, f"{signed(100 * change, 1)} %"])
     head = ["", "rounds", "accuracy %", "NLL", "ECE %", "change of NLL"]
     return table(head, rows) if rows else ""
 
@@ -191,7 +198,7 @@ def novel(found: Results) -> str:
         for cell in CELLS:
             values = [ends.get(cell, {}).get(name, np.full(1, math.nan)) for name in names]
             means = [float(v.mean()) for v in values]
-            texts = [figures(m, measure, deviation(v)) for m, v in zip(means, values, strict=True)]
+            texts = [figures(m, measure, deviation(v.tolist())) for m, v in zip(means, values, strict=True)]
             columns.append(strong(means, texts, measure))
         if names:
             head = [unit(measure), *map(lineup.cell_title, CELLS)]
@@ -230,7 +237,7 @@ def shift(found: Results) -> str:
         columns = []
         for got in shifted.strange.values():
             means = [float(values.mean()) for values in got.values()]
-            texts = [figures(m, "auroc", deviation(v)) for m, v in zip(means, got.values(), strict=True)]
+            texts = [figures(m, "auroc", deviation(v.tolist())) for m, v in zip(means, got.values(), strict=True)]
             columns.append(strong(means, texts, "auroc"))
         other = lineup.DATASETS.get(shifted.facts.get("other", ""), "another dataset")
         words = {"unseen": "labels it never saw", "other": f"images of {other}"}
@@ -253,7 +260,7 @@ def theory(found: Results) -> str:
     return "\n\n".join([*parts, *(sweep_table(sweep) for sweep in found.theory.sweeps.values())])
 
 
-def _printed(measure: str, method: str, cell: str) -> str:
+def printed(measure: str, method: str, cell: str) -> str:
     """The paper's number as it prints it; empty where it has none."""
     value = published(measure, method, cell)
     return "" if value is None else f"{100 * value:.{PRINTED[measure]}f}"

@@ -7,7 +7,6 @@ its test examples. Newcomers of all seeds and numbers of examples are adapted si
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,21 +30,21 @@ from bpfed.methods.base import ADAPT, Method, Phase, State, rows
 from bpfed.metrics import Evaluation, evaluate
 from bpfed.noise import Purpose
 from bpfed.paper.training import (
+    Measured,
     Progress,
     Say,
-    command,
     device_name,
-    parser,
+    each,
     read,
     record,
     seeded,
     settings_of,
-    spoken,
     there,
     to_stderr,
     train,
 )
 from bpfed.predict import classify
+from bpfed.report.text import plural
 
 METHODS = ("fedper", "fedrep", "lg-fedavg", "fedsoul", "bpfed", "bpfed-recipe", "bpfed-population")
 ROUNDS = 100
@@ -109,34 +108,50 @@ def run(
     for cell in cells:
         if cell not in CELLS:
             raise unknown("cell", cell, CELLS)
-    for name in methods:
-        _stepwise(method_of(name)())
-    settings = settings_of(rounds, DRAWS, device)
+    chosen = {name: method_of(name)() for name in methods}
+    for method in chosen.values():
+        _stepwise(method)
     for cell in cells:
-        deals: list[FederatedData] = []
-        for name in methods:
-            path, method = out / "novel" / cell / f"{name}.json", method_of(name)()
-            asked: dict[str, Any] = {
-                "cell": cell,
-                "method": name,
-                "title": method.title,
-                "partition": partition,
-                "seeds": list(range(seeds)),
-                "rounds": rounds,
-                "settings": record(method, settings),
-            }
-            if there(read(path), asked, path):
-                say(f"{method.title} on {cell}: done already")
-                continue
-            if not deals:
-                say(f"{cell}: loading {seeds} seed{'' if seeds == 1 else 's'}")
-                deals = [load(cell, partition=partition, seed=seed) for seed in range(seeds)]
-            start = time.perf_counter()
-            found = measure(method, deals, settings, say)
-            seconds = time.perf_counter() - start
-            write_whole(path, to_json({**asked, "device": device_name(device), "seconds": round(seconds, 1), **found}))
-            last = found["points"][-1]["accuracy"]
-            say(f"{method.title} on {cell}: accuracy {100 * sum(last) / len(last):.2f} %, {spoken(seconds)}")
+        _cell(out / "novel" / cell, cell, chosen, seeds, settings_of(rounds, DRAWS, device), say, partition)
+
+
+def _cell(
+    folder: Path, cell: str, methods: dict[str, Method], seeds: int, settings: Settings, say: Say, partition: str
+) -> None:
+    """Run methods on one cell and write a file for each of them."""
+    deals: list[FederatedData] = []
+
+    def asked(name: str, method: Method) -> dict[str, Any]:
+        return {
+            "cell": cell,
+            "method": name,
+            "title": method.title,
+            "partition": partition,
+            "seeds": list(range(seeds)),
+            "rounds": settings.rounds,
+            "settings": record(method, settings),
+        }
+
+    def path(name: str) -> Path:
+        return folder / f"{name}.json"
+
+    def ready() -> None:
+        if not deals:
+            say(f"{cell}: loading {plural(seeds, 'seed')}")
+            deals.extend(load(cell, partition=partition, seed=seed) for seed in range(seeds))
+
+    def found(method: Method) -> Measured:
+        scores = measure(method, deals, settings, say)
+        last = scores["points"][-1]["accuracy"]
+        return Measured(scores, f"accuracy {100 * sum(last) / len(last):.2f} %")
+
+    def keep(name: str, method: Method, scores: dict[str, Any]) -> None:
+        write_whole(path(name), to_json({**asked(name, method), "device": device_name(settings.device), **scores}))
+
+    def done(name: str, method: Method) -> bool:
+        return there(read(path(name)), asked(name, method), path(name))
+
+    each(methods, f"on {cell}", done, found, keep, say, ready)
 
 
 def measure(method: Method, deals: Sequence[FederatedData], settings: Settings, say: Say) -> dict[str, Any]:
@@ -340,16 +355,3 @@ def _stacked(states: Sequence[State], newcomers: Sequence[Newcomer]) -> State:
 def _stepwise(method: Method) -> None:
     if method.adaptation(1) != (Phase(ADAPT, 1),):
         raise UserError(f"{method.title} tunes all weights of a newcomer, so it has no such curve; leave it out.")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
-    made = parser("bpfed.paper.novel", "Clients that join a finished run.", METHODS, ROUNDS)
-    made.add_argument("--cells", nargs="+", default=list(CELLS), choices=list(CELLS), metavar="CELL")
-    made.add_argument("--partition", default="groups", choices=["groups", "random"])
-    a = made.parse_args(arguments)
-    command(lambda: run(a.out, a.cells, a.methods, a.seeds, a.rounds, a.device, to_stderr, a.partition))
-
-
-if __name__ == "__main__":
-    main()

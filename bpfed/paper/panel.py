@@ -17,6 +17,7 @@ import numpy as np
 
 from bpfed.files import write_whole
 from bpfed.paper import lineup
+from bpfed.report.svg import apart
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -294,7 +295,7 @@ def name_ends(axes: Axes, drawn: Sequence[Line]) -> None:
             x, y = fraction.transform((line.x[finite[-1]], line.mean[finite[-1]]))
             ends.append((float(y), float(x), line))
     ends.sort(key=lambda end: end[0])
-    for place, (y, x, line) in zip(apart([end[0] for end in ends], 0.075), ends, strict=True):
+    for place, (y, x, line) in zip(apart([end[0] for end in ends], 0.075, 0.0, 1.0), ends, strict=True):
         colour = ink(line.method).colour if line.method in CHIEF else WORDS
         axes.annotate(
             line.title,
@@ -315,24 +316,6 @@ def name_ends(axes: Axes, drawn: Sequence[Line]) -> None:
                 "relpos": (0, 0.5),
             },
         )
-
-
-def apart(places: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0) -> list[float]:
-    """Rising places moved as little as need be, so that each is ``gap`` from the next and, if there is room, all are inside."""
-    groups: list[tuple[float, int]] = []  # middle and number of places that touch
-    for place in places:
-        middle, number = place, 1
-        while groups and middle - groups[-1][0] < gap * (number + groups[-1][1]) / 2:
-            before, touching = groups.pop()
-            middle, number = (middle * number + before * touching) / (number + touching), number + touching
-        half = gap * (number - 1) / 2
-        groups.append((max(min(middle, high - half), low + half), number))
-    moved = [middle + gap * (k - (number - 1) / 2) for middle, number in groups for k in range(number)]
-    limit = high
-    for k in range(len(moved) - 1, -1, -1):  # a group held inside may have come near its neighbour
-        moved[k] = min(moved[k], limit)
-        limit = moved[k] - gap
-    return moved
 
 
 def _plain(value: float) -> str:

@@ -11,9 +11,7 @@ import numpy as np
 
 from bpfed.errors import UserError
 from bpfed.paper.protocol import PROTOCOLS
-
-#: What a run measures in its last round, all of them fractions but ``nll``.
-MEASURES = ("accuracy", "nll", "brier", "ece", "mce", "ece_worst_client", "ece_floor", "aurc")
+from bpfed.scores import deviation
 
 #: ``[protocol][partition][cell][method]``
 Records = dict[str, dict[str, dict[str, dict[str, "CellRecord"]]]]
@@ -77,7 +75,7 @@ class CellRecord:
 
     def sd(self, measure: str) -> float:
         """Standard deviation over seeds, last round; NaN for one seed."""
-        return deviation(self.last(measure))
+        return deviation(self.last(measure).tolist())
 
     def curve(self, measure: str) -> tuple[np.ndarray, np.ndarray]:
         """The rounds that were tested, ``[T]``, and a measure in each, ``[S, T]``; both empty where there is no curve."""
@@ -148,7 +146,7 @@ def read_cell(path: Path) -> CellRecord:
         )
         complete = bool(record.runs) and all("seed" in run and "last" in run for run in record.runs)
     except (KeyError, TypeError) as error:
-        raise UserError(f"'{path}' is no result of a cell ({error} is missing); run the cell again.") from None
+        raise UserError(f"'{path}' is not a result of a cell ({error} is missing); run the cell again.") from None
     if not complete:
         raise UserError(f"'{path}' has no finished run; run the cell again.")
     return record
@@ -180,14 +178,9 @@ def read(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"'{path}' cannot be read ({error.strerror}); check the folder of results.") from None
     except ValueError as error:
-        raise UserError(f"'{path}' is no JSON ({error}); run what wrote it again.") from None
+        raise UserError(f"'{path}' is not JSON ({error}); run what wrote it again.") from None
 
 
 def numbers(values: Any) -> np.ndarray:
     """Figures of a file as an array: null is NaN."""
     return np.array(values, dtype=float)  # None becomes NaN
-
-
-def deviation(values: np.ndarray) -> float:
-    """The sample's standard deviation; NaN for one value."""
-    return float(values.std(ddof=1)) if len(values) > 1 else float("nan")

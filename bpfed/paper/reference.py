@@ -4,12 +4,11 @@ Only the reference picks its round on test data; that figure is given under this
 code's too (`bpfed.paper.slices`); its data are the same for all seeds. The test is in every tenth round, where the code tests in
 every one.
 
-    python -m bpfed.paper.reference --cells mnist-small --methods bpfed --seeds 1 --out results
+    bpfed paper published --cells mnist-small --methods bpfed --seeds 1
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -32,7 +31,7 @@ from bpfed.methods.published import PUBLISHED, PublishedBPFed
 from bpfed.networks import LeNet, default
 from bpfed.paper.cell import seed_record
 from bpfed.paper.slices import load_slices
-from bpfed.paper.training import Progress, Say, command, device_name, read, record, tests_on, there, to_stderr
+from bpfed.paper.training import Progress, Say, device_name, read, record, tests_on, there, to_stderr
 from bpfed.run import Run, train_together
 from bpfed.training import prepare
 
@@ -97,7 +96,7 @@ def train(
 ) -> list[Run]:
     """The runs of these seeds side by side, with networks of their own.
 
-    ``partition`` is one of the protocol ``paper``, dealt out anew for each seed; None: the reference's own split.
+    ``partition`` is one of the protocol ``paper``, dealt out again for each seed; None: the reference's own split.
     """
     runs = []
     for seed in seeds:
@@ -198,24 +197,3 @@ def _known(kind: str, names: Iterable[str] | None, known: Iterable[str]) -> list
     if not wanted:
         raise UserError(f"No {kind} is named; leave the option out for all of them.")
     return wanted
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bpfed.paper.reference", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--cells", nargs="+", default=None, metavar="CELL", help="left out: all six")
-    parser.add_argument("--methods", nargs="+", default=None, metavar="METHOD", help="bpfed, pfedbayes; left out: both")
-    parser.add_argument("--seeds", type=int, default=1, help="how many, from 0 up")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of results")
-    chosen = parser.parse_args(arguments)
-    command(
-        lambda: run(
-            chosen.out, range(chosen.seeds), chosen.rounds, chosen.device, to_stderr, chosen.cells, chosen.methods
-        )
-    )
-
-
-if __name__ == "__main__":
-    main()

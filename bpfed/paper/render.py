@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from bpfed.errors import UserError
@@ -18,7 +19,7 @@ FIGURES = "figures"
 def render(results: Path, docs: Path, say: Callable[[Path], None] = lambda path: None) -> list[Path]:
     """Write ``DOCS/results.md`` and ``DOCS/figures/`` from what is there; the same results give the same files.
 
-    Of an existing page only what stands between markers is written anew.
+    Of an existing page only what stands between markers is written again.
 
     Args:
         results: Folder of results.
@@ -32,27 +33,30 @@ def render(results: Path, docs: Path, say: Callable[[Path], None] = lambda path:
     page = docs / PAGE
     text = _text(page)
     markdown.fill(text, found, {})  # a page without a place is better known before the figures are drawn
-    tables = _tables(found, results, docs)
+    others = tables(found, results, docs)
     written, pictures = _draw(found, docs / FIGURES, say)
-    for path, filled in {page: markdown.fill(text, found, pictures), **tables}.items():
+    for path, filled in {page: markdown.fill(text, found, pictures), **others}.items():
         write_whole(path, filled)
         say(path)
         written.append(path)
     return written
 
 
-def _tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
-    """README and the pages on the recipe and on the public code with their one table, where they have a place for it."""
-    from bpfed.paper import audit, headline, search
+def tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
+    """README and the pages on the recipe and on the public code with their tables, where they have a place for them."""
+    from bpfed.paper import audit, headline, recipe, search
 
-    filled = {}
-    for page, part, source, table in (
-        (docs.resolve().parent / README, headline.PART, results / "paper", lambda: headline.markdown(found)),
-        (docs / "recipe.md", "search", results / "search", lambda: search.markdown(results)),
+    readme, cells = docs.resolve().parent / README, results / "paper"
+    parts: tuple[tuple[Path, str, Path, Callable[[], str]], ...] = (
+        (readme, headline.PART, cells, lambda: headline.markdown(found)),
+        *((docs / "recipe.md", part, cells, partial(made, found)) for part, made in recipe.PARTS.items()),
+        (docs / "recipe-search.md", "search", results / "search", lambda: search.markdown(results)),
         (docs / "audit.md", "audit", results / audit.FILE, lambda: audit.markdown(read(results / audit.FILE))),
-    ):
-        if page.exists() and source.exists() and typeset.opens(part) in (text := _text(page)):
-            filled[page] = typeset.placed(text, part, table())
+    )
+    filled: dict[Path, str] = {}
+    for page, part, source, table in parts:
+        if page.exists() and source.exists() and typeset.opens(part) in (text := filled.get(page) or _text(page)):
+            filled[page] = typeset.placed(text, part, table() or typeset.NOTHING)
     return filled
 
 

@@ -2,11 +2,12 @@
 
 Of each client's training examples a tenth, of each class alike, is what is scored; the cell's test examples are thrown away before
 anything runs. All settings and all seeds are trained side by side, stacked along the client axis.
+
+    bpfed paper search --cells small --method bpfed-recipe --rounds 300
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -23,7 +24,7 @@ from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
 from bpfed.methods import method
 from bpfed.paper import protocol
-from bpfed.paper.training import command, device_name, tests_on
+from bpfed.paper.training import Say, device_name, tests_on, to_stderr
 from bpfed.run import train_together
 from bpfed.training import prepare
 
@@ -44,7 +45,7 @@ ROUNDS = (100, 300)
 WORDS = {
     "temperature": "T",
     "anchor": "c",
-    "prior_sigma": "s0",
+    "prior_sigma": "k",
     "fan_in_sigma": "k",
     "head_sigma": "s_h",
     "head_gain": "g",
@@ -52,11 +53,57 @@ WORDS = {
     "discount": "a",
     "mean_sigma": "s_m",
 }
+#: In the first searches ``prior_sigma`` was s0 itself, one for all layers and at most 0.3; since then it is k, and s0 of a layer
+#: is k over the root of its number of inputs.
+LEAST_K = 1.0
 
 
 def validation(cell: str, seed: int, partition: str = "groups") -> FederatedData:
-    """The cell with a part of its training examples in the place of its test examples."""
+    """The cell with a part of its training examples instead of its test examples."""
     return held_out(load(cell, partition=partition, seed=seed), HELD, seed)
+
+
+def run(
+    out: Path,
+    cells: Sequence[str],
+    name: str = "bpfed-recipe",
+    grid: Sequence[Mapping[str, Any]] = GRID,
+    rounds: int = ROUNDS[0],
+    device: str = "auto",
+    say: Say = to_stderr,
+) -> None:
+    """Search in each cell and write ``OUT/search/METHOD-CELL-ROUNDS.json``.
+
+    Args:
+        out: Folder of results.
+        cells: Names of the paper's cells.
+        name: Of the method.
+        grid: Settings to try, of the method or of the run.
+        rounds: Of every run.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        say: Told what each setting gave.
+    """
+    for cell in cells:
+        found = search(cell, name, grid, rounds, device=device)
+        write_whole(out / "search" / f"{name}-{cell}-{rounds}.json", to_json(found))
+        for row in found["tried"]:
+            means = {m: sum(row[m]) / len(row[m]) for m in ("accuracy", "nll", "ece", "over_confidence")}
+            say(f"{cell}, {_words(row['settings'])}: {', '.join(f'{m} {v:.4f}' for m, v in means.items())}")
+
+
+def read_grid(text: str) -> list[dict[str, Any]]:
+    """The settings to try, from JSON.
+
+    Raises:
+        UserError: It is not a JSON list of settings.
+    """
+    try:
+        grid = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"--grid is not JSON ({error}); give a list of settings.") from None
+    if not isinstance(grid, list) or not grid or not all(isinstance(values, dict) for values in grid):
+        raise UserError("--grid is not a list of settings; give one such as '[{\"temperature\": 0.1}]'.")
+    return grid
 
 
 def search(
@@ -131,41 +178,18 @@ def _table(name: str, rounds: int, found: Mapping[str, Mapping[str, Any]]) -> st
     for i, values in enumerate(settings):
         own = [found[cell]["tried"][i] for cell in cells]
         means = [{m: sum(row[m]) / len(row[m]) for m in ("accuracy", "nll", "over_confidence")} for row in own]
-        words = ", ".join(f"{WORDS.get(k, k)} = {v:g}" for k, v in values.items())
         figures = [f"{100 * m['accuracy']:.1f} / {m['nll']:.3f} / {100 * m['over_confidence']:+.1f}" for m in means]
-        rows.append([words, *figures, f"{sum(m['nll'] for m in means):.3f}"])
+        rows.append([_words(values), *figures, f"{sum(m['nll'] for m in means):.3f}"])
     best = min(range(len(rows)), key=lambda i: float(rows[i][-1]))
     rows[best][-1] = f"**{rows[best][-1]}**"
     head = [f"{name}, {rounds} rounds", *cells, "sum of NLLs"]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """``python -m bpfed.paper.search --cells small --method bpfed-recipe --rounds 300``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cells", default="small")
-    parser.add_argument("--method", default="bpfed-recipe")
-    parser.add_argument("--rounds", type=int, default=ROUNDS[0])
-    parser.add_argument("--grid", default=None, help="JSON list of settings; left out: the grid of this file")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=Path("results/search"))
-    given = parser.parse_args(arguments)
-    command(lambda: _command(given))
+def _words(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{_word(name, value)} = {value:g}" for name, value in settings.items())
 
 
-def _command(given: argparse.Namespace) -> None:
-    try:
-        grid = GRID if given.grid is None else json.loads(given.grid)
-    except ValueError as error:
-        raise UserError(f"--grid is no JSON ({error}); give a list of settings.") from None
-    for cell in protocol.cells(given.cells):
-        found = search(cell, given.method, grid, given.rounds, device=given.device)
-        given.out.mkdir(parents=True, exist_ok=True)
-        write_whole(given.out / f"{given.method}-{cell}-{given.rounds}.json", to_json(found))
-        for row in found["tried"]:
-            means = {m: sum(row[m]) / len(row[m]) for m in ("accuracy", "nll", "ece", "over_confidence")}
-            print(cell, row["settings"], {m: round(v, 4) for m, v in means.items()}, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def _word(name: str, value: float) -> str:
+    """A setting's short name."""
+    return "s0" if name == "prior_sigma" and value < LEAST_K else WORDS.get(name, name)

@@ -9,7 +9,6 @@ clients of each client's own.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,30 +22,15 @@ from bpfed.data import Examples, FederatedData, load
 from bpfed.data.cells import CELLS
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation, pick_device
+from bpfed.engine.settings import Settings
 from bpfed.errors import unknown
-from bpfed.files import to_json, write_whole
 from bpfed.methods import method as method_of
-from bpfed.methods.base import rows
+from bpfed.methods.base import Method, rows
 from bpfed.metrics import ood_auroc
 from bpfed.noise import Purpose
-from bpfed.paper.training import (
-    Progress,
-    Say,
-    command,
-    device_name,
-    differing,
-    parser,
-    read,
-    record,
-    seeded,
-    settings_of,
-    spoken,
-    tests_on,
-    there,
-    to_stderr,
-    train,
-)
+from bpfed.paper.training import Measured, Progress, Say, Shared, each, seeded, settings_of, tests_on, to_stderr, train
 from bpfed.predict import classify
+from bpfed.report.text import plural
 
 METHODS = ("bpfed-recipe", "bpfed-population", "bpfed", "pfedbayes", "fedper", "fedavg-ft", "local")
 MEASURES = ("accuracy", "nll", "ece")
@@ -84,41 +68,38 @@ def run(
         if cell not in CELLS:
             raise unknown("cell", cell, CELLS)
     chosen = {name: method_of(name)() for name in methods}
-    settings = settings_of(rounds, DRAWS, device)
     for cell in cells:
         path = out / ("shift.json" if cell == "mnist-small" else f"shift-{cell}.json")
-        found = read(path)
-        many = max(seeds, len(found.get("seeds", ())))  # all methods of a file have the same
-        asked: dict[str, Any] = {
-            "data": cell,
-            "other": OTHERS[CELLS[cell].source],
-            "shifts": {kind: list(values) for kind, values in SHIFTS.items()},
-            "rounds": rounds,
-            "seeds": list(range(many)),
-        }
-        there(found, asked, path, more=False)
-        done: dict[str, Any] = found.get("methods", {})
-        deals: list[FederatedData] = []
-        for name, method in chosen.items():
-            told = record(method, settings)
-            if name in done and not differing(done[name]["settings"], told):
-                say(f"{method.title} on {cell}: done already")
-                continue
-            if not deals:
-                say(f"{cell}: loading {many} seed{'' if many == 1 else 's'}")
-                deals = [tests_on(load(cell, seed=seed), pick_device(device)) for seed in range(many)]
-                strange = [others(cell, seed) for seed in range(many)]
-            start = time.perf_counter()
-            federations = train(method, deals, seeded(settings, many), say, f"{method.title} on {cell}")
-            scores = measure(federations, strange, say)
-            seconds = round(time.perf_counter() - start, 1)
-            done = read(path).get("methods", {})  # others may have written meanwhile
-            done[name] = {"title": method.title, **scores, "settings": told, "seconds": seconds}
-            done[name]["device"] = device_name(device)
-            ordered = {n: done[n] for n in (*METHODS, *done) if n in done}
-            write_whole(path, to_json({**asked, "device": device_name(device), "methods": ordered}))
-            unseen = scores["ood"]["unseen"]["total"]
-            say(f"{method.title} on {cell}: AUROC {100 * sum(unseen) / len(unseen):.1f} %, {spoken(seconds)}")
+        _cell(path, cell, chosen, seeds, settings_of(rounds, DRAWS, device), say)
+
+
+def _cell(path: Path, cell: str, methods: dict[str, Method], seeds: int, settings: Settings, say: Say) -> None:
+    """Run methods on one cell and write the file after each of them."""
+    asked: dict[str, Any] = {
+        "data": cell,
+        "other": OTHERS[CELLS[cell].source],
+        "shifts": {kind: list(values) for kind, values in SHIFTS.items()},
+        "rounds": settings.rounds,
+        "seeds": list(range(seeds)),
+    }
+    file = Shared(path, asked, METHODS, settings)
+    deals: list[FederatedData] = []
+    strange: list[Tensor] = []
+
+    def ready() -> None:
+        if not deals:
+            say(f"{cell}: loading {plural(file.seeds, 'seed')}")
+            device = pick_device(settings.device)
+            deals.extend(tests_on(load(cell, seed=seed), device) for seed in range(file.seeds))
+            strange.extend(others(cell, seed) for seed in range(file.seeds))
+
+    def found(method: Method) -> Measured:
+        federations = train(method, deals, seeded(settings, file.seeds), say, f"{method.title} on {cell}")
+        scores = measure(federations, strange, say)
+        unseen = scores["ood"]["unseen"]["total"]
+        return Measured(scores, f"AUROC {100 * sum(unseen) / len(unseen):.1f} %")
+
+    each(methods, f"on {cell}", file.has, found, file.keep, say, ready)
 
 
 def measure(federations: Sequence[Federation], strange: Sequence[Tensor], say: Say) -> dict[str, Any]:
@@ -213,15 +194,3 @@ def others(cell: str, seed: int) -> Tensor:
     if CELLS[cell].source == "cifar10":  # grey 28 x 28 in a frame, three times for colours
         return F.pad(x.reshape(-1, 1, 28, 28), (2, 2, 2, 2), value=-1.0).expand(-1, 3, -1, -1).contiguous()
     return x
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
-    made = parser("bpfed.paper.shift", "Test inputs that are not what clients trained on.", METHODS, ROUNDS)
-    made.add_argument("--cells", nargs="+", default=["mnist-small"], choices=list(CELLS), metavar="CELL")
-    a = made.parse_args(arguments)
-    command(lambda: run(a.out, a.cells, a.methods, a.seeds, a.rounds, a.device))
-
-
-if __name__ == "__main__":
-    main()

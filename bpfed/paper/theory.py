@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -204,7 +203,7 @@ def run(out: Path, seeds: int, device: str, say: Say, setting: Setting | None = 
     kept = {(p["method"], p["n"], p["clients"]) for p in points}
     missing = [at for at in grid if at not in kept]
     if out.exists() and not kept:
-        say(f"theory: '{out}' was measured with other settings or fewer seeds, and is measured anew")
+        say(f"theory: '{out}' was measured with other settings or fewer seeds, and is measured again")
     if kept:
         say(f"theory: {len(kept)} of {len(grid)} points are in '{out}' already")
     began = time.perf_counter()
@@ -272,8 +271,3 @@ def _student(setting: Setting, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return mlp(setting.inputs, 1, (setting.width,) * setting.hidden)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    run(Path("results") / FILE, 3, "cpu", lambda sentence: print(sentence, file=sys.stderr, flush=True))

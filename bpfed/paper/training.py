@@ -1,15 +1,14 @@
-"""Runs of one method side by side, from the first round to the last, and what the experiments' commands have in common."""
+"""Runs of one method side by side, from the first round to the last, and what the experiments have in common."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +17,7 @@ from bpfed.engine.federation import Federation, pick_device
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
-from bpfed.files import to_json
-from bpfed.methods import METHODS
+from bpfed.files import to_json, write_whole
 from bpfed.methods.base import Method
 from bpfed.paper import protocol
 from bpfed.versions import before
@@ -110,7 +108,7 @@ def tests_on(data: FederatedData, device: torch.device) -> FederatedData:
 
 
 class Kept(UserError):
-    """A finished result is of something else than what is asked for; it is not written over for another request."""
+    """A finished result is for something else than what is asked for; it is not overwritten."""
 
 
 def there(found: dict[str, Any], asked: dict[str, Any], path: Path, more: bool = True) -> bool:
@@ -120,10 +118,10 @@ def there(found: dict[str, Any], asked: dict[str, Any], path: Path, more: bool =
         found: What there is.
         asked: What it should be of; its ``seeds``, if any, are among those of ``found`` or the other way round.
         path: Where it is.
-        more: Whether one of too few seeds may be measured anew.
+        more: Whether one of too few seeds may be measured again.
 
     Raises:
-        Kept: It is of something else than what is asked for.
+        Kept: It is for something else than what is asked for.
     """
     if not found:
         return False
@@ -133,10 +131,85 @@ def there(found: dict[str, Any], asked: dict[str, Any], path: Path, more: bool =
         other.append("seeds")
     if other:
         raise Kept(
-            f"What '{path}' has is of other {', '.join(other)}; delete it to measure anew, or keep yours in another "
-            "folder of results."
+            f"'{path}' holds results for different {', '.join(other)}; delete it to re-run, or use another --results folder."
         )
     return seeds
+
+
+def each(
+    methods: Mapping[str, Method],
+    where: str,
+    done: Callable[[str, Method], bool],
+    measure: Callable[[Method], Measured],
+    keep: Callable[[str, Method, dict[str, Any]], None],
+    say: Say,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Measure methods one after another, and keep what is found of each as soon as it is.
+
+    Args:
+        methods: Which, by name.
+        where: Where they are measured, in words, such as ``on mnist-small``.
+        done: Whether one is there already.
+        measure: What is found of one.
+        keep: Given a name, its method, and what was found with the ``seconds`` that it took.
+        say: Told of each.
+        ready: Called before one is measured; its time does not count.
+    """
+    for name, method in methods.items():
+        if done(name, method):
+            say(f"{method.title} {where}: done already")
+            continue
+        ready()
+        start = time.perf_counter()
+        found = measure(method)
+        seconds = round(time.perf_counter() - start, 1)
+        keep(name, method, {**found.scores, "seconds": seconds})
+        say(f"{method.title} {where}: {found.words}, {spoken(seconds)}")
+
+
+class Measured(NamedTuple):
+    """What is found of a method: its scores, and the chief one of them in words."""
+
+    scores: dict[str, Any]
+    words: str
+
+
+class Shared:
+    """A file of results with an entry for each method, which all have the same seeds.
+
+    Args:
+        path: The file.
+        asked: What it should be of; its ``seeds`` become those of the file, where these are more.
+        order: Methods in the order of the file; others follow by name.
+        settings: Of every run but for the seed.
+
+    Raises:
+        Kept: The file is of something else than what is asked for.
+    """
+
+    def __init__(self, path: Path, asked: dict[str, Any], order: Sequence[str], settings: Settings) -> None:
+        found = read(path)
+        self.path, self.order, self.settings = path, order, settings
+        self.seeds = max(len(asked["seeds"]), len(found.get("seeds", ())))
+        self.asked = asked | {"seeds": list(range(self.seeds))}
+        there(found, self.asked, path, more=False)
+        self.methods: dict[str, Any] = found.get("methods", {})
+
+    def has(self, name: str, method: Method) -> bool:
+        """Whether a method is there with these settings."""
+        if name not in self.methods:
+            return False
+        return not differing(self.methods[name]["settings"], record(method, self.settings))
+
+    def keep(self, name: str, method: Method, found: dict[str, Any]) -> None:
+        """Write the file with this entry."""
+        device = device_name(self.settings.device)
+        done = read(self.path).get("methods", {})  # others may have written meanwhile
+        done[name] = {"title": method.title, **found, "settings": record(method, self.settings), "device": device}
+        ordered = {n: done[n] for n in (*self.order, *sorted(done)) if n in done}
+        write_whole(self.path, to_json({**self.asked, "device": device, "methods": ordered}))
+        self.methods = done
 
 
 def _same(name: str, was: Any, now: Any) -> bool:
@@ -161,29 +234,6 @@ def device_name(device: str) -> str:
 def spoken(seconds: float) -> str:
     """A time in words, as ``40 s`` or ``3 min``."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def parser(module: str, sentence: str, methods: Sequence[str], rounds: int | None) -> argparse.ArgumentParser:
-    """The arguments that all experiments take."""
-    made = argparse.ArgumentParser(prog=f"python -m {module}", description=sentence)
-    made.add_argument("--methods", nargs="+", default=list(methods), choices=list(METHODS), metavar="METHOD")
-    made.add_argument("--seeds", type=int, default=3, help="how many, from 0 up")
-    made.add_argument("--rounds", type=int, default=rounds)
-    made.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    made.add_argument("--out", type=Path, default=Path("results"), help="folder of results")
-    return made
-
-
-def command(call: Callable[[], None]) -> None:
-    """Run an experiment from the command line: a user's mistake is one sentence, not a traceback."""
-    try:
-        call()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("Stopped; what is finished is kept, and the same command goes on.", file=sys.stderr)
-        sys.exit(130)
 
 
 def to_stderr(sentence: str) -> None:

@@ -7,18 +7,19 @@ import re
 from collections.abc import Iterable, Sequence
 
 from bpfed.errors import UserError
+from bpfed.scores import BEST_IS_HIGH
 
 #: What stands where there is no number.
 NOTHING = "–"
-#: Of a measure: whether it is shown in per cent, its decimals, and whether more is better.
+#: Of a measure: whether it is shown in per cent, and its decimals.
 MEASURES = {
-    "accuracy": (True, 2, True),
-    "nll": (False, 3, False),
-    "brier": (False, 3, False),
-    "ece": (True, 2, False),
-    "mce": (True, 1, False),
-    "auroc": (True, 1, True),
-    "hellinger": (False, 4, False),
+    "accuracy": (True, 2),
+    "nll": (False, 3),
+    "brier": (False, 3),
+    "ece": (True, 2),
+    "mce": (True, 1),
+    "auroc": (True, 1),
+    "hellinger": (False, 4),
 }
 
 
@@ -54,7 +55,7 @@ def figures(value: float, measure: str, sd: float = math.nan) -> str:
     """A number as the tables show it: ``94.60 ± 0.36`` of a fraction in per cent; a dash if there is none."""
     if not math.isfinite(value):
         return NOTHING
-    per_cent, digits, _ = MEASURES[measure]
+    per_cent, digits = MEASURES[measure]
     factor = 100 if per_cent else 1
     return f"{factor * value:.{digits}f}" + (f" ± {factor * sd:.{digits}f}" if math.isfinite(sd) else "")
 
@@ -64,7 +65,7 @@ def strong(values: Sequence[float], texts: Sequence[str], measure: str) -> list[
     finite = [i for i, value in enumerate(values) if math.isfinite(value)]
     if not finite:
         return list(texts)
-    first = (max if MEASURES[measure][2] else min)(finite, key=values.__getitem__)
+    first = (max if measure in BEST_IS_HIGH else min)(finite, key=values.__getitem__)
     best = texts[first].split(" ")[0]
     return [f"**{best}**" + t.removeprefix(best) if t.split(" ")[0] == best else t for t in texts]
 

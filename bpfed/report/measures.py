@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from bpfed.report import text
+from bpfed.scores import BEST_IS_HIGH
 
 
 @dataclass(frozen=True)
@@ -18,16 +19,19 @@ class Measure:
         label: Its short heading.
         show: Number to text.
         explain: What it is, in one sentence.
-        high_is_good: Whether more is better.
-        title: Its heading where there is room for all that it needs; the label if there is no more to say.
+        title: Its heading where there is room for all that it needs; by default the label.
     """
 
     name: str
     label: str
     show: Callable[[float], str]
     explain: str
-    high_is_good: bool = False
     title: str = ""
+
+    @property
+    def high_is_good(self) -> bool:
+        """Whether more is better."""
+        return self.name in BEST_IS_HIGH
 
     @property
     def full(self) -> str:
@@ -45,22 +49,21 @@ class Measure:
 
 
 _ALL = (
-    Measure("accuracy", "Accuracy", text.percent, "Share of test examples whose most probable class is right.", True),
+    Measure("accuracy", "Accuracy", text.percent, "Share of test examples whose most probable class is right."),
     Measure(
         "majority",
         "Guessing",
         text.percent,
-        "Accuracy of always saying the most frequent class of the client's own training examples: a model that is not "
-        "above it names nothing else rightly.",
-        True,
-        "Accuracy of guessing",
+        "Accuracy of always predicting the most frequent class of the client's own training examples: a model should "
+        "beat this.",
+        title="Accuracy of guessing",
     ),
     Measure("rmse", "RMSE", text.decimal, "Root of the mean squared error, in the unit of the targets as given."),
     Measure(
         "baseline",
         "RMSE of mean",
         text.decimal,
-        "RMSE of always saying the mean of the client's own training targets: a model that is not below it is no use.",
+        "RMSE of always predicting the mean of the client's own training targets: a model should beat this.",
         title="RMSE of own training mean",
     ),
     Measure("nll", "NLL", text.decimal, "Negative log-likelihood of the truth, nats per example; low is good."),
@@ -68,32 +71,29 @@ _ALL = (
         "shares_nll",
         "NLL, guessing",
         text.decimal,
-        "NLL of saying the class shares of the client's own training examples every time: a model that is not below it "
-        "is no use.",
+        "NLL of always predicting the class shares of the client's own training examples: a model that does not beat "
+        "this adds nothing.",
         title="NLL of guessing",
     ),
     Measure(
         "auroc",
         "AUROC",
         text.decimal,
-        "Chance that an example of the second class is given a higher probability of it than one of the first; 0.5 is no use. Of each "
-        "client by itself: among all examples together, differences between clients would count as skill.",
-        True,
-        "AUROC, mean of clients",
+        "Chance that an example of the second class is given a higher probability of it than one of the first; 0.5 is no better than "
+        "guessing. Computed for each client alone: with all examples pooled, differences between clients would count as skill.",
+        title="AUROC, mean of clients",
     ),
     Measure(
         "sensitivity",
         "Sensitivity",
         text.percent,
-        "Accuracy on the test examples of the second class: of those that are, the share that is found.",
-        True,
+        "Accuracy on the second class, the true-positive rate: the share of positives correctly identified.",
     ),
     Measure(
         "specificity",
         "Specificity",
         text.percent,
-        "Accuracy on the test examples of the first class: of those that are not, the share that is left alone.",
-        True,
+        "Accuracy on the first class, the true-negative rate: the share of negatives correctly identified.",
     ),
     Measure(
         "brier", "Brier", text.decimal, "Squared distance of the probabilities from the truth, 0 to 2; low is good."
@@ -102,16 +102,13 @@ _ALL = (
         "ece", "ECE", text.percent, "Expected calibration error: mean gap between claimed and observed; low is good."
     ),
     Measure("abstained", "Abstains", text.percent, "Share of test examples that the model is less than 90 % sure of."),
-    Measure(
-        "answered_accuracy", "Accuracy if sure", text.percent, "Accuracy on the test examples it is 90 % sure of.", True
-    ),
+    Measure("answered_accuracy", "Accuracy if sure", text.percent, "Accuracy on the test examples it is 90 % sure of."),
     Measure(
         "coverage",
         "Coverage",
         text.percent,
         "Share of the calibrated 90 % prediction sets that hold the truth.",
-        True,
-        "Coverage of 90 % sets",
+        title="Coverage of 90 % sets",
     ),
     Measure(
         "set_size",
@@ -129,7 +126,10 @@ _ALL = (
     ),
     Measure("mce", "MCE", text.percent, "Maximum calibration error: the largest gap of any bin; low is good."),
     Measure(
-        "aurc", "AURC", text.decimal, "Error rate if only the surest are answered, mean over how many; low is good."
+        "aurc",
+        "AURC",
+        text.decimal,
+        "Error rate when only the surest are answered, averaged over how many are; low is good.",
     ),
 )
 

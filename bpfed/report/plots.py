@@ -49,7 +49,7 @@ def curves(
     per_cent = measure.show is text.percent
     lines = [curve for curve in lines if any(math.isfinite(v) for v in curve.values)]
     x = _rounds_scale(rounds, WIDTH - 100)
-    y, cut = _settled([c.values for c in lines], [level[1]] if level else [], per_cent)
+    y, cut = settled([c.values for c in lines], per_cent, HEIGHT - BOTTOM, [level[1]] if level else [])
     notes = [note for note, true in (("values on a log scale", y.log), ("first rounds off the scale", cut)) if true]
     shapes = [_axes(x, y, "round" + (f" ({', '.join(notes)})" if notes else ""), per_cent, x_whole=True)]
     inside, ends = [], []
@@ -68,23 +68,31 @@ def curves(
     if best and y.low <= best[1] <= y.high:
         inside.append(svg.dot((x(best[0]), y(best[1])), 6, "ring", f"best: round {best[0]}, {measure.show(best[1])}"))
     shapes.append(svg.window(x, y, inside))
-    for place, (_, label, style) in zip(svg.apart([e[0] for e in ends], 15), ends, strict=True):
+    for place, (_, label, style) in zip(svg.apart([e[0] for e in ends], 15, TOP, HEIGHT - BOTTOM), ends, strict=True):
         shapes.append(svg.words(x.stop + 9, place + 4.5, label, f"label {style}"))
-    summary = "; ".join(f"{c.label} {measure.show(_last(c.values))} at the end" for c in lines)
+    summary = "; ".join(f"{c.label} {measure.show(last(c.values))} at the end" for c in lines)
     return svg.drawing(WIDTH, HEIGHT, f"{measure.label} over rounds: {summary}", shapes)
 
 
-def _settled(series: Sequence[Sequence[float]], levels: list[float], per_cent: bool) -> tuple[Scale, bool]:
+def settled(
+    series: Sequence[Sequence[float]], per_cent: bool, bottom: float, levels: Sequence[float] = ()
+) -> tuple[Scale, bool]:
     """A vertical scale for curves over rounds, and whether it leaves out how they began.
 
-    The first rounds are often so far off that nothing could be told of the rest. Where the rest spans less than a
-    third of the whole, the scale is the rest's.
+    The first rounds are often so far off that nothing could be told of the rest. Where what follows the first tenth (two at
+    least) spans less than a third of the whole, the scale is that of the rest.
+
+    Args:
+        series: The values of each curve.
+        per_cent: Whether they are shares.
+        bottom: Where the scale begins, in pixels; it ends at `TOP`.
+        levels: Values that must be seen.
     """
 
     def scale(values: list[float]) -> Scale:
         if per_cent:
-            return svg.fit(values, HEIGHT - BOTTOM, TOP, floor=0, ceiling=1, least=0.04)
-        return svg.fit(values, HEIGHT - BOTTOM, TOP, least=0.3 * max(map(abs, values), default=0), log=True)
+            return svg.fit(values, bottom, TOP, floor=0, ceiling=1, least=0.04)
+        return svg.fit(values, bottom, TOP, least=0.3 * max(map(abs, values), default=0), log=True)
 
     def span(values: list[float]) -> float:
         return max(values) - min(values)
@@ -92,9 +100,9 @@ def _settled(series: Sequence[Sequence[float]], levels: list[float], per_cent: b
     every = [v for values in series for v in values if math.isfinite(v)]
     late = [v for values in series for v in values[max(2, len(values) // 10) :] if math.isfinite(v)]
     if late and 3 * span(late) < span(every):
-        chosen = scale(late + levels)
+        chosen = scale([*late, *levels])
         return chosen, not chosen.low <= min(every) <= max(every) <= chosen.high
-    return scale(every + levels), False
+    return scale([*every, *levels]), False
 
 
 def reliability(reliability: dict[str, Any], bins: int, intervals: bool) -> str:
@@ -216,5 +224,6 @@ def _axes(
     return svg.axes(x, y, x_label, x_show, y_show, x_whole, y_about)
 
 
-def _last(values: Sequence[float]) -> float:
+def last(values: Sequence[float]) -> float:
+    """The last finite value; NaN where there is none."""
     return next((v for v in reversed(values) if math.isfinite(v)), math.nan)

@@ -51,7 +51,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord:
-        """The record of a finished run from its folder, or a `UserError` that says what is amiss there."""
+        """The record of a finished run from its folder, or a `UserError` that says what is wrong there."""
         if not (folder / CONFIG).is_file():
             raise no_run(folder)
         if not (folder / SUMMARY).is_file():
@@ -98,15 +98,15 @@ class RunRecord:
 
     @property
     def untested(self) -> str:
-        """A sentence on the clients that count in no figure; empty where all do."""
+        """A sentence on the clients that are not counted in any figure; empty where all are."""
         tested = sum(bool(row.get("test")) for row in self.rows)
         total = int(self.summary.get("clients", len(self.rows)))
         if tested >= total or not self.rows:
             return ""
         if total > (self.config.get("run", {}).get("eval_clients") or LARGEST):
-            return f"Tested were {text.count(tested)} of the {text.count(total)} clients."
-        verb = "has no test example and counts" if total - tested == 1 else "have no test examples and count"
-        return f"{text.plural(total - tested, 'client')} {verb} in no figure."
+            return f"{text.count(tested)} of the {text.count(total)} clients were tested."
+        verb = "has no test examples and is" if total - tested == 1 else "have no test examples and are"
+        return f"{text.plural(total - tested, 'client')} {verb} not counted in any figure."
 
     @property
     def seldom(self) -> str:
@@ -118,7 +118,7 @@ class RunRecord:
         if not never:
             return f"{drawn}; each was at least once."
         verb = "was never drawn and has" if never == 1 else "were never drawn and have"
-        return f"{drawn}; {text.count(never)} {verb} nothing personal yet (more --participants or --rounds)."
+        return f"{drawn}; {text.count(never)} {verb} nothing personal yet (raise --participants or --rounds)."
 
     @property
     def uncovered(self) -> str:
@@ -146,9 +146,9 @@ class RunRecord:
     def no_use(self) -> str:
         """A sentence on the clients that would do as well without a model; empty where there are none."""
         ours, without, words = (
-            ("rmse", "baseline", "RMSE is not below that of saying its own training mean")
+            ("rmse", "baseline", "RMSE is not below that of always predicting its own training mean")
             if any(measure.name == "rmse" for measure in self.measures)
-            else ("nll", "shares_nll", "NLL is not below that of saying its own class shares")
+            else ("nll", "shares_nll", "NLL is not below that of always predicting its own class shares")
         )
         scored = [row for row in self.rows if row.get("test") and math.isfinite(value(row, without))]
         tested = [row for row in scored if row["test"] >= JUDGED]
@@ -214,7 +214,7 @@ class RunRecord:
 
 
 def no_run(folder: Path) -> UserError:
-    """What to say of a folder without a configuration: that it is no run's, or of one that is still being rehearsed."""
+    """What to say of a folder without a configuration: that it is not a run folder, or that its run is still rehearsing."""
     if (folder / REHEARSALS / CONFIG).is_file():
         return UserError(
             f"The run in '{folder}' is still rehearsing, so there is no model yet; go on with it: bpfed run --out {folder} --resume"

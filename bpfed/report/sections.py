@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from bpfed.files import to_toml
 from bpfed.report import plots, table, text
+from bpfed.report.html import figure
 from bpfed.report.measures import DETAILS, MEASURES, Measure
 from bpfed.report.plots import Curve, wilson
 from bpfed.report.record import RunRecord, value
@@ -33,7 +34,7 @@ def headline(run: RunRecord) -> str:
     basis = f", over {text.plural(total, 'test example')} of {text.plural(len(tested), 'client')}" if tested else ""
     tiles = [_tile(run, measure, total) for measure in run.measures if measure.name not in DETAILS]
     guessing = (
-        " Guessing is always saying the most frequent class (accuracy) or the class shares (NLL) of a client's own "
+        " Guessing means always predicting the most frequent class (accuracy) or the class shares (NLL) of a client's own "
         "training examples."
         if math.isfinite(run.last("majority"))
         else ""
@@ -41,8 +42,8 @@ def headline(run: RunRecord) -> str:
     return (
         f'{top}<div class="tiles">{"".join(tiles)}{_worst_tile(run)}</div>'
         f'<p class="note">The large figures are those of the last round ({run.history[-1]["round"]}){basis}, all '
-        f"examples pooled.{guessing} The best round was picked by looking at the test data, so it flatters; it is given because "
-        "papers often print it.</p>"
+        f"examples pooled.{guessing} The best round was picked by looking at the test data, so it is optimistic; it is given because "
+        "papers often report it.</p>"
     )
 
 
@@ -115,7 +116,7 @@ def training(run: RunRecord) -> str:
             "test rising while training falls means overfitting."
         )
         drawn = plots.curves(run.rounds, lines, MEASURES["nll"])
-        figures.append(_figure("Negative log-likelihood (nats per example)", drawn, read))
+        figures.append(figure("Negative log-likelihood (nats per example)", drawn, read))
     if any(map(math.isfinite, run.over("ece"))):
         floor = value(run.evaluation, "ece_floor")
         level = ("floor", floor) if math.isfinite(floor) else None
@@ -124,12 +125,12 @@ def training(run: RunRecord) -> str:
             "calibrated predictions on these test examples; a difference of that size means nothing."
         )
         drawn = plots.curves(run.rounds, [Curve("pooled", run.over("ece"), "first")], MEASURES["ece"], level=level)
-        figures.append(_figure(f"Calibration error (ECE, {run.evaluation.get('bins', '?')} bins)", drawn, read))
+        figures.append(figure(f"Calibration error (ECE, {run.evaluation.get('bins', '?')} bins)", drawn, read))
     kl = run.over("train_kl", None)
     if any(math.isfinite(v) and v != 0 for v in kl):
         read = "How far local training moved each client’s posterior from its prior in that round; it should settle."
         drawn = plots.curves(run.rounds, [Curve("training", kl, "second")], _KL)
-        figures.append(_figure("KL to the prior (nats per example)", drawn, read))
+        figures.append(figure("KL to the prior (nats per example)", drawn, read))
     return f'<section><h2>Training</h2><div class="panels">{"".join(figures)}</div></section>'
 
 
@@ -141,7 +142,7 @@ def _main_curves(run: RunRecord, main: Measure) -> str:
     best = run.best(main.name)
     if best:
         read += f" The ring is the best round ({best[0]})."
-    return _figure(main.full, plots.curves(run.rounds, lines, main, best=best), read)
+    return figure(main.full, plots.curves(run.rounds, lines, main, best=best), read)
 
 
 def calibration(run: RunRecord) -> str:
@@ -156,7 +157,7 @@ def calibration(run: RunRecord) -> str:
     else:
         read = "Each bar is a bin of confidence: as high as the share that was right, its dot at the mean confidence. "
     read += "Dots on the dotted line are perfectly calibrated; a whisker (95 % interval) that crosses it may be."
-    diagram = _figure("Claimed against observed", plots.reliability(found, bins, intervals), read)
+    diagram = figure("Claimed against observed", plots.reliability(found, bins, intervals), read)
     numbers = f"<figure><h3>The same in numbers</h3>{table.reliability(found, bins, intervals)}"
     gap = "Gap is observed minus mean claimed: below zero is over-confident, above zero under-confident."
     numbers += f"<figcaption>{gap}</figcaption></figure>"
@@ -258,10 +259,10 @@ def clients(run: RunRecord) -> str:
         read = "One dot per client, the marked ones filled."
         if main.name == "accuracy" and len(run.rows) <= plots.WITH_INTERVALS:
             read += " Thin lines are 95 % intervals: small test sets scatter widely by chance."
-        figures = [_figure(main.full, plots.clients(run.rows, main, worst), read)]
+        figures = [figure(main.full, plots.clients(run.rows, main, worst), read)]
         if main.name != "nll":
             note = "Clients high up are the ones whose predictions cost most: wrong, and sure of it."
-            figures.append(_figure("Negative log-likelihood", plots.clients(run.rows, MEASURES["nll"], worst), note))
+            figures.append(figure("Negative log-likelihood", plots.clients(run.rows, MEASURES["nll"], worst), note))
         chart = f'<div class="panels">{"".join(figures)}</div>'
     return (
         f"<section><h2>Clients</h2><p>{escape(intro)}</p>{chart}{table.clients(ranking, run.measures, worst)}</section>"
@@ -270,25 +271,8 @@ def clients(run: RunRecord) -> str:
 
 def settings(run: RunRecord) -> str:
     """Every setting of the run, folded."""
-    lines = escape("\n".join(_toml(run.config, ())).strip())
+    lines = escape(to_toml(run.config).strip())
     return (
         "<section><h2>Settings</h2><details><summary>The full configuration of this run</summary>"
         f"<pre>{lines}</pre></details></section>"
     )
-
-
-def _toml(config: dict[str, Any], path: tuple[str, ...]) -> list[str]:
-    """A nested dict in the way a configuration file shows it."""
-    plain = {key: v for key, v in config.items() if not isinstance(v, dict)}
-    lines = [f"{key} = {json.dumps(v, ensure_ascii=False, default=str)}" for key, v in plain.items()]
-    if path and lines:
-        lines.insert(0, f"\n[{'.'.join(path)}]")
-    for key, nested in config.items():
-        if isinstance(nested, dict):
-            lines += _toml(nested, (*path, str(key)))
-    return lines
-
-
-def _figure(title: str, drawing: str, read: str) -> str:
-    """A drawing with its heading and how to read it."""
-    return f"<figure><h3>{escape(title)}</h3>{drawing}<figcaption>{escape(read)}</figcaption></figure>"

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 
 Point = tuple[float, float]
 
@@ -155,12 +154,20 @@ def axes(
     return "".join(shapes)
 
 
-def apart(places: Sequence[float], gap: float) -> list[float]:
-    """Push labels' heights apart until none is nearer to the next than ``gap``."""
+def apart(places: Sequence[float], gap: float, low: float = -math.inf, high: float = math.inf) -> list[float]:
+    """The places nearest to these (by squares) that are ``gap`` apart, in the same order, and within these limits if there is room."""
     order = sorted(range(len(places)), key=places.__getitem__)
-    moved = list(places)
-    for above, below in pairwise(order):
-        moved[below] = max(moved[below], moved[above] + gap)
+    groups: list[list[float]] = []  # sum and number of places that move as one, their gaps taken off
+    for rank, k in enumerate(order):
+        groups.append([places[k] - rank * gap, 1])
+        while len(groups) > 1 and groups[-2][0] / groups[-2][1] > groups[-1][0] / groups[-1][1]:
+            total, number = groups.pop()
+            groups[-1] = [groups[-1][0] + total, groups[-1][1] + number]
+    level = [total / number for total, number in groups for _ in range(int(number))]
+    top = max(low, high - (len(places) - 1) * gap)
+    moved = [0.0] * len(places)
+    for rank, k in enumerate(order):
+        moved[k] = min(max(level[rank], low), top) + rank * gap
     return moved
 
 

@@ -43,8 +43,8 @@ def clients(ranking: Sequence[dict[str, Any]], measures: Sequence[Measure], wors
         half = LONGEST // 2
         shown = [*ranking[:half], *ranking[-half:]]
         note = (
-            f'<p class="note">Shown are the {half} worst and the {half} best of {text.count(len(ranking))} clients; '
-            f"{text.count(len(ranking) - LONGEST)} between them are left out.</p>"
+            f'<p class="note">The {half} worst and the {half} best of {text.count(len(ranking))} clients; the '
+            f"{text.count(len(ranking) - LONGEST)} between them are not shown.</p>"
         )
     main = measures[0]
     columns = _columns(measures, any("calibration" in row for row in ranking))
@@ -58,7 +58,7 @@ def clients(ranking: Sequence[dict[str, Any]], measures: Sequence[Measure], wors
     body = "".join(_row(row, columns, main, full, row["name"] in worst) for row in shown)
     many = len(columns) > ROOMY
     if many:
-        note += '<p class="note sideways">The table goes on to the right: scroll it sideways.</p>'
+        note += '<p class="note sideways">Scroll right for more columns.</p>'
     return (
         f'{note}<div class="scroll" tabindex="0" role="region" aria-label="Clients">'
         f'<table class="sortable{" many" if many else ""}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

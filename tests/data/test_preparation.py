@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpfed.cli.rows import read_rows
 from bpfed.data import Preparation, Table, load, read_table
 from bpfed.data.combine import combine
 from bpfed.data.own import federate, held_out
 from bpfed.data.preparation import Standardise
+from bpfed.data.rows import read_rows
 from bpfed.data.summary import Summary, client_summary
 from bpfed.data.table import Words
 from bpfed.errors import UserError

@@ -50,14 +50,26 @@ def test_without_a_server_run_soon_says_where_it_looked(bpfed, tmp_path, monkeyp
 def test_init_makes_all_that_server_and_sites_need(bpfed, tmp_path):
     fed = tmp_path / "fed"
     said = bpfed.ok(
-        "deploy", "init", fed, "--data", "digits", "--clients", "3", "--rounds", "7", "--method", "fedavg"
+        "deploy",
+        "init",
+        fed,
+        "--data",
+        "digits",
+        "--clients",
+        "3",
+        "--rounds",
+        "7",
+        "--hidden",
+        "9",
+        "--method",
+        "fedavg",
     ).out
     assert "deploy server" in said
     assert sorted(p.name for p in fed.iterdir()) == ["server", "site-client-00", "site-client-01", "site-client-02"]
     server, site = fed / "server", fed / "site-client-01"
     made = open_server(server, print)
     assert made.plan.sites == ("client-00", "client-01", "client-02")
-    assert made.config.run.rounds == 7
+    assert (made.config.run.rounds, made.config.run.hidden) == (7, 9)
     assert set(made.meeting.named.values()) == set(made.plan.sites)
     Plan.read(site)
     for secret in (server / keys.SERVER_KEY, server / keys.AUTHORITY_KEY, site / keys.SITE_KEY):
@@ -71,6 +83,7 @@ def test_init_makes_all_that_server_and_sites_need(bpfed, tmp_path):
     (site / "deploy.toml").write_text((site / "deploy.toml").read_text().replace('data = ""', 'data = "digits"'))
     opened = open_site(site, print)
     assert opened.fingerprint == made.fingerprint
+    assert opened.config.run.hidden == 9
     assert opened.name == "client-01"
 
 

@@ -48,7 +48,7 @@ def wanted():
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        (Recipe(), {"members": 2}),
+        (Recipe(), {"members": 2, "hidden": 7}),
         (FedPer(), {"calibration": 0.3}),
         (PerFedAvg(), {"batch": 50}),  # its clients tune before they predict, in batches wider than any has examples
         (METHODS["bpfed-population"](), {"weighting": "size", "participants": 2, "eval_clients": 2}),

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from federations import Deployed, simulated
-from scenarios import classification, regression
+from scenarios import classification, images, regression
 from torch.utils._pytree import tree_leaves
 
 from bpfed.data.federated import Examples
@@ -46,6 +46,24 @@ def test_members_deploy_too(name, tmp_path):
     server = deployed.serve()
     same(server, federation, history)
     assert RunRecord.read(server.journal.folder).title.startswith(f"{method.title} with 2 members on ")
+
+
+@pytest.mark.parametrize(("name", "data"), [("bpfed-recipe", classification(sizes=(7, 12))), ("fedper", regression())])
+def test_the_width_of_the_network_is_the_same_everywhere(name, data, tmp_path):
+    method, settings = METHODS[name](), {"rounds": 2, "hidden": 7}
+    deployed, site = Deployed(tmp_path, method, data, **settings), data.clients[1]
+    deployed.sites[site].own = tmp_path / "own"
+    federation, history = simulated(method, data, **settings)
+    assert federation.model.factors.shapes[0] == (7, *data.input_shape)
+    server = deployed.serve()
+    same(server, federation, history)
+    own, x = Run.load(tmp_path / "own").client(site), data.test.client(1)[0]
+    torch.testing.assert_close(own.predict(x).scores, Run(federation).client(site).predict(x).scores, rtol=0, atol=1e-5)
+
+
+def test_images_that_have_a_network_of_their_own_are_refused(tmp_path):
+    with pytest.raises(UserError, match="images of 32 x 32 get a LeNet; leave it out"):
+        Deployed(tmp_path, FedAvg(), images(), rounds=1, hidden=7).serve()
 
 
 def test_a_site_that_is_down_for_a_round(tmp_path):

@@ -117,7 +117,9 @@ def test_sets_and_intervals_without_bounds_count_nowhere() -> None:
     numbers = torch.randn(15)
     width = torch.where(bounded, 2.0, math.inf)
     inside = torch.arange(15) != 5
-    result = evaluate_regression(numbers, numbers.abs(), numbers, numbers, offsets, 10, inside, width, bounded)
+    result = evaluate_regression(
+        numbers, numbers.abs(), numbers, numbers, offsets, inside=inside, width=width, bounded=bounded
+    )
     assert result["coverage"].clients == pytest.approx([math.nan, 5 / 6, math.nan], nan_ok=True)
     assert result["interval_width"].record() == {"pooled": 2.0, "mean": 2.0, "worst": 2.0}
     none = evaluate(probs, y, offsets, sets=sets, bounded=torch.zeros(15, dtype=torch.bool))

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from command import Command, files
 from hospitals import read, write_hospital
+
+import bpfed as library
 
 
 def test_a_newcomer_of_numbers_sees_its_error_before_and_after(command: Command, numbers: Path) -> None:
@@ -42,6 +45,20 @@ def test_a_newcomer_joins_and_predicts(command: Command, ward: Path) -> None:
     command.ok("adapt", "run", "--input", "other.csv", *other)
     assert files(Path("run")) == before
     assert read(command.ok("predict", "run", "--adapted", "w.safetensors", "--input", "new.csv").out) == found
+
+
+def test_in_python_a_newcomer_joins_with_a_file(command: Command, ward: Path) -> None:
+    write_hospital(Path("ward3.csv"), 20, 20)
+    command.ok("adapt", "run", "--input", "ward3.csv", "--steps", "200")
+    run = library.Run.load("run")
+    joined = run.adapt("ward3.csv", name="ward3", steps=200)
+    kept = run.newcomer("run/adapted/ward3.safetensors")
+    assert torch.equal(joined.predict("new.csv").probs, kept.predict("new.csv").probs)
+    Path("other.csv").write_text(Path("ward3.csv").read_text().replace("outcome", "result"))
+    same = run.adapt(Path("other.csv"), name="ward3", steps=200, target="result")
+    assert torch.equal(joined.predict("new.csv").probs, same.predict("new.csv").probs)
+    with pytest.raises(library.UserError, match=r"The targets are in 'ward3.csv'; leave y out"):
+        run.adapt("ward3.csv", torch.zeros(20))
 
 
 def test_a_newcomer_without_examples_is_unsure(command: Command, ward: Path) -> None:

@@ -17,9 +17,9 @@ from hospitals import read
 
 import bpfed as library
 from bpfed.cli.predict import table
-from bpfed.cli.rows import read_rows
 from bpfed.data import FederatedData, Preparation, load
 from bpfed.data.federated import Examples
+from bpfed.data.rows import read_rows
 from bpfed.errors import UserError
 from bpfed.predict import Classified, Regressed
 
@@ -42,6 +42,20 @@ def test_each_row_has_a_line_in_its_order(command: Command, ward: Path) -> None:
     assert outcome.err.splitlines() == [
         "No sets or intervals: the run kept no calibration examples (train with --calibration 0.2 for them)."
     ]
+
+
+def test_in_python_a_file_is_predicted_as_the_command_does(command: Command, ward: Path) -> None:
+    Path("odd.csv").write_text(Path("new.csv").read_text() + "61,1e6,east,ill\n")
+    found = read(command.ok("predict", "run", "--client", "zug", "--input", "odd.csv").out)
+    said: list[str] = []
+    client = library.Run.load("run", say=said.append).client("zug")
+    probs = client.predict("odd.csv").probs
+    assert probs[:, 0].tolist() == pytest.approx([float(row["p(ill)"]) for row in found], rel=1e-4)
+    assert any("'dose'" in sentence for sentence in said)
+    rows = client.read(Path("odd.csv"))
+    assert torch.equal(client.predict(rows.x).probs, probs)
+    assert rows.unusual is not None
+    assert [" | ".join(names) for names in rows.unusual.names()] == [row["unusual"] for row in found]
 
 
 def test_the_order_of_columns_and_other_columns_do_not_matter(command: Command, ward: Path) -> None:
@@ -256,7 +270,7 @@ def test_arrays_of_a_built_in_dataset(command: Command) -> None:
         ("b.npz", "'b.npz' is no good NPZ file"),
         ("cut.npz", "'cut.npz' is no good NPZ file"),
         ("array.npz", "'array.npz' is no good NPZ file"),
-        ("c.csv", "'digits' is arrays and no table; give an NPZ file with x of shape [n, "),
+        ("c.csv", "'digits' was trained on arrays, not on a table; give an NPZ file with x of shape [n, "),
         ("d.npz", "There is no file 'd.npz'"),
     ):
         assert said in command("predict", "run", "--client", data.clients[0], "--input", name).sentence

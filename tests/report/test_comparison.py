@@ -11,12 +11,12 @@ import pytest
 import torch
 from pages import Page, plain, record
 
-from bpfed.comparison import Comparison
+from bpfed.comparison import Comparison, versus
+from bpfed.comparison.page import render
+from bpfed.comparison.versus import pooled
 from bpfed.metrics import evaluate
-from bpfed.report import versus
-from bpfed.report.comparison import render
 from bpfed.report.measures import MEASURES
-from bpfed.report.versus import _spread, pooled
+from bpfed.report.svg import apart
 
 
 def comparison(
@@ -95,13 +95,13 @@ def test_lines_differ_without_colour() -> None:
     "places", [[10.0, 10.0, 10.0], [0.0, 300.0], [395.0, 396.0, 397.0, 1.0], [50.0 + k for k in range(15)]]
 )
 def test_labels_stand_apart_in_their_order_and_near(places: list[float]) -> None:
-    moved = _spread(places, 17, 0, 400)
+    moved = apart(places, 17, 0, 400)
     order = sorted(range(len(places)), key=places.__getitem__)
     assert all(moved[b] - moved[a] >= 17 - 1e-9 for a, b in pairwise(order))
     assert all(-1e-9 <= m <= 400 + 1e-9 for m in moved)
     if max(places) < 380 and min(places) > 100:
         assert math.isclose(sum(moved), sum(places))
-    assert _spread([0.0, 300.0], 17, 0, 400) == [0.0, 300.0]
+    assert apart([0.0, 300.0], 17, 0, 400) == [0.0, 300.0]
 
 
 def test_reliability_of_several_runs_is_that_of_all_their_examples() -> None:
@@ -133,3 +133,17 @@ def test_names_of_variants_have_room_and_are_told_apart():
             style, x = re.search(rf'<text class="([^"]*)" x="([\d.]+)"[^>]*>{re.escape(name)}[< ]\d?', drawn).groups()
             room = float(x) if style.startswith("end") else width - float(x)
             assert room > 6.5 * len(name)
+
+
+def test_a_small_diagram_says_which_way_a_method_leans() -> None:
+    found = comparison(1, 1)
+    (name,), (seed,) = found.names, found.seeds
+    run = found.records[name][seed]
+
+    def leaning(confidence: float) -> str:
+        reliability = {"count": [10], "confidence": [confidence], "accuracy": [0.8]}
+        changed = replace(run, evaluation=run.evaluation | {"reliability": reliability})
+        return plain(Page(render(replace(found, records={name: {seed: changed}}))).text)
+
+    assert "3.1 points under-confident" in leaning(0.769)
+    assert "3.1 points over-confident" in leaning(0.831)

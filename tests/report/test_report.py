@@ -35,7 +35,7 @@ def test_the_figures_of_the_last_round_are_on_the_page() -> None:
     for row in run.evaluation["clients"]:
         assert row["name"] in words
     assert "10 bins" in words
-    assert "1 client has no test example and counts in no figure." in words
+    assert "1 client has no test examples and is not counted in any figure." in words
     assert "lr = 0.001" in words
 
 
@@ -87,12 +87,12 @@ def test_clients_that_count_in_no_figure_are_told() -> None:
     run = record()
     tested = [row for row in run.rows if row["test"]]
     left_out = replace(run, evaluation=run.evaluation | {"clients": tested})  # as the engine leaves it
-    assert left_out.untested == run.untested == "1 client has no test example and counts in no figure."
+    assert left_out.untested == run.untested == "1 client has no test examples and is not counted in any figure."
     assert replace(left_out, summary=run.summary | {"clients": 9}).untested.startswith(
         "2 clients have no test examples"
     )
     assert replace(left_out, summary=run.summary | {"clients": 7}).untested == ""
-    assert replace(run, config={"run": {"eval_clients": 7}}).untested == "Tested were 7 of the 8 clients."
+    assert replace(run, config={"run": {"eval_clients": 7}}).untested == "7 of the 8 clients were tested."
 
 
 def test_calibration_of_clients_with_few_test_examples_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +135,7 @@ def test_what_guessing_scores_stands_beside_the_figures() -> None:
     page = render(replace(run, history=[*run.history[:-1], last]))
     assert "<dt>guessing</dt><dd>32.1" in page
     assert "<dt>guessing</dt><dd>1.234</dd>" in page
-    assert "Guessing is always saying the most frequent class" in Page(page).text
+    assert "Guessing means always predicting the most frequent class" in Page(page).text
 
 
 def test_a_client_with_few_test_examples_is_not_judged() -> None:
@@ -158,7 +158,7 @@ def test_clients_that_would_do_as_well_without_a_model_are_named(capsys: pytest.
     tested = [row for row in run.rows if row["test"] >= 10]
     rows = [row | {"shares_nll": (row["nll"] or 0.0) + (row is not tested[0]) * 0.1} for row in run.rows]
     found = replace(run, evaluation=run.evaluation | {"clients": rows})
-    words = f"At 1 of {len(tested)} clients the model does no better than a guess on the test examples: NLL is not below that of saying its own class shares"
+    words = f"At 1 of {len(tested)} clients the model does no better than a guess on the test examples: NLL is not below that of always predicting its own class shares"
     assert found.no_use == f"{words} ({tested[0]['name']})."
     assert found.no_use in plain(Page(render(found)).text)
     show.result(found, Path("report.html"))
@@ -178,14 +178,14 @@ def test_a_wide_table_has_less_room_for_each_column() -> None:
     more = {"coverage": 0.9, "set_size": 1.2, "aurc": 0.1, "abstained": 0.3, "answered_accuracy": 0.9}
     wide = replace(run, evaluation=run.evaluation | {"clients": [row | more for row in run.rows]})
     assert 'class="sortable many"' in render(wide)
-    assert "scroll it sideways" in render(wide)
+    assert "Scroll right for more columns" in render(wide)
     assert 'class="sortable"' in render(record(task="regression"))
 
 
 def test_many_clients_are_cut_in_the_middle_and_the_page_says_so() -> None:
     run = record(1000)
     page = render(run)
-    assert "the 100 worst and the 100 best of 1000 clients; 800 between them" in page
+    assert "The 100 worst and the 100 best of 1000 clients; the 800 between them are not shown" in page
     assert page.count('<th scope="row">') - len(re.findall(r'<th scope="row">\d+–', page)) == 200
     tested = [row for row in run.evaluation["clients"] if row["test"]]
     worst = min(tested, key=lambda row: (row["accuracy"], -row["nll"]))
@@ -292,3 +292,10 @@ def test_auroc_is_the_mean_of_clients_and_not_of_all_their_examples_together(tmp
     assert found.last("auroc") == pytest.approx(sum(own) / len(own))
     assert found.history[-1]["auroc"]["pooled"] != pytest.approx(found.last("auroc"))
     assert MEASURES["auroc"].full == "AUROC, mean of clients"
+
+
+def test_the_report_needs_neither_comparisons_nor_numerics() -> None:
+    """A leaf: what it is imported by, it does not import, and the command starts without torch."""
+    code = "import sys, bpfed.report; print(*{'torch', 'numpy', 'bpfed.comparison', 'bpfed.metrics'} & {*sys.modules})"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == ""

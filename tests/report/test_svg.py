@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from bpfed.report import svg, text
-from bpfed.report.plots import _settled, wilson
+from bpfed.report.plots import settled, wilson
 from bpfed.report.svg import Scale
 
 numbers = st.floats(-1e6, 1e6)
@@ -42,8 +42,10 @@ def test_ticks_far_below_one_are_not_shown_as_zero() -> None:
 
 
 def test_labels_are_pushed_apart_in_their_order() -> None:
-    assert svg.apart([10, 12, 50], 15) == [10, 25, 50]
-    assert svg.apart([12, 10], 15) == [25, 10]
+    assert svg.apart([10, 12, 50], 15) == [3.5, 18.5, 50]
+    assert svg.apart([12, 10], 15) == [18.5, 3.5]
+    assert svg.apart([10, 12, 50], 15, low=5) == [5, 20, 50]
+    assert svg.apart([10, 12, 50], 15, high=40) == [3.5, 18.5, 40]
 
 
 def test_a_line_is_interrupted_by_what_is_missing() -> None:
@@ -56,10 +58,10 @@ def test_dots_on_one_pixel_are_one() -> None:
 
 
 def test_a_wild_start_does_not_hide_the_rest() -> None:
-    scale, cut = _settled([[9.0, 3.0] + [0.10, 0.12] * 10], [], per_cent=False)
+    scale, cut = settled([[9.0, 3.0] + [0.10, 0.12] * 10], per_cent=False, bottom=200)
     assert cut
     assert scale.high < 0.2
-    scale, cut = _settled([[0.9, 0.8, 0.7, 0.6, 0.5]], [], per_cent=True)
+    scale, cut = settled([[0.9, 0.8, 0.7, 0.6, 0.5]], per_cent=True, bottom=200)
     assert not cut
     assert scale.low < 0.5 < 0.9 < scale.high
 

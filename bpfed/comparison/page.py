@@ -8,11 +8,13 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bpfed.comparison import versus
+from bpfed.comparison.tables import caption, gap, pairing, pairs, signed
+from bpfed.comparison.versus import Line, Row
 from bpfed.files import to_toml, write_whole
-from bpfed.report import text, versus
+from bpfed.report import text
+from bpfed.report.html import document, figure
 from bpfed.report.measures import MEASURES, Measure
-from bpfed.report.page import document
-from bpfed.report.versus import Line, Row
 
 if TYPE_CHECKING:
     from bpfed.comparison.record import Comparison
@@ -40,8 +42,6 @@ def write(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
 
 
 def _headline(comparison: Comparison) -> str:
-    from bpfed.comparison.tables import caption
-
     run = comparison.first.summary
     facts = [f"{run['protocol']} protocol"] if run.get("protocol", "own") != "own" else []
     facts += [text.dealt(run["partition"])] if run.get("partition") else []
@@ -120,7 +120,7 @@ def _convergence(comparison: Comparison) -> str:
             values = [sum(column) / len(column) for column in zip(*over, strict=True)]
             lines.append(Line(comparison.titles[name], runs[0].rounds, values, name == comparison.reference))
         read = f"{measure.explain} Mean over {comparison.words.time}s. {_title(comparison)} is drawn thick."
-        figures.append(_figure(_long(measure), versus.convergence(lines, measure), read))
+        figures.append(figure(_long(measure), versus.convergence(lines, measure), read))
     return f"<section><h2>Convergence</h2>{''.join(figures)}</section>"
 
 
@@ -129,8 +129,6 @@ def _long(measure: Measure) -> str:
 
 
 def _differences(comparison: Comparison) -> str:
-    from bpfed.comparison.tables import gap, pairing, pairs, signed
-
     if len(comparison.names) < 2:
         return ""
     figures = []
@@ -152,7 +150,7 @@ def _differences(comparison: Comparison) -> str:
 
         drawn = versus.forest(rows, measure, _title(comparison), show)
         read = f"Filled: the interval leaves out zero. Small rings: the single {comparison.words.time}s."
-        figures.append(_figure(f"{measure.full}, mean over clients", drawn, read))
+        figures.append(figure(f"{measure.full}, mean over clients", drawn, read))
     return (
         f"<section><h2>Differences from {escape(_title(comparison))}</h2><p>{escape(pairing(comparison))}</p>"
         f'<div class="panels rows">{"".join(figures)}</div></section>'
@@ -184,7 +182,7 @@ def _calibration(comparison: Comparison) -> str:
     )
     return (
         f'<section><h2>Calibration</h2><div class="panels rows">'
-        f"{_figure('ECE and its floor', versus.bars(rows, ece), read)}</div>"
+        f"{figure('ECE and its floor', versus.bars(rows, ece), read)}</div>"
         f'<h3 style="margin-top:1.4rem">Claimed against observed</h3><div class="small">{"".join(small)}</div>'
         f'<p class="note">All clients and {comparison.words.time}s pooled. {axes} Below the dotted line is over-confident.</p></section>'
     )
@@ -197,7 +195,7 @@ def _leaning(found: dict[str, list[float]], intervals: bool) -> str:
     if not total or intervals:
         return ""
     apart = 100 * sum(n * (c - a) for n, c, a in entries) / total
-    return f"{text.decimal(abs(apart), 1)} points {'too sure' if apart > 0 else 'too unsure'}"
+    return f"{text.decimal(abs(apart), 1)} points {'over' if apart > 0 else 'under'}-confident"
 
 
 def _clients(comparison: Comparison) -> str:
@@ -215,7 +213,7 @@ def _clients(comparison: Comparison) -> str:
             span = f"from {measure.show(min(v for v, _ in dots))} to {measure.show(max(v for v, _ in dots))}"
             rows.append(Row(title, centre, dots=dots, note=span, chief=name == comparison.reference))
         read = f"One dot for each client of each {comparison.words.time}; the stroke, and the number, is their mean."
-        figures.append(_figure(_long(measure), versus.strips(rows, measure), read))
+        figures.append(figure(_long(measure), versus.strips(rows, measure), read))
     return f'<section><h2>Clients</h2><div class="panels rows">{"".join(figures)}</div></section>'
 
 
@@ -227,8 +225,3 @@ def _settings(comparison: Comparison) -> str:
         title = f"{comparison.titles[name]}, {comparison.words.time} {comparison.seeds[0]}"
         parts.append(f"<details><summary>{escape(title)}</summary><pre>{lines}</pre></details>")
     return f"<section><h2>Settings</h2>{''.join(parts)}</section>"
-
-
-def _figure(title: str, drawing: str, read: str) -> str:
-    """A drawing with its heading and how to read it."""
-    return f"<figure><h3>{escape(title)}</h3>{drawing}<figcaption>{escape(read)}</figcaption></figure>"

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from bpfed.data.federated import FederatedData
+from bpfed.data.load import names, source_of
+from bpfed.data.npz import read_arrays
+from bpfed.data.preparation import Preparation
+from bpfed.data.sources import SOURCES
+from bpfed.data.table import read_table
+from bpfed.data.unfamiliar import Unusual, unfamiliar, unusual
 from bpfed.errors import UserError, quoted
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bpfed.data.federated import FederatedData
-    from bpfed.data.preparation import Preparation
-    from bpfed.data.unfamiliar import Unusual
 
 
 @dataclass(frozen=True)
@@ -49,15 +53,12 @@ def read_rows(
         data: Of the run.
         path: CSV, TSV, Parquet or NPZ for a run on tables; NPZ with ``x`` (and ``y``) for one on arrays.
         client: Whose rows.
-        say: Told in words what the user should know.
+        say: Called with sentences that the user should read.
         labelled: Whether targets are wanted; the client is then a newcomer.
         target: Column of the targets; None: the one that the run predicts.
     """
     if data.preparation is None:
         return _arrays(data, path, labelled)
-    from bpfed.data.table import read_table
-    from bpfed.data.unfamiliar import unfamiliar, unusual
-
     preparation = data.preparation
     table = read_table(path, preparation.words)
     if labelled:
@@ -78,18 +79,15 @@ def read_rows(
 
 
 def _arrays(data: FederatedData, path: Path, labelled: bool) -> Rows:
-    import numpy as np
-    import torch
-
-    from bpfed.data.npz import read_arrays
-
     shape = ", ".join(["n", *map(str, data.input_shape)])
     if path.suffix.lower() != ".npz":
-        raise UserError(f"'{data.name}' is arrays and no table; give an NPZ file with x of shape [{shape}].")
+        raise UserError(
+            f"'{data.name}' was trained on arrays, not on a table; give an NPZ file with x of shape [{shape}]."
+        )
     try:
         found = read_arrays(path)
     except FileNotFoundError as error:
-        raise UserError(f"There is no file '{path}'; give one with --input.") from error
+        raise UserError(f"There is no file '{path}'; give an NPZ file.") from error
     except OSError as error:
         raise UserError(f"'{path}' cannot be read ({error.strerror}); give an NPZ file.") from error
     for name in ("x", "y") if labelled else ("x",):
@@ -110,9 +108,6 @@ def _arrays(data: FederatedData, path: Path, labelled: bool) -> Rows:
 
 def _scaled(data: FederatedData, path: Path, x: Any) -> Any:
     """Raw pixels of a built-in dataset, as it scales them."""
-    from bpfed.data.load import names, source_of
-    from bpfed.data.sources import SOURCES
-
     source = source_of(data.name) if data.name in names() else ""
     if source not in SOURCES:
         raise UserError(f"x of '{path}' is {x.dtype}, but training was on real numbers; scale it as they were.")
@@ -120,8 +115,6 @@ def _scaled(data: FederatedData, path: Path, x: Any) -> Any:
 
 
 def _targets(data: FederatedData, path: Path, y: Any) -> Any:
-    import numpy as np
-
     if y.ndim != 1:
         raise UserError(f"y of '{path}' has shape {list(y.shape)}, but must be one target per input.")
     if data.task == "regression":

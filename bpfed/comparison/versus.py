@@ -9,7 +9,7 @@ from typing import Any
 
 from bpfed.report import svg, text
 from bpfed.report.measures import Measure
-from bpfed.report.plots import BOTTOM, LEFT, TOP
+from bpfed.report.plots import BOTTOM, LEFT, TOP, last, settled
 from bpfed.report.svg import Scale
 
 WIDE, TALL = 960, 400
@@ -110,26 +110,26 @@ def convergence(lines: Sequence[Line], measure: Measure) -> str:
     """A line for each method, told apart by dash and colour and named at its end."""
     per_cent = measure.show is text.percent
     rounds = sorted({r for line in lines for r in line.rounds})
-    names = [f"{text.short(line.label, LONGEST)} {measure.show(_last(line.values))}" for line in lines]
+    names = [f"{text.short(line.label, LONGEST)} {measure.show(last(line.values))}" for line in lines]
     stop = WIDE - _room(names, NAMES_RIGHT)
     x = Scale(rounds[0], rounds[-1], LEFT, stop) if len(rounds) > 1 else svg.fit(rounds, LEFT, stop)
-    y, cut = _settled(lines, per_cent)
+    y, cut = settled([line.values for line in lines], per_cent, TALL - BOTTOM)
     notes = [note for note, true in (("values on a log scale", y.log), ("first rounds off the scale", cut)) if true]
     label = "round" + (f" ({', '.join(notes)})" if notes else "")
     ticks = y.ticks(6)
     shapes = [svg.axes(x, y, label, text.count, svg.tick_text(ticks, per_cent), x_whole=True, x_about=10)]
-    ends = [y(min(max(_last(line.values), y.low), y.high)) for line in lines]
-    places = _spread(ends, 17.0, TOP, TALL - BOTTOM + 6)
+    ends = [y(min(max(last(line.values), y.low), y.high)) for line in lines]
+    places = svg.apart(ends, 17.0, TOP, TALL - BOTTOM + 6)
     for k, (line, end, place) in enumerate(zip(lines, ends, places, strict=True)):
         points = [(x(r), y(v)) for r, v in zip(line.rounds, line.values, strict=True) if math.isfinite(v)]
         inside = svg.window(x, y, [svg.line(points, "curve")])
-        last = points[-1][0] if points else x.stop
-        leader = svg.line([(last + 4, end), (x.stop + 16, place)], "leader")
+        edge = points[-1][0] if points else x.stop
+        leader = svg.line([(edge + 4, end), (x.stop + 16, place)], "leader")
         name = svg.words(x.stop + 20, place + 4.5, names[k])
-        dot = svg.dot((last, end), 3, "") if points else ""
+        dot = svg.dot((edge, end), 3, "") if points else ""
         chief = " chief" if line.chief else ""
         shapes.append(f'<g class="method c{k % COLOURS} d{k % DASHES}{chief}">{inside}{leader}{dot}{name}</g>')
-    told = "; ".join(f"{line.label} {measure.show(_last(line.values))} at the end" for line in lines)
+    told = "; ".join(f"{line.label} {measure.show(last(line.values))} at the end" for line in lines)
     drawn = svg.drawing(WIDE, TALL, f"{measure.label} over rounds: {told}", shapes)
     return drawn.replace('class="plot"', 'class="plot wide"', 1)
 
@@ -274,35 +274,3 @@ def _across(x: Scale, low: float, high: float, y: float, style: str) -> str:
     a, b = svg.px(x(low)), svg.px(x(high))
     top = svg.px(y - 3)
     return f'<path class="{style}" d="M{a} {svg.px(y)}H{b}M{a} {top}v6M{b} {top}v6"/>'
-
-
-def _settled(lines: Sequence[Line], per_cent: bool) -> tuple[Scale, bool]:
-    """A vertical scale for all curves, and whether it leaves out how some began: the ends are what is compared."""
-    every = [v for line in lines for v in line.values if math.isfinite(v)]
-    late = [v for line in lines for v in line.values[len(line.values) // 5 :] if math.isfinite(v)] or every
-    if per_cent:
-        y = svg.fit(late, TALL - BOTTOM, TOP, floor=0, ceiling=1, least=0.04)
-    else:
-        y = svg.fit(late, TALL - BOTTOM, TOP, least=0.3 * max(map(abs, late), default=0), log=True)
-    return y, bool(every) and not y.low <= min(every) <= max(every) <= y.high
-
-
-def _spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """The heights nearest to these (by squares) that are ``gap`` apart and, where there is room, within these limits."""
-    order = sorted(range(len(places)), key=places.__getitem__)
-    groups: list[list[float]] = []  # sum and number of heights that move as one, their gaps taken off
-    for rank, k in enumerate(order):
-        groups.append([places[k] - rank * gap, 1])
-        while len(groups) > 1 and groups[-2][0] / groups[-2][1] > groups[-1][0] / groups[-1][1]:
-            total, number = groups.pop()
-            groups[-1] = [groups[-1][0] + total, groups[-1][1] + number]
-    level = [total / number for total, number in groups for _ in range(int(number))]
-    top = max(low, high - (len(places) - 1) * gap)
-    moved = [0.0] * len(places)
-    for rank, k in enumerate(order):
-        moved[k] = min(max(level[rank], low), top) + rank * gap
-    return moved
-
-
-def _last(values: Sequence[float]) -> float:
-    return next((v for v in reversed(values) if math.isfinite(v)), math.nan)

@@ -1,0 +1,24 @@
+"""What holds of scores wherever they are met: which way is good, and their mean and spread over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+#: Scores of which more is better; of the others less is.
+BEST_IS_HIGH = frozenset(
+    {"accuracy", "answered_accuracy", "auroc", "coverage", "majority", "sensitivity", "specificity"}
+)
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; NaN of nothing."""
+    return float(sum(values) / len(values)) if len(values) else math.nan
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation of a sample; NaN of one value."""
+    if len(values) < 2:
+        return math.nan
+    centre = mean(values)
+    return math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - 1))

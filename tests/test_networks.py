@@ -1,0 +1,64 @@
+"""The network that is made where none is given, and how wide its hidden layer is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from scenarios import classification, images, regression, small_mlp
+
+import bpfed
+from bpfed.data.federated import FederatedData
+from bpfed.methods import FedAvg, Recipe
+from bpfed.networks import LeNet, default
+
+QUICK = {"rounds": 1, "epochs": 1, "eval_draws": 2}
+
+
+def widths(module: torch.nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(weight.shape) for weight in module.parameters()]
+
+
+def test_the_hidden_layer_is_as_wide_as_is_said_and_100_where_nothing_is() -> None:
+    assert widths(default((4,), 3, hidden=7)) == [(7, 4), (7,), (3, 7), (3,)]
+    assert widths(default((2, 3), 1)) == [(100, 6), (100,), (1, 100), (1,)]
+    for one, other in zip(default((4,), 3, 5).parameters(), default((4,), 3, 5, 100).parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert isinstance(default((3, 32, 32), 10), LeNet)
+
+
+@pytest.mark.parametrize(("data", "weights"), [(classification(), 7 * (4 + 1 + 3) + 3), (regression(), 7 * 5 + 2)])
+def test_a_run_has_the_network_that_is_asked_for(data: FederatedData, weights: int) -> None:
+    run = bpfed.fit(FedAvg(), data, hidden=7, **QUICK)
+    assert run.config()["model"]["weights"] == weights  # in a regression with the scale of its noise
+    assert run.config()["run"]["hidden"] == 7
+    both = bpfed.fit(Recipe(), data, hidden=7, members=2, rehearsals=int(data.task == "classification"), **QUICK)
+    assert both.config()["model"]["weights"] == 2 * weights
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"data": images()}, "hidden is for a network with one hidden layer, but images of 32 x 32 get a LeNet;"),
+        (
+            {"model": small_mlp()},
+            "hidden is for the network that is made where none is given, but one is given as model;",
+        ),
+        ({"hidden": 0}, "hidden is 0, but must be at least 1, or left out."),
+        ({"hidden": 7.0}, "hidden is 7.0, but must be a whole number."),
+    ],
+)
+def test_where_it_cannot_be_it_is_refused_and_nothing_is_written(tmp_path: Path, settings: dict, said: str) -> None:
+    given = {"method": FedAvg(), "data": classification(), "hidden": 7, "out": tmp_path / "a", **QUICK} | settings
+    with pytest.raises(bpfed.UserError) as error:
+        bpfed.fit(**given)
+    assert str(error.value).startswith(said)
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_methods_of_a_comparison_have_it() -> None:
+    found = bpfed.compare(["fedavg", "local"], classification(), seeds=1, hidden=7, say=str, progress=False, **QUICK)
+    for name in found.names:
+        config = found.records[name][0].config
+        assert (config["run"]["hidden"], config["model"]["weights"]) == (7, 7 * (4 + 1 + 3) + 3)
