@@ -44,7 +44,7 @@ class Client:
         return self.run.data.clients[self.index]
 
     def read(self, path: str | Path) -> Rows:
-        """Rows of a file, prepared as this client's training data was; unusual values are reported to the run's ``say``.
+        """Rows of a file, prepared as this client's training data was; unusual values go to the run's ``say``.
 
         Args:
             path: A CSV, TSV, Parquet or NPZ file for a run on tables; an NPZ file with ``x`` for one on arrays.
