@@ -12,8 +12,8 @@
     rounds = 30
     seed = 0
 
-The ``config.toml`` of a run folder is such a file too. What the run noted there beside its settings (a fingerprint of the
-data, the network and its first weights) is then a promise: a run from that file has the same, or does not begin.
+The ``config.toml`` of a run folder is such a file too. What the run noted there beside its settings (a fingerprint of
+the data, the network and its first weights) is then a promise: a run from that file has the same, or does not begin.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from bpfed.versions import Gone, as_then
 if TYPE_CHECKING:
     from bpfed.data import FederatedData
     from bpfed.data.folder import DataDir
+    from bpfed.data.table import Table
     from bpfed.methods import Method
 
-#: Used where nothing is said.
-METHOD = "bpfed-recipe"
+#: The method where none is named, and the key that names one.
+METHOD, METHOD_KEY = "bpfed-recipe", "method.name"
 
 
 class Override(NamedTuple):
@@ -54,6 +55,14 @@ class Override(NamedTuple):
     key: str
     text: str
     flag: str = "--set"
+
+
+class Said(NamedTuple):
+    """An override, and the table and key that it sets."""
+
+    table: str
+    key: str
+    override: Override
 
 
 @dataclass(frozen=True)
@@ -76,8 +85,8 @@ class Config:
     document: Document
     notes: tuple[str, ...] = ()
 
-    def load_data(self, data_dir: DataDir = None) -> FederatedData:
-        """Load the data that is asked for."""
+    def load_data(self, data_dir: DataDir = None, read: Mapping[str, Table] | None = None) -> FederatedData:
+        """Load the data that is asked for; ``read`` are its tables, where they have been read already."""
         from bpfed.data import load
 
         seed = self.run.seed if self.data.seed is None else self.data.seed
@@ -93,6 +102,7 @@ class Config:
             task=self.data.task,
             standardise=self.data.standardise,
             ignore=self.data.ignore,
+            read=read,
         )
 
     def confirm(self, made: Mapping[str, Any]) -> None:
@@ -107,8 +117,9 @@ class Config:
                 if here != value:
                     remedy = "line" if table == "data" else f"[{table}] table"
                     raise UserError(
-                        f"{self.document.where(table, key)}{table}.{key} was {value!r} in the run this file is from, but "
-                        f"comes out as {here!r} here, so it would not be repeated; delete the {remedy} to run all the same."
+                        f"{self.document.where(table, key)}{table}.{key} was {value!r} in the run this file is from, "
+                        f"but is {here!r} here, so the run cannot be reproduced exactly; delete the {remedy} to run "
+                        "anyway."
                     )
 
 
@@ -116,69 +127,114 @@ def read(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
     """Read a configuration; what is left out has its default, and overrides come before the file.
 
     Raises:
-        UserError: Something in it is unknown or cannot be; names the file, the line and the key.
+        UserError: Something in it is unknown or not allowed; names the file, the line and the key.
     """
     document = Document.read(path)
     tables = _tables(document)
-    said = [(table, key, o) for o in overrides for table, key in [_split(o)]]
+    said = [Said(*_split(o, _wanted_method(tables, overrides)), o) for o in overrides]
     schema = {table: fields_of(cls) for table, cls in TABLES.items()}
-    for table, key, override in said:  # what needs no method is looked at before torch is imported, which takes seconds
+    _check_values(said, schema)
+    name, notes = _method_name(document, tables, said)
+    chosen = _methods()[name]
+    schema["method"] = fields_of(chosen)
+    recorded = _recorded(tables)
+    _merged(tables, said, schema, document)
+    if not _repeats(said):
+        recorded = {}
+    values: dict[str, Any] = {
+        table: {k: tuple(v) if isinstance(v, list) else v for k, v in keys.items()} for table, keys in tables.items()
+    }
+    return Config(
+        DataSettings(**values["data"]),
+        chosen(**values["method"]),
+        Settings(**values["run"]),
+        recorded,
+        document,
+        (*notes, *_noted(document)),
+    )
+
+
+def _methods() -> Mapping[str, type[Method]]:
+    from bpfed.methods import METHODS  # here, since it imports torch, which takes seconds
+
+    return METHODS
+
+
+def _wanted_method(tables: Mapping[str, Mapping[str, Any]], overrides: Sequence[Override]) -> str:
+    """The name of the method that is asked for, whether or not there is such a method."""
+    named = [o.text for o in overrides if o.key == METHOD_KEY]
+    return named[-1] if named else str(tables["method"].get("name", METHOD))
+
+
+def _check_values(said: Sequence[Said], schema: Mapping[str, Mapping[str, Field]]) -> None:
+    """Check the values that need no method, before torch is imported."""
+    for table, key, override in said:
         if key in schema.get(table, ()):
             _from_text(override, table, schema[table][key])
-    from bpfed.methods import METHODS, method
 
-    name = str(tables["method"].pop("name", METHOD))
-    named = [o.text for table, key, o in said if (table, key) == ("method", "name")]
+
+def _method_name(document: Document, tables: dict[str, dict[str, Any]], said: Sequence[Said]) -> tuple[str, list[str]]:
+    """The method's name, taken out of its table, and notes; the table is as this version has it.
+
+    It is emptied where the command line names another method than the file.
+    """
     notes = []
-    if named and named[-1] != name:
+    name = _wanted_method(tables, [s.override for s in said])
+    named = any(s.override.key == METHOD_KEY for s in said)
+    in_file = str(tables["method"].pop("name", METHOD))
+    if name != in_file:
         if tables["method"]:
-            notes.append(f"The [method] table of '{path}' is {name}'s; with --method {named[-1]} it is left aside.")
-        name, tables["method"] = named[-1], {}
-    if name not in METHODS:
-        place = document.where("method", "name") if not named and path is not None else ""
-        if (base := name.partition("+")[0]) in METHODS and base != name:
-            raise UserError(
-                f"{place}'{name}' names a variant, and variants are for 'bpfed compare'; name {base}, and set what it stands for "
-                "(see the researcher's guide)."
+            notes.append(
+                f"'{document.path}' configures {in_file}; its [method] table is ignored because of --method {name}."
             )
-        raise UserError(f"{place}Unknown method '{name}'; {hint(name, METHODS)}")
-
+        tables["method"] = {}
+    if name not in (methods := _methods()):
+        place = document.where("method", "name") if not named and document.path is not None else ""
+        if (base := name.partition("+")[0]) in methods and base != name:
+            raise UserError(
+                f"{place}'{name}' is a variant, which only 'bpfed compare' accepts; use {base} and set what the "
+                "variant changes (see the researcher's guide)."
+            )
+        raise UserError(f"{place}Unknown method '{name}'; {hint(name, methods)}")
     if isinstance(written := document.content.get("bpfed"), str) and not named:
         try:
             tables["method"] = as_then(written, name, tables["method"])
         except Gone as gone:
             raise UserError(f"{document.where('method', gone.name)}{gone}") from None
-    schema["method"] = fields_of(method(name))
-    recorded = _recorded(tables)
+    return name, notes
+
+
+def _merged(
+    tables: dict[str, dict[str, Any]],
+    said: Sequence[Said],
+    schema: Mapping[str, Mapping[str, Field]],
+    document: Document,
+) -> None:
+    """Check the file's tables against the schema, and put what the command line says over them."""
     for table, keys in tables.items():
         for key in keys:
             if key not in schema[table]:
                 raise _unknown_key(document.where(table, key), table, key, schema)
         keys |= _valid(table, keys, schema[table], document)
     for table, key, override in said:
-        if (table, key) == ("method", "name"):
+        if override.key == METHOD_KEY:
             continue
         if key not in schema[table]:
             raise _unknown_key(f"{override.flag}: ", table, key, schema)
         tables[table][key] = _from_text(override, table, schema[table][key])
 
-    # Whoever changes the data, the method, the seed or the network does not mean to repeat the file's run.
-    if any(table != "run" or key in ("seed", "members", "hidden") for table, key, _ in said):
-        recorded = {}
+
+def _repeats(said: Sequence[Said]) -> bool:
+    """Whether the file's own run is to be repeated: nobody changes its data, method, seed or network."""
+    return not any(s.table != "run" or s.key in ("seed", "members", "hidden") for s in said)
+
+
+def _noted(document: Document) -> list[str]:
+    """What to say of a file that another version wrote."""
     version = document.content.get("bpfed", __version__)
-    if version != __version__:
-        notes.append(f"'{path}' was written by bpfed {version} and this is {__version__}; figures may differ.")
-    values: dict[str, Any] = {
-        table: {k: tuple(v) if isinstance(v, list) else v for k, v in keys.items()} for table, keys in tables.items()
-    }
-    return Config(
-        DataSettings(**values["data"]),
-        method(name)(**values["method"]),
-        Settings(**values["run"]),
-        recorded,
-        document,
-        tuple(notes),
-    )
+    if version == __version__:
+        return []
+    return [f"'{document.path}' was written by bpfed {version}, but this is {__version__}; results may differ."]
 
 
 def _tables(document: Document) -> dict[str, dict[str, Any]]:
@@ -206,22 +262,34 @@ def _recorded(tables: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _split(override: Override) -> tuple[str, str]:
+def _split(override: Override, method: str) -> tuple[str, str]:
     table, dot, key = override.key.partition(".")
     if not dot:
-        advice = "write it as in --set method.lr=0.01, with data, method or run."
-        if override.key in fields_of(Settings):
-            advice = f"did you mean 'run.{override.key}'?"
-        raise UserError(f"{override.flag}: '{override.key}' names no table; {advice}")
+        raise no_prefix(override, method)
     if table not in ("data", "method", "run"):
         raise UserError(f"{override.flag}: unknown table '{table}'; {hint(table, ('data', 'method', 'run'))}")
     return table, key
 
 
+def no_prefix(override: Override, method: str) -> UserError:
+    """A `UserError` for a key without its table, with the table that has such a key.
+
+    Args:
+        override: What was given.
+        method: Name of the method that is to be run.
+    """
+    key, schema = override.key, {table: fields_of(cls) for table, cls in TABLES.items()}
+    if (chosen := _methods().get(method)) is not None:
+        schema = {"method": fields_of(chosen)} | schema
+    found = [f"{table}.{key}" for table, fields in schema.items() if key in fields]
+    advice = f"did you mean '{found[0]}'?" if found else "e.g. --set method.lr=0.01."
+    return UserError(f"{override.flag}: '{key}' needs a prefix: data., method. or run.{';' if found else ','} {advice}")
+
+
 def _unknown_key(where: str, table: str, key: str, schema: Mapping[str, Mapping[str, Field]]) -> UserError:
     inside = f" in [{table}]" if table else ""
     if key in PLACES:
-        return UserError(f"{where}'{key}' says where, not what, so it is no key; give it as the flag {PLACES[key]}.")
+        return UserError(f"{where}'{key}' is a location, not a setting; pass it as {PLACES[key]} instead.")
     elsewhere = [f"{other}.{key}" for other, fields in schema.items() if other != table and key in fields]
     known = ["name", *schema[table]] if table else [f"{t}.{k}" for t, fields in schema.items() for k in fields]
     advice = f"did you mean '{elsewhere[0]}'?" if elsewhere else hint(key, known)
@@ -229,7 +297,7 @@ def _unknown_key(where: str, table: str, key: str, schema: Mapping[str, Mapping[
 
 
 def _valid(table: str, values: dict[str, Any], fields: Mapping[str, Field], document: Document) -> dict[str, Any]:
-    """A table's values as their types have them; no type is bent (a text is no number)."""
+    """A table's values, checked; no type is converted (text is not a number)."""
     types: dict[str, Any] = {f.name: (f.kind, f.default) for f in fields.values()}
     checker = create_model(table, __config__=ConfigDict(strict=True, allow_inf_nan=False), **types)
     try:

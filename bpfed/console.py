@@ -8,7 +8,7 @@ from rich.console import Console as Rich
 
 
 class Console(Rich):
-    """Prints words as they are: a name in them, such as ``folder:hospital`` or ``[a]``, is no emoji, no markup and no highlight."""
+    """Prints words as they are: a name such as ``folder:hospital`` or ``[a]`` is no emoji, markup or highlight."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"emoji": False, "markup": False, "highlight": False} | settings)

@@ -39,11 +39,13 @@ class Document:
             text = path.read_text(encoding="utf-8")
             return cls(path, text, tomllib.loads(text))
         except FileNotFoundError:
-            raise UserError(f"There is no configuration file '{path}'.") from None
+            raise UserError(f"There is no configuration file '{path}'; check the path.") from None
         except OSError as error:
-            raise UserError(f"The configuration file '{path}' cannot be read ({error.strerror}).") from error
+            raise UserError(
+                f"The configuration file '{path}' cannot be read ({error.strerror}); check its path and permissions."
+            ) from error
         except UnicodeDecodeError as error:
-            raise UserError(f"The configuration file '{path}' is not text in UTF-8.") from error
+            raise UserError(f"The configuration file '{path}' is not UTF-8 text; save it as UTF-8.") from error
         except tomllib.TOMLDecodeError as error:
             raise UserError(f"The configuration file '{path}' is not valid TOML: {error}.") from error
 
@@ -53,8 +55,8 @@ class Document:
 
     def line(self, *keys: str) -> int:
         """The line (from 1) that a key or table begins on."""
-        # The parser keeps no positions, but the beginning of a document is a document wherever a statement ends: the key
-        # is in the first such beginning that has it, right after the last one that has not.
+        # The parser keeps no positions, but the beginning of a document is a document wherever a statement ends: the
+        # key is in the first such beginning that has it, right after the last one that has not.
         lines, begins = self.text.split("\n"), 1
         for end in range(1, len(lines) + 1):
             try:
@@ -70,14 +72,12 @@ class Document:
 
 
 def _of_data(path: Path) -> str:
-    """What to say of a folder, or of a file of data, where a configuration is to be."""
+    """What to say where a folder, or a file of data, is given instead of a configuration."""
     if os.path.isfile(path / "config.toml"):
-        return f"'{path}' is a run folder and no configuration file; name the one in it, '{path / 'config.toml'}'."
+        return f"'{path}' is a run folder, not a configuration file; use the one in it, '{path / 'config.toml'}'."
     if path.is_dir():
-        return (
-            f"'{path}' is a folder and no configuration file; to train on the files in it, write --data folder:{path}."
-        )
+        return f"'{path}' is a folder, not a configuration file; to train on the files in it, use --data folder:{path}."
     return (
-        f"'{path}' is data and no configuration file; write --data folder:{path.parent} for a folder with a file for each client, "
-        f"or --data folder:{path} --client-column COLUMN for one file with the rows of all."
+        f"'{path}' is data, not a configuration file; use --data folder:{path.parent} for a folder with one file per "
+        f"client, or --data folder:{path} --client-column COLUMN for a single file with all rows."
     )

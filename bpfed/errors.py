@@ -1,4 +1,4 @@
-"""The one exception that means: the user can mend this; and what its sentences are made of."""
+"""The one exception that means: the user can fix this; and what its sentences are made of."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 #: Letters of a name that a sentence shows.
 LONGEST = 40
 #: How `first_of` ends where a part is a clause, not a name.
-OTHERS = " (and {} others so)"
+OTHERS = " (and {} others like this)"
 
 
 class UserError(Exception):
@@ -29,7 +29,7 @@ def hint(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = [n for n in names if n.lower() == name.lower()] or [n for n in names if n.startswith(name)]
     near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean '{near[0]}'?" if near else f"known are: {', '.join(names)}."
+    return f"did you mean '{near[0]}'?" if near else f"choose from: {', '.join(names)}."
 
 
 def first_of(parts: Sequence[str], and_: str = ", ", more: str = " and {} more", most: int = 5) -> str:

@@ -79,7 +79,7 @@ def lock(folder: Path) -> int:
     except BlockingIOError:
         os.close(handle)
         raise UserError(
-            f"Another process is writing to '{folder}' at this moment; wait for it, or choose another --out."
+            f"Another process is writing to '{folder}'; wait for it to finish, or choose another --out."
         ) from None
     except OSError:
         pass  # some network file systems have no locks; then there is only the user's care
@@ -103,9 +103,9 @@ def said(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                f"The disk is full: '{path}' cannot be written; free some space and go on with --resume."
+                f"The disk is full: '{path}' cannot be written; free some space and continue with --resume."
             ) from error
-        raise UserError(f"'{path}' cannot be written ({error.strerror}); choose another place.") from error
+        raise UserError(f"'{path}' cannot be written ({error.strerror}); choose another location.") from error
 
 
 def to_json(value: Any) -> str:

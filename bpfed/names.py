@@ -32,7 +32,7 @@ def check_method(name: str | None) -> None:
 
 
 def check_data(name: str | None, known: Collection[str] = DATASETS) -> None:
-    """Raise a `UserError` unless there is a dataset of that name or it is ``folder:PATH``; None is left to the default."""
+    """Raise a `UserError` unless there is such a dataset or it is ``folder:PATH``; None is left to the default."""
     if name is None or name in known or name.startswith(PREFIX):
         return
     if Path(name).exists():

@@ -1,7 +1,7 @@
 """What a configuration may say: its tables, and the fields of each with type, default and description.
 
-The schema is read off the dataclasses that the code itself uses (`Settings`, the methods, `DataSettings`), so a TOML file,
-the command's flags, their help and the Python arguments cannot come apart. Nothing here needs torch.
+The schema is read off the dataclasses that the code itself uses (`Settings`, the methods, `DataSettings`), so a TOML
+file, the command's flags, their help and the Python arguments cannot come apart. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -9,29 +9,32 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from bpfed.engine.settings import Settings
+from bpfed.errors import UserError, unknown
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Which data, and how it is dealt out to clients.
+    """Which data, and how it is distributed over clients.
 
     Attributes:
-        name: Name of the dataset (see `bpfed data list`), or ``folder:PATH`` for tables of your own.
-        clients: Number of clients; left out: the dataset's own.
-        partition: How examples are dealt out: ``groups``, ``random:3``, ``dirichlet:0.3``, ``shards:2`` or ``iid``.
-        test_fraction: Part of each client's examples held out for testing; left out: a half, of tables 0.3.
-        seed: Which examples go where; left out: the run's seed.
-        target: Of tables, the column to predict; left out: the one called target, label or y.
-        client_column: Of one table for all clients, the column that says whose a row is.
-        task: Of tables, what the target is; left out: words and up to 20 whole numbers are classes.
-        standardise: Of tables, how numbers are scaled: by sums over all clients, by each client's own, or not at all.
-        ignore: Of tables, columns that are no inputs, separated by commas.
+        name: Name of the dataset (see ``bpfed data list``), or ``folder:PATH`` for your own tables.
+        clients: Number of clients; None: the dataset's own.
+        partition: How examples are distributed: ``groups``, ``random:3``, ``dirichlet:0.3``, ``shards:2`` or ``iid``;
+            None: ``groups``, but tables come with their own clients.
+        test_fraction: Fraction of each client's examples held out for testing; None: 0.5, or 0.3 for tables.
+        seed: Random seed of the partition and the test split; None: the run's seed.
+        target: For tables: the column to predict; None: the one called target, label or y.
+        client_column: For a single table: the column that identifies the client.
+        task: For tables: the kind of target; None: text and up to 20 distinct whole numbers are classes.
+        standardise: For tables: scale numbers by statistics of all clients (``federated``), by each client's own
+            (``local``), or not at all (``none``).
+        ignore: For tables: columns that are not inputs, separated by commas.
     """
 
     name: str = "digits"
@@ -49,6 +52,9 @@ class DataSettings:
 #: The tables whose fields are always the same; those of ``[method]`` are the chosen method's.
 TABLES: dict[str, type] = {"data": DataSettings, "run": Settings}
 
+#: Rounds of every run of a comparison, where nothing else is said.
+ROUNDS = 30
+
 #: What a run notes of itself in its ``config.toml`` beside its settings; None: a whole table.
 RECORDED: dict[str, tuple[str, ...] | None] = {"bpfed": (), "data": ("protocol", "fingerprint"), "model": None}
 
@@ -63,7 +69,7 @@ class Field:
     Attributes:
         name: Its key.
         kind: Its type.
-        default: What it is when nothing is said.
+        default: Its value when it is not set.
         about: What it does, in words.
     """
 
@@ -89,6 +95,22 @@ class Field:
         if get_origin(kinds[0]) is Literal:
             return "|".join(str(choice) for choice in get_args(kinds[0]))
         return {int: "INT", float: "NUMBER", bool: "true|false", str: "TEXT"}.get(kinds[0], "VALUE")
+
+
+def changed(settings: Settings, changes: Mapping[str, Any], fixed: Collection[str] = ()) -> Settings:
+    """The settings with single ones given by name; those of ``fixed`` cannot be.
+
+    Raises:
+        UserError: There is no such setting.
+    """
+    every = {f.name for f in dataclasses.fields(Settings)}
+    known, of_data = every - set(fixed), {f.name for f in dataclasses.fields(DataSettings)} - every
+    for name in changes:
+        if name in of_data:
+            raise UserError(f"'{name}' is a data setting; pass it to bpfed.data.load() and use the result as data=.")
+        if name not in known:
+            raise unknown("setting", name, known)
+    return dataclasses.replace(settings, **changes)
 
 
 def fields_of(settings: type) -> dict[str, Field]:

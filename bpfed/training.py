@@ -1,4 +1,4 @@
-"""Ways to make a run: `fit` trains one, `fit_seeds` several side by side; `prepare` checks everything and begins nothing."""
+"""Ways to make a run: `fit` trains one, `fit_seeds` several side by side; `prepare` only checks everything."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from bpfed.callbacks.base import Callback
 from bpfed.callbacks.folder import Folder
 from bpfed.callbacks.progress import Progress
 from bpfed.data import FederatedData, load
+from bpfed.data.federated import untested
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings, changed
+from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.likelihoods import Likelihood
 from bpfed.methods.base import Method
@@ -25,6 +26,7 @@ from bpfed.metrics import SURE
 from bpfed.rehearsal import rehearse
 from bpfed.report import text
 from bpfed.run import Run, once, to_stderr, train_together
+from bpfed.schema import changed
 
 
 def fit(
@@ -45,18 +47,18 @@ def fit(
     """Train a federation.
 
     Args:
-        method: E.g. ``bpfed.methods.BPFed()``, the paper's, or the name of one, such as ``"fedavg"``, with its usual settings; None:
-            ``bpfed.methods.Recipe()``, what that became.
+        method: E.g. ``bpfed.methods.BPFed()``, the paper's, or the name of one, such as ``"fedavg"``, with its usual
+            settings; None: ``bpfed.methods.Recipe()``, what that became.
         data: A federated dataset or the name of one.
-        model: Any module; None: a network that suits the data. With ``members`` its weights are the first member's, and others are
-            drawn anew by its layers' ``reset_parameters``.
+        model: Any module; None: a network that suits the data. With ``members`` its weights are the first member's, and
+            the others' are drawn by its layers' ``reset_parameters``.
         likelihood: None: categorical for classes, Gaussian with learnt noise for numbers.
         out: Run folder to keep everything in; None: nothing is written.
-        resume: Go on with the run in ``out``.
+        resume: Resume the run in ``out``.
         overwrite: Replace the run in ``out``.
         callbacks: See `bpfed.callbacks`.
         progress: Whether to show it on stderr; None: on a terminal, if the run takes more than two seconds.
-        say: Told in words what the user should know, such as a damaged checkpoint; None: these go to stderr.
+        say: Called with each sentence that the user should read, such as on a damaged checkpoint; None: to stderr.
         settings: See `Settings`; single ones can be given by name, e.g. ``rounds=50, seed=0``.
     """
     settings, method = changed(settings or Settings(), changes), method_of(method)
@@ -90,12 +92,12 @@ def fit_seeds(
 ) -> list[Run]:
     """Train the same federation with several seeds side by side, all their clients stacked along one axis.
 
-    A named dataset is dealt out anew for each seed; a given one is the same for all. Each run is what `fit` would give for
-    its seed, and its folder is ``out/seed-0`` and so on. For the other arguments see `fit`.
+    A named dataset is distributed again for each seed; a given one is the same for all. Each run is what `fit` would
+    give for its seed, and its folder is ``out/seed-0`` and so on. For the other arguments see `fit`.
     """
     base, method = changed(settings or Settings(), changes), method_of(method)
     if not seeds or len(set(seeds)) != len(seeds):
-        raise UserError(f"seeds is {list(seeds)}, but must hold at least one and none twice.")
+        raise UserError(f"seeds is {list(seeds)}, but must contain at least one seed and none twice.")
     tell = once(say or to_stderr)
     runs: list[Run] = []
     folders: list[Folder | None] = []
@@ -128,7 +130,7 @@ def prepare(
     """A run before its first round: everything is checked, nothing is written. For the arguments see `fit`."""
     states = folder.states if folder is not None else None
     if not len(data.test.y):
-        raise UserError(f"No client of '{data.name}' has a test example; set a test_fraction above 0.")
+        raise untested(data.name)
     run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
     run.federation.learnt = folder.learnt if folder is not None else None
     for note in (*run.federation.model.notes, *data.notes):

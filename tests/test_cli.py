@@ -126,7 +126,7 @@ def test_the_network_of_tables_is_as_wide_as_is_said(bpfed: Command) -> None:
 def test_another_method_leaves_the_files_method_table_aside(bpfed: Command) -> None:
     Path("c.toml").write_text('[method]\nname = "bpfed"\ntemperature = 0.5\n')
     outcome = bpfed.ok(*SMALL, "c.toml", "--method", "fedavg", "--rounds", "1", "--out", "a")
-    assert outcome.err == "The [method] table of 'c.toml' is bpfed's; with --method fedavg it is left aside.\n"
+    assert outcome.err == "'c.toml' configures bpfed; its [method] table is ignored because of --method fedavg.\n"
     method = tomllib.loads(Path("a/config.toml").read_text())["method"]
     assert method == {"name": "fedavg"} | FedAvg().settings()
 
@@ -135,7 +135,7 @@ def test_a_folder_that_exists_is_kept_unless_told_otherwise(bpfed: Command) -> N
     bpfed.ok(*PLAIN, "--rounds", "1", "--out", "a")
     before = files(Path("a"))
     said = bpfed(*PLAIN, "--rounds", "2", "--out", "a").sentence
-    assert said.startswith("The run folder 'a' exists already; add --resume")
+    assert said.startswith("The run folder 'a' already exists; add --resume")
     # An overwrite that cannot run must not have thrown the old run away.
     assert "Unknown dataset" in bpfed(*PLAIN, "--data", "digitz", "--out", "a", "--overwrite").sentence
     assert "11 labels" in bpfed(*PLAIN, "--partition", "groups:11", "--out", "a", "--overwrite").sentence
@@ -151,7 +151,7 @@ def test_a_folder_that_exists_is_kept_unless_told_otherwise(bpfed: Command) -> N
 def test_a_folder_of_something_else_is_never_written_to(bpfed: Command, flag: str) -> None:
     Path("letters").mkdir()
     Path("letters/dear.txt").write_text("Dear")
-    assert "holds other files and no run" in bpfed(*SMALL, "--out", "letters", flag).sentence
+    assert "contains other files but no run" in bpfed(*SMALL, "--out", "letters", flag).sentence
     assert "cannot be a run folder" in bpfed(*SMALL, "--out", "letters/dear.txt", flag).sentence
     assert files(Path("letters")) == {"dear.txt": b"Dear"}
 
@@ -162,14 +162,14 @@ def test_a_folder_of_something_else_is_never_written_to(bpfed: Command, flag: st
         ("--method bpfd", "Unknown method 'bpfd'; did you mean 'bpfed'?"),
         ("--data digit", "Unknown dataset 'digit'; did you mean 'digits'?"),
         ("--partition group", "Unknown partition 'group'; did you mean 'groups'?"),
-        ("--partition random:11", "The partition asks for 11 labels per client but the data has 10"),
+        ("--partition random:11", "The partition asks for 11 labels per client, but the data has 10"),
         ("--clients 1798 --partition iid", "1798 clients cannot share 1797 examples"),
         ("--clients 1200 --partition shards:2", "cuts 2400 shards"),
         ("--test-fraction 1", "below 1"),
         ("--rounds many", "--rounds: run.rounds is 'many', but must be a whole number."),
         ("--rounds 0", "rounds is 0, but must be at least 1."),
-        ("--chunk 0", "chunk is 0, but must be at least 1, or left out."),
-        ("--hidden 0", "hidden is 0, but must be at least 1, or left out."),
+        ("--chunk 0", "chunk is 0, but must be at least 1, or left unset."),
+        ("--hidden 0", "hidden is 0, but must be at least 1, or left unset."),
         ("--hidden wide", "--hidden: run.hidden is 'wide', but must be a whole number."),
         ("--seed -1", "seed"),
         ("--participants 4", "participants is 4, but there are 3 clients; choose 1 to 3."),
@@ -182,7 +182,10 @@ def test_a_folder_of_something_else_is_never_written_to(bpfed: Command, flag: st
         ("--set method.temprature=1", "--set: unknown key 'temprature' in [method]; did you mean 'temperature'?"),
         ("--set run.temperature=1", "--set: unknown key 'temperature' in [run]; did you mean 'method.temperature'?"),
         ("--set methd.lr=1", "--set: unknown table 'methd'; did you mean 'method'?"),
-        ("--set lr=1", "--set: 'lr' names no table"),
+        ("--set lr=1", "--set: 'lr' needs a prefix: data., method. or run.; did you mean 'method.lr'?"),
+        ("--method bpfed --set rule=mean", "did you mean 'method.rule'?"),
+        ("--set target=x", "did you mean 'data.target'?"),
+        ("--set nosuch=1", "--set: 'nosuch' needs a prefix: data., method. or run., e.g. --set method.lr=0.01."),
         ("--set participants=1", "did you mean 'run.participants'?"),
         ("--set method.lr", "--set: 'method.lr' has no value"),
         ("--method bpfed --set method.sigma=0", "sigma = 0 (the Dirac case)"),
@@ -190,7 +193,7 @@ def test_a_folder_of_something_else_is_never_written_to(bpfed: Command, flag: st
         ("--method bpfed --set method.rule=meen", "did you mean 'mean'?"),
         ("--track tensorbored", "Unknown tracker 'tensorbored'; did you mean 'tensorboard'?"),
         ("--data mnist --data-dir nowhere", "Dataset 'mnist' is not in 'nowhere'"),
-        ("nosuch.toml", "There is no configuration file 'nosuch.toml'."),
+        ("nosuch.toml", "There is no configuration file 'nosuch.toml'; check the path."),
         ("--resume", "--resume needs the run folder, such as --out runs/first."),
         ("--overwrite", "--overwrite needs the run folder, such as --out runs/first."),
         ("--device cuda", "no CUDA device is available here"),
@@ -231,9 +234,9 @@ def test_ctrl_c_says_how_to_go_on_and_that_works(bpfed: Command, monkeypatch: py
     outcome = bpfed(*PLAIN, "--rounds", "4", "--out", "my run")
     assert (outcome.code, outcome.out, outcome.err.count("\n")) == (130, "", 1)
     assert "at most the current round is lost" in outcome.err
-    command = shlex.split(outcome.err.partition("Go on with: ")[2])
+    command = shlex.split(outcome.err.partition("Resume with: ")[2])
     assert command == ["bpfed", "run", "--out", "my run", "--resume"]
-    assert "Going on after round 2 of 4." in bpfed.ok(*command[1:]).err
+    assert "Resuming after round 2 of 4." in bpfed.ok(*command[1:]).err
     assert metrics(Path("my run")) == metrics(Path("whole"))
 
 
@@ -255,7 +258,7 @@ def test_a_full_gpu_is_one_sentence(bpfed: Command, monkeypatch: pytest.MonkeyPa
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Simulator, "round", full)
-    assert "The GPU's memory is full; give it less at a time" in bpfed(*PLAIN, "--out", "a").sentence
+    assert "The GPU ran out of memory; give it less at a time" in bpfed(*PLAIN, "--out", "a").sentence
 
 
 def test_a_report_is_made_again_from_the_files_alone(bpfed: Command) -> None:
@@ -300,6 +303,9 @@ def test_data_lists_fetches_and_inspects(bpfed: Command) -> None:
     assert "did you mean 'digits'" in bpfed("data", "inspect", "digit").sentence
     assert "did you mean 'mnist'" in bpfed("data", "fetch", "mnis").sentence
     assert "cannot share" in bpfed("data", "inspect", "digits", "--clients", "5000").sentence
+    wrong = bpfed("data", "inspect", "digits", "--standardise", "global").sentence
+    assert wrong == "--standardise: data.standardise is 'global', but must be 'federated', 'local' or 'none'."
+    assert "'standardise'" in bpfed("data", "inspect", "digits", "--standardise", "local").sentence
 
 
 def test_without_a_terminal_what_takes_long_gets_a_line(bpfed: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +327,7 @@ def test_without_a_terminal_what_takes_long_gets_a_line(bpfed: Command, monkeypa
 def test_who_the_clients_are_is_said_in_words(bpfed: Command) -> None:
     Path("all.csv").write_text("ward,x,y\n" + "east,1,no\nwest,2,yes\neast,2,yes\nwest,1,no\n" * 9)
     shown = bpfed.ok("data", "inspect", "folder:all.csv", "--target", "y", "--client-column", "ward").out
-    assert "folder:all.csv, a client for each 'ward':" in shown
+    assert "folder:all.csv, one client per 'ward':" in shown
     assert "digits, partition groups: training" in bpfed.ok("data", "inspect", "digits").out
 
 
@@ -331,7 +337,7 @@ def test_one_is_no_plural(bpfed: Command) -> None:
     data = ("--data", "folder:own", "--target", "y")
     shown = bpfed.ok("data", "inspect", "folder:own", "--target", "y").out
     assert "1 client; " in shown
-    assert "folder:own, a client for each file:" in shown
+    assert "folder:own, one client per file:" in shown
     assert bpfed.ok("data", "export", "folder:own", "out").out == "1 file in out, such as bern.csv.\n"
     run = ("run", "--method", "fedavg", "--epochs", "1", "--rounds", "1", *data, "--out", "a")
     assert "FedAvg on folder:own, 1 client, 1 round, seed 0" in bpfed.ok(*run, "--quiet").out

@@ -153,11 +153,11 @@ def test_an_interrupted_comparison_goes_on(command: Command, kept: Path, monkeyp
     monkeypatch.setattr(Simulator, "round", interrupted)
     stopped = command(*PAIR, "--out", "a b", "--set", "fedper.lr=0.001")
     assert stopped.code == 130
-    hint = stopped.err.strip().rpartition("Go on with: ")[2]
+    hint = stopped.err.strip().rpartition("Resume with: ")[2]
     monkeypatch.setattr(Simulator, "round", real)
     assert not Path("a b/comparison.json").exists()
     gone_on = command.ok(*shlex.split(hint)[1:])
-    assert "Going on after round 1 of 2." in gone_on.err
+    assert "Resuming after round 1 of 2." in gone_on.err
     for name in ("fedavg", "fedper"):
         for seed in (0, 1):
             cell = f"{name}/seed-{seed}"
@@ -252,14 +252,15 @@ def test_settings_for_all_and_for_one(command: Command, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--set", "method.sigma=1"], "--set: fedavg has no setting 'sigma'; where only some methods have it, name"),
-        (["--set", "bpfed.sigma=1"], "--set: 'bpfed' is no part of this comparison"),
+        (["--set", "method.sigma=1"], "--set: fedavg has no setting 'sigma'; to set it for one method only, name"),
+        (["--set", "bpfed.sigma=1"], "--set: 'bpfed' is not part of this comparison"),
         (["--set", "lr"], "--set: 'lr' has no value"),
-        (["--set", "run.seed=3"], "--set: run.seed is given by --seeds here."),
+        (["--set", "lr=1"], "--set: 'lr' needs a prefix: data., method. or run.; did you mean 'method.lr'?"),
+        (["--set", "run.seed=3"], "--set: run.seed cannot be set here; use --seeds."),
         (["--set", "fedavg.lr=-1"], "fedavg: lr is -1.0, but a step size must be 0 or more."),
         (["--methods", ","], "No method is named"),
         (["--methods", "fedavgg"], "Unknown method 'fedavgg'; did you mean 'fedavg'?"),
-        (["--seeds", "x"], "--seeds: 'x' is no number and no list of them"),
+        (["--seeds", "x"], "--seeds: 'x' is not a number or a list of numbers"),
         (["--seeds", "0"], "seeds is 0, but must be at least one"),
         (["--seeds", "1,1"], "seeds is [1, 1], but must be at least one, none below 0 and none twice."),
         (["--reference", "bpfed"], "The reference 'bpfed' is not one of the methods"),

@@ -99,12 +99,12 @@ def test_the_last_word_counts() -> None:
         ),
         ("[run]\ntemperature = 1", "line 2: unknown key 'temperature' in [run]; did you mean 'method.temperature'?"),
         ("rounds = 5", "line 1: unknown key 'rounds'; did you mean 'run.rounds'?"),
-        ("[run]\n[data]\nx.y = 1", "line 3: unknown key 'x' in [data]; known are: client_column, clients"),
+        ("[run]\n[data]\nx.y = 1", "line 3: unknown key 'x' in [data]; choose from: client_column, clients"),
         ("[data]\nname='digits'\n\n[rnu]\nrounds = 1", "'c.toml', line 4: unknown table [rnu]; did you mean 'run'?"),
         ("run = 5", "line 1: 'run' must be a table; write [run] on a line of its own."),
         (
             "[data]\ndata_dir = '/x'",
-            "line 2: 'data_dir' says where, not what, so it is no key; give it as the flag --data-dir.",
+            "line 2: 'data_dir' is a location, not a setting; pass it as --data-dir instead.",
         ),
         ("[method]\nname = 'bpfedd'", "'c.toml', line 2: Unknown method 'bpfedd'; did you mean 'bpfed'?"),
         (
@@ -135,14 +135,14 @@ def test_a_mistake_is_named_with_its_line(write, text: str, said: str) -> None:
     [
         (
             "clinics",
-            "'clinics' is a folder and no configuration file; to train on the files in it, write --data folder:clinics.",
+            "'clinics' is a folder, not a configuration file; to train on the files in it, use --data folder:clinics.",
         ),
         (
             "clinics/north.CSV",
-            "write --data folder:clinics for a folder with a file for each client, or --data folder:clinics/north.CSV ",
+            "use --data folder:clinics for a folder with one file per client, or --data folder:clinics/north.CSV ",
         ),
-        ("run", "'run' is a run folder and no configuration file; name the one in it, 'run/config.toml'."),
-        ("away.csv", "There is no configuration file 'away.csv'."),
+        ("run", "'run' is a run folder, not a configuration file; use the one in it, 'run/config.toml'."),
+        ("away.csv", "There is no configuration file 'away.csv'; check the path."),
     ],
 )
 def test_data_in_the_place_of_a_file_of_settings(
@@ -165,7 +165,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot be read"):
             read(tmp_path / name)
     (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="is not text in UTF-8"):
+    with pytest.raises(UserError, match="is not UTF-8 text"):
         read(tmp_path / "c.toml")
 
 
@@ -223,7 +223,7 @@ def test_a_run_from_before_a_setting_predicts_as_it_did(write) -> None:
 
 
 def test_a_variant_is_no_method_of_a_run() -> None:
-    with pytest.raises(UserError, match=r"^'fedper\+members' names a variant, and variants are for 'bpfed compare'"):
+    with pytest.raises(UserError, match=r"^'fedper\+members' is a variant, which only 'bpfed compare' accepts"):
         read(None, [Override("method.name", "fedper+members")])
 
 
@@ -239,10 +239,12 @@ def test_what_a_run_noted_of_itself_is_a_promise(write) -> None:
     path = write('bpfed = "0.0.1"\n[data]\nfingerprint = "ab"\nprotocol = "own"\n[model]\nweights = 3\n')
     config = read(path)
     assert config.recorded == {"data": {"fingerprint": "ab", "protocol": "own"}, "model": {"weights": 3}}
-    assert config.notes[0].startswith("'c.toml' was written by bpfed 0.0.1")
+    assert config.notes[0].startswith("'c.toml' was written by bpfed 0.0.1, but this is ")
     made = {"data": {"fingerprint": "ab", "protocol": "own"}, "model": {"weights": 3, "more": 1}}
     config.confirm(made)
-    with pytest.raises(UserError, match=r"'c.toml', line 3: data.fingerprint was 'ab' .* delete the line"):
+    with pytest.raises(
+        UserError, match=r"'c.toml', line 3: data.fingerprint was 'ab' .* cannot be reproduced .* delete the line"
+    ):
         config.confirm(made | {"data": {"fingerprint": "cd", "protocol": "own"}})
     with pytest.raises(UserError, match=r"'c.toml', line 6: model.weights was 3 .* delete the \[model\] table"):
         config.confirm(made | {"model": {"weights": 4}})

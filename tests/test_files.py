@@ -49,7 +49,7 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path: Path, monkeypatch:
 
 def test_other_reasons_are_said_too(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be written \(.*\); choose another place"):
+    with pytest.raises(UserError, match=r"cannot be written \(.*\); choose another location"):
         write_whole(tmp_path / "file" / "a.txt", "x")
 
 

@@ -45,7 +45,7 @@ def test_a_run_has_the_network_that_is_asked_for(data: FederatedData, weights: i
             {"model": small_mlp()},
             "hidden is for the network that is made where none is given, but one is given as model;",
         ),
-        ({"hidden": 0}, "hidden is 0, but must be at least 1, or left out."),
+        ({"hidden": 0}, "hidden is 0, but must be at least 1, or left unset."),
         ({"hidden": 7.0}, "hidden is 7.0, but must be a whole number."),
     ],
 )

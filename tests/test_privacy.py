@@ -309,7 +309,7 @@ def test_a_round_of_nobody_gets_noise_all_the_same():
     [
         ({"noise": 1.0}, "in units of clip"),
         ({"noise": 1.0, "clip": 1.0, "weighting": "size"}, "weighting is 'size'"),
-        ({"noise": 1.0, "clip": 1.0, "robust": "median"}, "takes no sum"),
+        ({"noise": 1.0, "clip": 1.0, "robust": "median"}, "take no sum"),
         ({"clip": -1.0}, "clip is -1.0"),
         ({"clip": float("nan")}, "clip is nan"),
         ({"delta": 0.0}, "delta is 0.0"),

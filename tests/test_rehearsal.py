@@ -237,7 +237,7 @@ def test_nothing_of_anybody_elses_is_taken_away(tmp_path):
     for name in ("a-rehearsals", "a/rehearsals"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds other files and no run"):
+    with pytest.raises(UserError, match="contains other files but no run"):
         bpfed.fit(FedAvg(), data, rehearsals=1, out=tmp_path / "a", **TINY)
     bpfed.fit(FedAvg(), data, rehearsals=1, out=tmp_path / "b", **TINY)
     assert (tmp_path / "a-rehearsals/notes.txt").exists()
@@ -339,8 +339,8 @@ def test_a_report_says_what_rehearsals_would_do(command):
     [
         (("--softness", "0"), "softness is 0.0, but must be from 0.01 to 100"),
         (("--rehearsals", "-1"), "rehearsals is -1, but must be 0 or more"),
-        (("--rehearsals", "1", "--softness", "0.5"), "softness is 0.5, but rehearsals are to learn it"),
-        (("--rehearsals", "1", "--noise", "1", "--clip", "1"), "which the ε of a run leaves out"),
+        (("--rehearsals", "1", "--softness", "0.5"), "softness is 0.5, but rehearsals would learn it"),
+        (("--rehearsals", "1", "--noise", "1", "--clip", "1"), "not counted in ε; set rehearsals = 0"),
         (
             ("--rehearsals", "1", "--scaling", "client", "--calibration", "0.2"),
             "rehearsals learn a temperature for all clients, but scaling is 'client', one for each",

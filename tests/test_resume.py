@@ -115,13 +115,13 @@ def unfinished(broken_off: Path, command: Command) -> Path:
 
 
 def test_a_resume_needs_no_flags_but_the_folder(command: Command, unfinished: Path, whole: Path) -> None:
-    assert command.ok("run", "--resume", "--out", unfinished, "-q").err == "Going on after round 3 of 4.\n"
+    assert command.ok("run", "--resume", "--out", unfinished, "-q").err == "Resuming after round 3 of 4.\n"
     assert metrics(unfinished) == metrics(whole)
 
 
 def test_no_run_to_resume_and_nothing_to_start(command: Command) -> None:
     said = command("run", "--resume", "--out", "none", "--rounds", "1").sentence
-    assert said == "There is no run to resume in 'none'; give another --out, or start a new run with --data."
+    assert said == "There is no run to resume in 'none'; choose another --out, or start a new run with --data."
     assert not Path("none").exists()
     begun = command.ok(*SMALL, "--method", "fedavg", "--data", "digits", "--rounds", "1", "--out", "none", "--resume")
     assert begun.err == "There is no run in 'none' yet, so it starts from the first round.\n"
@@ -137,8 +137,8 @@ def test_a_finished_run_says_so_and_shows_its_table_again(command: Command, whol
 
 def test_the_help_says_that_rounds_cannot_be_added(command: Command) -> None:
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", command.ok("run", "--help").out).split())
-    assert "Its number of rounds cannot be changed" in shown
-    assert "to the last of the rounds it began with" in shown
+    assert "The number of rounds is fixed at the start" in shown
+    assert "up to the number of rounds it was started with" in shown
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_another_configuration_is_named_and_refused(
 
 def test_what_a_run_has_by_default_may_be_said(command: Command, unfinished: Path, whole: Path) -> None:
     same = ("--hidden", "100", "--members", "1")
-    assert command.ok("run", "--resume", "--out", unfinished, "-q", *same).err == "Going on after round 3 of 4.\n"
+    assert command.ok("run", "--resume", "--out", unfinished, "-q", *same).err == "Resuming after round 3 of 4.\n"
     assert metrics(unfinished) == metrics(whole)
 
 
@@ -190,8 +190,8 @@ def test_a_damaged_checkpoint_falls_back_and_says_so(command: Command, unfinishe
     flip(unfinished / "checkpoint/round-000003.safetensors")
     said = command.ok("run", "--resume", "--out", unfinished, "-q").err.splitlines()
     assert said == [
-        "Checkpoint round-000003 is damaged; going on from the one before, round 2.",
-        "Going on after round 2 of 4.",
+        "Checkpoint round-000003 is damaged; resuming from the one before, round 2.",
+        "Resuming after round 2 of 4.",
     ]
     assert metrics(unfinished) == metrics(whole)
     assert no_litter(unfinished)
@@ -211,7 +211,7 @@ def test_half_a_line_is_no_line_and_a_lost_line_is_said(command: Command, unfini
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[1:]))
     before = files(unfinished)
-    assert "has lost its line of round 1" in command("run", "--resume", "--out", unfinished, "-q").sentence
+    assert "has no entry for round 1" in command("run", "--resume", "--out", unfinished, "-q").sentence
     assert files(unfinished) == before
     path.write_text("".join(lines) + '{"round": 4, "accuracy": {"poo')
     command.ok("run", "--resume", "--out", unfinished, "-q")
@@ -226,7 +226,7 @@ def test_a_damaged_configuration_is_said(command: Command, unfinished: Path) -> 
 def test_two_processes_do_not_write_to_one_folder(command: Command, unfinished: Path, whole: Path) -> None:
     handle, before = lock(unfinished), files(unfinished)
     said = command("run", "--resume", "--out", unfinished, "-q").sentence
-    assert said.startswith("Another process is writing to 'run' at this moment")
+    assert said.startswith("Another process is writing to 'run'; wait")
     assert files(unfinished) == before
     os.close(handle)
     command.ok("run", "--resume", "--out", unfinished, "-q")
@@ -253,7 +253,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(
             patch.setattr(os, name, full(getattr(os, name)))
         said = command(*SHORT, "--store", store, "--out", "run").sentence
     assert said.startswith("The disk is full: 'run/")
-    assert said.endswith("cannot be written; free some space and go on with --resume.")
+    assert said.endswith("cannot be written; free some space and continue with --resume.")
     if after == 0:
         assert not Path("run").exists()
     else:

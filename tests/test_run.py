@@ -95,7 +95,7 @@ def test_a_resume_in_python_is_the_same_run(tmp_path: Path) -> None:
         fit("broken", callbacks=[Breaks()])
     said: list[str] = []
     again = fit("broken", resume=True, say=said.append)
-    assert said == ["Going on after round 2 of 3."]
+    assert said == ["Resuming after round 2 of 3."]
     assert metrics(tmp_path / "broken") == metrics(tmp_path / "whole")
     assert again.seconds > again.history[1]["seconds"]
     x = whole.data.test.x
@@ -156,6 +156,10 @@ def without_examples() -> FederatedData:
     [
         ({"data": "digitz"}, "Unknown dataset 'digitz'; did you mean 'digits'?"),
         ({"rouns": 3}, "Unknown setting 'rouns'; did you mean 'rounds'?"),
+        (
+            {"partition": "iid"},
+            "'partition' is a data setting; pass it to bpfed.data.load() and use the result as data=",
+        ),
         ({"data": spoilt(float("nan"))}, "Client 'site c' of 'small' has NaN or infinite values in its training data"),
         ({"data": spoilt(float("inf"))}, "Client 'site c' of 'small' has NaN or infinite values in its training data"),
         ({"data": without_examples()}, "Client 'site d' of 'small' has no training example"),
@@ -166,7 +170,7 @@ def without_examples() -> FederatedData:
         ({"method": BPFed(rule="meen")}, "did you mean 'mean'?"),
         ({"participants": 6}, "participants is 6, but there are 5 clients; choose 1 to 5."),
         ({"seed": -1}, "seed is -1, but must be 0 or more."),
-        ({"eval_clients": 0}, "eval_clients is 0, but must be at least 1, or left out."),
+        ({"eval_clients": 0}, "eval_clients is 0, but must be at least 1, or left unset."),
         ({"resume": True, "overwrite": True}, "choose one of --resume and --overwrite"),
     ],
 )

@@ -190,12 +190,13 @@ def test_a_user_tunes_and_then_trains_with_what_was_best(command):
     assert len(ranked) == 3
     assert ranked[0].startswith("* lr 0.02 ")
     assert ranked[-1].startswith("lr 0 ")
-    assert lines[-1] == "Train with what is best: bpfed run a/best.toml"
+    assert lines[-1] == "Train with the best settings: bpfed run a/best.toml"
     best = tomllib.loads(Path("a/best.toml").read_text())
     softness = best["run"].pop("softness")
     assert softness != 1.0
-    assert f"best.toml has a softness as well, {softly(softness)}: it suits the best one's probabilities" in " ".join(
-        lines
+    assert (
+        f"best.toml also has a softness, {softly(softness)}, which suits the best setting's probabilities"
+        in " ".join(lines)
     )
     assert best == {
         "data": {"name": "digits", "clients": 3, "seed": 4},
@@ -280,25 +281,25 @@ def test_the_run_as_it_is_is_one_whether_its_width_is_said_or_not(command):
 
 def test_where_nothing_is_better_it_is_said(command):
     shown = command.ok(*SMALL, "--method", "fedavg", "--grid", "lr=0", "--out", "a").out
-    assert "Nothing that was tried has a lower NLL than the method as it is." in shown
+    assert "No setting that was tried has a lower NLL than the method as it is." in shown
     assert tomllib.loads(Path("a/best.toml").read_text())["method"] == {"name": "fedavg"}
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--grid lr", "--grid: 'lr' names no values; write it as in --grid lr=0.001,0.01."),
-        ("--grid lr=", "--grid: 'lr=' names no values; write it as in --grid lr=0.001,0.01."),
+        ("--grid lr", "--grid: 'lr' has no values; write e.g. --grid lr=0.001,0.01."),
+        ("--grid lr=", "--grid: 'lr=' has no values; write e.g. --grid lr=0.001,0.01."),
         (
             "--grid epochs=1,2",
-            "--grid: 'epochs' is a setting of the run; those of the method can be tried, such as lr, and hidden.",
+            "--grid: 'epochs' is a run setting; only settings of the method, such as lr, and hidden can be tried.",
         ),
-        ("--grid run.epochs=1,2", "--grid: 'epochs' is a setting of the run; those of the method"),
-        ("--grid data.clients=1,2", "--grid: 'clients' is a setting of the data; those of the method"),
+        ("--grid run.epochs=1,2", "--grid: 'epochs' is a run setting; only settings of the method"),
+        ("--grid data.clients=1,2", "--grid: 'clients' is a data setting; only settings of the method"),
         ("--grid run.lr=1", "--grid: unknown key 'lr' in [run]; did you mean 'method.lr'?"),
         ("--grid method.hidden=1", "--grid: unknown key 'hidden' in [method]; did you mean 'run.hidden'?"),
         ("--grid hidden=wide", "--grid: run.hidden is 'wide', but must be a whole number."),
-        ("--grid hidden=16,0", "hidden is 0, but must be at least 1, or left out."),
+        ("--grid hidden=16,0", "hidden is 0, but must be at least 1, or left unset."),
         ("--grid lr=fast", "--grid: method.lr is 'fast', but must be a number."),
         ("--grid rate=1", "--grid: unknown key 'rate' in [method]; "),
         (
@@ -319,7 +320,7 @@ def test_what_moves_along_is_said(command):
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert [line for line in lines if re.match(r"(\* )?BPFed recipe as it is, temperature 0.05 \d", line)]
     assert [line for line in lines if re.match(r"(\* )?temperature 0.005 \d", line)]
-    assert "With the temperature goes anchor, the pull of shared weights towards 0: it is set so" in " ".join(lines)
+    assert "Along with the temperature, anchor (the pull of shared weights towards 0) is adjusted" in " ".join(lines)
 
 
 def test_a_softness_is_told_wherever_best_toml_has_one(command, monkeypatch):
@@ -329,7 +330,7 @@ def test_a_softness_is_told_wherever_best_toml_has_one(command, monkeypatch):
         out = "b" if more else "a"
         shown = command.ok(*SMALL, *RATES[:-1], out, *more).out
         assert ("softness" in tomllib.loads(Path(out, "best.toml").read_text())["run"]) == there
-        assert ("has a softness as well, 1.02 (above 1: less sure" in " ".join(shown.split())) == there
+        assert ("also has a softness, 1.02 (above 1: less sure" in " ".join(shown.split())) == there
 
 
 def test_what_a_notebook_shows_is_a_line_or_two():
@@ -344,7 +345,7 @@ def test_what_a_notebook_shows_is_a_line_or_two():
 
 
 def test_what_cannot_be_told_apart_is_said(command, monkeypatch):
-    alike = "cannot tell what is best from the method as it is"
+    alike = "not clearly better than the method as it is"
     call = (*SMALL, "--cuts", "5", "--method", "fedavg", "--set", "method.lr=0", "--grid", "lr=0.05", "--out", "a")
     assert alike not in command.ok(*call).out
     monkeypatch.setattr(Difference, "clear", False)

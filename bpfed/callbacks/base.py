@@ -27,7 +27,7 @@ class Callback:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line of metrics under flat names, ``accuracy/pooled`` or ``train_nll``; those that are finite."""
+    """The finite numbers of a line of metrics under flat names, ``accuracy/pooled`` or ``train_nll``."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
         flat |= {f"{name}/{part}": v for part, v in value.items()} if isinstance(value, dict) else {name: value}

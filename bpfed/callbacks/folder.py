@@ -38,11 +38,11 @@ class Folder(Callback):
 
     Args:
         path: The folder.
-        resume: Go on with what is there (start afresh if nothing is).
+        resume: Resume the run there (start from the beginning if there is none).
         overwrite: Throw away what is there.
 
     Raises:
-        UserError: There is a run already and neither was asked for, or there is something else. Nothing is written then.
+        UserError: There is a run already and neither was asked for, or there is something else. Nothing is written.
     """
 
     def __init__(self, path: Path, resume: bool = False, overwrite: bool = False) -> None:
@@ -135,12 +135,12 @@ class Folder(Callback):
         rehearsed = (self.rehearsals / CONFIG).exists()
         if there and CONFIG not in there and not rehearsed:
             raise UserError(
-                f"'{self.path}' holds other files and no run, so nothing is written there; choose another --out."
+                f"'{self.path}' contains other files but no run, so nothing is written there; choose another --out."
             )
         if CONFIG in there and not (self.resume or self.overwrite):
             raise UserError(
-                f"The run folder '{self.path}' exists already; add --resume to go on with it, --overwrite to replace it, "
-                "or choose another --out."
+                f"The run folder '{self.path}' already exists; add --resume to continue it or --overwrite to replace "
+                "it, or choose another --out."
             )
 
     def _begin(self, run: Run) -> None:
@@ -173,7 +173,7 @@ class Folder(Callback):
         found = checkpoint.restore(self.path / CHECKPOINT, run.federation)
         if found is not None:
             for name in found.damaged:
-                run.say(f"Checkpoint {name} is damaged; going on from the one before, round {found.round}.")
+                run.say(f"Checkpoint {name} is damaged; resuming from the one before, round {found.round}.")
             run.seconds = float(found.extra.get("seconds", 0.0))
             run.history = self._history(run, found.round)
         clear_parts(self.path)
@@ -186,7 +186,7 @@ class Folder(Callback):
             return
         (self.path / SUMMARY).unlink(missing_ok=True)  # if its last checkpoint was damaged, it is not finished any more
         if done:
-            run.say(f"Going on after round {done} of {rounds}.")
+            run.say(f"Resuming after round {done} of {rounds}.")
 
     def _history(self, run: Run, done: int) -> list[dict[str, Any]]:
         """The lines of metrics up to a round."""
@@ -196,7 +196,7 @@ class Folder(Callback):
         missing = {k for k in range(1, done + 1) if run.settings.evaluated(k)} - {r["round"] for r in records}
         if missing:
             raise UserError(
-                f"'{path}' has lost its line of round {min(missing)}, so the run cannot be resumed; put the file back, or "
+                f"'{path}' has no entry for round {min(missing)}, so the run cannot be resumed; restore the file, or "
                 "start again with --overwrite."
             )
         return records
@@ -209,8 +209,8 @@ class Folder(Callback):
             raise UserError(f"'{path}' cannot be read ({error}); start again with --overwrite.") from error
         if (version := there.get("bpfed")) != config["bpfed"]:
             raise UserError(
-                f"The run in '{self.path}' was begun by bpfed {version} and this is {config['bpfed']}; go on with that version, or "
-                "start anew with another --out."
+                f"The run in '{self.path}' was started with bpfed {version}, but this is {config['bpfed']}; resume "
+                "with that version, or start again with another --out."
             )
         differs = differences(there, tomllib.loads(to_toml(config)))
         if differs:
@@ -228,7 +228,7 @@ def learnt(folder: Path) -> float | None:
     try:
         return float(json.loads(path.read_text())["softness"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"'{path}' is damaged ({error}); delete it, and its rehearsals are made anew.") from error
+        raise UserError(f"'{path}' is damaged ({error}); delete it to repeat the rehearsals.") from error
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -254,7 +254,7 @@ def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def _usual() -> dict[str, Any]:
-    """Settings of a run as they are by default: an older configuration may not have known of some."""
+    """The default settings of a run: an older configuration may not have known some of them."""
     return {f"run.{f.name}": f.default for f in fields(Settings) if f.default is not None} | {"run.hidden": HIDDEN}
 
 

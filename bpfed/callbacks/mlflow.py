@@ -22,7 +22,7 @@ class MLflow(Callback):
     Args:
         experiment: Name of the experiment; it is made where there is none.
         address: Of the tracking server; None: what ``MLFLOW_TRACKING_URI`` says, else a local folder.
-        remember: A file to keep MLflow's id of the run in, so that a resumed run goes on in it; None: it starts a new one.
+        remember: A file to keep MLflow's id of the run in, so that a resumed run continues it; None: a new one.
 
     Raises:
         UserError: MLflow is not installed.
@@ -34,7 +34,7 @@ class MLflow(Callback):
         try:
             from mlflow import MlflowClient
         except ImportError as error:
-            raise UserError("MLflow is not installed; get it with: pip install 'bpfed[track]'") from error
+            raise UserError("MLflow is not installed; install it with: pip install 'bpfed[track]'") from error
         self.client: Any = MlflowClient(tracking_uri=address)
         self.experiment = experiment
         self.remember = Path(remember) if remember is not None else None

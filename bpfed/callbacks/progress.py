@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: The metrics shown, as far as a run has them.
 SHOWN = ("accuracy", "rmse", "nll", "ece")
-#: Rounds that the time left is reckoned from.
+#: Rounds that the remaining time is computed from.
 RECENT = 20
 #: Room at the right for the ^C that a terminal echoes; on a full line it would push the display down.
 MARGIN = 3
@@ -40,14 +40,14 @@ class Progress(Callback):
     Args:
         console: Where to show it; None: stderr, so that what is piped stays clean.
         delay: Show nothing in a run that takes less than so many seconds.
-        patience: Elsewhere than on a terminal, say in a line what is going on after so many silent seconds; None: do not.
+        patience: Without a terminal, print a line on what is going on after so many silent seconds; None: do not.
     """
 
     def __init__(self, console: Console | None = None, delay: float = 0.0, patience: float | None = None) -> None:
         self.console = console or Plain(stderr=True)
         self.delay, self.patience = delay, patience
         self.title, self.words, self.figures = "", "", ""
-        #: What the run is that is shown, if it is not the run itself, such as ``rehearsal 1 of 3``; the display outlives it.
+        #: What is shown, if it is not the run itself, such as ``rehearsal 1 of 3``; the display outlives it.
         self.stage = ""
         self.done, self.rounds = 0, 0
         self._began = self._last = self._spoke = time.perf_counter()
@@ -177,7 +177,7 @@ class Progress(Callback):
 
     def render(self) -> RenderableType:
         """The display at this moment."""
-        gone = f"{clock(time.perf_counter() - self._began)} gone"
+        gone = f"{clock(time.perf_counter() - self._began)} elapsed"
         left = "" if self.left is None else f", about {clock(self.left)} left"
         head = Table.grid(expand=True, padding=(0, 1))
         head.add_column()

@@ -27,7 +27,7 @@ class TensorBoard(Callback):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UserError("TensorBoard is not installed; get it with: pip install 'bpfed[track]'") from error
+            raise UserError("TensorBoard is not installed; install it with: pip install 'bpfed[track]'") from error
         self.folder = Path(folder)
         self._open = SummaryWriter
         self._writer: Any = None

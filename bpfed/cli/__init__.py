@@ -17,7 +17,7 @@ from bpfed.errors import UserError
 app = typer.Typer(
     name="bpfed",
     cls=Group,
-    help="Bayesian personalised federated learning: every client its own model, and each model knows how sure it is.",
+    help="Bayesian personalised federated learning: each client gets its own model, which knows how sure it is.",
     epilog="Example: bpfed run --data digits --rounds 30 --seed 0",
     no_args_is_help=True,
     add_completion=False,
@@ -51,7 +51,7 @@ def _root(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command, and exit: 0 if all went well, 2 if the user can mend it, 130 after Ctrl-C."""
+    """Run the command, and exit: 0 if all went well, 2 if the user can fix it, 130 after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no σ gets a question mark, not a traceback
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for its name
             raise
-        _refuse("The GPU's memory is full; give it less at a time (--chunk, --memory, --jobs), or use --device cpu.")
+        _refuse("The GPU ran out of memory; give it less at a time (--chunk, --memory, --jobs), or use --device cpu.")
 
 
 def _refuse(sentence: str) -> NoReturn:

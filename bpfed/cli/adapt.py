@@ -28,27 +28,29 @@ def adapt(
         Path | None,
         typer.Option(
             "--input",
-            help="The newcomer's labelled rows: a table as in training, or NPZ with x and y. \\[default: none at all]",
+            help="The newcomer's labelled rows: a table as in training, or NPZ with x and y. \\[default: none]",
             show_default=False,
         ),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="What it is called. \\[default: the input file's name]", show_default=False)
+        str | None, typer.Option(help="The newcomer's name. \\[default: the input file's name]", show_default=False)
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(metavar="COLUMN", help="Column of its labels. \\[default: the run's target]", show_default=False),
+        typer.Option(
+            metavar="COLUMN", help="Column with its labels. \\[default: the run's target]", show_default=False
+        ),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Local steps. \\[default: 500]", show_default=False)] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help=f"File to keep it in. \\[default: RUN/{ADAPTED}/NAME.safetensors]", show_default=False),
+        typer.Option(help=f"File to save it in. \\[default: RUN/{ADAPTED}/NAME.safetensors]", show_default=False),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a newcomer of that name.")] = False,
 ) -> None:
-    """Let a newcomer join a finished run: it learns factors of its own, the shared ones stay as they are.
+    """Let a newcomer join a finished run: it learns its own factors, and the shared ones stay as they are.
 
-    One example is enough, and without any it predicts from what the run knows of clients in general.
+    One example is enough; without any, it predicts from what the run knows about clients in general.
     """
     from bpfed.callbacks.progress import Progress
 
@@ -56,11 +58,11 @@ def adapt(
     if out is None:
         if Path(name).name != name:
             raise UserError(
-                f"A newcomer called '{name}' cannot be kept in a file of that name; give another --name or --out."
+                f"A newcomer called '{name}' cannot be saved in a file of that name; choose another --name or --out."
             )
         out = newcomers_of(folder) / f"{name}.safetensors"
     if out.exists() and not overwrite:
-        raise UserError(f"'{out}' exists already; add --overwrite to replace it, or give another --name or --out.")
+        raise UserError(f"'{out}' already exists; add --overwrite to replace it, or choose another --name or --out.")
     progress = Progress(patience=PATIENCE)
     try:
         progress.doing(f"loading {folder}")
@@ -84,7 +86,8 @@ def adapt(
     if run.data.classes and any(client.examples) and not all(client.examples):
         missing = [label for label, count in zip(run.data.class_names, client.examples, strict=True) if not count]
         progress.say(
-            f"It has no example of {quoted(missing)}, so it will predict {'that' if len(missing) == 1 else 'those'} seldom."
+            f"It has no example of {quoted(missing)}, so it will rarely predict "
+            f"{'that class' if len(missing) == 1 else 'those classes'}."
         )
     Console().print(f"Client '{name}': {out}", style="bold", soft_wrap=True)
 
@@ -95,7 +98,7 @@ def _shown(before: NewClient, after: NewClient, x: Tensor, y: Tensor) -> show.Ta
 
     data, preparation = after.run.data, after.run.data.preparation
     found = [client.predict(x) for client in (before, after)]
-    title = f"{after.name}: how sure of its {text.many(len(y), 'example')}"
+    title = f"{after.name}: how sure it is of its {text.many(len(y), 'example')}"
     shown = show.table("", "examples", "before", "after", title=title, right=3)
     for k, label in enumerate(data.class_names):
         if after.examples[k]:

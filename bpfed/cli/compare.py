@@ -17,6 +17,7 @@ from bpfed.cli.run import PATIENCE, RUNS, data_word, loading
 from bpfed.console import Console
 from bpfed.errors import UserError, hint
 from bpfed.names import check_data, check_method
+from bpfed.schema import ROUNDS
 
 if TYPE_CHECKING:
     from bpfed.comparison import Comparison, Entrant
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from bpfed.data import FederatedData
 
 EXAMPLE = "Example: bpfed compare --data digits --methods bpfed,fedper,fedper+laplace,local --seeds 3 --out runs/digits"
-#: Rounds of every run, where nothing else is said.
-ROUNDS = 30
 
 
 @partial(with_schema, without=("run.seed", "run.rounds"))
@@ -33,13 +32,13 @@ def compare(
     methods: Annotated[
         str,
         typer.Option(
-            metavar="all|A,B,C", help="Who is compared, see 'bpfed methods'; variants as in fedper+laplace, bpfed+ivon."
+            metavar="all|A,B,C", help="Methods to compare (see 'bpfed methods'), or variants such as fedper+laplace."
         ),
     ] = "all",
     seeds: Annotated[
         str,
         typer.Option(
-            metavar="N|A,B,C", help="How many (3: seeds 0, 1, 2), or which (0,4,7); each deals the data anew."
+            metavar="N|A,B,C", help="How many seeds (3: seeds 0, 1, 2), or which (0,4,7); each splits the data again."
         ),
     ] = "3",
     rounds: Annotated[int, typer.Option(metavar="INT", help="Communication rounds of every run.")] = ROUNDS,
@@ -47,7 +46,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Whom differences are taken from. \\[default: bpfed-recipe, else bpfed, else the first]",
+            help="Method that the others are compared with. \\[default: bpfed-recipe, else bpfed, else the first]",
             show_default=False,
         ),
     ] = None,
@@ -56,7 +55,8 @@ def compare(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Any setting, for all (run.epochs=5, data.seed=0, method.lr=0.01) or for one (bpfed.sigma=0.05); repeatable.",
+            help="Any setting, for all (run.epochs=5, data.seed=0, method.lr=0.01) or for one (bpfed.sigma=0.05); "
+            "repeatable.",
         ),
     ] = None,
     out: Annotated[
@@ -66,10 +66,10 @@ def compare(
     quiet: Quiet = False,
     **flags: str | None,
 ) -> None:
-    """Run methods on the same data with the same seeds, and set them side by side in a table and a report.
+    """Run methods on the same data with the same seeds, and compare them in a table and a report.
 
-    Every run has a folder of its own, OUT/METHOD/seed-K. What is finished there is not run again, what was interrupted
-    goes on: give the same command once more, or one with more methods or seeds.
+    Each run has its own folder, OUT/METHOD/seed-K. Finished runs are not repeated and interrupted ones are resumed:
+    repeat the command, with more methods or seeds if you like.
     """
     from bpfed.callbacks.progress import CellProgress
 
@@ -103,7 +103,7 @@ def compare(
     except KeyboardInterrupt:
         progress.close()
         again = _again(methods, seeds, rounds, reference, settings or [], out, data_dir, quiet, flags)
-        progress.say(f"bpfed: Stopped; at most the current round is lost. Go on with: {again}")
+        progress.say(f"bpfed: Stopped; at most the current round is lost. Resume with: {again}")
         raise typer.Exit(130) from None
     finally:
         progress.close()
@@ -116,21 +116,23 @@ def _entrants(
 ) -> tuple[list[Entrant], Config]:
     """Who takes part, and the configuration of the first of them."""
     from bpfed.comparison.entrants import Entrant, changes, check_common, listed, title
-    from bpfed.config import Override, read
+    from bpfed.config import Override, no_prefix, read
 
     names = listed(methods)
     common = [Override("run.rounds", str(rounds), "--rounds")]
     common += [Override(key, text, flag(key)) for key, _ in schema_fields() if (text := flags.get(argument(key)))]
     own: dict[str, list[Override]] = {}  # by the word before the dot, where that is none of a configuration's tables
     for override in map(_override, settings):
-        table, _, key = override.key.partition(".")
+        table, dot, key = override.key.partition(".")
+        if not dot:
+            raise no_prefix(override, names[0].partition("+")[0])
         if table in ("data", "run", "method"):
             common.append(override)
         elif any(table in (name, name.partition("+")[0]) for name in names):
             own.setdefault(table, []).append(override._replace(key=f"method.{key}"))
         else:
             raise UserError(
-                f"--set: '{table}' is no part of this comparison; {hint(table, ('data', 'run', 'method', *names))}"
+                f"--set: '{table}' is not part of this comparison; {hint(table, ('data', 'run', 'method', *names))}"
             )
 
     found, configs = [], []
@@ -152,10 +154,10 @@ def _override(setting: str) -> Override:
 
     key, equals, text = setting.partition("=")
     if not equals:
-        raise UserError(f"--set: '{setting}' has no value; write it as in --set method.lr=0.01.")
+        raise UserError(f"--set: '{setting}' has no value; write e.g. --set method.lr=0.01.")
     if key.strip() in ("run.seed", "run.rounds"):
         flag = f"--{key.strip().partition('.')[2]}"
-        raise UserError(f"--set: {key.strip()} is given by {'--seeds' if flag == '--seed' else flag} here.")
+        raise UserError(f"--set: {key.strip()} cannot be set here; use {'--seeds' if flag == '--seed' else flag}.")
     return Override(key.strip(), text.strip())
 
 
@@ -168,8 +170,8 @@ def _check(base: str, overrides: list[Override]) -> None:
     for table, _, key in (o.key.partition(".") for o in overrides):
         if table == "method" and key not in known:
             raise UserError(
-                f"--set: {base} has no setting '{key}'; where only some methods have it, name the method, as in "
-                f"--set bpfed.sigma=0.05."
+                f"--set: {base} has no setting '{key}'; to set it for one method only, name the method, e.g. "
+                "--set bpfed.sigma=0.05."
             )
 
 
@@ -177,7 +179,7 @@ def _seeds(text: str) -> int | list[int]:
     try:
         found = [int(word) for word in text.removesuffix(",").split(",")]
     except ValueError:
-        raise UserError(f"--seeds: '{text}' is no number and no list of them; write it as in 3 or 0,4,7.") from None
+        raise UserError(f"--seeds: '{text}' is not a number or a list of numbers; write e.g. 3 or 0,4,7.") from None
     return found if "," in text else found[0]
 
 

@@ -1,9 +1,10 @@
-"""``bpfed data``: which datasets there are, getting one, and looking at how it is dealt out."""
+"""``bpfed data``: list datasets, fetch one, and look at how it is distributed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,9 +12,9 @@ import typer
 from rich.text import Text
 
 from bpfed.cli import show
-from bpfed.cli.flags import DataDir
+from bpfed.cli.flags import DataDir, schema_fields, with_schema
 from bpfed.cli.group import Group
-from bpfed.cli.run import PATIENCE, loading
+from bpfed.cli.run import PATIENCE, loading, overrides
 from bpfed.console import Console
 from bpfed.names import PREFIX, check_data
 from bpfed.report import text
@@ -28,7 +29,7 @@ app = typer.Typer(
     cls=Group, help="List, fetch and inspect datasets.", epilog="Example: bpfed data list", no_args_is_help=True
 )
 
-Name = Annotated[str, typer.Argument(help="Name of the dataset, see 'bpfed data list'.")]
+Name = Annotated[str, typer.Argument(help="Name of the dataset (see 'bpfed data list').")]
 #: Clients that have a row, width of a bar, and letters of a class's name that can head a column.
 ROWS, BAR, SHORT = 40, 12, 3
 #: Columns of tables that have a row.
@@ -39,7 +40,7 @@ SIDE_BY_SIDE = 6
 
 @app.command("list", epilog="Example: bpfed data list --data-dir ~/datasets")
 def list_(data_dir: DataDir = None) -> None:
-    """List the datasets, and whether their files are present."""
+    """List the datasets and whether their files are present."""
     from bpfed.data import describe
 
     shown = show.table("name", "present", "what it is", "examples", "clients", right=2)
@@ -51,7 +52,7 @@ def list_(data_dir: DataDir = None) -> None:
 
 @app.command(epilog="Example: bpfed data fetch mnist")
 def fetch(name: Name, data_dir: DataDir = None) -> None:
-    """Make sure that a dataset's files are present, downloading them if not."""
+    """Download a dataset's files if they are not present."""
     check_data(name)
     with _busy() as progress:
         from bpfed.data import fetch as get
@@ -62,64 +63,38 @@ def fetch(name: Name, data_dir: DataDir = None) -> None:
     Console().print(told, soft_wrap=True)
 
 
-@app.command(epilog="Example: bpfed data inspect folder:hospitals --target disease --plot hospitals.png")
-def inspect(
-    name: Annotated[str, typer.Argument(help="Name of the dataset, see 'bpfed data list', or folder:PATH.")],
-    partition: Annotated[
-        str | None,
-        typer.Option(help="groups, random:3, dirichlet:0.3, shards:2 or iid. \\[default: groups]", show_default=False),
-    ] = None,
-    clients: Annotated[
-        int | None, typer.Option(help="Number of clients. \\[default: the dataset's own]", show_default=False)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Which examples go where.")] = 0,
-    test_fraction: Annotated[
-        float | None,
-        typer.Option(help="Part held out for testing. \\[default: 0.5, of tables 0.3]", show_default=False),
-    ] = None,
-    data_dir: DataDir = None,
-    target: Annotated[str | None, typer.Option(help="Of tables, the column to predict.", show_default=False)] = None,
-    client_column: Annotated[
-        str | None,
-        typer.Option(help="Of one table for all clients, the column that says whose a row is.", show_default=False),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(help="Of tables, classification or regression. \\[default: as it shows]", show_default=False),
-    ] = None,
-    ignore: Annotated[
-        str | None, typer.Option(help="Of tables, columns that are no inputs, comma-separated.", show_default=False)
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it, too, as .png, .svg or .pdf.", show_default=False)] = None,
-) -> None:
-    """Show how many examples each client would have, of which classes, and what is missing; nothing is trained.
+#: Settings that an inspection has no flag for, since they are of a run or have another.
+NOT_INSPECTED = tuple(key for key, _ in schema_fields() if key.startswith("run.") or key in ("data.name", "data.seed"))
 
-    Of tables, it lists what becomes of each column, and says which look as if they should be no inputs.
+
+@app.command(epilog="Example: bpfed data inspect folder:hospitals --target disease --plot hospitals.png")
+@partial(with_schema, without=NOT_INSPECTED)
+def inspect(
+    name: Annotated[str, typer.Argument(help="Name of the dataset (see 'bpfed data list'), or folder:PATH.")],
+    seed: Annotated[int, typer.Option(help="Random seed: which examples go where.")] = 0,
+    data_dir: DataDir = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it, as .png, .svg or .pdf.", show_default=False)] = None,
+    **flags: str | None,
+) -> None:
+    """Show how many examples of which classes each client would have, and what is missing; trains nothing.
+
+    For tables, it also lists what becomes of each column, and which columns probably should not be inputs.
     """
     check_data(name)
     with _busy() as progress:
+        from bpfed.config import read as configured
         from bpfed.data.columns import columns
-        from bpfed.data.load import is_table, load, tables
+        from bpfed.data.load import is_table, tables
         from bpfed.data.overview import missing
         from bpfed.data.picture import check_ending, draw
 
         if plot is not None:
             check_ending(plot)
+        chosen = configured(None, overrides(None, [], {**flags, "data": name, "seed": str(seed)}))
         loading(progress, name, data_dir)
-        read = tables(name, client_column=client_column, data_dir=data_dir) if is_table(name) else {}
-        data = load(
-            name,
-            partition=partition,
-            clients=clients,
-            seed=seed,
-            test_fraction=test_fraction,
-            data_dir=data_dir,
-            target=target,
-            client_column=client_column,
-            task=task,  # type: ignore[arg-type]  # checked there
-            ignore=ignore,
-            read=read or None,
-        )
+        column = chosen.data.client_column
+        read = tables(name, client_column=column, data_dir=data_dir) if is_table(name) else {}
+        data = chosen.load_data(data_dir, read or None)
         gaps = missing(read)
         if plot is not None:
             progress.doing(f"drawing {plot}")
@@ -150,7 +125,7 @@ def inspect(
     if gaps.columns:
         show.put(_missing(gaps))
     elif read:
-        _say("Nothing is missing.")
+        _say("No values are missing.")
     if plot is not None:
         _say(f"Picture: {plot}")
 
@@ -158,7 +133,7 @@ def inspect(
 @app.command(epilog="Example: bpfed data export heart-disease hospitals")
 def export(
     name: Annotated[str, typer.Argument(help="A dataset of tables, such as heart-disease.")],
-    folder: Annotated[Path, typer.Argument(help="A new folder for a CSV file of each client.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder, for one CSV file per client.")],
     data_dir: DataDir = None,
 ) -> None:
     """Write the tables of a dataset as CSV files, one per client, to be used as folder:PATH."""
@@ -200,7 +175,7 @@ def _clients(data: FederatedData, bars: bool, classes: bool) -> show.Table:
     columns = ["client", "train", "test", *([""] if bars else [])]
     columns += ["mean", "spread"] if numbers else words if classes else ["classes"]
     rows = look(data)
-    what = "training examples of each class" if classes else "number of classes it trains on"
+    what = "training examples of each class" if classes else "number of classes in training"
     what = f"mean and standard deviation of {_target(data)} in training" if numbers else what
     shown = show.table(*columns, title=f"{data.name}, {_dealt(data)}: {what}", right=len(columns))
     for column in shown.columns[: 4 if bars else 1]:
@@ -219,11 +194,13 @@ def _clients(data: FederatedData, bars: bool, classes: bool) -> show.Table:
 
 def _dealt(data: FederatedData) -> str:
     """Who the clients are, in words."""
-    if data.partition != "natural":
+    from bpfed.data.partition import OWN
+
+    if data.partition != OWN:
         return f"partition {data.partition}"
     if data.preparation is not None and data.preparation.client_column is not None:
-        return f"a client for each '{data.preparation.client_column}'"
-    return "a client for each file" if data.name.startswith(PREFIX) else "clients as the data has them"
+        return f"one client per '{data.preparation.client_column}'"
+    return "one client per file" if data.name.startswith(PREFIX) else "the dataset's own clients"
 
 
 def _target(data: FederatedData) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from bpfed.cli import show
-from bpfed.cli.flags import with_schema
+from bpfed.cli.flags import MethodName, with_schema
 from bpfed.cli.group import Group
 from bpfed.cli.run import overrides
 from bpfed.errors import UserError
@@ -21,7 +21,7 @@ from bpfed.report import text
 app = typer.Typer(
     name="deploy",
     cls=Group,
-    help="A federation of real sites, on Flower: same methods, same numbers, nothing personal on the wire.",
+    help="A federation of real sites, on Flower: same methods and results, and personal model parts stay at the sites.",
     epilog="Example: bpfed deploy demo",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -50,20 +50,24 @@ def init(
     folder: Folder,
     sites: Annotated[
         str | None,
-        typer.Option(help="Names of the sites, with commas. \\[default: the clients of --data]", show_default=False),
+        typer.Option(
+            help="Names of the sites, separated by commas. \\[default: the clients of --data]", show_default=False
+        ),
     ] = None,
-    address: Annotated[str, typer.Option(help="Where sites will reach the server, host:port.")] = "127.0.0.1:8000",
+    address: Annotated[
+        str, typer.Option(help="Address at which sites reach the server, host:port.")
+    ] = "127.0.0.1:8000",
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML file of settings, as for 'bpfed run'.", show_default=False)
     ] = None,
-    method: Annotated[str | None, typer.Option(metavar="TEXT", help="Method, see 'bpfed methods'.")] = None,
+    method: MethodName = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. method.temperature=0.3; repeatable."),
     ] = None,
     **flags: str | None,
 ) -> None:
-    """Make certificates, one key pair per site and the configuration, ready to be brought to the sites."""
+    """Create certificates, a key pair per site and the configuration, ready to be taken to the sites."""
     check_method(method)
     _flower()
     from bpfed.config import read
@@ -77,17 +81,17 @@ def init(
     chosen = read(config, overrides(method, settings or [], flags))
     plan = Plan(control.named_sites(chosen, given), address)
     control.make(folder, plan, chosen)
-    print(f"Made '{folder}' for {text.many(len(plan.sites), 'site')}. Next:")
+    print(f"Created '{folder}' for {text.many(len(plan.sites), 'site')}. Next:")
     print(f"  bpfed deploy server {folder}            # on the server")
     first, own = control.site_folder(folder, plan.sites[0]), control.data_of(chosen, plan.sites[0])
-    whose = "folder brought there" if own in names() else "folder and its own file"
-    print(f"  bpfed deploy client {first} --data {own}    # at each site, with its own {whose}")
+    whose = "own folder" if own in names() else "own folder and its own file"
+    print(f"  bpfed deploy client {first} --data {own}    # at each site, with its {whose}")
     print(f"  bpfed deploy run {folder}               # on the server")
 
 
 @app.command("server", epilog="Example: bpfed deploy server fed")
 def server(folder: Folder) -> None:
-    """Run the server, in the foreground, until SIGTERM or Ctrl-C."""
+    """Run the server in the foreground until SIGTERM or Ctrl-C."""
     _flower()
     from bpfed.flower import processes
     from bpfed.flower.plan import Plan, server_folder
@@ -102,12 +106,12 @@ def client(
     data: Annotated[
         str | None,
         typer.Option(
-            help="The site's file, or the name of a dataset that it has a part of. \\[default: the last one]",
+            help="The site's file, or the name of a dataset of which it has a part. \\[default: the last one used]",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Run a site, in the foreground, until SIGTERM or Ctrl-C."""
+    """Run a site in the foreground until SIGTERM or Ctrl-C."""
     _flower()
     from bpfed.flower import processes
     from bpfed.flower.plan import FILE, Plan, site_folders
@@ -129,7 +133,7 @@ def client(
 
 @app.command("run", epilog="Example: bpfed deploy run fed")
 def run(folder: Folder) -> None:
-    """Run the rounds that are left, on the server's machine, and write the report."""
+    """Run the remaining rounds, on the server's machine, and write the report."""
     _flower()
     from bpfed.flower import control
     from bpfed.flower.deployed import RUN
@@ -142,14 +146,14 @@ def run(folder: Folder) -> None:
         with Following() as shown:
             record = control.run(own, Plan.read(own), shown.say, shown.status, shown.waiting)
     except KeyboardInterrupt:
-        _say("No longer watching; a run that has begun goes on. See it with 'bpfed deploy status'.")
+        _say("No longer watching; a run that has started continues. Check it with 'bpfed deploy status'.")
         raise typer.Exit(130) from None
     show.result(record, own / RUN / REPORT)
 
 
 @app.command("status", epilog="Example: bpfed deploy status fed")
 def status(folder: Folder) -> None:
-    """Which sites are there, the round, and the last metrics."""
+    """Show which sites are online, the round, and the latest metrics."""
     _flower()
     from bpfed.flower import control
     from bpfed.flower.plan import Plan, server_folder
@@ -165,7 +169,7 @@ def status(folder: Folder) -> None:
     state = found["state"]
     over = state in ("finished", "stopped")
     if not over and not control.alive(int(found["pid"])):
-        state, over = "broken off", True
+        state, over = "interrupted", True
     print(f"{state}, {where(found)}, {ago:.0f} s ago" + _because(found))
     shown = show.table("site", "online", "last round used", "refused", "lost", right=3)
     for site in plan.sites:
@@ -175,10 +179,10 @@ def status(folder: Folder) -> None:
         shown.add_row(site, text.MISSING if over else online, *numbers)
     show.put(shown)
     if over:
-        print("Who is online is known only while a run is under way.")
+        print("Which sites are online is known only during a run.")
     for site in plan.sites:
         if why := found["sites"].get(site, {}).get("why"):
-            print(f"Last of site '{site}': {why}")
+            print(f"Last message about site '{site}': {why}")
     for note in found.get("notes", ()):
         print(note)
     print(_metrics(found))
@@ -186,12 +190,14 @@ def status(folder: Folder) -> None:
 
 @app.command("demo", epilog="Example: bpfed deploy demo --out runs/deployed")
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder of the demonstration; made anew.")] = Path("runs/deploy-demo"),
+    out: Annotated[Path, typer.Option(help="Folder of the demonstration; an earlier one is replaced.")] = Path(
+        "runs/deploy-demo"
+    ),
     sites: Annotated[int, typer.Option(help="Number of sites.", min=2)] = 4,
     rounds: Annotated[int, typer.Option(help="Number of rounds.", min=1)] = 5,
-    data: Annotated[str, typer.Option(help="A named dataset, dealt out to the sites.")] = "digits",
+    data: Annotated[str, typer.Option(help="A named dataset, distributed over the sites.")] = "digits",
 ) -> None:
-    """Run a server and four sites on this machine, over TLS and with keys, and write the report."""
+    """Run a server and several sites on this machine, with TLS and keys, and write the report."""
     check_data(data)
     _flower()
     from bpfed.config import Override, read
@@ -203,12 +209,12 @@ def demo(
 
     if out.exists() and any(out.iterdir()):
         if not (out / SERVER / FILE).exists():
-            raise UserError(f"'{out}' holds other files; choose another --out.")
+            raise UserError(f"'{out}' contains other files; choose another --out.")
         shutil.rmtree(out)
     wanted = {"data.name": data, "data.clients": sites, "run.rounds": rounds, "run.eval_every": 1}
     chosen = read(None, [Override(key, str(value)) for key, value in wanted.items()])
     plan = Plan(control.named_sites(chosen, ()), f"127.0.0.1:{processes.free_port()}", timeout=300.0, wait=300.0)
-    _say("Making certificates and keys.")
+    _say("Creating certificates and keys.")
     control.make(out, plan, chosen)
     own = (out / SERVER).resolve()
     try:

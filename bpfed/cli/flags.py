@@ -17,7 +17,7 @@ ConfigFile = Annotated[
 ]
 MethodName = Annotated[
     str | None,
-    typer.Option(metavar="TEXT", help="Method, see 'bpfed methods'. \\[default: bpfed-recipe]", show_default=False),
+    typer.Option(metavar="TEXT", help="Method (see 'bpfed methods'). \\[default: bpfed-recipe]", show_default=False),
 ]
 DataDir = Annotated[
     Path | None,
@@ -62,8 +62,9 @@ def with_schema(function: Callable[..., None], without: Sequence[str] = ()) -> C
 
 
 def _parameter(key: str, field: Field) -> inspect.Parameter:
-    words = field.about.replace("None:", "left out:")
-    about = words if field.default is None else f"{words} \\[default: {field.default}]"
+    words = field.about.replace("None:", "default:")
+    default = str(field.default).lower() if isinstance(field.default, bool) else field.default
+    about = words if default is None else f"{words} \\[default: {default}]"
     option: Any = typer.Option(
         flag(key), metavar=field.short, help=about, rich_help_panel=PANELS[key.partition(".")[0]], show_default=False
     )

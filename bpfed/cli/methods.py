@@ -15,7 +15,7 @@ EXAMPLE = "Example: bpfed methods bpfed"
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Show the settings of this one.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(help="Show the settings of this method.", show_default=False)] = None,
 ) -> None:
     """List the methods, or the settings of one of them."""
     check_method(name)

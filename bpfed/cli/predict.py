@@ -1,4 +1,4 @@
-"""``bpfed predict``: what a client of a finished run says of new rows, and how sure it is."""
+"""``bpfed predict``: what a client of a finished run predicts for new rows, and how sure it is."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def predict(
         str | None, typer.Option(help="Whose model: a client of the run, or a newcomer.", show_default=False)
     ] = None,
     adapted: Annotated[
-        Path | None, typer.Option(help="A newcomer's file that is elsewhere, in place of --client.", show_default=False)
+        Path | None, typer.Option(help="File of a newcomer that is elsewhere, instead of --client.", show_default=False)
     ] = None,
     level: Annotated[
-        float, typer.Option(help="How often sets and intervals hold the truth; needs a run with --calibration.")
+        float, typer.Option(help="How often sets and intervals contain the truth; needs a run with --calibration.")
     ] = 0.9,
     abstain: Annotated[
         float | None,
         typer.Option(
-            help="Mark rows whose label is less probable than this, or that have a number far outside of training.",
+            help="Mark rows whose label is less probable than this, or with a number far outside the training range.",
             show_default=False,
         ),
     ] = None,
@@ -58,25 +58,25 @@ def predict(
     ] = None,
     keep: Annotated[
         str | None,
-        typer.Option(help="Columns of the input to copy, such as an id, comma-separated.", show_default=False),
+        typer.Option(help="Columns of the input to copy, such as an id, separated by commas.", show_default=False),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="CSV file to write, whole or not at all. \\[default: stdout]", show_default=False),
+        typer.Option(help="CSV file to write. \\[default: stdout]", show_default=False),
     ] = None,
 ) -> None:
-    """Predict with one client's model: a line of CSV for each row of the input, in its order.
+    """Predict with one client's model: one line of CSV for each row of the input, in the same order.
 
-    Classes have a label, probabilities and uncertainties (nats); numbers a mean and an sd in their own units.
+    Classes get a label, probabilities and uncertainties (nats); numbers a mean and an sd in their own units.
 
-    Where the run kept calibration examples, there are sets of labels or intervals as well.
+    If the run held back calibration examples, there are also sets of labels or intervals.
 
-    Of tables, the column "unusual" names those with a number far outside of training or a word that it never saw.
+    For tables, the column "unusual" names columns with a number far outside the training range or an unseen word.
     """
     from bpfed.callbacks.progress import Progress
 
     if (client is None) == (adapted is None):
-        raise UserError("Say whose model it is, either by --client NAME or by --adapted FILE.")
+        raise UserError("Choose whose model to use, with either --client NAME or --adapted FILE.")
     if not 0.0 < level < 1.0:
         raise UserError(f"--level is {level:g}, but must be above 0 and below 1, such as 0.9.")
     if abstain is not None and not 0.0 <= abstain <= 1.0:
@@ -124,17 +124,17 @@ def _endless(found: Classified | Regressed, level: float, name: str) -> str | No
 
     if found.scores is None or math.isfinite(threshold(found.scores, level)):
         return None
-    what = "sets hold every label" if isinstance(found, Classified) else "intervals are infinite"
+    what = "sets contain every label" if isinstance(found, Classified) else "intervals are infinite"
     least = fewest(level)
     has = many(len(found.scores), "calibration example")
     return (
-        f"The {what}: '{name}' has {has}, and a level of {level:g} needs at least {least}; give a lower --level, or train "
-        "with a larger --calibration."
+        f"The {what}: '{name}' has {has}, and a level of {level:g} needs at least {least}; use a lower --level, or "
+        "train with a larger --calibration."
     )
 
 
 def _strange(run: LoadedRun, who: Client, found: Classified | Regressed) -> str | None:
-    """How many rows are given labels that the client has no training example of; None where none is, or nobody knows."""
+    """How many rows get labels that the client has no training example of; None where none does, or nobody knows."""
     from bpfed.adapt import NewClient
     from bpfed.predict import Classified
 
@@ -148,9 +148,10 @@ def _strange(run: LoadedRun, who: Client, found: Classified | Regressed) -> str 
     if not given:
         return None
     labels = who.run.data.class_names
+    named = quoted([labels[k] for k in sorted(set(given))])
     return (
-        f"{many(len(given), 'row')} {'is' if len(given) == 1 else 'are'} given {quoted([labels[k] for k in sorted(set(given))])}, of which "
-        f"'{who.name}' has no training example."
+        f"{many(len(given), 'row')} {'is' if len(given) == 1 else 'are'} predicted as {named}, of which '{who.name}' "
+        "has no training example."
     )
 
 
@@ -159,8 +160,8 @@ def _why(run: LoadedRun, who: Client) -> str:
     if who.run is not run:
         return "a newcomer has no calibration examples"
     if run.calibration is None:
-        return "the run kept no calibration examples (train with --calibration 0.2 for them)"
-    return f"they were calibrated for {run.calibration.draws} draws (leave --draws out for them)"
+        return "the run has no calibration examples (train with --calibration 0.2 to get them)"
+    return f"they were calibrated for {run.calibration.draws} draws (omit --draws to get them)"
 
 
 def finished_run(folder: Path, say: Any) -> LoadedRun:
@@ -169,12 +170,12 @@ def finished_run(folder: Path, say: Any) -> LoadedRun:
 
     run = Run.load(folder, say=say)
     if not run.finished:
-        raise UserError(f"The run in '{folder}' is not finished; go on with it: bpfed run --out {folder} --resume")
+        raise UserError(f"The run in '{folder}' is not finished; resume it with: bpfed run --out {folder} --resume")
     return run
 
 
 def newcomers_of(folder: Path) -> Path:
-    """Where the newcomers to the run in this folder are; of a site's own model beside it, which may be written anew."""
+    """Where the newcomers to the run in this folder are; beside a site's own model, which may be written again."""
     from bpfed.flower.plan import FILE
 
     return (folder.parent if (folder.parent / FILE).is_file() else folder) / ADAPTED
@@ -193,7 +194,7 @@ def find(run: LoadedRun, name: str) -> Client:
 
 
 def _another_site(folder: Path, name: str) -> UserError | None:
-    """What is said where a site's own run is asked for another site's model; None: it is not."""
+    """The error where a site's own run is asked for another site's model; None: it is not."""
     from bpfed.flower.plan import FILE, Plan
 
     if not (folder.parent / FILE).is_file():
@@ -202,7 +203,8 @@ def _another_site(folder: Path, name: str) -> UserError | None:
     if not plan.site or name not in plan.sites:
         return None
     return UserError(
-        f"'{folder}' has the model of site '{plan.site}' only; that of '{name}' is in the folder of that site, so predict there."
+        f"'{folder}' has only the model of site '{plan.site}'; the model of '{name}' is in that site's own folder, so "
+        "predict there."
     )
 
 
@@ -214,7 +216,9 @@ def _copied(path: Path, keep: str | None, rows: int) -> dict[str, list[str]]:
     kept = verbatim(path, column_names(keep)) if keep else {}
     for name, cells in kept.items():
         if len(cells) != rows:
-            raise UserError(f"'{name}' of '{path}' has {len(cells)} entries for {many(rows, 'row')}; keep another.")
+            raise UserError(
+                f"'{name}' of '{path}' has {len(cells)} entries for {many(rows, 'row')}; choose another column."
+            )
     return kept
 
 
@@ -242,7 +246,8 @@ def table(
         columns["unusual"] = [" | ".join(names) for names in unusual.names()]
     if clash := [name for name in kept or () if name in columns]:
         raise UserError(
-            f"--keep: {quoted(clash)} of the input would clash with what predictions have of that name; rename it there."
+            f"--keep: {quoted(clash)} of the input would clash with a column of the predictions; rename it in the "
+            "input."
         )
     columns = {**(kept or {}), **columns}
     text = io.StringIO()
@@ -270,7 +275,7 @@ def _classes(data: FederatedData, found: Classified, level: float, abstain: floa
 
 def _numbers(data: FederatedData, found: Regressed, level: float, abstain: float | None) -> dict[str, list[Any]]:
     if abstain is not None:
-        raise UserError("--abstain is about the probability of a label, but this run predicts numbers; leave it out.")
+        raise UserError("--abstain needs the probability of a label, but this run predicts numbers; omit it.")
     mean, unit = (
         (0.0, 1.0) if data.preparation is None else (data.preparation.target_mean, data.preparation.target_scale)
     )

@@ -13,7 +13,7 @@ EXAMPLE = "Example: bpfed report runs/first"
 
 
 def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")]) -> None:
-    """Write report.html of a run anew from its files, whole or not at all, and print its figures."""
+    """Write report.html of a run again from its files, and print its figures."""
     from bpfed.report import RunRecord, write
     from bpfed.report.record import REPORT
 

@@ -37,21 +37,23 @@ def run(
         Path | None, typer.Option(help="Run folder. \\[default: a new runs/DATA-METHOD-SEED]", show_default=False)
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --out, to the last of the rounds it began with.")
+        bool, typer.Option("--resume", help="Resume the run in --out, up to the number of rounds it was started with.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in --out.")] = False,
     data_dir: DataDir = None,
     track: Annotated[
         list[str] | None,
-        typer.Option(metavar="|".join(TRACKERS), help="Log to it, too (needs the extra 'track'); repeatable."),
+        typer.Option(
+            metavar="|".join(TRACKERS), help="Also log to this tracker (needs the extra 'track'); repeatable."
+        ),
     ] = None,
     quiet: Quiet = False,
     **flags: str | None,
 ) -> None:
-    """Train a federation. Settings come from flags, else from the TOML file, else from the defaults.
+    """Train a federation. Settings come from flags, then from the TOML file, then from the defaults.
 
-    With --resume and no file they are those of the run in --out.
-    Its number of rounds cannot be changed: where the step size falls over them, as the recipe's, more is another run.
+    With --resume and no file, the settings are those of the run in --out.
+    The number of rounds is fixed at the start, because step-size schedules depend on it.
     """
     from bpfed.callbacks.progress import Progress
 
@@ -77,7 +79,7 @@ def run(
         folder = Folder(out, resume, overwrite)
         if resume and source is None and not any(override.key == "data.name" for override in said):
             raise UserError(
-                f"There is no run to resume in '{out}'; give another --out, or start a new run with --data."
+                f"There is no run to resume in '{out}'; choose another --out, or start a new run with --data."
             )
         callbacks: list[Callback] = [folder, *_trackers(track or [], out)]
         for note in chosen.notes:
@@ -124,7 +126,7 @@ def _own(out: Path | None, resume: bool) -> Path | None:
 
 
 def overrides(method: str | None, settings: list[str], flags: dict[str, str | None]) -> list[Override]:
-    """What was said by flags, and then by ``--set``."""
+    """What was set by flags, and then by ``--set``."""
     from bpfed.config import Override
 
     found = [Override("method.name", method, "--method")] if method is not None else []
@@ -134,7 +136,7 @@ def overrides(method: str | None, settings: list[str], flags: dict[str, str | No
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
-            raise UserError(f"--set: '{setting}' has no value; write it as in --set method.temperature=0.3.")
+            raise UserError(f"--set: '{setting}' has no value; write e.g. --set method.temperature=0.3.")
         found.append(Override(key.strip(), text.strip()))
     return found
 
@@ -169,11 +171,11 @@ def _stopped(out: Path | None, data_dir: Path | None, track: list[str]) -> str:
     if out is None or (config := _own(out, resume=True)) is None:
         return "bpfed: Stopped before the first round; nothing was written."
     if (out / REHEARSALS / config.name).exists() and config.parent == out:  # the run here is to be overwritten
-        return "bpfed: Stopped in a rehearsal; at most the current round is lost. Go on with the same command."
+        return "bpfed: Stopped in a rehearsal; at most the current round is lost. Resume with the same command."
     again = ["bpfed", "run", "--out", str(out), "--resume"]
     again += ["--data-dir", str(data_dir)] if data_dir is not None else []
     again += [word for name in track for word in ("--track", name)]
-    return f"bpfed: Stopped; at most the current round is lost. Go on with: {shlex.join(again)}"
+    return f"bpfed: Stopped; at most the current round is lost. Resume with: {shlex.join(again)}"
 
 
 def _latest() -> Path:

@@ -79,6 +79,6 @@ def result(run: RunRecord, report: Path) -> None:
     if "epsilon" in run.summary:
         console.print(
             f"Privacy of a client: epsilon {run.summary['epsilon']:.3g}, delta {run.summary['delta']:g}"
-            f"{'.' if run.summary['protocol'] == 'deployed' else ', had the seed been secret.'}",
+            f"{'.' if run.summary['protocol'] == 'deployed' else ', valid only if the seed is secret.'}",
         )
     console.print(f"Report: {report}", style="bold", soft_wrap=True)

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from bpfed.comparison import Tuning
     from bpfed.config import Config, Override
 
-EXAMPLE = "Example: bpfed tune --data folder:hospitals --target disease --rounds 20, then bpfed run runs/tune-hospitals-bpfed-recipe/best.toml"
+EXAMPLE = (
+    "Example: bpfed tune --data folder:hospitals --target disease --rounds 20, "
+    "then bpfed run runs/tune-hospitals-bpfed-recipe/best.toml"
+)
 #: What is to be used afterwards, in the folder.
 BEST = "best.toml"
 
@@ -35,14 +38,16 @@ def tune(
         list[str] | None,
         typer.Option(
             metavar="NAME=A,B,C",
-            help="Values of one of the method's settings to try, or of hidden; several of these: all combinations. "
+            help="Values to try of one of the method's settings, or of hidden; repeat it to try all combinations. "
             "\\[default: temperatures]",
             show_default=False,
         ),
     ] = None,
-    cuts: Annotated[int, typer.Option(metavar="INT", help="How often a part is held out; more say it surer.")] = 3,
+    cuts: Annotated[
+        int, typer.Option(metavar="INT", help="How often a part is held out; more cuts give a more reliable choice.")
+    ] = 3,
     held: Annotated[
-        float, typer.Option(metavar="FLOAT", help="Part of each client's training examples that is held out.")
+        float, typer.Option(metavar="FLOAT", help="Fraction of each client's training examples that is held out.")
     ] = 0.2,
     settings: Annotated[
         list[str] | None,
@@ -55,13 +60,13 @@ def tune(
     quiet: Quiet = False,
     **flags: str | None,
 ) -> None:
-    """Choose settings on held-out training examples: no test example takes part, so the test stays a test.
+    """Choose settings on held-out training examples; no test example is used, so the test stays fair.
 
-    Trains with each value on a part of every client's training examples, scores it on the rest, and writes what had the lowest
-    NLL to OUT/best.toml, from which 'bpfed run' trains on all of them. Without --grid temperatures are tried: what is best
-    depends on how noisy the labels are.
+    Trains with each value on a part of every client's training examples, scores it on the rest, and writes the settings
+    with the lowest NLL to OUT/best.toml, from which 'bpfed run' trains on all examples. Without --grid it tries
+    temperatures: the best one depends on how noisy the labels are.
 
-    What is finished in OUT is not run again: after Ctrl-C give the same command once more.
+    Finished trials in OUT are not repeated: after Ctrl-C, run the same command again.
     """
     from bpfed.callbacks.progress import CellProgress
 
@@ -89,7 +94,7 @@ def tune(
         found = run_trials(tried, data, cuts, held, out=out, display=display, say=progress.say)
     except KeyboardInterrupt:
         progress.close()
-        progress.say("bpfed: Stopped; at most the current round is lost. Go on with the same command.")
+        progress.say("bpfed: Stopped; at most the current round is lost. Resume with the same command.")
         raise typer.Exit(130) from None
     finally:
         progress.close()
@@ -111,11 +116,12 @@ def _grid(texts: list[str], config: Path | None, said: list[Override]) -> dict[s
         key, equals, values = text.partition("=")
         table, _, name = key.strip().rpartition(".")
         if not equals or not name or not values.strip(","):
-            raise UserError(f"--grid: '{text}' names no values; write it as in --grid lr=0.001,0.01.")
+            raise UserError(f"--grid: '{text}' has no values; write e.g. --grid lr=0.001,0.01.")
         table = table or ("run" if name in fields_of(Settings) else "method")
         if table == "data" or (table == "run" and name in fields_of(Settings) and name not in OF_RUN):
             raise UserError(
-                f"--grid: '{name}' is a setting of the {table}; those of the method can be tried, such as lr, and hidden."
+                f"--grid: '{name}' is a {table} setting; only settings of the method, such as lr, and hidden can be "
+                "tried."
             )
         one_by_one = [
             Override(f"{table}.{name}", value.strip(), "--grid") for value in values.split(",") if value.strip()
@@ -127,9 +133,9 @@ def _grid(texts: list[str], config: Path | None, said: list[Override]) -> dict[s
 
 
 def _best(config: Config, found: Tuning) -> dict[str, Any]:
-    """The configuration of a run with what was chosen; what is as it is by default is left out.
+    """The configuration of a run with what was chosen, without what is at its default.
 
-    The seed of the data is said: dealt out anew, examples that it was chosen on would be among the test examples.
+    The seed of the data is in it: with another split, examples that settings were chosen on would be in the test.
     """
     method, run = found.method, replace(config.run, hidden=found.hidden)
     if _softens(config):
@@ -146,7 +152,7 @@ def _best(config: Config, found: Tuning) -> dict[str, Any]:
 
 
 def _softens(config: Config) -> bool:
-    """Whether what was learnt of the probabilities is kept: it is, unless each client is to have a temperature of its own."""
+    """Whether what was learnt of the probabilities is kept: it is, unless each client gets its own temperature."""
     return config.run.scaling == "none"
 
 
@@ -177,32 +183,33 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
     show.put(shown)
     several = len(comparison.seeds) > 1
     console.print(
-        f"On training examples that were held out{', mean ± standard deviation over cuts' if several else ''}, lowest NLL first. "
+        f"On held-out training examples{', mean ± standard deviation over cuts' if several else ''}, lowest NLL first. "
         f"Difference: from {reference} as it is, mean over clients{', with a 95 % interval' if several else ''}. "
-        "No test example took part.",
+        "No test example was used.",
         style="dim",
     )
     if along := next((trial.along for trial in found.trials.values() if trial.along), ()):
         console.print(
-            f"With the temperature goes {' and '.join(along)}, the pull of shared weights towards 0: it is set so that this pull is as strong "
-            f"at every temperature as in the method as it is. {BEST} has both.",
+            f"Along with the temperature, {' and '.join(along)} (the pull of shared weights towards 0) is adjusted, so "
+            f"that this pull is as strong at every temperature as in the method as it is. {BEST} has both.",
             style="dim",
         )
     if found.best == AS_IT_IS:
-        console.print("Nothing that was tried has a lower NLL than the method as it is.")
+        console.print("No setting that was tried has a lower NLL than the method as it is.")
     elif (t := found.trials[found.best].changed.get("temperature")) in (TEMPERATURES[0], TEMPERATURES[-1]):
         console.print(
-            f"{t:g} is the {'lowest' if t == TEMPERATURES[0] else 'highest'} temperature that is tried without --grid."
+            f"{t:g} is the {'lowest' if t == TEMPERATURES[0] else 'highest'} temperature tried without --grid; use "
+            "--grid to go further."
         )
     if found.best != AS_IT_IS and several and not comparison.difference(found.best).clear:
-        console.print("These examples cannot tell what is best from the method as it is: the interval includes zero.")
+        console.print("The best setting is not clearly better than the method as it is: the interval includes zero.")
     if softens and found.softness != 1.0:
         console.print(
-            f"{BEST} has a softness as well, {softly(found.softness)}: it suits the best one's probabilities on these examples. The "
-            "figures above are without it."
+            f"{BEST} also has a softness, {softly(found.softness)}, which suits the best setting's probabilities on "
+            "these examples. The figures above are without it."
         )
     again = shlex.join(
         ["bpfed", "run", str(out / BEST), *(["--data-dir", str(data_dir)] if data_dir is not None else [])]
     )
     console.print(f"Report: {out / REPORT}", style="bold", soft_wrap=True)
-    console.print(f"Train with what is best: {again}", style="bold", soft_wrap=True)
+    console.print(f"Train with the best settings: {again}", style="bold", soft_wrap=True)

@@ -26,7 +26,7 @@ from bpfed.comparison.entrants import Entrant, entrants
 from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Words, chosen_reference
 from bpfed.data import FederatedData, load
 from bpfed.engine.federation import pick_device
-from bpfed.engine.settings import Settings, changed
+from bpfed.engine.settings import Settings
 from bpfed.errors import Diverged, UserError
 from bpfed.files import clear_parts, is_part, lock, said, to_json, to_toml, write_whole
 from bpfed.likelihoods import Likelihood
@@ -34,12 +34,11 @@ from bpfed.methods import Method
 from bpfed.rehearsal import rehearse
 from bpfed.report.record import CONFIG, SUMMARY, RunRecord
 from bpfed.run import Run, once, to_stderr, train_together
+from bpfed.schema import ROUNDS, changed
 from bpfed.training import prepare
 
 Say = Callable[[str], None]
 
-#: Rounds of every run, where nothing else is said.
-ROUNDS = 30
 #: The files of a comparison's folder beside its cells; the first marks it as one.
 REQUEST, RESULT, MARKDOWN, CSV, REPORT = (
     "comparison.toml",

@@ -22,13 +22,13 @@ from bpfed.comparison.record import Comparison, Words
 from bpfed.data import FederatedData, load
 from bpfed.data.held import HELD, held_out
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings, changed
+from bpfed.engine.settings import Settings
 from bpfed.errors import UserError, unknown
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method, Recipe
 from bpfed.networks import HIDDEN
 from bpfed.rehearsal import common
-from bpfed.schema import fields_of
+from bpfed.schema import changed, fields_of
 from bpfed.training import method_of
 
 #: How many cuts there are.

@@ -28,23 +28,23 @@ def from_arrays(
     test_fraction: float = 0.5,
     seed: int = 0,
 ) -> FederatedData:
-    """Make a federation of your own arrays (numpy, torch, or lists).
+    """Make a federation from your own arrays (numpy, torch, or lists).
 
-    They are used as they are, unlike tables. A network wants inputs, and the targets of a regression, of about mean 0 and
-    standard deviation 1: scale them by the training examples, and new inputs alike. Where they are far from that, ``notes`` of
-    the result says so, as does every training.
+    They are used as they are, unlike tables. A network needs inputs, and the targets of a regression, of about mean 0
+    and standard deviation 1: scale them by the training examples, and new inputs in the same way. Where they are far
+    from that, ``notes`` of the result says so, as does every training.
 
     Args:
         x: Inputs, ``[E, ...]`` numbers, or ``[E]`` for one number each.
         y: Targets, ``[E]``: whole numbers or words are classes, other numbers are a regression.
         ids: Whom each example belongs to, ``[E]`` whole numbers or words. Each id is a client, named by it.
         name: What to call the dataset.
-        task: Says what ``y`` is, where its type does not.
-        labels: A word for each class; ``y`` then runs from 0 to their number less one. Left out, the classes are the
+        task: What ``y`` is, where its type does not tell.
+        labels: A word for each class; ``y`` then runs from 0 to their number less one. By default, the classes are the
             values that occur in ``y``, in order.
-        test: Which examples are for testing, ``[E]`` bool, where you know; else a fraction of each client's is taken.
-        test_fraction: That fraction, of each class alike.
-        seed: Which examples are taken.
+        test: Which examples are for testing, ``[E]`` bool; None: a fraction of each client's, drawn at random.
+        test_fraction: That fraction, stratified by class.
+        seed: Which examples are drawn.
     """
     inputs, targets = _numbers(x, f"The inputs of '{name}'"), _array(y, f"The targets of '{name}'")
     inputs = inputs[:, None] if inputs.ndim == 1 else inputs
@@ -55,7 +55,7 @@ def from_arrays(
             "give one target and one id per input."
         )
     if not len(targets):
-        raise UserError(f"'{name}' has no examples.")
+        raise UserError(f"'{name}' has no examples; give it at least one.")
     task = task or ("regression" if targets.dtype.kind == "f" else "classification")
     if task == "classification":
         targets, words = _classes(targets, tuple(labels), name)
@@ -93,7 +93,7 @@ def _array(values: Any, what: str) -> np.ndarray:
         tight = np.asarray(array.tolist())
         return tight if tight.dtype.kind in "biuf" else array.astype(str)
     except ValueError as error:
-        raise UserError(f"{what} are not all of one shape; give every example the same.") from error
+        raise UserError(f"{what} do not all have the same shape; give every example the same shape.") from error
 
 
 def _numbers(values: Any, what: str) -> np.ndarray:
@@ -108,7 +108,7 @@ def _identities(ids: Any, name: str) -> np.ndarray:
     array = _array(ids, f"The ids of '{name}'")
     if array.dtype.kind == "f":
         if not np.isfinite(array).all():
-            raise UserError(f"An example of '{name}' has no id; drop it or say whom it belongs to.")
+            raise UserError(f"An example of '{name}' has no id; drop it or give it one.")
         if (array == np.trunc(array)).all():
             array = array.astype(np.int64)  # a column of whole numbers, as tables with gaps give it
     return array
@@ -118,7 +118,7 @@ def _classes(y: np.ndarray, labels: tuple[str, ...], name: str) -> tuple[np.ndar
     if y.dtype.kind == "f":
         if not (np.isfinite(y).all() and (y == np.trunc(y)).all()):
             raise UserError(
-                f"The targets of '{name}' are not whole numbers, so they are no classes; say task='regression'."
+                f"The targets of '{name}' are not whole numbers, so they cannot be classes; use task='regression'."
             )
         y = y.astype(np.int64)
     if not labels:
@@ -128,7 +128,7 @@ def _classes(y: np.ndarray, labels: tuple[str, ...], name: str) -> tuple[np.ndar
         place = {word: i for i, word in enumerate(labels)}
         missing = sorted(set(y.tolist()) - set(place))
         if missing:
-            raise UserError(f"'{name}' has the class '{missing[0]}', which is not among its labels; add it to them.")
+            raise UserError(f"'{name}' has the class '{missing[0]}', which is not among its labels; add it to labels.")
         return np.array([place[word] for word in y.tolist()], dtype=np.int64), labels
     return y.astype(np.int64), labels
 
@@ -136,5 +136,5 @@ def _classes(y: np.ndarray, labels: tuple[str, ...], name: str) -> tuple[np.ndar
 def _mask(test: Any, number: int, name: str) -> np.ndarray:
     mask = _array(test, f"The test marks of '{name}'")
     if mask.shape != (number,) or mask.dtype.kind != "b":
-        raise UserError(f"'{name}' needs one True or False per example to say which are for testing, {number} in all.")
+        raise UserError(f"'{name}' needs test to be one True or False per example, {number} in all.")
     return mask

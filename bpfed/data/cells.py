@@ -37,7 +37,7 @@ CELLS: dict[str, Cell] = {
 def deal_cell(
     cell: Cell, y: np.ndarray, partition: Partition, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Deal the examples of a cell's source out: exact quotas, no example in two places.
+    """Distribute the examples of a cell's source: exact quotas, no example in two places.
 
     Args:
         cell: Which cell.
@@ -64,8 +64,8 @@ def deal_cell(
         who = np.flatnonzero(held[:, label])
         if len(who) * each > counts[label]:
             raise UserError(
-                f"Label {label} of '{cell.source}' has {counts[label]} examples where this cell needs "
-                f"{len(who) * each}; the dataset's files are not the whole ones, fetch them again."
+                f"Label {label} of '{cell.source}' has {counts[label]} examples, but this cell needs "
+                f"{len(who) * each}; the dataset's files are incomplete, so fetch them again."
             )
         quotas = rng.permutation(np.flatnonzero(y == label))[: len(who) * each].reshape(len(who), each)
         owners[quotas] = who[:, None]

@@ -106,7 +106,7 @@ def _members(archive: Path) -> dict[str, bytes]:
         raise UserError(f"'{archive}' is damaged ({error}); delete it and fetch it again.") from error
     missing = [b for b in BATCHES if b not in found]
     if missing:
-        raise UserError(f"'{archive}' is damaged (no good {missing[0]}.bin in it); delete it and fetch it again.")
+        raise UserError(f"'{archive}' is damaged (it has no valid {missing[0]}.bin); delete it and fetch it again.")
     return found
 
 
@@ -115,7 +115,7 @@ def _bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise UserError(
-            f"'{path}' cannot be read ({error.strerror}); mend its permissions or fetch it again."
+            f"'{path}' cannot be read ({error.strerror}); fix its permissions or fetch it again."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Columns of tables: what becomes of each, and which look as if they should be no inputs."""
+"""Columns of tables: what becomes of each, and which look as if they should not be inputs."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def columns(tables: Mapping[str, Table], preparation: Preparation) -> list[Colum
         if name == preparation.target:
             what = "target"
         elif name == SPLIT:
-            what = "says which rows are for testing"
+            what = "marks the test rows"
         elif name in preparation.ignore:
-            what = "left out by --ignore"
+            what = "ignored (--ignore)"
         elif feature is None:
             empty = all(table.missing(name).all() for table in tables.values())
-            what = "all missing, left out" if empty else "constant, left out"
+            what = "all missing, not used" if empty else "constant, not used"
         elif not feature.scale:
-            what = "constant, but missing in places"
+            what = "constant, some missing"
         else:
-            what = f"{len(feature.levels)} words" if feature.kind == "words" else "numbers"
+            what = f"{len(feature.levels)} categories" if feature.kind == "words" else "numbers"
             what += ", some missing" if feature.indicator else ""
         rows.append(ColumnRow(name, what, len(feature.inputs) if feature else 0))
     return rows
@@ -80,18 +80,18 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
     parts = (
         ("dates", dates),
         ("identifiers (nearly every value is different)", identities),
-        ("names of clients (the same in all rows of a client, and others' differ)", owners),
-        (f"more than {MANY} words", wordy),
+        ("client names (the same in all rows of a client, but not between clients)", owners),
+        (f"more than {MANY} categories", wordy),
     )
     told = ", ".join(f"{what} in {quoted(names)}" for what, names in parts if names)
     left = ",".join((*preparation.ignore, *(name for name in found if "," not in name)))
-    how = f"--ignore '{left}' leaves them out" if left else "take them out of the files"
-    rename = " (one with a comma in its name must be renamed for that)" if left and any("," in n for n in found) else ""
-    return (f"There seem to be {told}; if these should be no inputs, {how}{rename}.",)
+    how = f"leave them out with --ignore '{left}'" if left else "remove them from the files"
+    rename = " (rename any with a comma in its name first)" if left and any("," in n for n in found) else ""
+    return (f"There seem to be {told}; if these should not be inputs, {how}{rename}.",)
 
 
 def telling(table: Table) -> dict[str, list[str]]:
-    """Columns of words that others should not be told: those of dates and those of identifiers, where there are some."""
+    """Columns of words that others should not be told: dates and identifiers, where there are some."""
     seen = {name: _of_words([column], TOLD) for name, column in table.columns.items() if isinstance(column, Words)}
     dates = [name for name, (dated, _) in seen.items() if dated]
     identities = [name for name, (dated, identity) in seen.items() if identity and not dated]
@@ -99,7 +99,7 @@ def telling(table: Table) -> dict[str, list[str]]:
 
 
 def _of_words(held: Sequence[Column], enough: int = ENOUGH) -> tuple[bool, bool]:
-    """Whether the words of all clients are dates, such as 2024-05-14 or 14.5.24 10:00, and whether they are identities."""
+    """Whether all clients' words are dates, such as 2024-05-14 or 14.5.24 10:00, and whether they are identifiers."""
     columns = [column for column in held if isinstance(column, Words)]
     all_ = set().union(*(column.levels for column in columns))
     if not all_:
@@ -128,7 +128,7 @@ def _of_numbers(held: Sequence[Column], named: bool) -> tuple[bool, bool]:
 
 
 def _whose(held: Sequence[Column]) -> bool:
-    """Whether words or whole numbers say whose a row is: one for all rows of a client, of two clients or more, not the same."""
+    """Whether words or whole numbers name the client: one for all rows of a client, different ones for others."""
     seen: set[str | float] = set()
     several = 0
     for column in held:

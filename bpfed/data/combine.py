@@ -44,14 +44,16 @@ def combine(
         where = next(s for s in summaries if s.target.words and s.target.levels)
         raise words_for_numbers(target, where.client, (where.target.levels or ("",))[0])
     elif not aim.scale:
-        raise UserError(f"The target '{target}' is the same in all rows, so there is nothing to predict.")
+        raise UserError(
+            f"The target '{target}' is the same in all rows, so there is nothing to learn; predict another column."
+        )
 
     shapes = {s.shape: s.client for s in summaries}
     if len(shapes) > 1:
         one, two = [
             f"'{who}' has {'a table' if shape is None else f'images of {shape}'}" for shape, who in shapes.items()
         ][:2]
-        raise UserError(f"Clients differ in what their inputs are: {one}, {two}; give all of them the same.")
+        raise UserError(f"Clients have different kinds of inputs: {one}, {two}; give all of them the same kind.")
     (shape,) = shapes
     names = sorted({name for s in summaries for name in s.columns})
     # A client without the column has it all missing.
@@ -76,7 +78,9 @@ def combine(
         shape=shape,
     )
     if not made.features:
-        raise UserError(f"There is no column beside '{target}' whose values differ, so there is nothing to learn from.")
+        raise UserError(
+            f"No column other than '{target}' has values that differ, so there is nothing to learn from; add inputs."
+        )
     return made.with_clients((s.client, s.columns) for s in summaries)
 
 
@@ -87,8 +91,8 @@ def _check_units(told: Mapping[str, Sequence[tuple[str, ColumnSummary]]]) -> Non
         if spreads and spreads[-1][0] > UNITS_APART * spreads[0][0]:
             (low, one), (high, other) = spreads[0], spreads[-1]
             raise UserError(
-                f"The images' {name} has a standard deviation of {low:.3g} at '{one}' and of {high:.3g} at '{other}'; save all as "
-                "bytes (0 to 255) or all as fractions (0 to 1), or scale each client's by its own with --standardise local."
+                f"The images' {name} has a standard deviation of {low:.3g} at '{one}' and of {high:.3g} at '{other}'; "
+                "save all as bytes (0 to 255) or all as fractions (0 to 1), or use --standardise local."
             )
 
 
@@ -105,7 +109,7 @@ def _feature(name: str, told: Sequence[ColumnSummary], image: bool) -> Feature:
 
 
 def _check_alike(told: Mapping[str, Iterable[tuple[str, ColumnSummary]]]) -> None:
-    """Refuse columns that are numbers at one client and words at another; all of them at once."""
+    """Refuse columns that are numbers at one client and text at another; all of them at once."""
     found = []
     for name, clients in told.items():
         numbers = words = None
@@ -115,7 +119,7 @@ def _check_alike(told: Mapping[str, Iterable[tuple[str, ColumnSummary]]]) -> Non
             elif column.count:
                 numbers = numbers or client
         if numbers is not None and words is not None:
-            found.append(f"'{name}' is numbers at '{numbers}' but words at '{words[0]}', such as '{words[1]}'")
+            found.append(f"'{name}' is numeric at '{numbers}' but text at '{words[0]}', such as '{words[1]}'")
     if found:
         raise UserError(f"Column {first_of(found, ', and ', OTHERS)}; write it the same way everywhere.")
 
@@ -124,14 +128,15 @@ def _classes(summaries: Sequence[Summary], aim: ColumnSummary, target: str) -> t
     for s in summaries:
         if s.target.count and s.target.levels is None:
             raise UserError(
-                f"The target '{target}' of '{s.client}' is not up to {MOST_LEVELS} whole numbers or words, so it is no "
-                "class; say task 'regression'."
+                f"The target '{target}' of '{s.client}' is neither text nor at most {MOST_LEVELS} whole numbers, so it "
+                "cannot be classes; use --task regression."
             )
     labels = aim.levels or ()
     if len(labels) < 2:
         held = f" '{labels[0]}'" if labels else ""
         raise UserError(
-            f"The target '{target}' has only one class{held} in all training rows, so there is nothing to learn."
+            f"The target '{target}' has only one class{held} in all training rows, so there is nothing to learn; "
+            "predict another column."
         )
     if len(labels) > MOST_LEVELS:
         raise too_many_classes(target, "all clients together", len(labels))

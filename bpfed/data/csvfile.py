@@ -52,11 +52,11 @@ def write_folder(tables: Mapping[str, Table], folder: Path) -> list[Path]:
         UserError: There is something in the folder, or a table is of images.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"'{folder}' is not empty; give a new folder.")
+        raise UserError(f"'{folder}' is not empty; choose a new folder.")
     texts = {}
     for client, table in tables.items():
         if table.images is not None:
-            raise UserError(f"'{table.name}' holds images, which no CSV file can; use NPZ.")
+            raise UserError(f"'{table.name}' contains images, which a CSV file cannot hold; use NPZ.")
         text = io.StringIO(newline="")
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(table.columns)
@@ -101,7 +101,7 @@ def _rows(path: Path) -> Iterator[tuple[list[str], str, list[list[str]]]]:
     except UnicodeDecodeError as error:
         _not_text(path, error)
     except csv.Error as error:
-        raise UserError(f"'{path}' is damaged near line {reader.line_num + 1} ({error}); mend its quotes.") from error
+        raise UserError(f"'{path}' is damaged near line {reader.line_num + 1} ({error}); fix its quotes.") from error
 
 
 def _header(file: io.TextIOWrapper, path: Path) -> tuple[list[str], str]:
@@ -109,9 +109,9 @@ def _header(file: io.TextIOWrapper, path: Path) -> tuple[list[str], str]:
     while line and not line.strip():
         line = file.readline(HEADER)
     if not line:
-        raise UserError(f"'{path}' is empty; leave it out or give it a header and rows.")
+        raise UserError(f"'{path}' is empty; remove it or give it a header and rows.")
     if _CONTROL.search(line):
-        raise UserError(f"'{path}' is no text file; save it as CSV.")
+        raise UserError(f"'{path}' is not a text file; save it as CSV.")
     cut = {}
     for delimiter in DELIMITERS:
         # A name in quotes may run over several lines; the reader asks for as many as it needs.
@@ -120,21 +120,19 @@ def _header(file: io.TextIOWrapper, path: Path) -> tuple[list[str], str]:
                 csv.reader(chain([line], file) if line.count('"') % 2 else [line], delimiter=delimiter)
             )
         except (csv.Error, StopIteration) as error:
-            raise UserError(f"The first line of '{path}' is damaged ({error}); mend its quotes.") from error
+            raise UserError(f"The first line of '{path}' is damaged ({error}); fix its quotes.") from error
         if line.count('"') % 2:
             break
     delimiter = max(cut, key=lambda d: len(cut[d]))
     header = [name.strip() for name in cut[delimiter]]
     if len(header) == 1 and re.search(r"\S[ :^~]+\S", header[0]):
         raise UserError(
-            f"'{path}' has one column only, '{header[0][:60]}'; separate its columns by comma, semicolon, tab or bar."
+            f"'{path}' has only one column, '{header[0][:60]}'; separate its columns by comma, semicolon, tab or bar."
         )
     twice = [name for name in header if name and header.count(name) > 1]
     # Plain counts (0, 1, 2, ...) are what some programs call columns; other numbers are a row of data.
     if any(_number(name) and (not name.isdecimal() or name in twice) for name in header):
-        raise UserError(
-            f"The first line of '{path}' has numbers where the columns' names should be; add a line of names."
-        )
+        raise UserError(f"The first line of '{path}' has numbers instead of column names; add a line of names.")
     if twice:
         raise UserError(f"'{path}' has two columns '{twice[0]}'; rename or remove one.")
     return header, delimiter
@@ -149,7 +147,7 @@ def _chunks(reader: Iterator[list[str]], width: int, path: Path) -> Iterator[lis
             if wrong is not None:
                 raise UserError(
                     f"'{path}' has {width} columns, but {len(wrong)} in the row '{','.join(wrong)[:60]}' before line "
-                    f"{reader.line_num + 1}; mend it."  # type: ignore[attr-defined]
+                    f"{reader.line_num + 1}; correct it."  # type: ignore[attr-defined]
                 )
         if rows:
             yield rows
@@ -217,7 +215,7 @@ def _joined(chunks: list[Column], name: str, path: Path, delimiter: str, known: 
     shift = [np.array([*(place[level] for level in c.levels), UNKNOWN])[c.codes] for c in words]
     made = Words(np.concatenate(shift), tuple(levels))
     if any(_CONTROL.search(level) for level in levels):
-        raise UserError(f"Column '{name}' of '{path}' holds bytes that are no text; save it as CSV.")
+        raise UserError(f"Column '{name}' of '{path}' contains bytes that are not text; save it as CSV.")
     if known:
         return made
     shares = [_percentage(level, delimiter) for level in levels]
@@ -231,12 +229,10 @@ def _check_slips(columns: Mapping[str, Column], path: Path, delimiter: str) -> N
     for name, column in columns.items():
         if isinstance(column, Words):
             percent = [_percentage(level, delimiter) is not None for level in column.levels]
-            slips += _slip(column, [_number(level) for level in column.levels], f"'{name}' of '{path}' is numbers")
+            slips += _slip(column, [_number(level) for level in column.levels], f"'{name}' of '{path}' is numeric")
             slips += _slip(column, percent, f"'{name}' of '{path}' is percentages")
     if slips:
-        raise UserError(
-            f"Column {first_of(slips, ', and ', OTHERS)}; mend it, or leave the cell empty if it is not known."
-        )
+        raise UserError(f"Column {first_of(slips, ', and ', OTHERS)}; correct it, or leave the cell blank.")
 
 
 def _slip(column: Words, such: list[bool], what: str) -> list[str]:
@@ -246,7 +242,7 @@ def _slip(column: Words, such: list[bool], what: str) -> list[str]:
     if not number.sum() * 2 > np.count_nonzero(known):
         return []
     row = int(np.flatnonzero(known & ~number)[0])
-    return [f"{what} but for '{column.levels[column.codes[row]][:40]}' in row {row + 1}"]
+    return [f"{what} except for '{column.levels[column.codes[row]][:40]}' in row {row + 1}"]
 
 
 def _not_text(path: Path, error: UnicodeDecodeError) -> NoReturn:
@@ -255,5 +251,5 @@ def _not_text(path: Path, error: UnicodeDecodeError) -> NoReturn:
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise UserError(f"'{path}' is UTF-16; save it as UTF-8.") from error
     if _CONTROL.search(start.decode("latin-1")):
-        raise UserError(f"'{path}' is no text file; save it as CSV.") from error
+        raise UserError(f"'{path}' is not a text file; save it as CSV.") from error
     raise UserError(f"'{path}' is not UTF-8 (byte {error.object[error.start]:#04x}); save it as UTF-8.") from error

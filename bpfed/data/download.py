@@ -70,7 +70,7 @@ def download(remote: Remote, path: Path) -> None:
                 file.write(chunk)
                 bar.update(bar.task_ids[0], completed=size)
             if size != remote.size or (remote.sha256 is not None and digest.hexdigest() != remote.sha256):
-                raise DownloadError(f"{remote.url} sent other bytes than the original file's")
+                raise DownloadError(f"{remote.url} sent different bytes from the original file's")
     except (OSError, HTTPException, ValueError) as error:
         why = str(error).strip("<>").removeprefix("urlopen error ")
         raise DownloadError(f"{remote.url} could not be fetched ({why})") from error

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bpfed import noise
+from bpfed.data.partition import OWN
 from bpfed.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,8 +41,9 @@ class Examples:
 
     @property
     def owner(self) -> Tensor:
-        """Which client each example belongs to, ``[E]``."""
-        return torch.repeat_interleave(torch.arange(len(self.offsets) - 1, device=self.offsets.device), self.sizes)
+        """The client of each example, ``[E]``."""
+        sizes = self.sizes
+        return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
 
     def client(self, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of one client, ``[n, ...]`` and ``[n]`` (views, not copies)."""
@@ -64,9 +66,14 @@ class Examples:
 
 
 def held_back(sizes: Tensor, fraction: float) -> Tensor:
-    """How many of their training examples clients with so many, ``[N]``, do not train on; see `FederatedData.hold_out`."""
+    """How many of so many training examples, ``[N]``, clients do not train on; see `FederatedData.hold_out`."""
     held = (sizes * fraction).round().long().clamp(min=1)
     return torch.minimum(held, sizes - 1).clamp(min=0)
+
+
+def untested(name: str) -> UserError:
+    """A `UserError` for data of this name without any test example."""
+    return UserError(f"No client of '{name}' has a test example; give it some, e.g. with a test_fraction above 0.")
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,7 +92,7 @@ class FederatedData:
         protocol: ``"paper"`` for the paper's six cells, else ``"own"``.
         test_fraction: The part of each client's examples that was held out; None where numbers were given instead.
         seed: Which examples went where; None where nothing was drawn.
-        preparation: How tables became these inputs and targets, to do the same to new rows; None where they were arrays.
+        preparation: How tables became these inputs and targets, to do the same to new rows; None for arrays.
         calibration: Examples that nobody trains on and predictions are calibrated with (see `hold_out`); may be None.
         notes: What whoever trains on them should know, in words.
     """
@@ -97,7 +104,7 @@ class FederatedData:
     task: Task
     classes: int = 0
     labels: tuple[str, ...] = ()
-    partition: str = "natural"
+    partition: str = OWN
     protocol: str = "own"
     test_fraction: float | None = None
     seed: int | None = None
@@ -111,8 +118,8 @@ class FederatedData:
     def __repr__(self) -> str:
         kinds = f"{self.classes} classes" if self.classes else "numbers"
         return (
-            f"<data {self.name!r}: {len(self)} clients, {len(self.train.y)} training and {len(self.test.y)} test examples of "
-            f"{list(self.input_shape)}, {kinds}>"
+            f"<data {self.name!r}: {len(self)} clients, {len(self.train.y)} training and {len(self.test.y)} test "
+            f"examples of {list(self.input_shape)}, {kinds}>"
         )
 
     @property
@@ -129,18 +136,18 @@ class FederatedData:
         """The same data with a part of each client's training examples moved to ``calibration``.
 
         Of n examples round(n · fraction) are moved, at least one where n is 2 or more, and never all; of those of one
-        class, that part rounded up or down. Every example of a client has the same chance. Which ones they are depends on
-        ``seed``, the client's name and the order of its examples, and on no other client.
+        class, that part rounded up or down. Every example of a client has the same chance. Which ones they are depends
+        on ``seed``, the client's name and the order of its examples, and on no other client.
         """
         if self.calibration is not None:
-            raise UserError(f"'{self.name}' has calibration examples already; leave the setting 'calibration' at 0.")
+            raise UserError(f"'{self.name}' already has calibration examples; leave the setting 'calibration' at 0.")
         sizes = self.train.sizes
-        owner = torch.repeat_interleave(torch.arange(len(self)), sizes)
+        owner = self.train.owner
         held = held_back(sizes, fraction)
         key = noise.keys(seed, 0, noise.Purpose.HOLD_OUT, noise.client_ids(self.clients))
         place = torch.arange(len(owner)) - self.train.offsets[owner]
-        # Each client's examples class by class, in random order inside of a class; then at equal distances from a random
-        # start, with which every place has the same chance.
+        # Each client's examples class by class, in random order inside of a class; then at equal distances from a
+        # random start, with which every place has the same chance.
         order = noise.fold(noise.fold(key, 0)[owner], place.int())[:, 0].argsort(stable=True)
         if self.task == "classification":
             order = order[self.train.y[order].argsort(stable=True)]
@@ -169,7 +176,7 @@ class FederatedData:
             if examples is None:
                 continue
             if len(examples.offsets) != len(self) + 1:
-                raise UserError(f"'{self.name}' names {len(self)} clients but holds {part} data of another number.")
+                raise UserError(f"'{self.name}' names {len(self)} clients, but its {part} data is of another number.")
             if not len(examples.x) == len(examples.y) == int(examples.offsets[-1]):
                 raise UserError(
                     f"'{self.name}' has {len(examples.x)} inputs and {len(examples.y)} targets in its {part} data for "
@@ -186,7 +193,8 @@ class FederatedData:
                 row = int(bad.nonzero()[0])
                 who = self.clients[int(torch.searchsorted(examples.offsets, row, right=True)) - 1]
                 raise UserError(
-                    f"Client '{who}' of '{self.name}' has NaN or infinite values in its {part} data; clean or drop those rows."
+                    f"Client '{who}' of '{self.name}' has NaN or infinite values in its {part} data; clean or drop "
+                    "those rows."
                 )
             if self.task == "classification" and len(examples.y):
                 low, high = int(examples.y.min()), int(examples.y.max())
@@ -196,10 +204,9 @@ class FederatedData:
                         f"labels must run from 0 to {self.classes - 1}."
                     )
         if len(self) == 0:
-            raise UserError(f"'{self.name}' has no clients.")
+            raise UserError(f"'{self.name}' has no clients; give it at least one.")
         empty = (self.train.sizes == 0).nonzero().flatten()
         if len(empty):
-            raise UserError(
-                f"Client '{self.clients[int(empty[0])]}' of '{self.name}' has no training example; leave it out or give it one."
-            )
+            who = self.clients[int(empty[0])]
+            raise UserError(f"Client '{who}' of '{self.name}' has no training example; remove it or give it one.")
         return self

@@ -61,5 +61,4 @@ def synthetic(
         task="classification",
         classes=classes,
         labels=tuple(str(c) for c in range(classes)),
-        partition="natural",
     ).check()

@@ -1,4 +1,4 @@
-"""Training examples in the place of test examples: what settings are chosen on, so that a test stays a test."""
+"""Training examples instead of test examples: what settings are chosen on, so that a test stays a test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from bpfed.data.federated import FederatedData
 from bpfed.errors import UserError
 
-#: Part of each client's training examples that is held out, where nothing is said.
+#: Fraction of each client's training examples that is held out by default.
 HELD = 0.2
 
 
@@ -15,12 +15,15 @@ def held_out(data: FederatedData, held: float, cut: int) -> FederatedData:
     """As `parted`, or a `UserError` where nothing is held out."""
     kept = parted(data, held, cut)
     if not len(kept.test.y):
-        raise UserError(f"No client of '{data.name}' has two training examples, so none can be held out to choose by.")
+        raise UserError(
+            f"No client of '{data.name}' has two training examples, so none can be held out to choose settings on; "
+            "give them more."
+        )
     return kept
 
 
 def parted(data: FederatedData, held: float, cut: int) -> FederatedData:
-    """The data with a part of the training examples in the place of the test examples, which are left out.
+    """The data with a part of the training examples instead of the test examples, which are left out.
 
     Args:
         data: Its calibration examples, if any, are left out too.

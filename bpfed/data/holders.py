@@ -43,10 +43,10 @@ def at_random(clients: int, serves: np.ndarray, k: int, rng: np.random.Generator
     if wanted is None:
         raise UserError(
             f"Partition 'random:{k}' needs an example of {k} labels for each of {clients} clients, "
-            f"which this data does not have; use fewer clients or fewer labels per client."
+            f"but this data has too few; use fewer clients or fewer labels per client."
         )
     # Dealing the labels round like cards gives every client k of them, and never the same one twice since no label
-    # is dealt more than N times. It is far from random, which the trades below mend without changing any total.
+    # is dealt more than N times. It is far from random, which the trades below fix without changing any total.
     cards = np.repeat(np.arange(len(serves)), wanted)
     held = np.zeros((clients, len(serves)), dtype=bool)
     held[np.arange(clients * k) % clients, cards] = True
@@ -58,7 +58,7 @@ def at_random(clients: int, serves: np.ndarray, k: int, rng: np.random.Generator
 def _check(classes: int, k: int) -> None:
     if k > classes:
         raise UserError(
-            f"The partition asks for {k} labels per client but the data has {classes}; ask for {classes} at most."
+            f"The partition asks for {k} labels per client, but the data has {classes}; ask for at most {classes}."
         )
 
 

@@ -60,12 +60,12 @@ class IdxFiles:
             labels.append(read_idx(label_file, dims=1))
             if images[-1].shape[1:] != (28, 28):
                 raise UserError(
-                    f"'{image_file}' holds images of {images[-1].shape[1:]}, not of 28 x 28; fetch it again."
+                    f"'{image_file}' contains images of {images[-1].shape[1:]}, not 28 x 28; fetch it again."
                 )
             if len(images[-1]) != len(labels[-1]):
                 raise UserError(
-                    f"'{image_file}' holds {len(images[-1])} images but '{label_file.name}' {len(labels[-1])} labels; "
-                    "fetch both again."
+                    f"'{image_file}' has {len(images[-1])} images, but '{label_file.name}' has {len(labels[-1])} "
+                    "labels; fetch both again."
                 )
             if labels[-1].max(initial=0) > 9:
                 raise UserError(f"'{label_file}' is damaged (a label above 9); delete it and fetch it again.")
@@ -97,7 +97,7 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
         with _open(path) as file:
             magic = file.read(4)
             if magic != bytes((0, 0, 8, dims)):
-                raise _damaged(path, f"it does not start as an idx file of {dims} dimension(s) does")
+                raise _damaged(path, f"it does not start like an idx file of {dims} dimension(s)")
             shape = struct.unpack(f">{dims}I", file.read(4 * dims))
             data = file.read(math.prod(shape) + 1)
     except (OSError, EOFError, zlib.error, struct.error) as error:
@@ -119,7 +119,7 @@ def _file(folder: Path, name: str) -> Path | None:
 def _present(folder: Path, name: str) -> Path:
     path = _file(folder, name)
     if path is None:
-        raise UserError(f"'{folder / name}.gz' is gone; fetch it again.")
+        raise UserError(f"'{folder / name}.gz' is missing; fetch it again.")
     return path
 
 

@@ -31,8 +31,13 @@ def client_names(clients: int) -> tuple[str, ...]:
     return tuple(f"client-{i:0{width}d}" for i in range(clients))
 
 
-def streams(seed: int, number: int) -> list[np.random.Generator]:
-    """Independent random generators, so that e.g. another test fraction does not change who holds what."""
+def check_seed(seed: int) -> None:
+    """Raise a `UserError` unless this can be a seed."""
     if seed < 0:
         raise UserError(f"A seed must be 0 or more, not {seed}.")
+
+
+def streams(seed: int, number: int) -> list[np.random.Generator]:
+    """Independent random generators, so that e.g. another test fraction does not change who holds what."""
+    check_seed(seed)
     return [np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(number)]

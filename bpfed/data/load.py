@@ -1,4 +1,4 @@
-"""Load: a dataset by its name, dealt out to clients and split into training and test examples."""
+"""Load: a dataset by its name, distributed over clients and split into training and test examples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bpfed.data.federated import Examples, FederatedData, Task
 from bpfed.data.folder import DataDir
 from bpfed.data.layout import client_names, lay_out, streams
 from bpfed.data.natural import NATURAL
-from bpfed.data.partition import Partition, parse_partition
+from bpfed.data.partition import OWN, Partition, parse_partition
 from bpfed.data.preparation import Standardise
 from bpfed.data.remarks import of_one_class
 from bpfed.data.sources import SOURCES, Source
@@ -52,23 +52,24 @@ def load(
     """Load a dataset as a federation of clients.
 
     Args:
-        name: One of `names`, or ``folder:PATH`` for tables of your own: a folder with a CSV, TSV, Parquet or NPZ file for
+        name: One of `names`, or ``folder:PATH`` for your own tables: a folder with a CSV, TSV, Parquet or NPZ file for
             each client, or one such file (see ``docs/data.md``).
-        clients: Number of clients; left out, the dataset's own (10, or 20 for CIFAR-10).
-        partition: How examples are dealt out, e.g. ``"groups"`` (as left out), ``"random:3"``, ``"dirichlet:0.3"``,
-            ``"shards:2"``, ``"iid"``.
+        clients: Number of clients; default: the dataset's own (10, or 20 for CIFAR-10).
+        partition: How examples are distributed: ``"groups"`` (the default), ``"random:3"``, ``"dirichlet:0.3"``,
+            ``"shards:2"`` or ``"iid"``.
         seed: Which examples go where. The same seed gives the same federation.
-        data_dir: Folder of the dataset's files; left out, the one ``BPFED_DATA`` names, then the cache folder.
-        test_fraction: Part of each client's examples held out for testing, of each class alike (left out, a half, of
-            tables 0.3).
+        data_dir: Folder of the dataset's files; default: the one ``BPFED_DATA`` names, then the cache folder.
+        test_fraction: Fraction of each client's examples held out for testing, stratified by class; default: 0.5, or
+            0.3 for tables.
         download: Whether missing files may be downloaded.
-        target: Of tables, the column to predict; left out, the one called ``target``, ``label`` or ``y``.
-        client_column: Of one table for all, the column that says whose a row is.
-        task: Of tables, ``"classification"`` or ``"regression"``; left out, words and up to 20 whole numbers are classes.
-        standardise: Of tables, how numbers are scaled: ``"federated"`` by sums over all clients, ``"local"``
-            by each client's own, or ``"none"``.
-        ignore: Of tables, columns that are no inputs: a list, or a text with commas between them.
-        read: Of tables, what `tables` gave, where that has been called already.
+        target: For tables: the column to predict; default: the one called ``target``, ``label`` or ``y``.
+        client_column: For a single table: the column that identifies the client.
+        task: For tables: ``"classification"`` or ``"regression"``; default: text and up to 20 distinct whole numbers
+            are classes.
+        standardise: For tables: scale numbers by statistics of all clients (``"federated"``), by each client's own
+            (``"local"``), or not at all (``"none"``).
+        ignore: For tables: columns that are not inputs, as a list or as one text with commas between them.
+        read: For tables: what `tables` returned, where that has been called already.
 
     Raises:
         UserError: The name is unknown, the request cannot be met, or the files are missing or damaged.
@@ -87,7 +88,7 @@ def load(
             seed=seed,
         )
         if clients not in (None, len(data)):
-            raise UserError(f"'{name}' has {len(data)} clients of its own, not {clients}; leave their number out.")
+            raise UserError(f"'{name}' has its own clients, {len(data)} in number, not {clients}; omit --clients.")
         return data
     check_data(name, names())
     scaling = None if standardise == "federated" else standardise
@@ -113,9 +114,9 @@ def tables(
         return own.read_clients(name.removeprefix(PREFIX), client_column)
     if name not in NATURAL:
         check_data(name, names())
-        raise UserError(f"'{name}' is no table; tables are {', '.join(NATURAL)} and {PREFIX}PATH.")
+        raise UserError(f"'{name}' is not a table; use {', '.join(NATURAL)} or {PREFIX}PATH.")
     if client_column is not None:
-        raise UserError(f"'{name}' has clients of its own; leave --client-column out.")
+        raise UserError(f"'{name}' has its own clients; omit --client-column.")
     return NATURAL[name].files.read(sources.obtain(name, data_dir, download))
 
 
@@ -137,8 +138,8 @@ def source_of(name: str) -> str:
 
 
 def _natural_only(name: str, partition: str | None) -> None:
-    if partition is not None and parse_partition(partition).name != "natural":
-        raise UserError(f"'{name}' has clients of its own, so it cannot be dealt out by '{partition}'; leave that out.")
+    if partition is not None and partition.strip() != OWN:
+        raise UserError(f"'{name}' has its own clients, so '{parse_partition(partition)}' does not apply; omit it.")
 
 
 def _target(name: str, target: str | None) -> str | None:
@@ -146,7 +147,7 @@ def _target(name: str, target: str | None) -> str | None:
         return target
     if target not in (None, NATURAL[name].target):
         raise UserError(
-            f"'{name}' predicts '{NATURAL[name].target}'; leave --target out, or export it and use {PREFIX}PATH."
+            f"'{name}' predicts '{NATURAL[name].target}'; omit --target, or export it and use {PREFIX}PATH."
         )
     return NATURAL[name].target
 
@@ -154,7 +155,7 @@ def _target(name: str, target: str | None) -> str | None:
 def _no_table(name: str, **options: str | Iterable[str] | None) -> None:
     for option, value in options.items():
         if value is not None:
-            raise UserError(f"'{name}' is no table, so '{option}' has no meaning; leave it out.")
+            raise UserError(f"'{name}' is not a table, so '{option}' does not apply; omit it.")
 
 
 def _cell_only(name: str, cell: Cell, clients: int | None, test_fraction: float | None) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bpfed.data.preparation import Preparation
-from bpfed.errors import quoted
+from bpfed.errors import first_of, quoted
 
 DIFFER = (
-    "differ only in case or spaces and are taken as different; write them the same way in all files if one is meant."
+    "differ only in case or spaces and are treated as different; if they are the same, spell them alike in all files."
 )
 
 
@@ -39,6 +39,5 @@ def _alike(words: Iterable[str]) -> list[list[str]]:
     return [same for same in found.values() if len(same) > 1]
 
 
-def _listed(alike: list[list[str]], most: int = 5) -> str:
-    shown = ", ".join(quoted(same, and_=" and ") for same in alike[:most])
-    return shown + (f" and {len(alike) - most} more" if len(alike) > most else "")
+def _listed(alike: list[list[str]]) -> str:
+    return first_of([quoted(same, and_=" and ") for same in alike])

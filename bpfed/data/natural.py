@@ -91,7 +91,7 @@ ARFF = "WISDM_ar_v1.1_transformed.arff"
 
 @dataclass(frozen=True)
 class WisdmFiles:
-    """WISDM activity prediction 1.1: what people do, by 43 figures from the accelerometer of the phone in their pocket."""
+    """WISDM activity prediction 1.1: what people do, from 43 features of the phone's accelerometer."""
 
     home: str = "wisdm"
 
@@ -135,7 +135,7 @@ def read_arff(path: Path) -> Table:
             raise ValueError(f"{len(names)} attributes but {len(cells)} columns")
     except OSError as error:
         raise UserError(
-            f"'{path}' cannot be read ({error.strerror}); mend its permissions or fetch it again."
+            f"'{path}' cannot be read ({error.strerror}); fix its permissions or fetch it again."
         ) from error
     except (ValueError, csv.Error) as error:
         raise UserError(f"'{path}' is damaged ({error}); delete it and fetch it again.") from error
@@ -159,7 +159,7 @@ def _hospital(path: Path) -> Table:
             rows = [row for row in csv.reader(file) if row]
         found = [_column(cells) for cells in zip(*rows, strict=True)]
         if len(found) != len(ATTRIBUTES) + 1:
-            raise ValueError(f"{len(found)} columns in place of {len(ATTRIBUTES) + 1}")
+            raise ValueError(f"{len(found)} columns instead of {len(ATTRIBUTES) + 1}")
         columns: dict[str, np.ndarray | Words] = {}
         for (name, codes), values in zip(ATTRIBUTES.items(), found[:-1], strict=True):
             if isinstance(values, Words):
@@ -173,7 +173,7 @@ def _hospital(path: Path) -> Table:
         columns["disease"] = Words.of(["yes" if v > 0 else "no" for v in found[-1].tolist()])
     except OSError as error:
         raise UserError(
-            f"'{path}' cannot be read ({error.strerror}); mend its permissions or fetch it again."
+            f"'{path}' cannot be read ({error.strerror}); fix its permissions or fetch it again."
         ) from error
     except (ValueError, KeyError, csv.Error) as error:
         raise UserError(f"'{path}' is damaged ({error}); delete it and fetch it again.") from error
@@ -193,9 +193,9 @@ class Natural:
 
 NATURAL: dict[str, Natural] = {
     "heart-disease": Natural(
-        920, 4, "disease", "Heart disease found or not, patients of four hospitals, 13 attributes.", HeartFiles()
+        920, 4, "disease", "Whether heart disease was found, patients of four hospitals, 13 attributes.", HeartFiles()
     ),
     "wisdm": Natural(
-        5418, 36, "activity", "What 36 people do, 43 figures from the phone in their pocket.", WisdmFiles()
+        5418, 36, "activity", "What 36 people are doing, 43 features from the phone in their pocket.", WisdmFiles()
     ),
 }

@@ -23,7 +23,7 @@ def read_npz(path: Path) -> Table:
     """Read arrays: ``x`` with one entry per row (numbers or images) beside ``y``, or one array ``[n]`` per column."""
     arrays = read_arrays(path)
     if not arrays:
-        raise UserError(f"'{path}' holds no arrays; give it '{INPUTS}' and '{TARGET}'.")
+        raise UserError(f"'{path}' contains no arrays; give it '{INPUTS}' and '{TARGET}'.")
     inputs = arrays.pop(INPUTS, None)
     lengths = {name: array.shape[:1] for name, array in arrays.items()}
     if inputs is not None:
@@ -40,7 +40,9 @@ def read_npz(path: Path) -> Table:
         parts = {f"{INPUTS}{k:0{width}d}": inputs[:, k] for k in range(inputs.shape[1])}
         clash = sorted(parts.keys() & columns.keys())
         if clash:
-            raise UserError(f"'{path}' has an array '{clash[0]}', which is also what a column of '{INPUTS}' is called.")
+            raise UserError(
+                f"'{path}' has an array '{clash[0]}', which is also the name of a column of '{INPUTS}'; rename it."
+            )
         columns |= {name: _column(part, name, path) for name, part in parts.items()}
     elif inputs is not None:
         images = _images(inputs, path)
@@ -70,11 +72,13 @@ def _images(x: np.ndarray, path: Path) -> np.ndarray:
         x = x.transpose(0, 3, 1, 2)
     elif x.ndim != 4 or x.shape[1] > 4:
         raise UserError(
-            f"'{INPUTS}' in '{path}' has shape {x.shape}; images are [n, height, width] or [n, height, width, channels] "
-            "with at most 4 channels."
+            f"'{INPUTS}' in '{path}' has shape {x.shape}; images must be [n, height, width] or [n, height, width, "
+            "channels] with at most 4 channels."
         )
     if x.dtype.kind == "U" or not x[0:1].size:
-        raise UserError(f"'{INPUTS}' in '{path}' holds no images of numbers, but shape {x.shape} of {x.dtype}.")
+        raise UserError(
+            f"'{INPUTS}' in '{path}' must be images of numbers, but has shape {x.shape} and type {x.dtype}."
+        )
     return np.ascontiguousarray(x)
 
 
@@ -85,7 +89,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
             infos = archive.infolist()
             size = sum(info.file_size for info in infos)
             if size > LIMIT:
-                raise UserError(f"'{path}' would unpack to {size / 2**30:.0f} GiB, more than {LIMIT >> 30}; cut it up.")
+                raise UserError(f"'{path}' would unpack to {size / 2**30:.0f} GiB, more than {LIMIT >> 30}; split it.")
             found: dict[str, np.ndarray] = {}
             for info in infos:
                 name = info.filename.removesuffix(".npy")
@@ -95,7 +99,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
                     found[name] = _array(archive, info, name, path)
             return found
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
-        raise UserError(f"'{path}' is no good NPZ file ({error}); save it again with numpy.savez.") from error
+        raise UserError(f"'{path}' is not a valid NPZ file ({error}); save it again with numpy.savez.") from error
 
 
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, path: Path) -> np.ndarray:
@@ -105,10 +109,10 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, path: Pat
         shape, fortran, dtype = read(file)
         if dtype.hasobject:
             raise UserError(
-                f"'{name}' in '{path}' holds pickled objects, which can run code; save it as numbers or text."
+                f"'{name}' in '{path}' contains pickled objects, which can run code; save it as numbers or text."
             )
         if dtype.kind not in "biufU" or dtype.fields is not None:
-            raise UserError(f"'{name}' in '{path}' is of type {dtype}; save it as numbers or text.")
+            raise UserError(f"'{name}' in '{path}' has type {dtype}; save it as numbers or text.")
         # What the header promises must be there, or a small file could ask for any amount of memory.
         if math.prod(shape) * dtype.itemsize != info.file_size - file.tell():
             raise UserError(f"'{name}' in '{path}' is not as long as its header says; save it again with numpy.savez.")

@@ -11,7 +11,7 @@ import torch
 from bpfed.data.cells import CELLS
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.folder import DataDir
-from bpfed.data.load import PARTITION, names, source_of
+from bpfed.data.load import names, source_of
 from bpfed.data.natural import NATURAL
 from bpfed.data.sources import SOURCES, entry, locate
 from bpfed.data.table import Table
@@ -23,7 +23,6 @@ class DatasetRow(NamedTuple):
     name: str
     examples: int
     clients: int
-    partition: str
     sentence: str
     present: bool
 
@@ -39,7 +38,7 @@ class ClientRow(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """How much is missing: the share of each client's rows ``[N, K]`` without a value, of the K columns where any is."""
+    """How much is missing: the share of each client's rows ``[N, K]`` without a value, of the K columns with gaps."""
 
     clients: tuple[str, ...]
     columns: tuple[str, ...]
@@ -58,8 +57,7 @@ def describe(data_dir: DataDir = None) -> list[DatasetRow]:
             sentence = f"The paper's cell: {cell.train} training and {cell.test} test examples per client and label."
         else:
             clients, examples, sentence = entry(name).clients, entry(name).examples, entry(name).sentence
-        partition = "natural" if name in NATURAL else PARTITION
-        rows.append(DatasetRow(name, examples, clients, partition, sentence, present[source]))
+        rows.append(DatasetRow(name, examples, clients, sentence, present[source]))
     return rows
 
 
@@ -89,6 +87,5 @@ def missing(tables: Mapping[str, Table]) -> Missing:
 def _label_counts(examples: Examples, data: FederatedData) -> list[tuple[int, ...]]:
     if data.task != "classification":
         return [()] * len(data)
-    owner = torch.repeat_interleave(torch.arange(len(data)), examples.sizes)
-    counts = torch.bincount(owner * data.classes + examples.y, minlength=len(data) * data.classes)
+    counts = torch.bincount(examples.owner * data.classes + examples.y, minlength=len(data) * data.classes)
     return [tuple(row) for row in counts.view(len(data), data.classes).tolist()]

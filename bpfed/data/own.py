@@ -13,6 +13,7 @@ import torch
 from bpfed.data.columns import doubts
 from bpfed.data.combine import combine
 from bpfed.data.federated import Examples, FederatedData, Task
+from bpfed.data.layout import check_seed
 from bpfed.data.lookalikes import lookalikes
 from bpfed.data.preparation import Preparation, Standardise
 from bpfed.data.remarks import of_one_class
@@ -25,11 +26,13 @@ from bpfed.noise import client_ids
 #: Names that a column to predict goes by.
 TARGETS = ("target", "label", "y")
 TEST_FRACTION = 0.3
+#: Columns that an error lists.
+SHOWN = 12
 _PARTS = {"train": False, "training": False, "test": True, "testing": True}
 
 
 def read_clients(path: str | Path, client_column: str | None = None) -> dict[str, Table]:
-    """The tables of all clients, by name: a folder with a file for each, or one file and the column that says whose a row is.
+    """The tables of all clients, by name, from a folder with a file for each, or from one file and its client column.
 
     Raises:
         UserError: There is no such place, or a file of it cannot be used.
@@ -42,14 +45,15 @@ def read_clients(path: str | Path, client_column: str | None = None) -> dict[str
     if path.is_dir():
         if client_column is not None:
             raise UserError(
-                f"'{path}' is a folder with a file for each client, so no column says whose a row is; leave "
-                "--client-column out, or give one file."
+                f"'{path}' is a folder with one file per client, so no column identifies the client; omit "
+                "--client-column, or give a single file."
             )
         return {name: read_table(file) for name, file in _files(path).items()}
     table = read_table(path)
     if client_column is None:
         raise UserError(
-            f"'{path}' is one file; say by --client-column which column tells the clients apart, of {_list(table)}."
+            f"'{path}' is a single file; use --client-column to name the column that identifies the client: "
+            f"{quoted(list(table.columns), SHOWN)}."
         )
     return by_column(table, client_column)
 
@@ -61,8 +65,8 @@ def by_column(table: Table, client_column: str) -> dict[str, Table]:
     nobody = table.missing(client_column)
     if nobody.any():
         raise UserError(
-            f"Row {int(np.flatnonzero(nobody)[0]) + 1} of '{table.name}' has no '{client_column}'; say whose it is or "
-            "remove it."
+            f"Row {int(np.flatnonzero(nobody)[0]) + 1} of '{table.name}' has no '{client_column}'; fill it in or "
+            "remove the row."
         )
     rest = table.without([client_column])
     order = np.argsort(words.codes, kind="stable")
@@ -83,22 +87,21 @@ def federate(
     test_fraction: float | None = None,
     seed: int = 0,
 ) -> FederatedData:
-    """Make a federation of the clients' tables; for the arguments see `load`.
+    """Make a federation from the clients' tables; for the arguments see `load`.
 
     Each client's part is made by itself (`held_out`, `client_summary`, `Preparation.inputs`), as a deployed site would.
     """
-    if seed < 0:
-        raise UserError(f"A seed must be 0 or more, not {seed}.")
+    check_seed(seed)
     target = find_target(tables, target)
     marked = [client for client, table in tables.items() if SPLIT in table.columns and target != SPLIT]
     if marked and len(marked) < len(tables):
         without = next(client for client in tables if client not in marked)
         raise UserError(
-            f"Client '{marked[0]}' has a column '{SPLIT}' and '{without}' has none; give it to all or to none."
+            f"Client '{marked[0]}' has a column '{SPLIT}' but '{without}' does not; give it to all clients or to none."
         )
     if marked and test_fraction is not None:
         raise UserError(
-            f"The column '{SPLIT}' of '{name}' says which rows are for testing; leave the test fraction out."
+            f"The column '{SPLIT}' of '{name}' already marks the test rows; do not set a test fraction as well."
         )
     fraction = TEST_FRACTION if test_fraction is None else test_fraction
     clients = sorted(tables)
@@ -106,17 +109,12 @@ def federate(
     parts = []
     for client in clients:
         table = tables[client]
-        if table.missing(target).any():
-            rows = np.flatnonzero(table.missing(target))
-            raise UserError(
-                f"{len(rows)} of the {table.rows} rows of '{table.name}' have no '{target}', first row {rows[0] + 1}; fill "
-                "it in or remove them."
-            )
+        table.check_filled(target)
         test = held_out(table, target, client, task=task, test_fraction=fraction, seed=seed)
         parts.append((client, table.take(np.flatnonzero(~test)), table.take(np.flatnonzero(test))))
     empty = [client for client, train, _ in parts if not len(train)]
     if empty:
-        raise UserError(f"Client '{empty[0]}' of '{name}' has no training row; leave it out or give it one.")
+        raise UserError(f"Client '{empty[0]}' of '{name}' has no training row; remove it or give it one.")
     check_words([train.without([target, SPLIT, *ignore]) for _, train, _ in parts])
     summaries = [client_summary(train, target, client=client, task=task, ignore=ignore) for client, train, _ in parts]
     preparation = combine(
@@ -130,7 +128,6 @@ def federate(
         task=preparation.task,
         classes=len(preparation.labels),
         labels=preparation.labels,
-        partition="natural",
         test_fraction=None if marked else fraction,
         seed=seed,
         preparation=preparation,
@@ -143,14 +140,16 @@ def find_target(tables: Mapping[str, Table], target: str | None = None) -> str:
     if target is None:
         known = [name for name in TARGETS if all(name in table.columns for table in tables.values())]
         if not known:
-            raise UserError(
-                f"Say by --target which column is to be predicted, of {_list(next(iter(tables.values())))}."
-            )
+            columns = quoted(list(next(iter(tables.values())).columns), SHOWN)
+            raise UserError(f"Use --target to name the column to predict: {columns}.")
         return known[0]
     for table in tables.values():
         table.column(target)
         if len(table.columns.keys() - {target, SPLIT}) == 0 and table.images is None:
-            raise UserError(f"'{table.name}' has no column but '{target}', so there is nothing to predict it from.")
+            raise UserError(
+                f"'{table.name}' has no column other than '{target}', so there is nothing to predict it from; add "
+                "inputs."
+            )
     return target
 
 
@@ -161,7 +160,9 @@ def column_names(given: str | Iterable[str] | None) -> list[str]:
     names = list(given)
     strange = [name for name in names if "," in name]
     if strange:
-        raise UserError(f"Columns with a comma in their name cannot be ignored, as {quoted(strange)}; rename them.")
+        raise UserError(
+            f"Columns with a comma in their name, such as {quoted(strange)}, cannot be ignored; rename them."
+        )
     return names
 
 
@@ -184,7 +185,7 @@ def held_out(
         strange = next((word for word in words if word not in _PARTS), None)
         if strange is not None:
             raise UserError(
-                f"Column '{SPLIT}' of '{table.name}' says which rows are for testing and must be 'train' or 'test', not "
+                f"Column '{SPLIT}' of '{table.name}' marks the test rows and must be 'train' or 'test', not "
                 f"'{strange}'; rename it if it is an input."
             )
         return np.array([_PARTS[word] for word in words], dtype=bool)
@@ -206,7 +207,7 @@ def held_out(
 
 
 def examples(preparation: Preparation, tables: Sequence[tuple[str, Table]], seed: int) -> Examples:
-    """Inputs and targets of clients' tables, given as (client, table); a client's rows are in a random order of its own."""
+    """Inputs and targets of clients' tables, given as (client, table); each client's rows are in random order."""
     xs, ys, sizes = [], [], [0]
     for client, table in tables:
         # In random order: whoever trains on rows as they come must not meet one class after the other.
@@ -222,18 +223,18 @@ def _generator(seed: int, client: str, purpose: int) -> np.random.Generator:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """The file of each client, by its name. Hidden files and notes in Markdown are passed over, anything else is refused."""
+    """The file of each client, by its name. Hidden files and Markdown files are skipped, anything else is refused."""
     found: dict[str, Path] = {}
     try:
         paths = sorted(folder.iterdir())
     except OSError as error:
-        raise UserError(f"'{folder}' cannot be read ({error.strerror}); mend its permissions.") from error
+        raise UserError(f"'{folder}' cannot be read ({error.strerror}); fix its permissions.") from error
     for path in paths:
         if path.name.startswith(".") or path.suffix.lower() == ".md":
             continue
         if path.suffix.lower() not in ENDINGS:
-            what = "a folder" if path.is_dir() else f"no file of {', '.join(ENDINGS)}"
-            raise UserError(f"'{path}' is {what}, and each file in there must be a client's; move it elsewhere.")
+            what = "a folder" if path.is_dir() else f"not a {', '.join(ENDINGS)} file"
+            raise UserError(f"'{path}' is {what}, but everything there must be a client's file; move it elsewhere.")
         name = _checked(path.stem, str(folder))
         if name in found:
             raise UserError(
@@ -241,7 +242,7 @@ def _files(folder: Path) -> dict[str, Path]:
             )
         found[name] = path
     if not found:
-        raise UserError(f"'{folder}' has no files of {', '.join(ENDINGS)}; put one there for each client.")
+        raise UserError(f"'{folder}' contains no {', '.join(ENDINGS)} files; put one there for each client.")
     return found
 
 
@@ -262,9 +263,4 @@ def _ignored(tables: Mapping[str, Table], ignore: Sequence[str]) -> None:
     if len(strange) == 1:
         next(iter(tables.values())).column(strange[0])
     if strange:
-        raise UserError(f"No client has the columns {quoted(strange)}; ignore others, of {quoted(sorted(known), 12)}.")
-
-
-def _list(table: Table, most: int = 12) -> str:
-    names = [f"'{name}'" for name in table.columns]
-    return ", ".join(names[:most]) + (f" and {len(names) - most} others" if len(names) > most else "")
+        raise UserError(f"No client has the columns {quoted(strange)}; choose from: {quoted(sorted(known), SHOWN)}.")

@@ -39,7 +39,8 @@ def _read(path: Path) -> Any:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise UserError(
-            f"'{path}' needs pyarrow, which is not here; install it with pip install 'bpfed[parquet]', or save it as CSV."
+            f"'{path}' needs pyarrow, which is not installed; run pip install 'bpfed[parquet]', or save the file as "
+            "CSV."
         ) from error
     try:
         with pq.ParquetFile(path) as file:
@@ -49,7 +50,7 @@ def _read(path: Path) -> Any:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise UserError(
-            f"'{path}' is no good Parquet file ({str(error).splitlines()[0].rstrip('.')}); save it again."
+            f"'{path}' is not a valid Parquet file ({str(error).splitlines()[0].rstrip('.')}); save it again."
         ) from error
 
 
@@ -66,4 +67,4 @@ def _column(column: Any, name: str, path: Path) -> Column:
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         values = column.cast(kind).cast(pa.float64(), safe=False)
         return np.asarray(values.to_numpy(), dtype=np.float64)
-    raise UserError(f"Column '{name}' of '{path}' is of type {kind}; turn it into numbers or words.")
+    raise UserError(f"Column '{name}' of '{path}' has type {kind}; convert it to numbers or text.")

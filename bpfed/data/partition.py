@@ -1,4 +1,4 @@
-"""Partitions: ways to deal the examples of a dataset out to clients.
+"""Partitions: ways to distribute the examples of a dataset over clients.
 
 A partition gives every example at most one owner, so no example can be with two clients. All of them are functions of
 the classes ``y`` ``[E]``, the number of clients and a random generator, and give owners ``[E]``, -1 for nobody.
@@ -17,6 +17,8 @@ from bpfed.data import holders
 from bpfed.errors import UserError, unknown
 
 NOBODY = -1
+#: What data with its own clients has for a partition; it cannot be asked of other data.
+OWN = "natural"
 
 
 class Kind(NamedTuple):
@@ -31,11 +33,10 @@ KINDS: dict[str, Kind] = {
     "groups": Kind(int, 5, "The paper's label groups: client u holds the labels k*u to k*u + k - 1, counted round."),
     "random": Kind(int, 5, "k labels per client drawn at random, every label with equally many clients."),
     "dirichlet": Kind(
-        float, 0.3, "Each class dealt out in Dirichlet(alpha) proportions; a small alpha is a strong skew."
+        float, 0.3, "Each class distributed in Dirichlet(alpha) proportions; a small alpha is a strong skew."
     ),
     "shards": Kind(int, 2, "Examples sorted by label and cut into shards, k of them to each client."),
-    "iid": Kind(None, None, "Examples dealt out evenly, whatever their label."),
-    "natural": Kind(None, None, "Each example stays with the one it came from, where the dataset says who that is."),
+    "iid": Kind(None, None, "Examples distributed evenly, whatever their label."),
 }
 
 
@@ -58,16 +59,12 @@ class Partition:
         number = int(self.number) if self.number == int(self.number) else self.number
         return f"{self.name}:{number}"  # in full, so that it can be read back
 
-    def owners(
-        self, y: np.ndarray, clients: int, rng: np.random.Generator, ids: np.ndarray | None = None
-    ) -> np.ndarray:
-        """The client of each example, ``[E]`` int64, `NOBODY` where no client holds the label; every client gets some."""
-        if self.name == "natural":
-            return _natural(ids, clients)
+    def owners(self, y: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
+        """The client of each example, ``[E]`` int64, `NOBODY` where no client holds the label; all clients get some."""
         if clients < 1:
-            raise UserError(f"A federation of {clients} clients cannot be made; ask for 1 or more.")
+            raise UserError(f"A federation cannot have {clients} clients; ask for at least 1.")
         if clients > len(y):
-            raise UserError(f"{clients} clients cannot share {len(y)} examples; ask for {len(y)} clients at most.")
+            raise UserError(f"{clients} clients cannot share {len(y)} examples; ask for at most {len(y)} clients.")
         # Classes that do not occur are nobody's; only those that do are counted.
         y = np.unique(y, return_inverse=True)[1]
         number = self.number if self.number is not None else 0
@@ -83,25 +80,18 @@ class Partition:
             case _:
                 return iid(y, clients, rng)
 
-    def deal(
-        self, y: np.ndarray, clients: int, rng: np.random.Generator, ids: np.ndarray | None = None
-    ) -> list[np.ndarray]:
-        """Indices of each client's examples: N arrays, none empty, no index twice."""
-        owners = self.owners(y, clients, rng, ids)
-        order = np.argsort(owners, kind="stable")[np.count_nonzero(owners == NOBODY) :]
-        sizes = np.bincount(owners[order], minlength=clients)
-        return np.split(order, sizes.cumsum()[:-1])
-
 
 def parse_partition(text: str) -> Partition:
-    """Read a partition such as ``"groups"``, ``"random:3"``, ``"dirichlet:0.3"``, ``"shards:2"``, ``"iid"`` or ``"natural"``."""
+    """Read a partition such as ``"groups"``, ``"random:3"``, ``"dirichlet:0.3"``, ``"shards:2"`` or ``"iid"``."""
     name, colon, number = text.strip().partition(":")
+    if name == OWN:
+        raise UserError(f"'{OWN}' is only for data with its own clients; choose another partition: {', '.join(KINDS)}.")
     if name not in KINDS:
         raise unknown("partition", name, KINDS)
     kind = KINDS[name]
     if kind.number is None:
         if colon:
-            raise UserError(f"Partition '{name}' takes no number; write '{name}' in place of '{text}'.")
+            raise UserError(f"Partition '{name}' takes no number; write '{name}' instead of '{text}'.")
         return Partition(name)
     if not colon:
         return Partition(name, kind.default)
@@ -132,7 +122,7 @@ def share(y: np.ndarray, held: np.ndarray, rng: np.random.Generator) -> np.ndarr
 
 
 def dirichlet(y: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> np.ndarray:
-    """Cut each class in Dirichlet(alpha) proportions; then those who got nothing get one example of the largest client's."""
+    """Cut each class in Dirichlet(alpha) proportions; then those without any get one example of the largest."""
     owners = np.full(len(y), NOBODY)
     for label in np.unique(y):
         members = rng.permutation(np.flatnonzero(y == label))
@@ -146,7 +136,7 @@ def shards(y: np.ndarray, clients: int, k: int, rng: np.random.Generator) -> np.
     """Sort by class, cut into N k shards of equal size, and give each client k of them."""
     if clients * k > len(y):
         raise UserError(
-            f"Partition 'shards:{k}' cuts {clients * k} shards for {clients} clients but there are {len(y)} examples; "
+            f"Partition 'shards:{k}' cuts {clients * k} shards for {clients} clients, but there are {len(y)} examples; "
             "use fewer clients or shards."
         )
     order = rng.permutation(len(y))
@@ -160,15 +150,6 @@ def shards(y: np.ndarray, clients: int, k: int, rng: np.random.Generator) -> np.
 def iid(y: np.ndarray, clients: int, rng: np.random.Generator) -> np.ndarray:
     """Deal everything out evenly."""
     return rng.permutation(np.arange(len(y)) % clients)
-
-
-def _natural(ids: np.ndarray | None, clients: int) -> np.ndarray:
-    if ids is None:
-        raise UserError("This dataset does not say whom its examples belong to; use another partition than 'natural'.")
-    names, owners = np.unique(ids, return_inverse=True)
-    if len(names) != clients:
-        raise UserError(f"The data has {len(names)} natural clients, not {clients}; leave the number of clients out.")
-    return owners
 
 
 def _proportions(clients: int, alpha: float, rng: np.random.Generator) -> np.ndarray:

@@ -25,11 +25,11 @@ ROW, LETTER = 0.22, 0.075  # inches
 def check_ending(path: Path) -> None:
     """Raise a `UserError` unless a picture can be written under this name."""
     if path.suffix.lower() not in ENDINGS:
-        raise UserError(f"'{path}' is no picture of {', '.join(ENDINGS)}; give it one of these endings.")
+        raise UserError(f"'{path}' cannot be a picture; end its name in one of {', '.join(ENDINGS)}.")
 
 
 def draw(data: FederatedData, missing: Missing, path: Path) -> None:
-    """Draw sizes and label mix (or the target's mean and spread) of each client, and the share missing of each column."""
+    """Draw each client's sizes and label mix (or its target's mean and spread), and what is missing."""
     check_ending(path)
     from matplotlib.figure import Figure
 

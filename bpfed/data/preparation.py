@@ -1,6 +1,6 @@
 """Preparation: how the columns of tables become the inputs and targets of a network, learnt from federated sums.
 
-    client_summary(table) at each client  ->  combine(summaries) at the server  ->  Preparation.inputs(table) at each client
+    client_summary(table) at each client -> combine(summaries) at the server -> Preparation.inputs(table) at each client
 
 It is plain data: a run keeps it and does the same to new rows.
 """
@@ -18,10 +18,12 @@ from torch import Tensor
 from bpfed.data.federated import Task
 from bpfed.data.summary import ColumnSummary, of_channels, of_numbers
 from bpfed.data.table import Column, Table, Words, written
-from bpfed.errors import UserError, unknown
+from bpfed.errors import UserError, quoted, unknown
 
 Standardise = Literal["federated", "local", "none"]
 VERSION = 1
+#: Columns or labels that an error lists.
+SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Feature:
 
     Attributes:
         name: The column's name.
-        kind: ``"number"`` (one input), ``"words"`` (one input per level, 1 for the row's own; all 0 for a level that was
-            not seen in training), or ``"channel"`` (of images).
+        kind: ``"number"`` (one input), ``"words"`` (one input per level, 1 for the row's own; all 0 for a level that
+            was not seen in training), or ``"channel"`` (of images).
         mean: Mean over all clients; missing numbers become it.
         scale: Standard deviation over all clients; 0: the value is always the same and no input.
         levels: The words.
@@ -63,10 +65,10 @@ class Preparation:
         labels: The classes; empty for regression.
         target_mean: Mean of a regression's target; predictions are in units of ``target_scale`` from here.
         target_scale: Its standard deviation.
-        standardise: By whose mean and standard deviation numbers are scaled: ``"federated"`` (all clients'), ``"local"``
-            (the client's own) or ``"none"`` (not at all).
-        client_column: The column that says whose a row is, where one table has all.
-        ignore: Columns that are no inputs.
+        standardise: By whose mean and standard deviation numbers are scaled: ``"federated"`` (all clients'),
+            ``"local"`` (the client's own) or ``"none"`` (not at all).
+        client_column: The column that identifies the client, where all rows are in one table.
+        ignore: Columns that are not inputs.
         shape: Shape of an image, ``(c, h, w)``; None for tables.
         local: Mean and scale of each number, by client and column; only with ``"local"``.
     """
@@ -104,11 +106,11 @@ class Preparation:
         if self.shape is not None:
             return self._images(table, local)
         if table.images is not None:
-            raise UserError(f"'{table.name}' holds images, but training was on tables; give a table.")
+            raise UserError(f"'{table.name}' contains images, but training was on tables; give a table.")
         if not any(f.name in table.columns for f in self.features):
             raise UserError(
-                f"'{table.name}' has none of the columns that training used ({_some(f.name for f in self.features)}); "
-                "give a table with these."
+                f"'{table.name}' has none of the columns that training used "
+                f"({quoted([f.name for f in self.features], SHOWN)}); give a table with these."
             )
         found = [block for f in self.features for block in self._blocks(f, table, local)]
         return torch.from_numpy(np.column_stack(found).astype(np.float32))
@@ -116,12 +118,7 @@ class Preparation:
     def targets(self, table: Table) -> Tensor:
         """Targets of these rows: classes ``[n]`` int64, or standardised numbers ``[n]`` float32."""
         column = table.column(self.target)
-        if table.missing(self.target).any():
-            rows = np.flatnonzero(table.missing(self.target))
-            raise UserError(
-                f"{len(rows)} of the {table.rows} rows of '{table.name}' have no '{self.target}', first row "
-                f"{rows[0] + 1}; fill it in or remove them."
-            )
+        table.check_filled(self.target)
         if self.task == "regression":
             if isinstance(column, Words):
                 raise words_for_numbers(self.target, table.name, column.levels[0])
@@ -132,7 +129,7 @@ class Preparation:
         if strange:
             raise UserError(
                 f"'{table.name}' has the '{self.target}' '{strange[0]}', which no training row has; it must be one of "
-                f"{_some(self.labels)}."
+                f"{quoted(self.labels, SHOWN)}."
             )
         return torch.from_numpy(np.array([place[level] for level in words.levels], dtype=np.int64)[words.codes])
 
@@ -141,7 +138,7 @@ class Preparation:
         return values.double() * self.target_scale + self.target_mean
 
     def joined(self, client: str, table: Table) -> Preparation:
-        """The preparation with one more client, whose statistics are those of this table; its target is not looked at."""
+        """The preparation with one more client, whose statistics are those of this table; its target is ignored."""
         if self.standardise != "local":
             return self
         return self.with_clients([(client, {f.name: _summary_of(f, table) for f in self.features})])
@@ -185,7 +182,8 @@ class Preparation:
         version = given.pop("version", None)
         if version != VERSION:
             raise UserError(
-                f"The preparation is of version {version} and this bpfed reads version {VERSION}; use the bpfed that wrote it."
+                f"The preparation has version {version}, but this bpfed reads version {VERSION}; use the bpfed that "
+                "wrote it."
             )
         try:
             for key in ("labels", "ignore"):
@@ -206,7 +204,9 @@ class Preparation:
         if self.standardise == "federated":
             return {f.name: (f.mean, f.scale) for f in self.features}
         if client is None:
-            raise UserError("Each client is standardised by its own statistics; say whose rows these are.")
+            raise UserError(
+                "Each client is standardised by its own statistics; pass client= to name whose rows these are."
+            )
         if client not in self.local:
             raise unknown("client", client, self.local)
         return self.local[client]
@@ -237,7 +237,7 @@ class Preparation:
         if table.images is None or tuple(table.images.shape[1:]) != self.shape:
             held = "a table" if table.images is None else f"images of {table.images.shape[1:]}"
             raise UserError(
-                f"'{table.name}' holds {held}, but training was on images of {self.shape}; give such images."
+                f"'{table.name}' contains {held}, but training was on images of {self.shape}; give such images."
             )
         scaling = np.array([local[f.name] for f in self.features], dtype=np.float32)
         if self.standardise == "none" and table.images.dtype == np.uint8:
@@ -250,7 +250,7 @@ def _summary_of(feature: Feature, table: Table) -> ColumnSummary:
     """A newcomer's summary of one feature."""
     if feature.kind == "channel":
         if table.images is None:
-            raise UserError(f"'{table.name}' holds a table, but training was on images; give images.")
+            raise UserError(f"'{table.name}' contains a table, but training was on images; give images.")
         return of_channels(table.images).get(feature.name, ColumnSummary(0, 0))
     if feature.kind == "words":
         return ColumnSummary(0, 0)
@@ -270,11 +270,6 @@ def _as_words(column: np.ndarray) -> Words:
     return Words.of([written(v) for v in column.tolist()])
 
 
-def _some(words: Iterable[str], most: int = 8) -> str:
-    found = [f"'{word}'" for word in words]
-    return ", ".join(found[:most]) + (", ..." if len(found) > most else "")
-
-
 def words_for_numbers(name: str, where: str, word: str) -> UserError:
-    """What is said of a column with words where numbers must be."""
-    return UserError(f"Column '{name}' of '{where}' must be numbers, but has '{word}'; mend it.")
+    """A `UserError` for a column with words where numbers must be."""
+    return UserError(f"Column '{name}' of '{where}' must be numeric, but has '{word}'; correct it.")

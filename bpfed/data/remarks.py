@@ -1,4 +1,4 @@
-"""Remarks: what whoever trains on a federation should know of its examples, in sentences; none where all is as usual."""
+"""Remarks: what whoever trains on a federation should know of its examples, in sentences; none where all is well."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from bpfed.data.federated import FederatedData
 from bpfed.errors import quoted
 
-#: Mean (either sign) and deviation of a column of inputs up to which they suit a network, and a deviation that is too small.
+#: Mean (either sign) and deviation of a column of inputs up to which they suit a network; a deviation that is too low.
 FAR, WIDE, NARROW = 10.0, 10.0, 0.01
 #: The same of the targets of a regression.
 TARGET_FAR, TARGET_WIDE, TARGET_NARROW = 3.0, 3.0, 0.1
@@ -19,35 +19,36 @@ NAMED = 3
 
 
 def unscaled(data: FederatedData) -> tuple[str, ...]:
-    """What to say of inputs and targets that are far from the size that a network starts at, by the training examples."""
+    """What to say of training inputs and targets that are far from the size that a network starts at."""
     if not len(data.train.y) or not data.train.x.numel():
         return ()
     x, found = data.train.x.numpy(), []
     if x.ndim > 2:
         if (largest := max(abs(float(x.min())), abs(float(x.max())))) > BRIGHT:
             found.append(
-                f"The inputs of '{data.name}' are used as they are and go up to {largest:.4g}, so that training may fail; "
-                "scale them to mean 0 and standard deviation 1 by the training examples (pixels: per channel), and new ones alike."
+                f"The inputs of '{data.name}' are not scaled and go up to {largest:.4g}, so training may fail; scale "
+                "them to mean 0 and standard deviation 1 by the training examples (pixels: per channel), and new "
+                "inputs too."
             )
     elif columns := _odd(x):
         found.append(
-            f"The inputs of '{data.name}' are used as they are, and {columns}, so that training may fail; scale each column to "
-            "mean 0 and standard deviation 1 by the training examples, and new inputs alike."
+            f"The inputs of '{data.name}' are not scaled, and {columns}, so training may fail; scale each column to "
+            "mean 0 and standard deviation 1 by the training examples, and new inputs too."
         )
     if data.task == "regression":
         y = data.train.y.double()
         mean, spread = float(y.mean()), float(y.std(correction=0))
         if abs(mean) > TARGET_FAR or spread > TARGET_WIDE or 0.0 < spread < TARGET_NARROW:
             found.append(
-                f"The targets of '{data.name}' are used as they are, with mean {mean:.4g} and standard deviation {spread:.4g}, so "
-                "that training may fail; scale them to mean 0 and standard deviation 1 by the training examples, and predictions "
-                "are in those units."
+                f"The targets of '{data.name}' are not scaled, with mean {mean:.4g} and standard deviation "
+                f"{spread:.4g}, so training may fail; scale them to mean 0 and standard deviation 1 by the training "
+                "examples, and convert predictions back."
             )
     return tuple(found)
 
 
 def _odd(x: np.ndarray) -> str:
-    """A clause on the columns ``[E, F]`` that are far off, or on most of them if they are all but constant; else empty."""
+    """A clause on the columns ``[E, F]`` that are far off, or on most of them if almost constant; else empty."""
     mean, spread = x.mean(0, dtype=np.float64), x.std(0, dtype=np.float64)
     far = np.flatnonzero((abs(mean) > FAR) | (spread > WIDE))
     if not len(far):
@@ -64,7 +65,7 @@ def of_one_class(data: FederatedData) -> tuple[str, ...]:
     """What to say of clients that have two or more training examples, all of one class, where there are others."""
     if data.task != "classification" or not len(data.train.y) or bool((data.train.y == data.train.y[0]).all()):
         return ()
-    owner = torch.repeat_interleave(torch.arange(len(data)), data.train.sizes)
+    owner = data.train.owner
     lowest = torch.full((len(data),), data.classes).scatter_reduce(0, owner, data.train.y, "amin")
     highest = torch.full((len(data),), -1).scatter_reduce(0, owner, data.train.y, "amax")
     such = ((lowest == highest) & (data.train.sizes > 1)).nonzero().flatten().tolist()
@@ -73,8 +74,8 @@ def of_one_class(data: FederatedData) -> tuple[str, ...]:
     if len(such) == 1:
         who, only = quoted([data.clients[such[0]]]), quoted([data.class_names[int(lowest[such[0]])]])
         return (
-            f"Client {who} has training examples of {only} alone, so it will predict hardly anything else, and its scores "
-            "flatter those of all together.",
+            f"Client {who} has training examples of {only} only, so it will predict hardly anything else, and its "
+            "scores make the overall scores look better than they are.",
         )
     if 2 * len(such) >= len(data):
         who = f"{len(such)} of {len(data)} clients"
@@ -82,6 +83,6 @@ def of_one_class(data: FederatedData) -> tuple[str, ...]:
         names = quoted([data.clients[i] for i in such], NAMED, " and " if len(such) == 2 else ", ")
         who = f"Clients {names}"
     return (
-        f"{who} have training examples of one class alone, so each will predict hardly anything else, and their scores flatter "
-        "those of all together.",
+        f"{who} have training examples of one class only, so each will predict hardly anything else, and their scores "
+        "make the overall scores look better than they are.",
     )

@@ -71,7 +71,7 @@ def read_rows(
     if preparation.shape is None:
         lost = [f.name for f in preparation.features if f.name not in table.columns]
         if lost and len(lost) < len(preparation.features):
-            say(f"'{path}' lacks {quoted(lost)}; what it would say is taken as missing in every row.")
+            say(f"'{path}' has no column {quoted(lost)}; treated as missing in every row.")
     made = Rows(preparation.inputs(table, client), preparation.targets(table) if labelled else None, preparation)
     for sentence in unfamiliar(preparation, table, client):
         say(sentence)
@@ -92,7 +92,7 @@ def _arrays(data: FederatedData, path: Path, labelled: bool) -> Rows:
         raise UserError(f"'{path}' cannot be read ({error.strerror}); give an NPZ file.") from error
     for name in ("x", "y") if labelled else ("x",):
         if name not in found:
-            raise UserError(f"'{path}' has no array '{name}'; it holds: {', '.join(found) or 'nothing'}.")
+            raise UserError(f"'{path}' has no array '{name}'; it contains: {', '.join(found) or 'nothing'}.")
     x = found["x"]
     if x.dtype.kind not in "fiub" or x.shape[1:] != data.input_shape:
         raise UserError(f"x of '{path}' is {x.dtype} of shape {list(x.shape)}, but must be numbers of shape [{shape}].")
@@ -110,7 +110,7 @@ def _scaled(data: FederatedData, path: Path, x: Any) -> Any:
     """Raw pixels of a built-in dataset, as it scales them."""
     source = source_of(data.name) if data.name in names() else ""
     if source not in SOURCES:
-        raise UserError(f"x of '{path}' is {x.dtype}, but training was on real numbers; scale it as they were.")
+        raise UserError(f"x of '{path}' is {x.dtype}, but training was on real numbers; scale it in the same way.")
     return x / SOURCES[source].half - 1.0
 
 
@@ -127,5 +127,5 @@ def _targets(data: FederatedData, path: Path, y: Any) -> Any:
     words = [str(word) for word in y.tolist()]
     strange = [word for word in words if word not in data.labels]
     if strange:
-        raise UserError(f"'{path}' has the label '{strange[0]}', but must have one of {quoted(list(data.labels))}.")
+        raise UserError(f"'{path}' has the label '{strange[0]}', but it must be one of {quoted(list(data.labels))}.")
     return np.array([data.labels.index(word) for word in words], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Sources: pooled labelled datasets, before they are dealt out to clients."""
+"""Sources: pooled labelled datasets, before they are distributed over clients."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def obtain(name: str, data_dir: DataDir = None, download: bool = True) -> Path:
         searched = " or ".join(f"'{root}'" for root in roots(data_dir))
         raise UserError(
             f"Dataset '{name}' is not in {searched}{reason}; put {files.wanted} into '{target / files.home}', "
-            "or name the folder that holds them with --data-dir or BPFED_DATA."
+            "or set --data-dir or BPFED_DATA to the folder that has them."
         )
     return place
 

@@ -1,7 +1,7 @@
 """Summary: what a client tells of its training rows before training, and all that it tells.
 
-It holds counts, means, sums of squares and the words that occur in a client's training rows; never a row. Test rows are in no
-summary.
+It holds counts, means, sums of squares and the words that occur in a client's training rows; never a row. Test rows are
+in no summary.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def client_summary(
     Args:
         table: Its training rows, and no others.
         target: The column to predict.
-        client: The client's name; left out, the table's.
-        task: What the target is; left out, it shows.
-        ignore: Columns that are no inputs.
+        client: The client's name; default: the table's.
+        task: What the target is; default: inferred.
+        ignore: Columns that are not inputs.
     """
     values = table.column(target)
     if isinstance(values, Words) and len(values.levels) > MOST_LEVELS:
@@ -167,24 +167,24 @@ def check_words(tables: Sequence[Table]) -> None:
 
 
 def too_many(found: Mapping[str, int], where: str) -> UserError:
-    """What is said of columns with more words than a category may have, given with their number."""
+    """A `UserError` for columns with more words than a category may have, given with their number."""
     left = f"--ignore '{','.join(found)}'"
     if len(found) == 1:
         ((name, number),) = found.items()
         return UserError(
-            f"Column '{name}' of {where} has {number} different words where {MOST_LEVELS} are the most; leave it out by "
-            f"{left}, or make it numbers."
+            f"Column '{name}' of {where} has {number} different words, more than the limit of {MOST_LEVELS}; leave it "
+            f"out with {left}, or make it numeric."
         )
     numbers = ", ".join(map(str, found.values()))
     return UserError(
-        f"Columns {quoted(list(found), len(found))} of {where} have {numbers} different words where {MOST_LEVELS} are the "
-        f"most; leave them out by {left}, or make them numbers."
+        f"Columns {quoted(list(found), len(found))} of {where} have {numbers} different words, more than the limit of "
+        f"{MOST_LEVELS}; leave them out with {left}, or make them numeric."
     )
 
 
 def too_many_classes(target: str, where: str, number: int) -> UserError:
-    """What is said of a target with more words than there may be classes."""
+    """A `UserError` for a target with more words than there may be classes."""
     return UserError(
-        f"The target '{target}' of {where} has {number} different words where {MOST_LEVELS} are the most; predict another "
-        "column, or make it numbers."
+        f"The target '{target}' of {where} has {number} different words, more than the limit of {MOST_LEVELS}; predict "
+        "another column, or make it numeric."
     )

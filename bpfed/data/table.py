@@ -110,6 +110,15 @@ class Table:
             return np.ones(self.rows, dtype=bool)
         return column.codes == UNKNOWN if isinstance(column, Words) else np.isnan(column)
 
+    def check_filled(self, name: str) -> None:
+        """Raise a `UserError` unless every row has a value in this column."""
+        rows = np.flatnonzero(self.missing(name))
+        if len(rows):
+            raise UserError(
+                f"{len(rows)} of the {self.rows} rows of '{self.name}' have no '{name}', first in row "
+                f"{rows[0] + 1}; fill it in or remove them."
+            )
+
 
 def written(value: float) -> str:
     """A number as a word: ``3`` for 3.0, the shortest that reads back as the same otherwise, empty for NaN."""
@@ -121,12 +130,12 @@ def written(value: float) -> str:
 def read_table(path: str | Path, words: Iterable[str] = ()) -> Table:
     """Read a file of rows: CSV or TSV with a header, Parquet, or NPZ.
 
-    An NPZ file holds ``x`` ``[n, F]`` numbers or ``[n, h, w]`` or ``[n, h, w, c]`` images, and ``y`` ``[n]``; or one array
-    ``[n]`` for each column. Pickled objects are refused.
+    An NPZ file holds ``x`` ``[n, F]`` numbers or ``[n, h, w]`` or ``[n, h, w, c]`` images, and ``y`` ``[n]``; or one
+    array ``[n]`` for each column. Pickled objects are refused.
 
     Args:
         path: The file.
-        words: Columns that are words, though all their cells in a file of text may look like numbers: ``250.00``, ``007``.
+        words: Columns that are words, though all their cells in a text file may look like numbers: ``250.00``, ``007``.
 
     Raises:
         UserError: It cannot be read, or is not what its ending says.
@@ -134,11 +143,11 @@ def read_table(path: str | Path, words: Iterable[str] = ()) -> Table:
     path = Path(path)
     kind = ENDINGS.get(path.suffix.lower())
     if kind is None:
-        raise UserError(f"'{path}' is no file of {', '.join(ENDINGS)}; convert it to one of these.")
+        raise UserError(f"'{path}' is not a {', '.join(ENDINGS)} file; convert it to one of these.")
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
-            raise UserError(f"'{path}' is no plain file but a {_kind(mode)}; put a file there or leave it out.")
+            raise UserError(f"'{path}' is a {_kind(mode)}, not a file; put a file there or remove it.")
         if kind == "csv":
             from bpfed.data.csvfile import read_csv
 
@@ -152,11 +161,11 @@ def read_table(path: str | Path, words: Iterable[str] = ()) -> Table:
 
             table = read_npz(path)
     except OSError as error:
-        raise UserError(f"'{path}' cannot be read ({error.strerror or error}); mend it or leave it out.") from error
+        raise UserError(f"'{path}' cannot be read ({error.strerror or error}); fix it or remove it.") from error
     except MemoryError as error:
-        raise UserError(f"'{path}' does not fit into memory; cut it into smaller files.") from error
+        raise UserError(f"'{path}' does not fit into memory; split it into smaller files.") from error
     if not table.rows:
-        raise UserError(f"'{path}' has no rows; leave it out or give it some.")
+        raise UserError(f"'{path}' has no rows; remove it or give it some.")
     _in_range(table)
     return table
 
@@ -168,7 +177,7 @@ def check_columns(path: Path, names: Iterable[str], known: Iterable[str]) -> Non
     if len(strange) == 1:
         raise UserError(f"'{path}' has no column '{strange[0]}'; {hint(strange[0], known)}")
     if strange:
-        raise UserError(f"'{path}' has no columns {quoted(strange)}; known are: {quoted(known, 12)}.")
+        raise UserError(f"'{path}' has no columns {quoted(strange)}; choose from: {quoted(known, 12)}.")
 
 
 def _kind(mode: int) -> str:
@@ -185,13 +194,10 @@ def _in_range(table: Table) -> None:
             row = int(np.flatnonzero(bad)[0])
             what = "an infinite number" if np.isinf(column[row]) else f"the number {column[row]:g}"
             raise UserError(
-                f"Column '{name}' of '{table.name}' has {what} in row {row + 1}; mend it, or leave the cell empty if it "
-                "is not known."
+                f"Column '{name}' of '{table.name}' has {what} in row {row + 1}; correct it, or leave the cell blank."
             )
     if table.images is not None and table.images.dtype.kind == "f":
         bad = ~(np.abs(table.images.reshape(table.rows, -1)).max(1) <= LARGEST)
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
-            raise UserError(
-                f"Image {row + 1} of '{table.name}' has missing or infinite values; mend it or leave it out."
-            )
+            raise UserError(f"Image {row + 1} of '{table.name}' has missing or infinite values; correct or remove it.")

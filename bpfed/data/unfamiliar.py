@@ -60,7 +60,7 @@ def unusual(preparation: Preparation, table: Table, client: str) -> Unusual:
 
 
 def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]:
-    """A sentence each for columns that lack but for their spelling, for words not seen, for numbers far off, and for pixels in another unit.
+    """A sentence each for misspelt columns, for unseen words, for numbers far off, and for pixels in another unit.
 
     Args:
         preparation: Of training.
@@ -75,18 +75,21 @@ def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]
     other = {name: known[spelling(name)] for name in table.columns if name not in used and spelling(name) in known}
     if other:
         told = first_of([f"'{name}' (training had '{was}')" for name, was in other.items()])
-        found.append(f"'{table.name}' has {told}, which is ignored; spell it as in training if it is meant.")
+        found.append(
+            f"'{table.name}' has {told}, which is ignored; if that is the same column, spell it as in training."
+        )
     strange = unusual(preparation, table, client)
     words = [_told(table, name, where, number=False) for name, where in strange.words.items()]
     numbers = [_told(table, name, where, number=True) for name, where in strange.numbers.items()]
     if words:
         found.append(
-            f"'{table.name}' has words that training never saw in {first_of(words)}; the model answers as if there were no word."
+            f"'{table.name}' has words that were not seen in training in {first_of(words)}; the model treats them as "
+            "if there were no word."
         )
     if numbers:
         found.append(
-            f"'{table.name}' has numbers more than {FAR:g} standard deviations from the mean of training in "
-            f"{first_of(numbers)}; the model's answers there may mean little."
+            f"'{table.name}' has numbers more than {FAR:g} standard deviations from the training mean in "
+            f"{first_of(numbers)}; the predictions there may mean little."
         )
     return found
 
@@ -101,8 +104,9 @@ def _unlike(preparation: Preparation, table: Table, client: str) -> list[str]:
         spread = here[feature.name].scale
         if not scale / UNITS_APART <= spread <= scale * UNITS_APART:
             return [
-                f"The pixels of '{table.name}' have a standard deviation of {spread:.3g} in {feature.name}, those of training "
-                f"{scale:.3g}; save them in the same unit (bytes from 0 to 255, or fractions), or the answers mean nothing."
+                f"The pixels of '{table.name}' have a standard deviation of {spread:.3g} in {feature.name}, but "
+                f"{scale:.3g} in training; save them in the same unit (bytes from 0 to 255, or fractions), or "
+                "predictions mean nothing."
             ]
     return []
 

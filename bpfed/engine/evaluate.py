@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bpfed.calibration import Calibration, common_temperature, fewest, sorted_scores, temperatures, tempered
-from bpfed.data.federated import Examples
+from bpfed.data.federated import Examples, untested
 from bpfed.engine.baseline import class_shares, mean_targets
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import threads
@@ -51,9 +51,7 @@ def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
     test = federation.data.test
     clients = clients[test.sizes[clients] > 0]
     if not len(clients):
-        raise UserError(
-            f"No client of '{federation.data.name}' has a test example; leave some out of the training data."
-        )
+        raise untested(federation.data.name)
     tuned = federation.tuned(clients) if federation.untuned else None
     found = _predict(federation, test, clients, tuned)
     calibration = _calibrate(federation, clients, tuned) if federation.data.calibration is not None else None

@@ -1,14 +1,13 @@
-"""How a federation is run: rounds, participation, local work, evaluation, device. Nothing here belongs to one method."""
+"""How a federation is run: rounds, participation, local work, evaluation, device; nothing of a single method."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Literal, get_args, get_origin, get_type_hints
 
-from bpfed.errors import UserError, unknown
+from bpfed.errors import UserError
 
-#: The lowest softness and the highest; no probabilities are surer or softer for it than at these.
+#: The lowest softness and the highest.
 SUREST, SOFTEST = 0.01, 100.0
 
 
@@ -18,46 +17,49 @@ class Settings:
 
     Attributes:
         rounds: Communication rounds.
-        participants: Clients drawn at random in each round; None: 10, or all where there are fewer.
+        participants: Clients drawn at random in each round; None: 10, or all if there are fewer.
         epochs: Local passes over a client's data in a round.
-        batch: Mini-batch size; a client's last batch of an epoch may be smaller.
-        seed: Of everything random.
-        members: Networks, each from first weights of its own, whose predictions are averaged, for as many times the work and the bytes.
-            Two bring most of what many would; it is worth most with images, least with small tables.
-        hidden: Units in the hidden layer of the network that is made where none is given; None: 100. Noisy labels may want
-            fewer. Not for images of 32 x 32, whose network is fixed.
-        drop_rate: Chance that a drawn client fails to return in a round.
-        sampling: ``fixed``: as many clients as ``participants`` says; ``poisson``: every client by a coin of its own, so many
-            on average.
-        weighting: ``equal`` (the paper's) or ``size``: weight of an upload in the server's rule.
-        schedule: Of the step size over the rounds: ``constant``; ``cosine``, falling along half a cosine; ``auto``, the method's.
-        eval_every: Evaluate every so many rounds; 0: about twenty times in the run. The last round always is.
+        batch: Mini-batch size; the last batch of an epoch may be smaller.
+        seed: Random seed for the whole run.
+        members: Networks whose predictions are averaged, each with its own initial weights; multiplies computation and
+            traffic. Two give most of the benefit, which is largest for images and smallest for small tables.
+        hidden: Units in the hidden layer of the network that is built when none is given; None: 100. Noisy labels may
+            need fewer. Not for 32 x 32 images, whose network is fixed.
+        drop_rate: Probability that a drawn client fails to return in a round.
+        sampling: ``fixed``: draws exactly ``participants`` clients; ``poisson``: draws each client independently, with
+            that many on average.
+        weighting: Weight of an upload in the server's rule: ``equal`` (as in the paper) or ``size``.
+        schedule: Step size over the rounds: ``constant``; ``cosine``, which falls along half a cosine; ``auto``, the
+            method's own.
+        eval_every: Evaluate every so many rounds, and always after the last; 0: about twenty times in the run.
         eval_draws: Weight draws averaged in a prediction.
-        eval_clients: Evaluate this many clients, drawn once; None: all, but 1 000 at the most.
+        eval_clients: Evaluate this many clients, drawn once; None: all, but at most 1 000.
         bins: Bins of ECE and MCE.
-        calibration: Part of each client's training examples that it does not train on but calibrates its predictions with:
-            its prediction sets, and its temperature if asked for. At least one of two or more, of each class alike.
-        scaling: ``client``: each client's probabilities become p^(1/T) / Z with a temperature T that is fitted to its
-            calibration examples; ``none``: they are left as they are.
-        softness: Temperature of all clients' class probabilities, which become p^(1/softness) / Z: below 1 surer, above 1 less
-            sure.
-        rehearsals: How often to train on four fifths of each client's examples before the run, to learn its softness from the
-            others; 3 is a good number, with fewer than 2 000 examples in all more are. Each takes as long as the run. 0: never.
-        clip: Norm that a client's update may have, its means and the pre-images ρ of its standard deviations as one vector;
-            longer ones are scaled down. 0: any.
-        noise: Standard deviation, in units of ``clip``, of the noise on the sum of a round's updates; above 0 the run is
-            differentially private for its clients.
-        delta: With noise, the δ that ε is reckoned for.
-        robust: ``median`` or, say, ``trimmed:0.2``: in every coordinate the server takes the median of the uploads, or the mean
-            without that share of them at either end; ``none``: the method's own rule alone.
-        compression: ``half``: uploads and the server's state travel with means in half precision and standard deviations as a
-            byte each; ``none``: in full.
+        calibration: Fraction of each client's training data held back to calibrate predictions (prediction sets, and
+            the temperature if ``scaling`` is ``client``), stratified by class; at least one example if the client has
+            two or more.
+        scaling: ``client``: each client's probabilities become p^(1/T) / Z with a temperature T fitted to its
+            calibration examples; ``none``: they stay as they are.
+        softness: Temperature of all clients' class probabilities, which become p^(1/softness) / Z: below 1 more
+            confident, above 1 less.
+        rehearsals: How often to train on four fifths of each client's examples before the run, to learn the softness
+            from the rest; 3 usually suffices; use more with fewer than 2 000 examples in total. Each takes as long as
+            the run. 0: never.
+        clip: Maximum norm of a client's update (means and ρ as one vector); longer updates are scaled down. 0: no
+            limit.
+        noise: Standard deviation of the noise added to the sum of a round's updates, in units of ``clip``; above 0 the
+            run is differentially private at the client level.
+        delta: With noise, the δ for which ε is computed.
+        robust: How the server defends itself against bad uploads: ``median`` takes the median of each coordinate,
+            ``trimmed:0.2`` the mean without that share of values at either end, ``none`` just the method's own rule.
+        compression: ``half``: uploads and the server's state are sent with means in half precision and standard
+            deviations as one byte each; ``none``: in full precision.
         device: ``auto``, ``cpu`` or ``cuda``.
-        tf32: On CUDA, matrix products and convolutions in TF32 (10-bit mantissa) rather than full float32.
-        compile: ``auto``: compile the local step where the run is long enough to repay it; ``on``; ``off``.
-        chunk: Clients trained side by side; None: as many as ``memory`` allows and are fast.
-        memory: Budget for the state of clients in training, in MiB.
-        store: Where personal states live: ``memory``, ``file``, or ``auto``, a file where they would fill over 64 MiB.
+        tf32: On CUDA, use TF32 (10-bit mantissa) instead of full float32 for matrix products and convolutions.
+        compile: ``auto``: compile the local step if the run is long enough to repay it; ``on``; ``off``.
+        chunk: Clients trained at once; None: chosen for speed within ``memory``.
+        memory: Memory for the state of clients in training, in MiB.
+        store: Where personal states are kept: ``memory``, ``file``, or ``auto``, a file if they exceed 64 MiB.
     """
 
     rounds: int = 50
@@ -106,7 +108,7 @@ class Settings:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be at least 1.")
         for name in ("hidden", "eval_clients", "chunk"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"{name} is {value}, but must be at least 1, or left out.")
+                raise UserError(f"{name} is {value}, but must be at least 1, or left unset.")
         for name in ("seed", "eval_every", "rehearsals"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be 0 or more.")
@@ -123,15 +125,16 @@ class Settings:
         if self.scaling == "client" and (self.softness != 1.0 or self.rehearsals):
             asked = "rehearsals learn" if self.rehearsals else "softness is"
             raise UserError(
-                f"{asked} a temperature for all clients, but scaling is 'client', one for each; leave one out."
+                f"{asked} a temperature for all clients, but scaling is 'client', one for each; use only one of the "
+                "two."
             )
         if self.softness != 1.0 and self.rehearsals:
-            raise UserError(f"softness is {self.softness}, but rehearsals are to learn it; leave one of them out.")
+            raise UserError(f"softness is {self.softness}, but rehearsals would learn it; use only one of the two.")
         self._check_defence()
 
     @property
     def trim(self) -> float | None:
-        """The share of uploads that the robust rule leaves out at either end, a half for the median; None: there is none."""
+        """The share of uploads that the robust rule drops at either end, a half for the median; None: no such rule."""
         if self.robust in ("none", "median"):
             return 0.5 if self.robust == "median" else None
         kind, _, share = self.robust.partition(":")
@@ -141,7 +144,8 @@ class Settings:
             found = 0.0
         if kind != "trimmed" or not 0.0 < found < 0.5:
             raise UserError(
-                f"robust is {self.robust!r}, but must be none, median, or trimmed with a share below a half, as in trimmed:0.2."
+                f"robust is {self.robust!r}, but must be none, median, or trimmed with a share below 0.5, e.g. "
+                "trimmed:0.2."
             )
         return found
 
@@ -153,19 +157,21 @@ class Settings:
         if not 0.0 < self.delta < 1.0:
             raise UserError(f"delta is {self.delta}, but must be above 0 and below 1.")
         if self.noise > 0.0 and self.clip == 0.0:
-            raise UserError(f"noise is {self.noise}, but is in units of clip, which is 0; set clip too.")
+            raise UserError(f"noise is {self.noise}, in units of clip, but clip is 0; set clip too.")
         if self.noise > 0.0 and self.rehearsals:
             raise UserError(
-                "rehearsals train on the same clients once more, which the ε of a run leaves out; leave them out."
+                "Rehearsals use the same clients again and are not counted in ε; set rehearsals = 0 when noise is on."
             )
         robust = self.trim is not None
         if self.noise > 0.0 and robust:
-            raise UserError("noise hides a client in a sum, and robust takes no sum; set one of the two to 0 or none.")
+            raise UserError(
+                "noise hides a client in a sum, but robust rules take no sum; set noise to 0 or robust to none."
+            )
         if self.weighting == "size" and (self.noise > 0.0 or robust):
             option = "noise" if self.noise > 0.0 else "robust"
             raise UserError(
-                f"weighting is 'size', but with {option} all uploads count the same, since a size is what a client says of its "
-                "data; set it to 'equal'."
+                f"weighting is 'size', but with {option} all uploads count the same, since reported sizes cannot be "
+                "checked; set it to 'equal'."
             )
 
     def per_round(self, clients: int) -> int:
@@ -176,21 +182,3 @@ class Settings:
         """Whether this round (from 1) is evaluated."""
         every = self.eval_every or max(1, self.rounds // 20)
         return round_ == self.rounds or round_ % every == 0 or round_ == 1
-
-
-def changed(settings: Settings, changes: Mapping[str, Any], fixed: Collection[str] = ()) -> Settings:
-    """The settings with single ones given by name; those of ``fixed`` cannot be.
-
-    Raises:
-        UserError: There is no such setting.
-    """
-    from bpfed.schema import DataSettings  # which needs this module
-
-    every = {f.name for f in fields(Settings)}
-    known, of_data = every - set(fixed), {f.name for f in fields(DataSettings)} - every
-    for name in changes:
-        if name in of_data:
-            raise UserError(f"'{name}' is said of the data; give it to bpfed.data.load, and what that returns as data.")
-        if name not in known:
-            raise unknown("setting", name, known)
-    return replace(settings, **changes)

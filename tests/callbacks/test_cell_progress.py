@@ -66,7 +66,7 @@ def test_one_display_for_all_cells() -> None:
     assert all("round 2/3" in lines[2] for lines in seen[1::3])
     assert "cell 3/4: FedAvg, seed 1, small, cpu" in seen[6][0]
     assert "left" not in seen[0][0]
-    assert re.search(r"0:\d\d gone, about 0:\d\d left", seen[4][0])
+    assert re.search(r"0:\d\d elapsed, about 0:\d\d left", seen[4][0])
 
 
 def test_the_time_left_is_that_of_the_same_methods() -> None:

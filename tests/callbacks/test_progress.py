@@ -59,7 +59,7 @@ def test_from_the_first_moment_to_the_last() -> None:
     assert "left" not in before
     assert re.search(r"round 1/3 accuracy \S+ %  NLL \S+  ECE \S+ %", first)
     assert "left" not in first  # the first round says nothing of the others
-    assert re.search(r"0:\d\d gone, about 0:\d\d left", second)
+    assert re.search(r"0:\d\d elapsed, about 0:\d\d left", second)
     assert "round 3/3" in third
     assert "writing the report" in end
 

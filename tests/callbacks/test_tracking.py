@@ -141,7 +141,9 @@ def test_without_the_package_one_sentence_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, module: str, make: Any, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(bpfed.UserError, match=rf"{name} is not installed; get it with: pip install 'bpfed\[track\]'"):
+    with pytest.raises(
+        bpfed.UserError, match=rf"{name} is not installed; install it with: pip install 'bpfed\[track\]'"
+    ):
         make()
 
 

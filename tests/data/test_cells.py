@@ -42,7 +42,7 @@ def test_every_client_has_its_exact_quota(name: str, partition: str) -> None:
 def test_files_that_are_not_whole_are_one_sentence() -> None:
     y = np.repeat(np.arange(10), 4999)
     for partition in ("groups", "random"):
-        with pytest.raises(UserError, match="Label 0 of 'mnist' has 4999 examples where this cell needs 5000"):
+        with pytest.raises(UserError, match="Label 0 of 'mnist' has 4999 examples, but this cell needs 5000"):
             deal_cell(CELLS["mnist-small"], y, parse_partition(partition), np.random.default_rng(0))
 
 

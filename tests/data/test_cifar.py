@@ -128,5 +128,5 @@ def test_a_cut_archive_is_one_sentence(tmp_path: Path) -> None:
 
 def test_an_archive_without_a_batch_is_one_sentence(tmp_path: Path) -> None:
     write_tar(tmp_path / ARCHIVE, {"cifar-10-batches-bin/data_batch_1.bin": bytes(3073)})
-    with pytest.raises(UserError, match=r"no good data_batch_2.bin"):
+    with pytest.raises(UserError, match=r"no valid data_batch_2.bin"):
         sources.read("cifar10", tmp_path, download=False)

@@ -39,11 +39,11 @@ def test_each_column_is_told() -> None:
     made = federate("t", tables, "y", ignore=["out"]).preparation
     assert made is not None
     assert columns(tables, made) == [
-        ("word", "2 words, some missing", 3),
-        ("same", "constant, left out", 0),
-        ("gone", "all missing, left out", 0),
-        ("gaps", "constant, but missing in places", 1),
-        ("out", "left out by --ignore", 0),
+        ("word", "2 categories, some missing", 3),
+        ("same", "constant, not used", 0),
+        ("gone", "all missing, not used", 0),
+        ("gaps", "constant, some missing", 1),
+        ("out", "ignored (--ignore)", 0),
         ("age", "numbers", 1),
         ("y", "target", 0),
     ]
@@ -68,7 +68,7 @@ def test_what_looks_like_no_input_is_named(name: str, column: list[str] | np.nda
     tables = clients(**{name: column}, out=[f"{k}" for k in range(N)])
     data = federate("t", tables, "y", ignore=["out"])
     assert data.preparation is not None
-    sentence = f"There seem to be {said}; if these should be no inputs, --ignore 'out,{name}' leaves them out."
+    sentence = f"There seem to be {said}; if these should not be inputs, leave them out with --ignore 'out,{name}'."
     assert doubts(tables, data.preparation) == data.notes == ((sentence,) if said else ())
 
 
@@ -92,8 +92,8 @@ def test_what_says_whose_a_row_is_is_named(columns: tuple[list[str] | np.ndarray
         tables[client] = replace(clients(hospital=["x"] * N)["a"], name=client)
         tables[client].columns["hospital"] = own
     sentence = (
-        "There seem to be names of clients (the same in all rows of a client, and others' differ) in 'hospital'; if these should "
-        "be no inputs, --ignore 'hospital' leaves them out."
+        "There seem to be client names (the same in all rows of a client, but not between clients) in 'hospital'; if these "
+        "should not be inputs, leave them out with --ignore 'hospital'."
     )
     assert federate("t", tables, "y").notes == ((sentence,) if said else ())
 
@@ -121,12 +121,12 @@ def test_long_tables_of_whole_numbers_cost_no_time() -> None:
 
 @pytest.mark.parametrize(
     ("others", "how"),
-    [((), "take them out of the files."), (("row",), "--ignore 'row' leaves them out (one with a comma")],
+    [((), "remove them from the files."), (("row",), "leave them out with --ignore 'row' (rename any with a comma")],
 )
 def test_a_name_with_a_comma_is_not_advised_to_be_ignored(others: tuple[str, ...], how: str) -> None:
     tables = clients(**{"number, of patient": np.arange(float(N)), **{name: np.arange(float(N)) for name in others}})
     (note,) = federate("t", tables, "y").notes
-    assert f"if these should be no inputs, {how}" in note
+    assert f"if these should not be inputs, {how}" in note
 
 
 def test_whoever_trains_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +137,7 @@ def test_whoever_trains_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixtu
         (rows_of / f"{client}.csv").write_text("\n".join(["patient_id,age,y", *rows]))
     asked = (f"folder:{rows_of}", "--target", "y", "--rounds", "1")
     told = (
-        "There seem to be identifiers (nearly every value is different) in 'patient_id'; if these should be no inputs"
+        "There seem to be identifiers (nearly every value is different) in 'patient_id'; if these should not be inputs"
     )
     said = Command(capsys).ok("run", "--data", *asked, "--out", str(out / "run")).err
     assert said.count(told) == 1
@@ -156,11 +156,13 @@ def test_inspect_lists_columns_and_folds_many(tmp_path: Path, capsys: pytest.Cap
         rows = (f"{k % 2},{words[k]}," + ",".join(map(str, row)) for k, row in enumerate(numbers))
         (tmp_path / f"{client}.csv").write_text("\n".join([head, *rows]))
     out = Command(capsys).ok("data", "inspect", f"folder:{tmp_path}", "--target", "y").out
-    assert " kind     40 words         40 \n" in out
+    assert " kind     40 categories       40 \n" in out
     assert " c27 " in out
     assert " c28 " not in out
     assert "... and 70 more columns.\n" in out
-    assert "There seem to be more than 30 words in 'kind'; if these should be no inputs, --ignore 'kind'" in out
+    assert (
+        "There seem to be more than 30 categories in 'kind'; if these should not be inputs, leave them out with" in out
+    )
 
 
 @pytest.mark.parametrize(

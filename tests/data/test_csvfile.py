@@ -53,7 +53,7 @@ def test_how_much_is_looked_at_in_one_go_does_not_matter(
     assert table.words("gaps") == ["", "", "", "", "w"]
     np.testing.assert_array_equal(table.columns["number"], [1, 2, np.nan, 4, 5])
     path.write_text("a\n" + "1\n" * 9 + "x\n")
-    with pytest.raises(UserError, match=r"'a' of .* is numbers but for 'x' in row 10"):
+    with pytest.raises(UserError, match=r"'a' of .* is numeric except for 'x' in row 10"):
         read_table(path)
 
 
@@ -89,7 +89,7 @@ def test_percentages_are_numbers_where_all_are(chunk: int, tmp_path: Path, monke
     np.testing.assert_array_equal(table.columns["b"], [1.5, np.nan, -0.25])
     assert table.words("c") == ["57%", "57", "low"]
     path.write_text("a\n57%\n58%\n59\n")
-    with pytest.raises(UserError, match=r"'a' of .* is percentages but for '59' in row 3"):
+    with pytest.raises(UserError, match=r"'a' of .* is percentages except for '59' in row 3"):
         read_table(path)
 
 

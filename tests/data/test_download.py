@@ -82,7 +82,7 @@ def test_other_bytes_than_the_original_leave_nothing(mnist_server: Path) -> None
     data = bytearray(file.read_bytes())
     data[1000] ^= 1
     file.write_bytes(data)
-    with pytest.raises(UserError, match="sent other bytes than the original") as caught:
+    with pytest.raises(UserError, match="sent different bytes from the original") as caught:
         load("mnist")
     assert files_below(cache()) == []
     for word in ("train-images-idx3-ubyte.gz", str(cache() / "MNIST/raw"), "--data-dir", "BPFED_DATA"):
@@ -96,7 +96,7 @@ def test_shorter_or_longer_leaves_nothing(tmp_path: Path, serve: Serve, change: 
     file.write_bytes(b"0123456789" * 1000)
     expected = remote(file, serve(tmp_path / "server"))
     file.write_bytes(change(file.read_bytes()))
-    with pytest.raises(DownloadError, match="other bytes"):
+    with pytest.raises(DownloadError, match="different bytes"):
         download(expected._replace(sha256=None), tmp_path / "out/a.bin")
     assert files_below(tmp_path / "out") == []
 

@@ -37,7 +37,7 @@ def _cut(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (lambda d: gzip.compress(b"\0\0\x0d\3" + d[4:]), "does not start as an idx file"),
+        (lambda d: gzip.compress(b"\0\0\x0d\3" + d[4:]), "does not start like an idx file"),
         (lambda d: gzip.compress(_cut(d)), "length is not what its header says"),
         (lambda d: gzip.compress(d + b"more"), "length is not what its header says"),
         (lambda d: _cut(gzip.compress(d)), "damaged"),
@@ -58,7 +58,7 @@ def test_damage_is_one_sentence_that_names_the_file(tmp_path: Path, damage, why:
 def test_images_and_labels_must_be_equally_many(tmp_path: Path) -> None:
     write_idx(tmp_path)
     (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx_bytes(np.zeros(59, np.uint8))))
-    with pytest.raises(UserError, match=r"60 images but .* 59 labels"):
+    with pytest.raises(UserError, match=r"60 images, but .* 59 labels"):
         MNIST.read(tmp_path)
 
 

@@ -85,8 +85,8 @@ def test_an_unknown_name_has_a_hint(call: Callable[[str], object]) -> None:
     ("wrong", "words"),
     [
         ({"clients": 2000, "partition": "iid"}, "2000 clients cannot share 1797"),
-        ({"clients": 0}, "ask for 1 or more"),
-        ({"clients": -3, "partition": "natural"}, "does not say whom its examples belong"),
+        ({"clients": 0}, "ask for at least 1"),
+        ({"partition": "natural"}, "'natural' is only for data with its own clients"),
         ({"seed": -1}, "seed must be 0 or more"),
         ({"test_fraction": 1.0}, "below 1"),
         ({"partition": "group"}, "did you mean 'groups'"),
@@ -106,7 +106,11 @@ def test_the_overview_has_a_row_per_name_and_says_what_is_present(tmp_path: Path
     data = load()
     assert rows["digits"].examples == len(data.train.x) + len(data.test.x)
     assert rows["digits"].clients == len(data)
-    assert rows["digits"].partition == data.partition
+
+
+def test_examples_know_whose_they_are() -> None:
+    examples = Examples(torch.zeros(5, 1), torch.zeros(5, dtype=torch.int64), torch.tensor([0, 2, 2, 5]))
+    assert examples.owner.tolist() == [0, 0, 2, 2, 2]
 
 
 def test_selecting_clients_is_the_same_as_taking_them_one_by_one() -> None:

@@ -10,7 +10,9 @@ from command import PLAIN, Command
 from bpfed.data import load
 from bpfed.data.lookalikes import lookalikes
 
-MEND = "differ only in case or spaces and are taken as different; write them the same way in all files if one is meant."
+DIFFER = (
+    "differ only in case or spaces and are treated as different; if they are the same, spell them alike in all files."
+)
 
 
 def rows(head: str, *lines: str) -> str:
@@ -28,9 +30,9 @@ def test_columns_labels_and_words_are_named_where_runs_and_inspect_look(
     assert made is not None
     assert len(made.labels) == 3  # nothing is merged
     said = (
-        f"Columns 'Age' and 'age' {MEND}",
-        f"Labels 'Yes' and 'yes' of 'y' {MEND}",
-        f"Words of 'by', such as 'Web' and 'web', {MEND}",
+        f"Columns 'Age' and 'age' {DIFFER}",
+        f"Labels 'Yes' and 'yes' of 'y' {DIFFER}",
+        f"Words of 'by', such as 'Web' and 'web', {DIFFER}",
     )
     assert lookalikes(made) == said
     command = Command(capsys)
@@ -44,7 +46,7 @@ def test_a_column_like_the_target_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(rows("y,Y,x", "no,1,3", "yes,2,5"))
     made = load(f"folder:{tmp_path}", target="y").preparation
     assert made is not None
-    assert lookalikes(made) == (f"Columns 'y' and 'Y' {MEND}",)
+    assert lookalikes(made) == (f"Columns 'y' and 'Y' {DIFFER}",)
 
 
 def test_nothing_is_said_of_what_differs_otherwise(tmp_path: Path) -> None:

@@ -90,16 +90,16 @@ def test_exported_it_is_the_same_federation(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"partition": "iid"}, "has clients of its own"),
+        ({"partition": "iid"}, "has its own clients"),
         ({"target": "age"}, "'heart-disease' predicts 'disease'"),
-        ({"client_column": "sex"}, "leave --client-column out"),
+        ({"client_column": "sex"}, "omit --client-column"),
     ],
 )
 def test_what_the_hospitals_cannot_be(options: dict, words: str, tmp_path: Path) -> None:
     write_heart(tmp_path)
     with pytest.raises(UserError, match=words):
         load("heart-disease", data_dir=tmp_path, **options)
-    with pytest.raises(UserError, match="'digits' is no table, so '"):
+    with pytest.raises(UserError, match="'digits' is not a table, so '"):
         load("digits", task="regression")
 
 
@@ -129,7 +129,7 @@ def test_the_hospitals_are_fetched_and_checked(
     files = HeartFiles(base=serve(tmp_path / "server"))
     entry = replace(natural_module.NATURAL["heart-disease"], files=files)
     monkeypatch.setitem(natural_module.NATURAL, "heart-disease", entry)
-    with pytest.raises(UserError, match="sent other bytes than the original"):
+    with pytest.raises(UserError, match="sent different bytes from the original"):
         load("heart-disease", data_dir=tmp_path / "data")
     monkeypatch.setattr(natural_module, "HOSPITALS", known)
     assert len(load("heart-disease", data_dir=tmp_path / "data")) == 4
@@ -146,7 +146,7 @@ def test_inspect_shows_sizes_classes_and_gaps(tmp_path: Path, capsys: pytest.Cap
     assert gaps.split()[1:] == ["·", "100", "·", "·"]
     assert picture.read_bytes().startswith(b"<?xml")
     said = command("data", "inspect", "heart-disease", "--data-dir", tmp_path, "--plot", tmp_path / "plot.txt").sentence
-    assert "no picture of .png, .svg, .pdf" in said
+    assert "end its name in one of .png, .svg, .pdf" in said
 
 
 def test_inspect_of_numbers_and_of_many_clients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

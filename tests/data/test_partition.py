@@ -18,7 +18,13 @@ seeds = st.integers(0, 2**32)
 
 
 def deal(text: str, y: np.ndarray, clients: int, seed: int = 0) -> list[np.ndarray]:
-    return parse_partition(text).deal(y, clients, np.random.default_rng(seed))
+    return dealt(parse_partition(text), y, clients, seed)
+
+
+def dealt(partition: Partition, y: np.ndarray, clients: int, seed: int = 0) -> list[np.ndarray]:
+    """Indices of each client's examples."""
+    owners = partition.owners(y, clients, np.random.default_rng(seed))
+    return [np.flatnonzero(owners == client) for client in range(clients)]
 
 
 def check(parts: list[np.ndarray], clients: int) -> np.ndarray:
@@ -36,7 +42,7 @@ def check(parts: list[np.ndarray], clients: int) -> np.ndarray:
 @example(y=np.arange(7), data=None, alpha=1e300, seed=0)
 def test_dirichlet_deals_everything_to_everyone(y: np.ndarray, data, alpha: float, seed: int) -> None:
     clients = data.draw(st.integers(1, len(y))) if data else len(y)
-    parts = Partition("dirichlet", alpha).deal(y, clients, np.random.default_rng(seed))
+    parts = dealt(Partition("dirichlet", alpha), y, clients, seed)
     np.testing.assert_array_equal(check(parts, clients), np.arange(len(y)))
 
 
@@ -159,18 +165,12 @@ def test_the_seed_decides(text: str) -> None:
     assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def test_natural_clients_keep_their_own() -> None:
-    ids = np.array(["b", "a", "b", "c"])
-    parts = Partition("natural").deal(np.zeros(4, int), 3, np.random.default_rng(0), ids)
-    assert [p.tolist() for p in parts] == [[1], [0, 2], [3]]
-
-
 @pytest.mark.parametrize(
     ("text", "canonical"),
     [
         *(("groups", "groups"), ("groups:5", "groups"), ("random", "random"), ("random:3", "random:3")),
         *(("dirichlet:0.30", "dirichlet:0.3"), ("dirichlet", "dirichlet:0.3"), ("shards", "shards:2")),
-        *(("iid", "iid"), (" natural ", "natural")),
+        *(("iid", "iid"), (" iid ", "iid")),
     ],
 )
 def test_parse(text: str, canonical: str) -> None:
@@ -191,7 +191,8 @@ def test_parse(text: str, canonical: str) -> None:
         ("random:0", "a whole number of at least 1"),
         ("random:2.5", "a whole number of at least 1"),
         ("shards:x", "a whole number of at least 1"),
-        ("iid:3", "takes no number"),
+        ("iid:3", "takes no number; write 'iid' instead of 'iid:3'"),
+        ("natural", "'natural' is only for data with its own clients; choose another partition: groups, random"),
     ],
 )
 def test_parse_says_what_is_wrong(text: str, words: str) -> None:
@@ -202,14 +203,13 @@ def test_parse_says_what_is_wrong(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "clients", "words"),
     [
-        *((f"{kind}", 11, "11 clients cannot share 10 examples") for kind in KINDS if kind != "natural"),
-        *((f"{kind}", 0, "ask for 1 or more") for kind in KINDS if kind != "natural"),
-        ("random:11", 2, "11 labels per client but the data has 10"),
-        ("groups:11", 2, "11 labels per client but the data has 10"),
+        *((f"{kind}", 11, "11 clients cannot share 10 examples") for kind in KINDS),
+        *((f"{kind}", 0, "ask for at least 1") for kind in KINDS),
+        ("random:11", 2, "11 labels per client, but the data has 10"),
+        ("groups:11", 2, "11 labels per client, but the data has 10"),
         ("groups:5", 4, "A label with 1 examples cannot be given to 2 clients"),
         ("random:5", 4, "use fewer clients"),
         ("shards:3", 4, "12 shards"),
-        ("natural", 2, "does not say whom its examples belong"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(text: str, clients: int, words: str) -> None:

@@ -156,7 +156,7 @@ def test_local_standardisation_is_each_clients_own_and_newcomers_join() -> None:
     made = data.preparation
     assert made is not None
     new = Table("n", 2, {"a": np.array([7.0, 9.0])})
-    with pytest.raises(UserError, match="say whose rows these are"):
+    with pytest.raises(UserError, match="pass client= to name whose rows these are"):
         made.inputs(new)
     with pytest.raises(UserError, match="Unknown client 'n'"):
         made.inputs(new, "n")
@@ -197,7 +197,7 @@ def test_new_rows(made: Preparation) -> None:
     ("columns", "words"),
     [
         ({"z": np.zeros(1)}, r"none of the columns that training used \('a', 'w'\)"),
-        ({"a": Words.of(["old"])}, "'a' of 'new' must be numbers, but has 'old'"),
+        ({"a": Words.of(["old"])}, "'a' of 'new' must be numeric, but has 'old'"),
     ],
 )
 def test_new_rows_that_cannot_be(made: Preparation, columns: dict, words: str) -> None:
@@ -269,7 +269,7 @@ def test_images(tmp_path: Path, shape: tuple[int, ...], expected: tuple[int, ...
     assert data.preparation is not None
     assert data.preparation.inputs(read_table(tmp_path / "a.npz"), "a").shape == (20, *expected)
     np.savez(tmp_path / "c.npz", x=np.zeros((4, 6, 6)), y=np.array(["cat", "dog"] * 2))
-    with pytest.raises(UserError, match="Clients differ in what their inputs are"):
+    with pytest.raises(UserError, match="Clients have different kinds of inputs"):
         load(f"folder:{tmp_path}")
 
 

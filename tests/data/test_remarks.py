@@ -9,8 +9,13 @@ from command import Command
 
 from bpfed.data import FederatedData, from_arrays, load
 
-ENDS = " alone, so it will predict hardly anything else, and its scores flatter those of all together."
-END = " have training examples of one class alone, so each will predict hardly anything else, and their scores flatter those of all together."
+ENDS = (
+    " only, so it will predict hardly anything else, and its scores make the overall scores look better than they are."
+)
+END = (
+    " have training examples of one class only, so each will predict hardly anything else, and their scores make the "
+    "overall scores look better than they are."
+)
 
 
 def clients(*classes: str, more: int = 0) -> FederatedData:

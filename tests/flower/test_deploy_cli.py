@@ -92,7 +92,7 @@ def test_what_cannot_be_is_said_in_one_sentence(bpfed, tmp_path):
     bpfed.ok("deploy", "init", fed, "--sites", "a,b")
     assert "holds files already" in bpfed("deploy", "init", fed, "--sites", "a,b").sentence
     both = ("--rehearsals", "2", "--softness", "0.5")
-    assert "leave one of them out" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a,b", *both).sentence
+    assert "use only one of the two" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a,b", *both).sentence
     assert "names a site twice" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a,a").sentence
     assert "host:port" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a", "--address", "here").sentence
     assert "no folder of a deployment" in bpfed("deploy", "server", tmp_path).sentence
@@ -184,8 +184,8 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
     own = fed / "site-client-00"
     for folder in (own, own / "run"):
         assert bpfed("predict", folder, "--client", "client-01", "--input", "x.csv").sentence == (
-            f"'{own / 'run'}' has the model of site 'client-00' only; that of 'client-01' is in the folder of that site, so predict "
-            "there."
+            f"'{own / 'run'}' has only the model of site 'client-00'; the model of 'client-01' is in that site's own "
+            "folder, so predict there."
         )
     assert "did you mean 'client-00'?" in bpfed("predict", own, "--client", "client-0", "--input", "x.csv").sentence
     shutil.rmtree(fed / "site-client-00" / "run")
@@ -208,7 +208,7 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
     ("state", "alive", "word", "online"),
     [
         ("running", True, "running", "yes"),
-        ("running", False, "broken off", "–"),
+        ("running", False, "interrupted", "–"),
         ("stopped", True, "stopped", "–"),
         ("finished", False, "finished", "–"),
     ],
@@ -233,7 +233,7 @@ def test_sites_are_called_online_only_while_the_run_is_under_way(bpfed, tmp_path
     assert shown.startswith(f"{word}, round 1 of 2")
     rows = [line.split() for line in shown.splitlines()]
     assert [row[1] for row in rows if row[:1] in (["north"], ["south"])] == [online] * 2
-    assert ("Who is online is known only while a run is under way." in shown) == (online != "yes")
+    assert ("Which sites are online is known only during a run." in shown) == (online != "yes")
     assert "Columns 'X' and 'x' differ.\n" in shown
 
 

@@ -113,7 +113,7 @@ def test_sites_whose_columns_contradict_each_other_are_told_so(tmp_path, files):
     files["east"].write_text("\n".join([lines[0], *(f"old,{line.partition(',')[2]}" for line in lines[1:])]))
     site = Site(tmp_path / "east", "east", made.config, File("east", files["east"], made.config))
     made.grid.clients[made.node("east")] = node_of(site)
-    with pytest.raises(UserError, match="'age' is numbers at 'north' but words at 'east'"):
+    with pytest.raises(UserError, match="'age' is numeric at 'north' but text at 'east'"):
         made.serve()
 
 
@@ -216,7 +216,7 @@ def test_a_site_is_told_once_of_columns_that_look_like_no_inputs(tmp_path, files
     made.serve()
     told = [sentence for sentence in made.said if "There seem to be identifiers" in sentence]
     assert len(told) == len(files)  # each of its own rows
-    assert "--ignore 'patient_id' leaves them out. Whoever makes the deployment" in told[0]
+    assert "leave them out with --ignore 'patient_id'. Whoever makes the deployment" in told[0]
 
 
 def with_words(files):

@@ -40,7 +40,7 @@ def test_each_row_has_a_line_in_its_order(command: Command, ward: Path) -> None:
         assert row["label"] == ("ill" if probs[0] > probs[1] else "well")
         assert row["abstain"] == ("yes" if max(probs) < 0.9 else "no")
     assert outcome.err.splitlines() == [
-        "No sets or intervals: the run kept no calibration examples (train with --calibration 0.2 for them)."
+        "No sets or intervals: the run has no calibration examples (train with --calibration 0.2 to get them)."
     ]
 
 
@@ -90,19 +90,20 @@ def test_a_column_that_is_missing_is_said(command: Command, ward: Path) -> None:
     Path("short.csv").write_text("age,ward\n61,east\n40,west\n")
     outcome = command.ok("predict", "run", "--client", "zug", "--input", "short.csv")
     assert len(read(outcome.out)) == 2
-    assert "'short.csv' lacks 'dose'; what it would say is taken as missing in every row." in outcome.err
+    assert "'short.csv' has no column 'dose'; treated as missing in every row." in outcome.err
 
 
 def test_what_training_never_saw_is_said(command: Command, ward: Path) -> None:
     Path("odd.csv").write_text("age,Dose,ward\n61,0,north\n4500,1,north\n-900,0,west\n,1,\n60,0,south\n")
     said = command.ok("predict", "run", "--client", "zug", "--input", "odd.csv").err.splitlines()
     assert said[:4] == [
-        "'odd.csv' lacks 'dose'; what it would say is taken as missing in every row.",
-        "'odd.csv' has 'Dose' (training had 'dose'), which is ignored; spell it as in training if it is meant.",
-        "'odd.csv' has words that training never saw in 'ward' (3 of 5 rows, such as 'north'); the model answers as if "
-        "there were no word.",
-        "'odd.csv' has numbers more than 10 standard deviations from the mean of training in 'age' (2 of 5 rows, such as "
-        "4500); the model's answers there may mean little.",
+        "'odd.csv' has no column 'dose'; treated as missing in every row.",
+        "'odd.csv' has 'Dose' (training had 'dose'), which is ignored; if that is the same column, spell it as in "
+        "training.",
+        "'odd.csv' has words that were not seen in training in 'ward' (3 of 5 rows, such as 'north'); the model treats "
+        "them as if there were no word.",
+        "'odd.csv' has numbers more than 10 standard deviations from the training mean in 'age' (2 of 5 rows, such as "
+        "4500); the predictions there may mean little.",
     ]
 
 
@@ -154,9 +155,12 @@ def test_columns_are_kept_as_they_are(command: Command, ward: Path) -> None:
     ]
     assert found == plain
     for keep, said in (
-        ("label", "--keep: 'label' of the input would clash with what predictions have of that name; rename it there."),
+        ("label", "--keep: 'label' of the input would clash with a column of the predictions; rename it in the input."),
         ("Ward", "'ids.csv' has no column 'Ward'; did you mean 'ward'?"),
-        ("a,b", "'ids.csv' has no columns 'a', 'b'; known are: 'age', 'dose', 'ward', 'patient no', 'label', 'note'."),
+        (
+            "a,b",
+            "'ids.csv' has no columns 'a', 'b'; choose from: 'age', 'dose', 'ward', 'patient no', 'label', 'note'.",
+        ),
     ):
         before = files(Path())
         refused = command(*call, "--keep", keep, "--out", "p.csv")
@@ -228,13 +232,13 @@ def test_labels_that_a_client_has_never_seen_are_said(command: Command, tmp_path
     assert noted["classes_seen"] == ["111", "111", "110"]
     np.savez("new.npz", x=3.0 * np.eye(3, dtype=np.float32)[[0, 2, 2]])
     said = command.ok("predict", "run", "--client", "c", "--input", "new.npz").err
-    assert "2 rows are given 'blue', of which 'c' has no training example." in said
+    assert "2 rows are predicted as 'blue', of which 'c' has no training example." in said
     assert "of which" not in command.ok("predict", "run", "--client", "a", "--input", "new.npz").err
     np.savez("two.npz", x=3.0 * np.eye(3, dtype=np.float32)[[0, 1]], y=np.array([0, 1]))
     said = command.ok("adapt", "run", "--input", "two.npz", "--name", "d", "--steps", "2").err
-    assert "It has no example of 'blue', so it will predict that seldom." in said
+    assert "It has no example of 'blue', so it will rarely predict that class." in said
     said = command.ok("predict", "run", "--client", "d", "--input", "new.npz").err
-    assert "2 rows are given 'blue', of which 'd' has no training example." in said
+    assert "2 rows are predicted as 'blue', of which 'd' has no training example." in said
     del noted["classes_seen"]  # a run from before it was noted
     Path("run/data.json").write_text(json.dumps(noted))
     assert "of which" not in command.ok("predict", "run", "--client", "c", "--input", "new.npz").err
@@ -258,7 +262,7 @@ def test_arrays_of_a_built_in_dataset(command: Command) -> None:
     np.savez("ids.npz", x=x, who=np.arange(30), few=np.arange(3))
     client = ("predict", "run", "--client", data.clients[0], "--input", "ids.npz", "--keep")
     assert [row["who"] for row in read(command.ok(*client, "who").out)] == [str(k) for k in range(30)]
-    assert command(*client, "few").sentence == "'few' of 'ids.npz' has 3 entries for 30 rows; keep another."
+    assert command(*client, "few").sentence == "'few' of 'ids.npz' has 3 entries for 30 rows; choose another column."
     Path("b.npz").write_bytes(b"junk")
     Path("cut.npz").write_bytes(Path("a.npz").read_bytes()[:-100])
     with Path("array.npz").open("wb") as file:
@@ -266,10 +270,10 @@ def test_arrays_of_a_built_in_dataset(command: Command) -> None:
     Path("c.csv").write_text("a\n1\n")
     for name, said in (
         ("flat.npz", "but must be numbers of shape [n, "),
-        ("empty.npz", "'empty.npz' has no array 'x'; it holds: y."),
-        ("b.npz", "'b.npz' is no good NPZ file"),
-        ("cut.npz", "'cut.npz' is no good NPZ file"),
-        ("array.npz", "'array.npz' is no good NPZ file"),
+        ("empty.npz", "'empty.npz' has no array 'x'; it contains: y."),
+        ("b.npz", "'b.npz' is not a valid NPZ file"),
+        ("cut.npz", "'cut.npz' is not a valid NPZ file"),
+        ("array.npz", "'array.npz' is not a valid NPZ file"),
         ("c.csv", "'digits' was trained on arrays, not on a table; give an NPZ file with x of shape [n, "),
         ("d.npz", "There is no file 'd.npz'"),
     ):
@@ -287,7 +291,7 @@ def test_numbers_that_name_classes_are_names_and_not_places(tmp_path: Path) -> N
         assert found.tolist() == wanted
     data = library.data.from_arrays(x, np.array([1, 2, 3] * 4), ["s"] * 12)
     np.savez(tmp_path / "new.npz", x=x[:1], y=np.array([0]))
-    with pytest.raises(UserError, match="has the label '0', but must have one of '1', '2', '3'"):
+    with pytest.raises(UserError, match="has the label '0', but it must be one of '1', '2', '3'"):
         read_rows(data, tmp_path / "new.npz", "new", print, labelled=True)
 
 
@@ -310,7 +314,7 @@ def nothing() -> None: ...
     ("spoil", "arguments", "said"),
     [
         (nothing, ("--client", "gemf"), "Unknown client 'gemf'; did you mean 'genf'?"),
-        (nothing, (), "Say whose model it is, either by --client NAME or by --adapted FILE."),
+        (nothing, (), "Choose whose model to use, with either --client NAME or --adapted FILE."),
         (nothing, ("--client", "genf", "--level", "2"), "--level is 2, but must be above 0 and below 1"),
         (nothing, ("--client", "genf", "--abstain", "90"), "--abstain is 90, but must be a probability"),
         (nothing, ("--client", "genf", "--draws", "0"), "draws is 0, but must be at least 1."),
@@ -319,7 +323,7 @@ def nothing() -> None: ...
         (
             unfinished,
             ("--client", "genf"),
-            "The run in 'run' is not finished; go on with it: bpfed run --out run --resume",
+            "The run in 'run' is not finished; resume it with: bpfed run --out run --resume",
         ),
         (header_only, ("--client", "genf"), "no rows"),
         (foreign, ("--client", "genf"), "'new.csv' has none of the columns that training used"),
