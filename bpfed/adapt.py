@@ -1,4 +1,4 @@
-"""Newcomers: clients that took no part in training, with the shared factors that the run left and personal ones of their own."""
+"""Newcomers: clients that took no part in training; they get the run's shared factors and learn personal ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from bpfed import noise
 from bpfed.card import card, without_examples
-from bpfed.client import Client
+from bpfed.client import Client, check_shape
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.preparation import Preparation
 from bpfed.engine.federation import Federation
@@ -41,7 +41,7 @@ class NewClient(Client):
     """
 
     unscored: ClassVar[str | None] = (
-        "a newcomer learns from all of its examples and keeps none to calibrate with; use its probabilities or its scale"
+        "a newcomer learns from all of its examples and keeps none for calibration; use its probabilities or its scale"
     )
 
     def __init__(self, run: Run, examples: list[int]) -> None:
@@ -56,7 +56,7 @@ class NewClient(Client):
         return f"<newcomer '{self.name}' to '{data.name}': {learnt}>"
 
     def save(self, path: str | Path) -> Path:
-        """Write what is this client's own to one safetensors file, whole or not at all; `Run.newcomer` reads it."""
+        """Write this client's own state to one safetensors file, whole or not at all; `Run.newcomer` reads it."""
         federation = self.run.federation
         leaves, _ = tree_flatten(federation.personal(torch.tensor([0])))
         tensors = {f"personal.{i}": t.cpu().contiguous() for i, t in enumerate(leaves)}
@@ -78,7 +78,7 @@ def adapt(
     """See `Run.adapt`; ``preparation`` is the newcomer's own, where it has one."""
     data = _data(federation.data, name, x, y, preparation)
     if name in federation.data.clients:
-        raise UserError(f"There is a client '{name}' in the run already; give the newcomer another name.")
+        raise UserError(f"The run already has a client '{name}'; give the newcomer another name.")
     if steps is not None and steps < 1:
         raise UserError(f"steps is {steps}, but must be at least 1, or left out.")
     method = federation.method.adapting()
@@ -113,7 +113,7 @@ def load_newcomer(federation: Federation, path: Path) -> NewClient:
     try:
         with safetensors.safe_open(path, "pt") as file:
             words = json.loads((file.metadata() or {})["client"])
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is no dict)
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is not a dict)
         alone = _alone(federation, federation.method.adapting(), without_examples(words["data"]))
         if words["shared"] != _shared_hash(alone):
             raise UserError(f"'{path}' is a client of another run, or of another round of this one; adapt it again.")
@@ -125,7 +125,7 @@ def load_newcomer(federation: Federation, path: Path) -> NewClient:
     except FileNotFoundError:
         raise UserError(f"There is no file '{path}'; make it with bpfed adapt.") from None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
-        raise UserError(f"'{path}' is no client that bpfed adapt wrote, or is damaged; make it again.") from error
+        raise UserError(f"'{path}' is not a client that bpfed adapt wrote, or is damaged; make it again.") from error
 
 
 def _alone(federation: Federation, method: Method, data: FederatedData) -> Federation:
@@ -148,10 +148,7 @@ def _data(of: FederatedData, name: str, x: Any, y: Any, preparation: Preparation
     x, y = torch.as_tensor(x, dtype=torch.float32).cpu(), torch.as_tensor(y).cpu()
     if x.ndim and y.ndim and len(x) != len(y):
         raise UserError(f"{len(x)} inputs and {len(y)} targets were given; give one target for each input.")
-    if tuple(x.shape[1:]) != of.input_shape:
-        raise UserError(
-            f"Inputs have shape {list(x.shape[1:])} each, but '{of.name}' was trained on {list(of.input_shape)}."
-        )
+    check_shape(x, of)
     if of.task == "classification" and y.is_floating_point():
         raise UserError(
             f"The labels are {str(y.dtype).removeprefix('torch.')} numbers; give classes from 0 to {of.classes - 1}."

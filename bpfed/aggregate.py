@@ -1,7 +1,7 @@
 """Server rules: S uploaded Gaussians and their weights become one.
 
-Each rule is a pure function ``(uploads [S, P], weights [S]) -> Gaussian [P]``. Weights need not sum to one. They differ in
-what they make of disagreement between clients: see each formula.
+Each rule is a pure function ``(uploads [S, P], weights [S]) -> Gaussian [P]``. Weights need not sum to one. They differ
+in what they make of disagreement between clients: see each formula.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def precision(uploads: Gaussian, weights: Tensor) -> Gaussian:
 
 
 def product(uploads: Gaussian, weights: Tensor) -> Gaussian:
-    """1/σ² = Σ S w /σ_i², μ as `precision`: the product of the S densities, as if each upload were independent evidence."""
+    """1/σ² = Σ S w /σ_i², μ as `precision`: the product of the S densities, as if uploads were independent evidence."""
     joint = precision(uploads, weights)
     return Gaussian(joint.mean, joint.sigma / len(weights) ** 0.5)
 

@@ -1,11 +1,12 @@
-"""What examples held back from training say of a client's predictions: a temperature, and sets that hold the truth.
+"""Calibration with examples held back from training: a temperature for each client, and sets that hold the truth.
 
-Both are made per client, from the part of its training data that `FederatedData.hold_out` keeps from local training.
+Both are computed for each client from the part of its training data that `FederatedData.hold_out` keeps from local
+training.
 
 - *Temperature*: probabilities become p^(1/T) / Z, with T fitted to the labels held back (`temperatures`).
-- *Split-conformal sets*: the k-th smallest score of n examples held back, k = ⌈(n + 1) · level⌉, bounds the score of a new
-  example with probability of at least ``level``, whatever the model and however few the examples: those held back and the
-  new one need only be exchangeable. Where k > n the bound is infinite and the set is every label (`threshold`).
+- *Split-conformal sets*: the k-th smallest score of n examples held back, k = ⌈(n + 1) · level⌉, bounds the score of a
+  new example with probability of at least ``level``, whatever the model and however few the examples: those held back
+  and the new one need only be exchangeable. Where k > n the bound is infinite and the set is every label (`threshold`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from bpfed.errors import UserError
 from bpfed.metrics import SMALLEST
+from bpfed.metrics.sums import owners
 
 #: Strength of the prior that holds a temperature near 1: it weighs as much as about this many examples.
 PRIOR = 5.0
@@ -29,14 +31,14 @@ STEPS = 60
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What N clients' examples held back say, with the predictions it is about.
+    """The temperatures and conformal scores of N clients, and how the predictions they belong to were made.
 
     Attributes:
         how: How those predictions were made, ``sample`` or ``single-pass``.
         draws: With how many weight draws.
         temperatures: T of each client, ``[N]`` float64; 1 where none was fitted.
-        scores: Conformal scores end to end, each client's in rising order, ``[E]`` float32: 1 − p of the right label, or
-            |target − mean| / predicted standard deviation.
+        scores: Conformal scores end to end, each client's in rising order, ``[E]`` float32: 1 − p of the right label,
+            or |target − mean| / predicted standard deviation.
         offsets: Client i owns ``scores[offsets[i]:offsets[i + 1]]``, ``[N + 1]``.
     """
 
@@ -88,7 +90,7 @@ def threshold(scores: Tensor, level: float) -> float:
         level: Above 0 and below 1.
 
     Returns:
-        The ⌈(n + 1) · level⌉-th smallest score; infinity where there are not so many.
+        The ⌈(n + 1) · level⌉-th smallest score; infinity if there are fewer.
     """
     rank = int(_rank(torch.tensor(float(len(scores)), dtype=torch.float64), level))
     return float(scores[rank - 1]) if rank <= len(scores) else math.inf
@@ -114,7 +116,7 @@ def _check(level: float) -> None:
 def sorted_scores(scores: Tensor, offsets: Tensor) -> Tensor:
     """Each client's scores in rising order, ``[E]``."""
     order = scores.argsort(stable=True)
-    owner = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=scores.device), offsets.diff())
+    owner, _ = owners(offsets, scores)
     return scores[order[owner[order].argsort(stable=True)]]
 
 
@@ -138,8 +140,7 @@ def temperatures(probs: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         ``[N]`` float64.
     """
     logp = probs.double().clamp(min=SMALLEST).log()
-    clients = len(offsets) - 1
-    owner = torch.repeat_interleave(torch.arange(clients, device=probs.device), offsets.diff().to(probs.device))
+    owner, clients = owners(offsets, y)
     right = logp.gather(1, y[:, None]).squeeze(1)
 
     def slope(beta: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,7 +151,7 @@ def temperatures(probs: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         first, second = (torch.zeros_like(beta).index_add_(0, owner, part) for part in (mean - right, variance))
         return first + PRIOR * (1.0 - 1.0 / beta), second + PRIOR / beta.square()
 
-    # |log p| is at most 27.6 (`SMALLEST`), so the root is inside of these for any number of examples that fits in memory.
+    # |log p| is at most 27.6 (`SMALLEST`), so the root lies between these for any number of examples in memory.
     beta = torch.ones(clients, dtype=torch.float64, device=probs.device)
     low, high = torch.full_like(beta, 1e-9), torch.full_like(beta, 1e9)
     for _ in range(STEPS):
@@ -164,12 +165,12 @@ def temperatures(probs: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 
 def common_temperature(probs: Tensor, y: Tensor) -> float:
-    """The temperature that suits all of these examples together best, ``[E, K]`` and ``[E]``; see `temperatures`."""
+    """The one temperature that suits all of these examples best, ``[E, K]`` and ``[E]``; see `temperatures`."""
     return float(temperatures(probs, y, torch.tensor([0, len(y)])))
 
 
 def tempered(probs: Tensor, temperature: Tensor | float) -> Tensor:
-    """p^(1/T) / Z, ``[..., K]``; a tensor of temperatures has the shape of ``probs`` without its last axis, or broadcasts."""
+    """p^(1/T) / Z, ``[..., K]``; a tensor of temperatures broadcasts against ``probs`` without its last axis."""
     if not isinstance(temperature, Tensor) and temperature == 1.0:
         return probs
     t = torch.as_tensor(temperature, dtype=torch.float64, device=probs.device)

@@ -18,6 +18,7 @@ from bpfed.noise import Purpose
 from bpfed.predict import Classified, How, Regressed, check_how, classify, regress
 
 if TYPE_CHECKING:
+    from bpfed.data.federated import FederatedData
     from bpfed.run import Run
 
 
@@ -43,7 +44,7 @@ class Client:
         return self.run.data.clients[self.index]
 
     def read(self, path: str | Path) -> Rows:
-        """Rows of a file, prepared as this client's training data was; what is unusual about them goes to the run's ``say``.
+        """Rows of a file, prepared as this client's training data was; unusual values go to the run's ``say``.
 
         Args:
             path: A CSV, TSV, Parquet or NPZ file for a run on tables; an NPZ file with ``x`` for one on arrays.
@@ -63,8 +64,8 @@ class Client:
                 `bpfed.moments` for where it is exact).
 
         Returns:
-            Probabilities (or mean) with total, epistemic and aleatoric uncertainty, ``[B]`` each, and prediction sets (or
-            intervals) where the run kept calibration examples.
+            Probabilities (or mean) with total, epistemic and aleatoric uncertainty, ``[B]`` each, and prediction sets
+            (or intervals) where the run kept calibration examples.
         """
         federation = self.run.federation
         if draws is not None and draws < 1:
@@ -73,11 +74,7 @@ class Client:
         if isinstance(x, str | Path):
             x = self.read(x).x
         x = torch.as_tensor(x, dtype=torch.float32)
-        if tuple(x.shape[1:]) != federation.data.input_shape:
-            raise UserError(
-                f"Inputs have shape {list(x.shape[1:])} each, but '{federation.data.name}' was trained on "
-                f"{list(federation.data.input_shape)}."
-            )
+        check_shape(x, federation.data)
         if not bool(torch.isfinite(x).all()):
             raise UserError("The inputs hold NaN or infinite values; clean or drop those rows.")
         who = torch.tensor([self.index])
@@ -111,6 +108,14 @@ class Client:
         if at not in self._calibrated:
             self._calibrated[at] = calibrate(federation, torch.tensor([self.index]), how, draws).client(0)
         return self._calibrated[at]
+
+
+def check_shape(x: Tensor, data: FederatedData) -> None:
+    """Raise a `UserError` unless inputs ``[B, ...]`` have the shape of those that a run on this data was trained on."""
+    if tuple(x.shape[1:]) != data.input_shape:
+        raise UserError(
+            f"Inputs have shape {list(x.shape[1:])} each, but those of '{data.name}' have {list(data.input_shape)}."
+        )
 
 
 def _joined(parts: Sequence[Classified | Regressed]) -> Classified | Regressed:

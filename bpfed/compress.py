@@ -1,8 +1,9 @@
 """Smaller messages: means in half precision, standard deviations as one byte each on a logarithmic scale.
 
-A mean keeps 11 bits: its relative error is at most 2^-11 (of numbers under 6·10⁻⁵ the error is at most 2^-25). A σ becomes one of
-255 levels between the least and the greatest of its tensor, evenly spaced in log σ, and level 0 is σ = 0; its relative error
-is at most e^(r/508) − 1, with r the log of greatest over least. A Gaussian takes 3 bytes in the place of 8.
+A mean keeps 11 bits: its relative error is at most 2^-11 (of numbers under 6·10⁻⁵ the error is at most 2^-25). A σ
+becomes one of 255 levels between the least and the greatest of its tensor, evenly spaced in log σ, and level 0 is
+σ = 0; its relative error is at most e^(r/508) − 1, with r the log of greatest over least. A Gaussian takes 3 bytes
+instead of 8.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def compress(method: Method, state: State) -> list[Tensor | Levels]:
             continue
         if bool((leaf.abs() > GREATEST).any()):
             raise UserError(
-                f"A weight is beyond {GREATEST:.0f}, the greatest number in half precision; set compression to 'none', or "
-                "lower the step size, method.lr, if training has diverged."
+                f"A weight is beyond {GREATEST:.0f}, the greatest number in half precision; set compression to 'none', "
+                "or lower the step size, method.lr, if training has diverged."
             )
         packed.append(leaf.half())
     return packed
@@ -71,12 +72,6 @@ def expand(packed: list[Tensor | Levels], like: State) -> State:
     """The state that was compressed; ``like`` is any of its kind."""
     leaves = [from_levels(part) if isinstance(part, Levels) else part.float() for part in packed]
     return tree_unflatten(leaves, tree_flatten(like)[1])
-
-
-def size(packed: list[Tensor | Levels]) -> int:
-    """Bytes that it takes."""
-    tensors = [t for part in packed for t in (part if isinstance(part, Levels) else (part,))]
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def travelled(method: Method, state: State) -> State:

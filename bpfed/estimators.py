@@ -3,8 +3,8 @@
 All are unbiased; they differ in where the noise is drawn, hence in variance and cost:
 
 - ``weights``: one draw of the whole weight vector for the batch. Any module.
-- ``antithetic``: the same draw with its noise once added and once subtracted, each for every other example of the batch.
-  Any module, the cost of ``weights``; what is linear in the noise cancels.
+- ``antithetic``: the same draw with its noise once added and once subtracted, each for every other example of the
+  batch. Any module, the cost of ``weights``; what is linear in the noise cancels.
 - ``local``: local reparameterisation in linear layers, a weight draw per example in convolutions, ``weights`` for the
   rest. About twice the arithmetic, a fraction of the variance.
 """
@@ -41,9 +41,14 @@ class Batch(NamedTuple):
     key: Tensor
 
     @property
+    def examples(self) -> Tensor:
+        """b, the number of examples without padding, ``[S]``; 1 where all is padding (its gradients are 0)."""
+        return self.mask.sum(-1).clamp(min=1.0)
+
+    @property
     def scale(self) -> Tensor:
-        """n/b with the true size b of this batch, ``[S]``; n where the batch is all padding (its gradients are 0)."""
-        return self.size / self.mask.sum(-1).clamp(min=1.0)
+        """n/b, ``[S]``."""
+        return self.size / self.examples
 
 
 class DataTerm(NamedTuple):
@@ -58,6 +63,12 @@ class DataTerm(NamedTuple):
     nll: Tensor
     mean: Tensor
     sigma: Tensor
+
+
+def mean_gradient(model: Model, weights: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Mean −log p of a batch ``[S]``, and its gradient ``[S, P]``, at weights ``[S, P]`` that are points."""
+    total, gradient = model.gradient(weights, batch.x, batch.y, batch.mask, batch.key)
+    return total / batch.examples, gradient / batch.examples[:, None]
 
 
 Estimator = Callable[[Model, Gaussian, Batch], DataTerm]

@@ -1,7 +1,7 @@
 """Which weights are shared and which are personal, and the flat vector that holds them.
 
-The vector has the shared factors first and the personal factors last, so that the two are slices and no other code needs
-masks, names or layers.
+The vector has the shared factors first and the personal factors last, so that the two are slices and no other code
+needs masks, names or layers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Factors:
 
         Args:
             parameters: Name to tensor, in the module's own order.
-            personal: ``"head"`` (the last layer that has parameters), ``"not-head"`` (all but that), ``"none"``, ``"all"``,
-                or one or several parameter names, layer names or patterns (``"fc2"``, ``"*.bias"``).
+            personal: ``"head"`` (the last layer that has parameters), ``"not-head"`` (all but that), ``"none"``,
+                ``"all"``, or one or several parameter names, layer names or patterns (``"fc2"``, ``"*.bias"``).
         """
         chosen = _personal_names(tuple(parameters), personal)
         names = (*(n for n in parameters if n not in chosen), *(n for n in parameters if n in chosen))
@@ -145,9 +145,9 @@ def _personal_names(names: tuple[str, ...], personal: Personal) -> set[str]:
 def without_running_statistics(module: nn.Module) -> tuple[nn.Module, list[str]]:
     """Replace every batch normalisation in ``module`` (in place) by group normalisation of the same parameters.
 
-    Running statistics are neither shared nor personal factors: they are not weights, have no posterior, and averaging them
-    over clients with different data describes nobody. Group normalisation keeps the layer's weight and bias (names and
-    shapes), needs no statistics of other examples, and gives one example alone the same prediction as in a batch.
+    Running statistics are neither shared nor personal factors: they are not weights, have no posterior, and averaging
+    them over clients with different data describes nobody. Group normalisation keeps the layer's weight and bias (names
+    and shapes), needs no statistics of other examples, and gives one example alone the same prediction as in a batch.
 
     Returns:
         The module and the names of the layers replaced.

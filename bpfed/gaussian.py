@@ -27,15 +27,6 @@ class Gaussian(NamedTuple):
         return torch.addcmul(self.mean, self.sigma, noise)
 
 
-class KLGradients(NamedTuple):
-    """Gradients of KL(q ‖ p) with respect to both of its arguments, each of the arguments' shape."""
-
-    q_mean: Tensor
-    q_sigma: Tensor
-    p_mean: Tensor
-    p_sigma: Tensor
-
-
 def softplus(rho: Tensor) -> Tensor:
     """σ = log(1 + exp ρ); ρ = −∞ gives σ = 0."""
     return torch.nn.functional.softplus(rho)
@@ -65,11 +56,6 @@ def kl_gradients_p(q: Gaussian, p: Gaussian) -> tuple[Tensor, Tensor]:
     shift = (p.mean - q.mean) * inverse
     ratio = q.sigma / p.sigma
     return shift * inverse, (1.0 - ratio.square() - shift.square()) * inverse
-
-
-def kl_gradients(q: Gaussian, p: Gaussian) -> KLGradients:
-    """All four gradients of KL(q ‖ p)."""
-    return KLGradients(*kl_gradients_q(q, p), *kl_gradients_p(q, p))
 
 
 def natural(g: Gaussian) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
 """IVON: variational online Newton steps on a mean-field Gaussian, here with any Gaussian prior.
 
-Shen et al.: Variational Learning is Effective for Large Deep Networks, 2024, arXiv 2402.17641, Algorithm 1. There the prior
-is N(0, 1/(λδ)), the loss a mean over n examples, h the running estimate of its curvature and σ² = 1/(λ(h + δ)). Here the
-objective is E_q[L(w)] + T · KL(q ‖ π) with L the sum of −log p over a client's examples and π = N(m_π, s²) weight by weight.
-Put λ = n/T and λδ = 1/s²; then λ(h + δ) is q's precision Λ = 1/σ² itself, δ m becomes δ (m − m_π), and the algorithm reads,
-with ĝ and ĥ the estimated gradient and curvature of L:
+Shen et al.: Variational Learning is Effective for Large Deep Networks, 2024, arXiv 2402.17641, Algorithm 1. There the
+prior is N(0, 1/(λδ)), the loss a mean over n examples, h the running estimate of its curvature and σ² = 1/(λ(h + δ)).
+Here the objective is E_q[L(w)] + T · KL(q ‖ π) with L the sum of −log p over a client's examples and π = N(m_π, s²)
+weight by weight. Put λ = n/T and λδ = 1/s²; then λ(h + δ) is q's precision Λ = 1/σ² itself, δ m becomes δ (m − m_π),
+and the algorithm reads, with ĝ and ĥ the estimated gradient and curvature of L:
 
     ĝ = ∇L(w),  ĥ = ĝ ⊙ (w − m)/σ²,  w ~ q
     g ← β1 g + (1 − β1) ĝ
@@ -12,8 +12,9 @@ with ĝ and ĥ the estimated gradient and curvature of L:
     Λ ← Λ + (1 − β2) e + ½ (1 − β2)² e²/Λ
     m ← m − α (ḡ/T + (m − m_π)/s²)/Λ,  ḡ = g/(1 − β1ᵗ)
 
-Λ stays positive whatever ĥ is, since 1 + x + x²/2 > 0. The fixed point has Λ = E_q[∇²L]/T + 1/s² and E_q[∇L] + T (m − m_π)/s²
-= 0: the mean-field posterior. Nothing but q and g is carried, so a prior that moves between steps is allowed.
+Λ stays positive whatever ĥ is, since 1 + x + x²/2 > 0. The fixed point has Λ = E_q[∇²L]/T + 1/s² and
+E_q[∇L] + T (m − m_π)/s² = 0: the mean-field posterior. Nothing but q and g is carried, so a prior that moves between
+steps is allowed.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ class Categorical:
         return torch.logsumexp(outputs, -1) - torch.where(chosen, outputs, 0.0).sum(-1)
 
     def check(self, outputs: Tensor) -> None:
-        if not isinstance(outputs, Tensor):
-            raise UserError(f"The module returns a {type(outputs).__name__}, but must return one tensor of outputs.")
+        _check_tensor(outputs)
         if outputs.ndim != 2 or outputs.shape[1] != self.classes:
             raise UserError(
                 f"The module's output has shape {_shape(outputs)} for a batch of {outputs.shape[0]}, but the data has "
@@ -79,13 +78,17 @@ class Normal:
         return 0.5 * (residual.square() * precision + math.log(2.0 * math.pi)) + log_scale
 
     def check(self, outputs: Tensor) -> None:
-        if not isinstance(outputs, Tensor):
-            raise UserError(f"The module returns a {type(outputs).__name__}, but must return one tensor of outputs.")
+        _check_tensor(outputs)
         if outputs.shape[1:] not in (torch.Size([]), torch.Size([1])):
             raise UserError(
-                f"The module's output has shape {_shape(outputs)} for a batch of {outputs.shape[0]}, but regression needs "
-                "one number per example; make its last layer give one."
+                f"The module's output has shape {_shape(outputs)} for a batch of {outputs.shape[0]}, but regression "
+                "needs one number per example; make its last layer give one."
             )
+
+
+def _check_tensor(outputs: object) -> None:
+    if not isinstance(outputs, Tensor):
+        raise UserError(f"The module returns a {type(outputs).__name__}, but must return one tensor of outputs.")
 
 
 def _shape(tensor: Tensor) -> str:

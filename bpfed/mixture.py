@@ -1,12 +1,12 @@
-"""Several networks of one kind, trained side by side from other first weights, whose predictions are averaged.
+"""Several networks of one kind, trained side by side from different first weights, whose predictions are averaged.
 
-With Gaussian weights this is a posterior that is a mixture of M Gaussians, each around a solution of its own, where one Gaussian
-knows of one solution alone (Wilson & Izmailov 2020); with point weights it is a deep ensemble (Lakshminarayanan et al. 2017). Members do not
-see each other's predictions in training: the bound on the evidence of a mixture whose components do not overlap is the mean of theirs plus
-log M. (What a method reckons over all weights, such as the size of the recipe's first heads or the norm that is clipped, is of all members.)
+With Gaussian weights this is a posterior that is a mixture of M Gaussians, each around a solution of its own, where a
+single Gaussian covers one solution only (Wilson & Izmailov 2020); with point weights it is a deep ensemble
+(Lakshminarayanan et al. 2017). Members do not see each other's predictions in training: the bound on the evidence of a
+mixture whose components do not overlap is the mean of theirs plus log M. (What a method computes over all weights, such
+as the size of the recipe's first heads or the norm that is clipped, is over all members.)
 
-To a method it is a model with M times the weights, so it works with all of them, shared factors, personal ones and all. To the engine a
-member of a client is one more row of the stack.
+To a method it is a model with M times the weights, to the engine a member of a client is one more row of the stack.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Mixture(Model):
         return Model(self.module, self.likelihood, self.factors.one, first, self.local, self.notes, self.levels)
 
     def outputs(self, weights: Tensor, x: Tensor, key: Tensor | None = None) -> Tensor:
-        raise TypeError("A mixture has no outputs but those of its members; ask `one` for those of `Factors.apart`.")
+        raise TypeError("A mixture has no outputs of its own; call `one` with the weights that `Factors.apart` gives.")
 
     def gradient(self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean over members of −log p, summed over the batch, ``[S]``; and each member's gradient of its own, ``[S, P]``."""
+        """The members' mean −log p, summed over the batch, ``[S]``; and each member's own gradient, ``[S, P]``."""
         value, gradient = self.one.gradient(self._rows(weights), *self._each(x, y, mask), self._keys(key))
         return self._mean(value), self._joined(gradient)
 
@@ -80,7 +80,7 @@ class Mixture(Model):
 
 
 def mixture(model: Model, members: int, seed: int) -> Model:
-    """A model of that many networks like this one; all but the first start with weights drawn anew.
+    """A model of that many networks like this one; all but the first start with newly drawn weights.
 
     Args:
         model: The first member.
@@ -113,13 +113,13 @@ def _redraw(module: nn.Module, name: str) -> None:
             again()
         except Exception as error:
             raise UserError(
-                f"{where} cannot draw its parameters anew, which members = 2 and more need: reset_parameters() says "
-                f"'{error}'; mend it, or leave members at 1."
+                f"{where} cannot draw its parameters again, which members above 1 need: reset_parameters() says "
+                f"'{error}'; fix it, or leave members at 1."
             ) from error
         return
     if any(True for _ in module.parameters(recurse=False)):
         raise UserError(
-            f"{where} has parameters but no reset_parameters() to draw them anew, which members = 2 and more need; "
+            f"{where} has parameters but no reset_parameters() to draw them again, which members above 1 need; "
             "give it one, or leave members at 1."
         )
     for child, layer in module.named_children():

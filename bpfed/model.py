@@ -24,8 +24,8 @@ from bpfed.likelihoods import Likelihood
 class Model:
     """Network, likelihood and the order of their weights.
 
-    Every function takes weights as flat vectors. ``S`` is the number of clients stacked, ``B`` the batch size, ``P`` the
-    number of weights.
+    Every function takes weights as flat vectors. ``S`` is the number of clients stacked, ``B`` the batch size, ``P``
+    the number of weights.
 
     Attributes:
         module: A private copy of the user's module.
@@ -34,7 +34,8 @@ class Model:
         initial: The module's own initial weights, ``[P]``.
         local: Names of parameters whose noise can be drawn locally (see `LocalNoise`).
         notes: What was changed in the module, in words.
-        levels: Name of the parameter that is added to the outputs as it is, such as the last layer's bias; None: there is none.
+        levels: Name of the parameter that is added to the outputs unchanged, such as the last layer's bias; None if
+            there is none.
     """
 
     module: nn.Module
@@ -186,7 +187,7 @@ class Model:
         return calls.local
 
     def _levels(self, example: Tensor) -> str | None:
-        """Seen by trying it: what is added to the parameter, little or much, comes out, whatever follows it in the module."""
+        """Found by trial: whatever is added to the parameter, little or much, is added to the outputs."""
         parameters = self.factors.unflatten(self.initial)
         with torch.no_grad():
             before = self._forward(parameters, example, None)
@@ -215,7 +216,7 @@ def _in_words(example: Tensor) -> Iterator[None]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         if "random operation" in reason:
             raise UserError(
-                "The module draws random numbers that cannot be keyed to a client; nn.Dropout is what may be random."
+                "The module draws random numbers that cannot be keyed to a client; only nn.Dropout may be random."
             ) from error
         shape = f"{list(example.shape[1:])} (a batch of {len(example)})"
         raise UserError(f"The module cannot take inputs of shape {shape}: {reason}.") from error

@@ -1,9 +1,9 @@
 """Prediction in a single pass: mean and covariance of the outputs under Gaussian weights, and their softmax.
 
-No weight is drawn: mean and variance of every unit are carried through the module (`bpfed.propagation`), with different units
-of a layer taken as independent. At the last linear layer the whole covariance of the outputs is kept. So the first two moments
-are exact for a network whose head alone is random (whatever its body does) and for one with one hidden ReLU layer; beyond that
-correlations between the units of a layer are lost.
+No weight is drawn: mean and variance of every unit are carried through the module (`bpfed.propagation`), with different
+units of a layer taken as independent. At the last linear layer the whole covariance of the outputs is kept. So the
+first two moments are exact for a network whose head alone is random (whatever its body does) and for one with one
+hidden ReLU layer; beyond that correlations between the units of a layer are lost.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def gaussian_softmax(found: Moments) -> tuple[Tensor, Tensor]:
 
 @cache
 def _points(dimensions: int) -> Tensor:
-    """Points of a standard normal, as evenly spread as so few can be: scrambled Sobol and its mirror, ``[POINTS, K]``."""
+    """Evenly spread points of a standard normal: scrambled Sobol points and their mirror images, ``[POINTS, K]``."""
     uniform = torch.quasirandom.SobolEngine(dimensions, scramble=True, seed=1).draw(POINTS // 2, dtype=torch.float64)
     half = torch.special.ndtri(uniform.clamp(1e-6, 1.0 - 1e-6))
     points = torch.cat([half, -half])

@@ -1,9 +1,9 @@
 """Randomness as a function: every number is a hash of who asks for it and why, so nothing else can change it.
 
-A *key* is two int32 words derived from (seed, round, client, purpose); `normal` and `uniform` hash a key with a counter.
-There is no generator whose state passes from one call to the next. Hence a client draws the same numbers whatever the
-chunk size, whoever shares its batch, whether the run was resumed, and on every device (up to rounding). The hash is
-plain integer arithmetic on tensors, so a compiler fuses it into the kernel that uses the noise.
+A *key* is two int32 words derived from (seed, round, client, purpose); `normal` and `uniform` hash a key with a
+counter. There is no generator whose state passes from one call to the next. Hence a client draws the same numbers
+whatever the chunk size, whoever shares its batch, whether the run was resumed, and on every device (up to rounding).
+The hash is plain integer arithmetic on tensors, so a compiler fuses it into the kernel that uses the noise.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def normal(key: Tensor, count: int) -> Tensor:
     angle = ((_mix(word + _STEP) >> 8) & 0xFFFFFF).float() * (2.0 * math.pi * 2.0**-24)
     if not key.is_cuda:
         return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)[..., :count]
-    # The same numbers as one operation, sin(a) = cos(a − π/2): on a GPU the compiler joins this with what uses the noise,
-    # on a CPU it could not vectorise it.
+    # The same numbers as one operation, sin(a) = cos(a − π/2): on a GPU the compiler joins this with what uses the
+    # noise, on a CPU it could not vectorise it.
     quarter = torch.arange(2, device=key.device)[:, None] * (0.5 * math.pi)
     return (radius[..., None, :] * torch.cos(angle[..., None, :] - quarter)).flatten(-2)[..., :count]
 

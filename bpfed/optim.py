@@ -1,4 +1,4 @@
-"""Adam, and descent with momentum, on tensors with a client axis; each client may have its own step size and step count."""
+"""Adam, and descent with momentum, on tensors with a client axis; step size and step count are each client's own."""
 
 from __future__ import annotations
 

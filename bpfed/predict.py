@@ -1,4 +1,4 @@
-"""The posterior predictive: what a distribution over weights says of new inputs, and how sure it is."""
+"""The posterior predictive: what a distribution over weights predicts for new inputs, and how sure it is."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from bpfed.methods.base import GaussianPredictive, PointPredictive, Predictive
 from bpfed.model import Model
 from bpfed.moments import gaussian_softmax, moments
 
-#: ``sample``: averages over draws of all weights; ``single-pass``: Gaussian outputs, without a draw (see `bpfed.moments`).
+#: ``sample``: averages over draws of all weights; ``single-pass``: Gaussian outputs, no draws (see `bpfed.moments`).
 How = Literal["sample", "single-pass"]
-#: Draws are stacked into one call as long as their weights and inputs are no more numbers than this: on a CPU what its caches
-#: hold, on a GPU enough to keep it busy.
+#: Draws are stacked into one call as long as their weights and inputs are at most this many numbers: on a CPU as many
+#: as its caches hold, on a GPU enough to keep it busy.
 STACKED = {"cpu": 1_000_000, "cuda": 100_000_000}
 
 
@@ -36,7 +36,7 @@ class Classified:
         aleatoric: What more data would not remove: the mean entropy of the single draws, ``[..., B]``.
         raw: ``probs`` before a temperature was applied; None if none was.
         scores: Conformal scores of the client's calibration examples in rising order, ``[n]``; None if it has none.
-        unscored: Why it can have none, in words, where training otherwise would not help.
+        unscored: Why it can have none, in words, if training with other settings would not help.
     """
 
     probs: Tensor
@@ -64,10 +64,10 @@ class Classified:
     def prediction_set(self, level: float = 0.9) -> Tensor:
         """Split-conformal sets: each holds the right label with probability of at least ``level``.
 
-        That is so for the client's examples on average, whether or not the model is any good, as long as new examples come
-        from where its calibration examples came from. A set may be empty: a model that is right more often than ``level``
-        reaches it without an answer to the strangest examples. With too few calibration examples for the level (8 for 0.9)
-        a set is every label.
+        That is so for the client's examples on average, whether or not the model is any good, as long as new examples
+        come from the same source as its calibration examples. A set may be empty: a model that is right more often than
+        ``level`` reaches it without an answer to the strangest examples. With too few calibration examples for the
+        level (8 or fewer for 0.9) a set is every label.
 
         Returns:
             ``[B, K]`` bool.
@@ -77,7 +77,7 @@ class Classified:
         return 1.0 - (self.probs if self.raw is None else self.raw) <= threshold(self.scores, level)
 
     def at(self, temperature: Tensor | float) -> Classified:
-        """The same at a temperature (see `bpfed.calibration`); what share of the uncertainty is aleatoric stays as it was."""
+        """The same at a temperature (see `bpfed.calibration`); the aleatoric share of uncertainty stays the same."""
         probs = tempered(self.probs, temperature)
         entropy = torch.special.entr(probs).sum(-1)
         share = (self.aleatoric / self.entropy.clamp(min=1e-30)).clamp(0.0, 1.0)
@@ -94,7 +94,7 @@ class Regressed:
         aleatoric: Variance of the noise, averaged over the weight draws, ``[..., B]``.
         nll: −log of the predictive density at the targets, if they were given, ``[..., B]``.
         scores: Conformal scores of the client's calibration examples in rising order, ``[n]``; None if it has none.
-        unscored: Why it can have none, in words, where training otherwise would not help.
+        unscored: Why it can have none, in words, if training with other settings would not help.
     """
 
     mean: Tensor
@@ -124,8 +124,8 @@ def _uncalibrated(what: str, why: str | None) -> UserError:
     if why is not None:
         return UserError(f"There are no {what}, since {why}.")
     return UserError(
-        f"There are no {what}, since no examples were kept from training to calibrate predictions made in this way; train "
-        "with calibration=0.2, and leave draws and how as they are."
+        f"There are no {what}, since no examples were kept from training to calibrate predictions made in this way; "
+        "train with calibration=0.2, and leave draws and how as they are."
     )
 
 
@@ -182,7 +182,8 @@ def _members(model: Model, predictive: Predictive) -> list[Predictive]:
 def _drawn(model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Weights ``[D, S, P]`` and outputs ``[D, S, B, ...]`` of some draws at a time, all draws in turn.
 
-    There are ``draws`` of them, or as many as the predictive has; a draw is one of one member's weights, and all members have equally many.
+    There are ``draws`` of them, or as many as the predictive has; a draw is of one member's weights, and all members
+    have equally many.
     """
     count = predictive.draws(-(-draws // model.members))
     each = len(x) * model.factors.total + x.numel() * model.members

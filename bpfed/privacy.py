@@ -1,19 +1,19 @@
 """Differential privacy of clients: what can be learnt, from the server's states of all rounds, about any one client.
 
-Each update (see `bpfed.uploads`) is cut to norm C, the sum of them gets Gaussian noise of standard deviation z·C, and that
-is divided by the number of clients expected in a round. The server's state is made of this and of nothing else. For any two
-federations that differ in one client, whose updates count in one and are 0 in the other, the chance of whatever is made of
-these states differs by a factor of at most e^ε, up to δ.
+Each update (see `bpfed.uploads`) is cut to norm C, the sum of them gets Gaussian noise of standard deviation z·C, and
+that is divided by the number of clients expected in a round. The server's state is made from this and nothing else. For
+any two federations that differ in one client, whose updates count in one and are 0 in the other, the probability of any
+result computed from these states differs by a factor of at most e^ε, up to δ.
 
-What ε is depends on what an onlooker knows:
+ε depends on what an observer knows:
 
-- He knows who took part in which round (the participants know). Then a client's rounds are Gaussian mechanisms, and ε is
-  exact: k of them are one of noise z/√k (Dong, Roth, Su 2022; Balle, Wang 2018). It is that of the busiest client.
-- Nobody is told, and every client takes part by a coin of its own (``sampling = "poisson"``). Then ε is smaller, bounded by
-  Rényi divergences (Mironov, Talwar, Zhang 2019).
+- It is known who took part in which round (the participants know). Then a client's rounds are Gaussian mechanisms, and
+  ε is exact: k of them are one of noise z/√k (Dong, Roth, Su 2022; Balle, Wang 2018). It is that of the busiest client.
+- It is not known, and every client takes part by a coin of its own (``sampling = "poisson"``). Then ε is smaller,
+  bounded by Rényi divergences (Mironov, Talwar, Zhang 2019).
 
-Drawing a fixed number of clients without replacement is of no help: bounds for it are for the replacement of a client by
-another, which moves the sum by 2C, and come out above the first of the two.
+Drawing a fixed number of clients without replacement does not help: its bounds are for replacing one client by
+another, which moves the sum by 2C, and come out above the first of the two cases.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ ORDERS = (
 _MOST = 1e6
 
 
-# --- the mechanism ------------------------------------------------------------------------------------------------------
+# --- the mechanism ----------------------------------------------------------------------------------------------------
 
 
 def private_mean(
     method: Method, shared: State, uploads: State, clip: float, noise: float, expected: int, draw: Draw
 ) -> State:
-    """One upload in the place of all: the server's state moved by the noisy mean of their clipped updates.
+    """One upload instead of all: the server's state moved by the noisy mean of their clipped updates.
 
     Args:
         method: Of the uploads.
@@ -70,10 +70,10 @@ def private_mean(
 
 
 def noised(method: Method, shared: State, uploads: State, clip: float, noise: float, draw: Draw) -> State:
-    """Uploads as sites send them to a server that is not to see a clean one: each update cut to C, with noise z·C of its own.
+    """Uploads for a server that must not see a clean one: each update is cut to norm C and gets noise z·C of its own.
 
-    Each is a Gaussian mechanism by itself, whatever the server makes of it and whatever others send. The mean of k of them
-    has noise z·C/√k, where a trusted server would need z·C/k for the same ε.
+    Each is a Gaussian mechanism by itself, whatever the server makes of it and whatever others send. The mean of k of
+    them has noise z·C/√k, where a trusted server would need z·C/k for the same ε.
     """
     changes = shortened(updates(method, shared, uploads), clip)
     own = torch.stack([draw(changes.shape[-1]).to(changes) for _ in changes])
@@ -81,7 +81,7 @@ def noised(method: Method, shared: State, uploads: State, clip: float, noise: fl
 
 
 def secret_normal(count: int) -> Tensor:
-    """Standard normal numbers that nobody can repeat, ``[count]`` float64: from the system's randomness, by Box and Muller."""
+    """Standard normal numbers that nobody can repeat, ``[count]`` float64: system randomness, by Box and Muller."""
     half = (count + 1) // 2
     words = np.frombuffer(os.urandom(16 * half), dtype="<u8").reshape(2, half)
     first, second = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
@@ -89,11 +89,11 @@ def secret_normal(count: int) -> Tensor:
     return torch.from_numpy(np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count])
 
 
-# --- the accountant -----------------------------------------------------------------------------------------------------
+# --- the accountant ---------------------------------------------------------------------------------------------------
 
 
 def gaussian_epsilon(noise: float, rounds: int, delta: float) -> float:
-    """ε of a client that is known to have taken part in so many rounds of noise z; exact."""
+    """ε of a client that is known to have taken part in this many rounds of noise z; exact."""
     if rounds == 0:
         return 0.0
     if noise == 0.0:
@@ -111,11 +111,11 @@ def _gaussian_delta(mu: float, epsilon: float) -> float:
 
 
 def poisson_epsilon(noise: float, rate: float, rounds: int, delta: float) -> float:
-    """ε of a client that takes part in each of so many rounds with probability ``rate`` by a secret coin; a bound.
+    """ε of a client that takes part in each of this many rounds with probability ``rate`` by a secret coin; a bound.
 
-    The Rényi divergence of order α of one round is that of the mixture (1 − q) N(0, z²) + q N(1, z²) from N(0, z²), which is
-    the greater of both directions; rounds add up, and ε follows by Canonne, Kamath, Steinke 2020, Proposition 12. What is
-    known of a client that takes part in all rounds is never exceeded.
+    The Rényi divergence of order α of one round is that of the mixture (1 − q) N(0, z²) + q N(1, z²) from N(0, z²),
+    which is the greater of the two directions; rounds add up, and ε follows by Canonne, Kamath, Steinke 2020,
+    Proposition 12. What is known of a client that takes part in all rounds is never exceeded.
     """
     if rounds == 0:
         return 0.0
@@ -147,14 +147,14 @@ def noise_for(epsilon: float, delta: float, rounds: int, rate: float = 1.0) -> f
 
     Args:
         epsilon: What may be spent.
-        delta: With that δ.
-        rounds: Over so many rounds: all, or with ``rate`` 1 those of the busiest client.
-        rate: Chance of a client to take part in a round by a secret coin; 1: it is known who does.
+        delta: At that δ.
+        rounds: Number of rounds: all, or with ``rate`` 1 those of the busiest client.
+        rate: Probability that a client takes part in a round, by a secret coin; 1: it is known who does.
     """
     if not (epsilon > 0.0 and 0.0 < delta < 1.0 and rounds >= 1 and 0.0 < rate <= 1.0):
         raise UserError(
-            f"epsilon is {epsilon}, delta {delta}, rounds {rounds} and rate {rate}, but they must be above 0, delta below 1 "
-            "and rate no more than 1."
+            f"epsilon is {epsilon}, delta {delta}, rounds {rounds} and rate {rate}, but they must be above 0, delta "
+            "below 1 and rate at most 1."
         )
     return _least(lambda noise: noise > 0.0 and poisson_epsilon(noise, rate, rounds, delta) <= epsilon)
 

@@ -5,9 +5,9 @@ independent:
 
 - ``linear`` and convolutions: exact for independent inputs;
 - ReLU and leaky ReLU: the exact moments of a rectified Gaussian; other activations by Gauss-Hermite quadrature;
-- maximum pooling: the moments of the larger of two Gaussians (Clark 1961), one after the other, with the covariance that
-  outputs of a convolution have because they share its weights. Maximum and ReLU commute, so a pooling after a ReLU is done
-  before it, on what is Gaussian;
+- maximum pooling: the moments of the larger of two Gaussians (Clark 1961), one after the other, with the covariance
+  that outputs of a convolution have because they share its weights. Maximum and ReLU commute, so a pooling after a ReLU
+  is done before it, on what is Gaussian;
 - average pooling, sums and products: exact for independent inputs.
 """
 

@@ -1,8 +1,8 @@
-"""Server rules for members that are not all trusted: one upload out of many, in every coordinate from the middle of them.
+"""Server rules for members that are not all trusted: each coordinate is taken from the middle of the uploads.
 
 Of S uploads up to k may be anything at all: where the k least and the k greatest values are left out, what remains lies
-between the least and the greatest of the others (Yin et al. 2018). They act on means and on standard deviations alike, and
-a middle of positive numbers is positive.
+between the least and the greatest of the others (Yin et al. 2018). They act on means and on standard deviations alike,
+and a middle of positive numbers is positive.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One temperature for the examples of clients that never meet, from sums over the examples of each.
 
-`bpfed.calibration.temperatures` finds the temperature 1/β at which the slope of a convex loss in β is zero. That slope is a sum
-over examples, so each client can tell its part of it, at a few fixed β; added up and with the prior's, they change their
-sign where the temperature of all examples together is.
+`bpfed.calibration.temperatures` finds the temperature 1/β at which the slope of a convex loss in β is zero. That slope
+is a sum over examples, so each client can send its part of it, at a few fixed β; the sum of all parts and of the
+prior's changes its sign at the temperature of all examples together.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from bpfed.calibration import PRIOR
 from bpfed.metrics import SMALLEST
 from bpfed.softness import SOFTEST, SUREST
 
-#: Places at which slopes are told. With so many the temperature is off by less than a ten-thousandth.
+#: Places at which slopes are sent. With this many the temperature is off by less than a ten-thousandth.
 PLACES = 257
 #: Steps of the root search, each of which halves a bracket.
 STEPS = 50
 
 
 class Told(NamedTuple):
-    """What a client tells of its examples.
+    """What a client sends about its examples.
 
     Attributes:
         examples: How many there are.
@@ -56,7 +56,7 @@ def slopes(probs: Tensor, y: Tensor) -> Tensor:
 
 
 def fault(told: Told) -> str:
-    """Why this cannot be told of examples; empty: it can be."""
+    """Why this cannot come from examples; empty if it can."""
     examples, slopes = told
     if slopes.shape != (PLACES,):
         return f"its slopes are not {PLACES} numbers."
@@ -71,7 +71,7 @@ def fault(told: Told) -> str:
 def fitted(total: Tensor) -> float:
     """The temperature of all examples whose `slopes` these are in sum, ``[PLACES]``; see `temperatures`.
 
-    Where it would be outside of `betas`, that end is given.
+    If it would be outside `betas`, the nearer end is returned.
     """
     beta = betas()
     full = total + PRIOR * (1.0 - 1.0 / beta)

@@ -53,7 +53,7 @@ class Shape:
 def r_n(shape: Shape, n: int, clients: int) -> float:
     """((L + 1) T / n) log N + (T / n) log(e0 √(n / T)), as printed: N is the number of clients.
 
-    The proof (and the papers it follows) arrives at log K, of the width, in the place of log N; use ``clients=shape.width``
+    The proof (and the papers it follows) arrives at log K, of the width, instead of log N; use ``clients=shape.width``
     for that reading. Either way the rate in n is that of log(n) / n.
     """
     per_example = shape.weights / n

@@ -1,4 +1,4 @@
-"""Uploads as updates: what a client changed of the server's state, as one vector that has a length and can be shortened.
+"""Uploads as updates: what a client changed in the server's state, as one vector whose norm can be clipped.
 
 An upload has the tensors of the server's state. Its update is their difference, all tensors end to end; a standard
 deviation σ counts by ρ, σ = softplus ρ, so that any update of any length leaves σ above 0.
@@ -20,7 +20,7 @@ LEAST_SIGMA = 1e-8
 
 
 def updates(method: Method, shared: State, uploads: State) -> Tensor:
-    """The updates of S uploads, ``[S, P]``; where the server's σ is 0 (a point) it has none, and that of σ there is 0."""
+    """The updates of S uploads, ``[S, P]``; where the server's σ is 0 (a point), the update of σ is 0."""
     parts = []
     for old, new, scale in _paired(method, shared, uploads):
         change = torch.where(old > 0.0, _rho(new) - _rho(old), 0.0) if scale else new - old
@@ -40,7 +40,7 @@ def moved(method: Method, shared: State, changes: Tensor) -> State:
 
 
 def shortened(changes: Tensor, limit: float) -> Tensor:
-    """Updates ``[S, P]`` of norm up to ``limit``: longer ones are scaled down to it, one that is not finite becomes 0."""
+    """Updates ``[S, P]`` of norm up to ``limit``: longer ones are scaled down to it, those not finite become 0."""
     return torch.where(torch.isfinite(changes).all(-1, keepdim=True), changes * _factors(changes, limit), 0.0)
 
 
@@ -53,7 +53,7 @@ def clipped(method: Method, shared: State, uploads: State, limit: float) -> Stat
 
 
 def check_updates(method: Method, model: Model) -> None:
-    """Raise a `UserError` where uploads of this method are no changed states of the server, so that there is no update."""
+    """Raise a `UserError` if uploads of this method do not have the tensors of the server's state."""
     _paired(method, method.init(model).shared, untrained(method, model).upload)
 
 
@@ -79,8 +79,8 @@ def _paired(method: Method, shared: State, uploads: State) -> list[tuple[Tensor,
     same = spec == other and all(a.shape == b.shape[1:] for (a, _), (b, _) in zip(old, new, strict=True))
     if not same:
         raise UserError(
-            f"Clients of {method.title} upload something else than the server holds, so their updates have no length; "
-            "set clip and noise to 0."
+            f"{method.title}'s uploads do not match the server state, so they cannot be clipped; set clip and noise "
+            "to 0."
         )
     return [(a, b, scale) for (a, scale), (b, _) in zip(old, new, strict=True)]
 

@@ -56,6 +56,13 @@ class Command:
         return outcome
 
 
+def flip(path: Path) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(data)
+
+
 def files(folder: Path) -> dict[str, bytes]:
     """Everything in a folder, to see that it did not change."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

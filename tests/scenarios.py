@@ -79,6 +79,11 @@ def small_mlp(features=4, outputs=3, hidden=6, seed=0):
     return seeded(lambda: mlp(features, outputs, (hidden,)), seed)
 
 
+def smooth():
+    """A network whose every weight has a gradient: a rounding error in one that has none would become a step of Adam."""
+    return seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+
+
 def small_conv(channels=1, classes=3, seed=0):
     """A convolution, a pooling layer and a linear head for images of 6 x 6."""
     return seeded(
@@ -224,11 +229,16 @@ def local_round(federation, width=None):
     )
 
 
+def hyper(method, clients, dtype=torch.float32):
+    """A method's numbers, the same for each of so many clients."""
+    return {name: torch.full((clients,), value, dtype=dtype) for name, value in method.hyper().items()}
+
+
 def untrained(method, clients=3):
     """A method, the server's first state, and what clients would upload that train on nothing."""
     model = model_of(small_mlp(), personal=method.personal)
     first = method.init(model)
-    hyper = {name: torch.full((clients,), value) for name, value in method.hyper().items()}
+    numbers = hyper(method, clients)
     with torch.no_grad():
-        local = method.begin(model, rows(first.shared, clients), rows(first.personal, clients), hyper)
-        return method, first.shared, method.finish(model, local, hyper).upload
+        local = method.begin(model, rows(first.shared, clients), rows(first.personal, clients), numbers)
+        return method, first.shared, method.finish(model, local, numbers).upload

@@ -219,12 +219,12 @@ def test_a_module_that_draws_its_own_weights_is_asked_to():
                 raise ValueError("not twice")
             self.done = True
 
-    with pytest.raises(UserError, match=r"cannot draw its parameters anew, .* says 'not twice'"):
+    with pytest.raises(UserError, match=r"cannot draw its parameters again, .* says 'not twice'"):
         of(Broken())
 
 
 def test_a_mixture_has_no_outputs_of_its_own():
-    with pytest.raises(TypeError, match="those of its members"):
+    with pytest.raises(TypeError, match="no outputs of its own"):
         of(small_mlp())[1].stacked_outputs(torch.zeros(1, 3), torch.zeros(1, 2, 4))
 
 
@@ -241,7 +241,7 @@ def test_what_cannot_have_members_says_so():
     data = scenarios.classification()
     with pytest.raises(UserError, match="has parameters but no reset_parameters"):
         Federation.start(FedAvg(), data, SETTINGS, Own())
-    with pytest.raises(UserError, match="laplace is for one network"):
+    with pytest.raises(UserError, match="laplace works with one network"):
         bpfed.fit(FedPer(laplace=True), data, settings=SETTINGS)
     with pytest.raises(UserError, match="members is 0"):
         bpfed.fit(FedAvg(), data, settings=replace(SETTINGS, members=0))

@@ -14,8 +14,7 @@ from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.gaussian import Gaussian, softplus_inverse
 from bpfed.methods import METHODS, BPFed, FedAvg
-from bpfed.methods.base import rows
-from bpfed.methods.point import Weights
+from bpfed.methods.base import Weights, rows
 from bpfed.privacy import (
     gaussian_epsilon,
     noise_for,
@@ -240,7 +239,7 @@ class Sums(FedAvg):
 
 
 def test_a_method_whose_uploads_are_no_states_of_the_server_is_refused_before_it_trains():
-    with pytest.raises(UserError, match="their updates have no length"):
+    with pytest.raises(UserError, match="uploads do not match the server state"):
         scenarios.start(Sums(), clip=1.0)
 
 

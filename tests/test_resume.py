@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import SMALL, Command, files, metrics, process
+from command import SMALL, Command, files, flip, metrics, process
 
 from bpfed.cli import main
 from bpfed.engine.simulator import Simulator
@@ -22,13 +22,6 @@ ROUNDS = 4
 #: Kills at random times in the test that has them; the more the better, and the longer.
 KILLS = int(os.environ.get("BPFED_KILLS", "3"))
 SHORT = (*SMALL, "--data", "digits", "--rounds", str(ROUNDS), "--participants", "2")
-
-
-@pytest.fixture
-def bpfed(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """The command, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    return Command(capsys)
 
 
 @pytest.fixture(scope="module")
@@ -116,34 +109,34 @@ def broken_off(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def unfinished(broken_off: Path, bpfed: Command) -> Path:
+def unfinished(broken_off: Path, command: Command) -> Path:
     """A copy of it."""
     return Path(shutil.copytree(broken_off, "run"))
 
 
-def test_a_resume_needs_no_flags_but_the_folder(bpfed: Command, unfinished: Path, whole: Path) -> None:
-    assert bpfed.ok("run", "--resume", "--out", unfinished, "-q").err == "Resuming after round 3 of 4.\n"
+def test_a_resume_needs_no_flags_but_the_folder(command: Command, unfinished: Path, whole: Path) -> None:
+    assert command.ok("run", "--resume", "--out", unfinished, "-q").err == "Resuming after round 3 of 4.\n"
     assert metrics(unfinished) == metrics(whole)
 
 
-def test_no_run_to_resume_and_nothing_to_start(bpfed: Command) -> None:
-    said = bpfed("run", "--resume", "--out", "none", "--rounds", "1").sentence
+def test_no_run_to_resume_and_nothing_to_start(command: Command) -> None:
+    said = command("run", "--resume", "--out", "none", "--rounds", "1").sentence
     assert said == "There is no run to resume in 'none'; choose another --out, or start a new run with --data."
     assert not Path("none").exists()
-    begun = bpfed.ok(*SMALL, "--method", "fedavg", "--data", "digits", "--rounds", "1", "--out", "none", "--resume")
+    begun = command.ok(*SMALL, "--method", "fedavg", "--data", "digits", "--rounds", "1", "--out", "none", "--resume")
     assert begun.err == "There is no run in 'none' yet, so it starts from the first round.\n"
 
 
-def test_a_finished_run_says_so_and_shows_its_table_again(bpfed: Command, whole: Path) -> None:
+def test_a_finished_run_says_so_and_shows_its_table_again(command: Command, whole: Path) -> None:
     before = files(Path(shutil.copytree(whole, "run")))
-    again = bpfed.ok("run", "--resume", "--out", "run", "-q")
-    assert again.out == bpfed.ok("report", "run").out
+    again = command.ok("run", "--resume", "--out", "run", "-q")
+    assert again.out == command.ok("report", "run").out
     assert again.err == "The run in 'run' is finished already: all 4 rounds are done.\n"
     assert files(Path("run")) == before
 
 
-def test_the_help_says_that_rounds_cannot_be_added(bpfed: Command) -> None:
-    shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", bpfed.ok("run", "--help").out).split())
+def test_the_help_says_that_rounds_cannot_be_added(command: Command) -> None:
+    shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", command.ok("run", "--help").out).split())
     assert "The number of rounds is fixed at the start" in shown
     assert "up to the number of rounds it was started with" in shown
 
@@ -165,42 +158,37 @@ def test_the_help_says_that_rounds_cannot_be_added(bpfed: Command) -> None:
     ],
 )
 def test_another_configuration_is_named_and_refused(
-    bpfed: Command, unfinished: Path, arguments: list[str], said: str
+    command: Command, unfinished: Path, arguments: list[str], said: str
 ) -> None:
     before = files(unfinished)
-    outcome = bpfed("run", "--resume", "--out", unfinished, "-q", *arguments)
+    outcome = command("run", "--resume", "--out", unfinished, "-q", *arguments)
     assert outcome.code == 2
     assert f"The run in 'run' has another configuration: {said}" in outcome.err
     assert files(unfinished) == before
 
 
-def test_what_a_run_has_by_default_may_be_said(bpfed: Command, unfinished: Path, whole: Path) -> None:
+def test_what_a_run_has_by_default_may_be_said(command: Command, unfinished: Path, whole: Path) -> None:
     same = ("--hidden", "100", "--members", "1")
-    assert bpfed.ok("run", "--resume", "--out", unfinished, "-q", *same).err == "Resuming after round 3 of 4.\n"
+    assert command.ok("run", "--resume", "--out", unfinished, "-q", *same).err == "Resuming after round 3 of 4.\n"
     assert metrics(unfinished) == metrics(whole)
 
 
-def test_a_refused_resume_leaves_the_file_of_states_alone_and_its_loss_is_damage(bpfed: Command) -> None:
-    bpfed.ok(*SHORT, "--store", "file", "--out", "run")
+def test_a_refused_resume_leaves_the_file_of_states_alone_and_its_loss_is_damage(command: Command) -> None:
+    command.ok(*SHORT, "--store", "file", "--out", "run")
     before = files(Path("run"))
     assert "state/personal.f32" in before
-    assert bpfed("run", "--resume", "--out", "run", "-q", "--set", "method.personal=all").code == 2
-    assert bpfed("run", "--resume", "--out", "run", "-q", "--clients", "5").code == 2
+    assert command("run", "--resume", "--out", "run", "-q", "--set", "method.personal=all").code == 2
+    assert command("run", "--resume", "--out", "run", "-q", "--clients", "5").code == 2
     assert files(Path("run")) == before
     Path("run/state/personal.f32").unlink()
-    assert "All checkpoints in 'run/checkpoint' are damaged" in bpfed("run", "--resume", "--out", "run", "-q").sentence
+    assert (
+        "All checkpoints in 'run/checkpoint' are damaged" in command("run", "--resume", "--out", "run", "-q").sentence
+    )
 
 
-def flip(path: Path) -> None:
-    """Change one bit of a file."""
-    data = bytearray(path.read_bytes())
-    data[-7] ^= 1
-    path.write_bytes(data)
-
-
-def test_a_damaged_checkpoint_falls_back_and_says_so(bpfed: Command, unfinished: Path, whole: Path) -> None:
+def test_a_damaged_checkpoint_falls_back_and_says_so(command: Command, unfinished: Path, whole: Path) -> None:
     flip(unfinished / "checkpoint/round-000003.safetensors")
-    said = bpfed.ok("run", "--resume", "--out", unfinished, "-q").err.splitlines()
+    said = command.ok("run", "--resume", "--out", unfinished, "-q").err.splitlines()
     assert said == [
         "Checkpoint round-000003 is damaged; resuming from the one before, round 2.",
         "Resuming after round 2 of 4.",
@@ -209,45 +197,45 @@ def test_a_damaged_checkpoint_falls_back_and_says_so(bpfed: Command, unfinished:
     assert no_litter(unfinished)
 
 
-def test_if_all_checkpoints_are_damaged_nothing_is_touched(bpfed: Command, unfinished: Path) -> None:
+def test_if_all_checkpoints_are_damaged_nothing_is_touched(command: Command, unfinished: Path) -> None:
     for path in (unfinished / "checkpoint").glob("*.safetensors"):
         flip(path)
     before = files(unfinished)
-    said = bpfed("run", "--resume", "--out", unfinished, "-q").sentence
+    said = command("run", "--resume", "--out", unfinished, "-q").sentence
     assert "are damaged (round-000003, round-000002); start again with a new --out or --overwrite." in said
     assert files(unfinished) == before
 
 
-def test_half_a_line_is_no_line_and_a_lost_line_is_said(bpfed: Command, unfinished: Path, whole: Path) -> None:
+def test_half_a_line_is_no_line_and_a_lost_line_is_said(command: Command, unfinished: Path, whole: Path) -> None:
     path = unfinished / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[1:]))
     before = files(unfinished)
-    assert "has no entry for round 1" in bpfed("run", "--resume", "--out", unfinished, "-q").sentence
+    assert "has no entry for round 1" in command("run", "--resume", "--out", unfinished, "-q").sentence
     assert files(unfinished) == before
     path.write_text("".join(lines) + '{"round": 4, "accuracy": {"poo')
-    bpfed.ok("run", "--resume", "--out", unfinished, "-q")
+    command.ok("run", "--resume", "--out", unfinished, "-q")
     assert metrics(unfinished) == metrics(whole)
 
 
-def test_a_damaged_configuration_is_said(bpfed: Command, unfinished: Path) -> None:
+def test_a_damaged_configuration_is_said(command: Command, unfinished: Path) -> None:
     (unfinished / "config.toml").write_text("[data")
-    assert "is not valid TOML" in bpfed("run", "--resume", "--out", unfinished, "-q").sentence
+    assert "is not valid TOML" in command("run", "--resume", "--out", unfinished, "-q").sentence
 
 
-def test_two_processes_do_not_write_to_one_folder(bpfed: Command, unfinished: Path, whole: Path) -> None:
+def test_two_processes_do_not_write_to_one_folder(command: Command, unfinished: Path, whole: Path) -> None:
     handle, before = lock(unfinished), files(unfinished)
-    said = bpfed("run", "--resume", "--out", unfinished, "-q").sentence
+    said = command("run", "--resume", "--out", unfinished, "-q").sentence
     assert said.startswith("Another process is writing to 'run'; wait")
     assert files(unfinished) == before
     os.close(handle)
-    bpfed.ok("run", "--resume", "--out", unfinished, "-q")
+    command.ok("run", "--resume", "--out", unfinished, "-q")
     assert metrics(unfinished) == metrics(whole)
 
 
 @pytest.mark.parametrize(("store", "after"), [("memory", 0), ("memory", 11), ("file", 18)])
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(
-    bpfed: Command, whole: Path, monkeypatch: pytest.MonkeyPatch, store: str, after: int
+    command: Command, whole: Path, monkeypatch: pytest.MonkeyPatch, store: str, after: int
 ) -> None:
     calls = []
 
@@ -263,7 +251,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(
     with monkeypatch.context() as patch:
         for name in ("fsync", "write", "pwrite"):
             patch.setattr(os, name, full(getattr(os, name)))
-        said = bpfed(*SHORT, "--store", store, "--out", "run").sentence
+        said = command(*SHORT, "--store", store, "--out", "run").sentence
     assert said.startswith("The disk is full: 'run/")
     assert said.endswith("cannot be written; free some space and continue with --resume.")
     if after == 0:
@@ -273,7 +261,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(
         lines = Path("run/metrics.jsonl").read_text() if after > 1 else ""
         assert all(line.endswith("}\n") for line in lines.splitlines(keepends=True))
         assert not Path("run/summary.json").exists()
-    again = bpfed.ok(*SHORT, "--store", store, "--out", "run", "--resume")
+    again = command.ok(*SHORT, "--store", store, "--out", "run", "--resume")
     if after == 0:
         assert again.err == "There is no run in 'run' yet, so it starts from the first round.\n"
     assert metrics(Path("run")) == metrics(whole)

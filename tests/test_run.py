@@ -46,7 +46,7 @@ def test_a_client_predicts_with_its_uncertainty(run: bpfed.Run) -> None:
     assert torch.allclose(told.probs.sum(-1), torch.ones(len(x)))
     assert torch.allclose(told.entropy, told.epistemic + told.aleatoric, atol=1e-6)
     assert torch.equal(told.probs, run.clients()[0].predict(x, draws=50).probs)
-    with pytest.raises(bpfed.UserError, match=r"Inputs have shape \[2\] each, but 'small' was trained on \[4\]"):
+    with pytest.raises(bpfed.UserError, match=r"Inputs have shape \[2\] each, but those of 'small' have \[4\]"):
         run.clients()[0].predict(x[:, :2])
     with pytest.raises(bpfed.UserError, match="NaN or infinite"):
         run.clients()[0].predict(torch.full((1, 4), float("nan")))

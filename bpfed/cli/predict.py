@@ -119,13 +119,13 @@ def predict(
 
 def _endless(found: Classified | Regressed, level: float, name: str) -> str | None:
     """Why sets hold every label or intervals all numbers; None where they do not."""
-    from bpfed.calibration import threshold
+    from bpfed.calibration import fewest, threshold
     from bpfed.predict import Classified
 
     if found.scores is None or math.isfinite(threshold(found.scores, level)):
         return None
     what = "sets contain every label" if isinstance(found, Classified) else "intervals are infinite"
-    least = math.ceil(round(level / (1.0 - level), 9))
+    least = fewest(level)
     has = many(len(found.scores), "calibration example")
     return (
         f"The {what}: '{name}' has {has}, and a level of {level:g} needs at least {least}; use a lower --level, or "

@@ -130,7 +130,7 @@ weight_gradient.register_vmap(_stacking(weight_gradient, 2))
 
 
 class _Function(torch.autograd.Function):
-    """The operations as differentiable functions; each is linear in both its arguments, so they are each other's gradients.
+    """The operations as differentiable functions; each is linear in both arguments, so they are each other's gradients.
 
     They have no ``register_autograd``, because what that makes does not run under ``torch.func.grad``.
     """

@@ -39,7 +39,8 @@ def _convolve(
     KH: tl.constexpr, KW: tl.constexpr,
     SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
     W_ROW: tl.constexpr, W_CHANNEL: tl.constexpr, FLIP: tl.constexpr, BIAS: tl.constexpr, EDGES: tl.constexpr,
-    BY_TAP: tl.constexpr, UNROLL: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BY_TAP: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of ``y`` ``[S, B, O, OH, OW]``: BLOCK_O channels at BLOCK_M positions of one client.
 
@@ -162,7 +163,7 @@ def _weight_gradient(
 
 @triton.jit
 def _add_parts(parts, out, columns, PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """``[S, PARTS, columns]`` to ``[S, columns]``; PyTorch's sum may take another order for another number of clients."""
+    """``[S, PARTS, columns]`` to ``[S, columns]``; the order of PyTorch's sum may depend on the number of clients."""
     client = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     part = tl.arange(0, PADDED)[:, None]
@@ -184,7 +185,7 @@ def convolve(
     size: Sequence[int] | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """As `bpfed.kernels.conv.convolve`. Without a bias the weights are read transposed and reversed, for `input_gradient`."""
+    """As `bpfed.kernels.conv.convolve`; without a bias, weights are read transposed and reversed (`input_gradient`)."""
     from bpfed.kernels.conv import output_size
 
     flip = bias is None
@@ -265,7 +266,7 @@ def weight_gradient(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Clients may lie apart (weights in a larger row) or on each other (the same images), but each one's numbers in a row."""
+    """Clients may lie apart (weights in a larger row) or share memory (the same images); each one's is contiguous."""
     return x if x[0].is_contiguous() else x.contiguous()
 
 

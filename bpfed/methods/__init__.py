@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bpfed import names
 from bpfed.errors import unknown
 from bpfed.methods.base import Method
 from bpfed.methods.bpfed import BPFed
@@ -42,6 +43,12 @@ METHODS: dict[str, type[Method]] = {
         FedBABU,
     )
 }
+
+if tuple(METHODS) != names.METHODS:
+    differ = ", ".join(sorted({*METHODS} ^ {*names.METHODS})) or "their order"
+    raise ImportError(
+        f"bpfed/methods/__init__.py and bpfed/names.py must list the same methods; they differ in {differ}."
+    )
 
 
 def method(name: str) -> type[Method]:

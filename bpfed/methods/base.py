@@ -9,12 +9,12 @@ A method never sees loops, devices, chunks or sockets. The engine calls
     aggregate   each round:      uploads -> shared
     predictive  when asked:      shared + personal -> the distribution to predict with
 
-The same `begin`, `step` and `finish` run twice more, on a client's own training data and with nothing uploaded: over the
-phases of `tuning` where a method prepares a client for prediction (fine-tuning, say), and over the phases of
+The same `begin`, `step` and `finish` run twice more, on a client's own training data and with nothing uploaded: over
+the phases of `tuning` where a method prepares a client for prediction (fine-tuning, say), and over the phases of
 `adaptation` where a client that took no part in training joins a finished run.
 
-All states are NamedTuples of tensors whose first axis is the client (``S`` of them), except what the server holds, which
-has none. Only an upload can travel: what `finish` returns as ``personal`` stays where it was made.
+All states are NamedTuples of tensors whose first axis is the client (``S`` of them), except what the server holds,
+which has none. Only an upload can travel: what `finish` returns as ``personal`` stays where it was made.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ from bpfed.model import Model
 
 #: Name of the phase in which a newcomer learns its personal state and the shared factors are frozen.
 ADAPT = "adapt"
+#: Name of the phase in which a client fine-tunes all weights before it predicts; the result is a network of its own.
+TUNE = "tune"
 
-#: What may be asked of a setting that is a number, in words.
+#: Ranges that a setting may have to be in, by their description.
 RANGES: dict[str, Callable[[float], bool]] = {
     "above 0": lambda value: value > 0.0,
     "0 or more": lambda value: value >= 0.0,
@@ -54,8 +56,8 @@ State = Any  # a NamedTuple (of NamedTuples) of tensors; each method has its own
 class Phase(NamedTuple):
     """A part of the local round: ``epochs`` passes over the data by `Method.step` with this phase's name.
 
-    With ``batches`` above 0 it is so many mini-batches instead, ``repeats`` steps with each, in the order the examples are in
-    and going round: a round goes on where the one before it ended.
+    With ``batches`` above 0 it is that many mini-batches instead, ``repeats`` steps with each, in the order of the
+    examples: a round continues where the one before it ended, and starts again with the first after the last.
     """
 
     name: str
@@ -83,6 +85,12 @@ class Course(NamedTuple):
     def passes(self) -> float:
         """Over a client's data in the whole run, on average."""
         return self.rounds * self.epochs * self.participants / self.clients
+
+
+class Weights(NamedTuple):
+    """Shared weights that are points: ``[P_shared]`` at the server, ``[S, P_shared]`` as uploads."""
+
+    weights: Tensor
 
 
 class Initial(NamedTuple):
@@ -149,7 +157,7 @@ class Method(ABC):
     """Base of all methods. A subclass is a frozen dataclass: its fields are its settings.
 
     Attributes:
-        personal: Which parameters stay with the client (see `Factors.of`).
+        personal: Which parameters stay with the client: ``head``, ``not-head``, ``none``, ``all`` or layers by name.
         lr: Step size of the local steps.
     """
 
@@ -163,7 +171,7 @@ class Method(ABC):
     numbers: ClassVar[tuple[str, ...]] = ("lr",)
     #: Whether the server learns a distribution over personal factors, from what clients upload about theirs.
     population: ClassVar[bool] = False
-    #: How the step size goes over the rounds where the run's settings leave it open: ``constant`` or ``cosine``.
+    #: How the step size changes over the rounds unless the run's settings say: ``constant`` or ``cosine``.
     schedule: ClassVar[str] = "constant"
     #: Fields of states that hold standard deviations: what arrives from elsewhere must be above 0 there.
     scales: ClassVar[tuple[str, ...]] = ("sigma",)
@@ -177,7 +185,7 @@ class Method(ABC):
             raise UserError(f"lr is {self.lr}, but a step size must be 0 or more.")
 
     def require(self, **ranges: str) -> None:
-        """Raise a `UserError` if one of these settings is not in the range that is named, one of `RANGES`."""
+        """Raise a `UserError` if one of these settings is not in its range, one of `RANGES`."""
         for name, words in ranges.items():
             if not RANGES[words](getattr(self, name)):
                 raise UserError(f"{name} is {getattr(self, name)}, but must be {words}.")
@@ -189,21 +197,21 @@ class Method(ABC):
     def tuning(self, epochs: int) -> tuple[Phase, ...]:
         """Passes over a client's own training data before it predicts; nothing for most methods.
 
-        They start from `begin` with the server's state as it is, and `finish` ends them. Only its ``personal`` is used: it
-        is what `predictive` then gets.
+        They start from `begin` with the server's state as it is, and `finish` ends them. Only its ``personal`` is used:
+        it is what `predictive` then gets.
         """
         return ()
 
     def adaptation(self, epochs: int) -> tuple[Phase, ...]:
-        """How a newcomer learns its personal state: `step` of the phase `ADAPT` leaves the shared factors as they are."""
+        """How a newcomer learns its personal state: `step` in the phase `ADAPT` does not change the shared factors."""
         return self.tuning(epochs) or (Phase(ADAPT, epochs),)
 
     def adapting(self) -> Method:
-        """The method for all that concerns a newcomer, from `newcomer` to `predictive`; it may differ in its settings."""
+        """The method as a newcomer uses it, from `newcomer` to `predictive`; its settings may differ."""
         return self
 
     def newcomer(self, model: Model, shared: State) -> State:
-        """The personal state of a client that has seen no example, from the server's state (neither has a client axis)."""
+        """The personal state of a client without examples, from the server's state (neither has a client axis)."""
         return self.init(model).personal
 
     def settings(self) -> dict[str, Any]:
@@ -220,11 +228,13 @@ class Method(ABC):
 
     @property
     def counting(self) -> bool:
-        """Whether `begin` and `finish` are told how many examples of each class a client has, as ``hyper["counts"]``, ``[S, K]``."""
+        """Whether `begin` and `finish` get a client's examples per class as ``hyper["counts"]``, ``[S, K]``."""
         return False
 
     def hyper_in(self, course: Course, batches: Tensor) -> dict[str, Tensor]:
-        """The numbers in the first round of a run, ``[S]`` each; a method may fit them to it. `tuning` and newcomers have `hyper`.
+        """The numbers in the first round of a run, ``[S]`` each; a method may adjust them to it.
+
+        `tuning` and newcomers use those of `hyper`.
 
         Args:
             course: The run.
@@ -265,7 +275,7 @@ def rows(state: State, count: int) -> State:
 
 
 def untrained(method: Method, model: Model) -> Finished:
-    """What one client has at the end of a round without a step: the shapes of all that it gives and keeps."""
+    """What one client has at the end of a round without a step: the shapes of all that it uploads and keeps."""
     first = method.init(model)
     hyper = {name: model.initial.new_full((1,), value) for name, value in method.hyper().items()}
     with torch.no_grad():

@@ -1,15 +1,17 @@
 """BPFed: shared and personal factors, both Gaussian; last round's posterior is the next round's prior.
 
-Chen, Liu, Cao, Zhang: Bayesian Personalized Federated Learning with Shared and Personalized Uncertainty Representations,
+Chen, Liu, Cao, Zhang: Bayesian Personalized Federated Learning with Shared and Personalized Uncertainty
+Representations,
 2023. Algorithm 1, Eq. 7-10: a round of client i, with ζ from the server and its own η_i,
 
     begin      q = π = (η_i, ζ)
-    step       q: w = μ + σ ⊙ ε, ε ~ N(0, I), M draws (Eq. 7, 8); lower −(n/b) (1/M) Σ log p + T · KL(q ‖ π), π held (Eq. 9)
+    step       w = μ + σ ⊙ ε, ε ~ N(0, I), M draws (Eq. 7, 8)
+               q: lower −(n/b) (1/M) Σ log p + T · KL(q ‖ π), π held (Eq. 9)
                π: lower KL(q ‖ π), q held (Eq. 10)
     finish     η_i is π's personal half, the upload its shared half
     aggregate  ζ: the mean of the uploads' μ and of their σ (not of its pre-image ρ)
 
-The paper has T = 1. What else can be set is on top of that: a discounted prior, no step on π, other server rules, shared
+The paper has T = 1. Further settings go beyond it: a discounted prior, no step on π, other server rules, shared
 factors that are points, the two halves in turn (`bpfed.methods.turns`), and IVON's steps for Eq. 9 (`bpfed.ivon`).
 """
 
@@ -38,7 +40,7 @@ Order = Literal["joint", "alternating"]
 
 
 class Local(NamedTuple):
-    """A client during a round: posterior q, prior π, number of steps taken ``[S]`` (of either part ``[S, 2]``, in turns)."""
+    """A client during a round: posterior q, prior π, steps taken ``[S]`` (``[S, 2]`` where the two parts alternate)."""
 
     q: Variational | Newton
     prior: Variational | Gaussian
@@ -52,8 +54,8 @@ class Personal(NamedTuple):
         eta: η_i, the distribution of its personal factors, ``[S, P_personal]``.
         own: q of its last round, to predict with, ``[S, P]``; nothing if it predicts with (η_i, ζ).
         memory: The optimisers' memory of q and of π, where it is kept from round to round.
-        steps: Local steps taken so far (in this round, where that memory is not kept), ``[S, 1]``; of the shared and of the
-            personal factors where they move in turn, ``[S, 2]``.
+        steps: Local steps taken so far (in this round, where that memory is not kept), ``[S, 1]``; of the shared and of
+            the personal factors where they move in turn, ``[S, 2]``.
     """
 
     eta: Gaussian
@@ -66,34 +68,38 @@ class Personal(NamedTuple):
 class BPFed(Method):
     """BPFed. The defaults are the paper's method; what it leaves open was chosen on validation data (docs/gotchas.md).
 
-    η_i is the distribution of a client's personal factors, ζ that of the shared factors, q a client's posterior and π its
-    prior during a round.
+    η_i is the distribution of a client's personal factors, ζ that of the shared factors, q a client's posterior and π
+    its prior during a round.
 
     Attributes:
         sigma: σ of every weight at the start. 0 is the Dirac case (a point): it needs ``temperature=0`` and
-            ``prior_step=False``, and then the method is joint deterministic training of shared and personal weights.
-        temperature: Weight T of the KL term in Eq. 9; 1 is the ELBO.
-        discount: a in 1/s² = a/σ² + (1 − a)/s0², the prior's precision made of last round's; 1 is the continual prior.
-        prior_sigma: s0 of that formula.
-        prior_step: Whether π moves towards q in every step (Eq. 10) and gives η_i and the upload. If not, π is held for
-            the round and η_i and the upload are taken from q.
-        estimator: Of the data term: ``weights`` (a draw of all weights for the batch), ``antithetic`` (the draw mirrored for
-            every other example) or ``local`` (noise per example in linear and convolution layers).
-        draws: M, weight draws in a step.
-        rule: Server rule: ``mean``, ``moments``, ``precision`` or ``product``.
-        shared_point: Whether the shared factors are points (σ = 0, no KL term) and only the personal ones random; it needs
-            ``prior_step=False`` and ``rule="mean"``.
-        optimiser: Of Eq. 9: ``adam``, or ``ivon``, natural-gradient steps (`bpfed.ivon`). Eq. 10 is always Adam's.
-        newton: With ``ivon``, its step size in units of ``lr``; lr times newton = 1 is a whole Newton step.
-        curvature: With ``ivon``, β2: how much of the old curvature a step keeps.
+            ``prior_step=False``, and makes the method joint deterministic training of shared and personal weights.
+        temperature: T, weight of the KL term in Eq. 9; 1 is the ELBO.
+        discount: a in 1/s² = a/σ² + (1 − a)/s0², which gives the prior's scale s from last round's σ; 1 is the paper's
+            prior, last round's posterior itself.
+        prior_sigma: s0 in the formula of ``discount``.
+        prior_step: Whether the prior π moves towards the posterior q in every step (Eq. 10), and gives the client's
+            personal factors and its upload. If not, π is fixed during the round and q gives them.
+        estimator: How the data term is estimated: ``weights`` (a draw of all weights for the batch), ``antithetic``
+            (that draw, mirrored for every other example) or ``local`` (noise for each example in linear and convolution
+            layers).
+        draws: M, weight draws per step.
+        rule: How the server combines uploads: ``mean``, ``moments``, ``precision`` or ``product``.
+        shared_point: Whether the shared factors are points (σ = 0, no KL term) and only the personal ones are random;
+            it needs ``prior_step=False`` and ``rule="mean"``.
+        optimiser: For Eq. 9: ``adam``, or ``ivon``, natural-gradient steps (`bpfed.ivon`). Eq. 10 always uses Adam.
+        newton: With ``ivon``, its step size in units of ``lr``; lr · newton = 1 is a full Newton step.
+        curvature: With ``ivon``, β2, how much of the old curvature a step keeps.
         order: ``joint``: shared and personal factors move together; ``alternating``: the personal ones first, then the
             shared ones.
         body_epochs: With ``alternating``, passes over the data for the shared factors.
-        keep_adam: Whether a client keeps the optimiser's memory from round to round; if not, every round starts without.
-        newcomer_sigma: σ of the head of a client that joins later and has seen no example; its mean is 0, so that no class
-            is preferred. In a regression it is divided by the root of the number of the head's weights.
-        newcomer_lr: Step size of such a client's Adam; it learns its head alone, with a prior that is held.
-        predict: ``own``: predict with the client's q of its last round; ``aggregated``: with (η_i, ζ).
+        keep_adam: Whether a client keeps the optimiser's state from round to round; if not, every round starts with a
+            new one.
+        newcomer_sigma: Prior σ of the head of a client that joins later; its prior mean is 0, so that no class is
+            preferred. In regression σ is divided by the square root of the head's number of weights.
+        newcomer_lr: Step size of such a client; it learns only its head, with a fixed prior.
+        predict: What a client predicts with: ``own``, the posterior of its last round, or ``aggregated``, its personal
+            factors and the server's shared ones.
     """
 
     name: ClassVar[str] = "bpfed"
@@ -171,7 +177,7 @@ class BPFed(Method):
         if self.optimiser == "ivon" and (self.temperature == 0.0 or self.sigma == 0.0 or self.shared_point):
             raise UserError(
                 "optimiser is 'ivon', which needs a variance for every weight; set sigma and temperature above 0 and "
-                "shared_point = false, or take 'adam'."
+                "shared_point = false, or use 'adam'."
             )
 
     def structure(self) -> tuple[Any, ...]:

@@ -6,8 +6,8 @@ client that is sent w_t does two things that do not depend on each other:
     w ← w − η ∇f(w)                      from w_t, uploaded: the shared problem, here FedAvg
     v ← v − η (∇f(v) + λ (v − w_t))      from its own v, kept: the personal problem
 
-The method makes both steps on each mini-batch. Steps are Adam's, as for every method here, so that methods differ in what
-they share and not in their optimiser; a stationary point of the personal problem is the same one.
+The method makes both steps on each mini-batch. Steps are Adam's, as for every method here, so that methods differ in
+what they share and not in their optimiser; a stationary point of the personal problem is the same one.
 """
 
 from __future__ import annotations
@@ -15,16 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
-from bpfed.aggregate import weighted_mean
-from bpfed.errors import UserError
-from bpfed.estimators import Batch
-from bpfed.factors import Personal
-from bpfed.methods.base import ADAPT, Finished, Initial, Method, PointPredictive
-from bpfed.methods.fedavg import Weights
-from bpfed.methods.own import Own
+from bpfed.estimators import Batch, mean_gradient
+from bpfed.methods.base import ADAPT, Finished, Weights
+from bpfed.methods.own import Own, OwnNetwork
 from bpfed.model import Model
 from bpfed.optim import Adam, adam
 
@@ -50,14 +45,14 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ditto(Method):
-    """Ditto: FedAvg, and beside it a network of each client's own that is pulled towards it.
+class Ditto(OwnNetwork):
+    """Ditto: FedAvg, and for each client a network of its own that is pulled towards the shared one.
 
     A client's own network starts as the shared one that it is first sent. Until then it predicts with the shared one.
     The default of λ was chosen on training examples that were held out.
 
     Attributes:
-        pull: λ, how strongly a client's own weights are pulled to the shared ones: 0 is training alone.
+        pull: λ, how strongly a client's own weights are pulled towards the shared ones; 0 is training alone.
     """
 
     name: ClassVar[str] = "ditto"
@@ -65,20 +60,13 @@ class Ditto(Method):
     paper: ClassVar[str] = "Li et al. 2021, arXiv 2012.04221"
     shared_words: ClassVar[str] = "all weights, as the centre of the personal ones"
     personal_words: ClassVar[str] = "a second copy of all weights"
-    random_words: ClassVar[str] = "nothing"
     numbers: ClassVar[tuple[str, ...]] = ("lr", "pull")
 
-    personal: Personal = "none"
     pull: float = 0.1
 
     def check(self) -> None:
         super().check()
-        if self.personal != "none":
-            raise UserError(f"personal is '{self.personal}', but Ditto shares all weights; leave it at 'none'.")
         self.require(pull="0 or more")
-
-    def init(self, model: Model) -> Initial:
-        return Initial(Weights(model.initial), Own.none(model.initial))
 
     def begin(self, model: Model, shared: Weights, personal: Own, hyper: dict[str, Tensor]) -> Local:
         weights = shared.weights
@@ -89,23 +77,16 @@ class Ditto(Method):
         self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
         steps = local.steps + 1
-        count = batch.mask.sum(-1).clamp(min=1.0)
-        total, gradient = model.gradient(local.own, batch.x, batch.y, batch.mask, batch.key)
-        gradient = gradient / count[:, None] + hyper["pull"][:, None] * (local.own - local.centre)
-        own, own_memory = adam(local.own, gradient, local.own_memory, steps, hyper["lr"])
+        nll, gradient = mean_gradient(model, local.own, batch)
+        pulled = gradient + hyper["pull"][:, None] * (local.own - local.centre)
+        own, own_memory = adam(local.own, pulled, local.own_memory, steps, hyper["lr"])
         new = local._replace(own=own, own_memory=own_memory, steps=steps)
         if phase == ADAPT:
-            return new, total / count
+            return new, nll
 
-        total, gradient = model.gradient(local.weights, batch.x, batch.y, batch.mask, batch.key)
-        weights, memory = adam(local.weights, gradient / count[:, None], local.memory, steps, hyper["lr"])
-        return new._replace(weights=weights, memory=memory), total / count
+        nll, gradient = mean_gradient(model, local.weights, batch)
+        weights, memory = adam(local.weights, gradient, local.memory, steps, hyper["lr"])
+        return new._replace(weights=weights, memory=memory), nll
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
-        return Finished(Weights(local.weights), Own(local.own, torch.ones_like(local.steps)[:, None]), {})
-
-    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor) -> Weights:
-        return Weights(weighted_mean(uploads.weights, weights))
-
-    def predictive(self, model: Model, shared: Weights, personal: Own) -> PointPredictive:
-        return PointPredictive(personal.over(shared.weights))
+        return Finished(Weights(local.weights), Own.of(local.own), {})

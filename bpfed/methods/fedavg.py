@@ -1,7 +1,8 @@
 """FedAvg: one point-estimate network for all, the mean of what the clients trained.
 
-McMahan et al.: Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017. Local steps are Adam's, as
-for every method here, so that methods differ in what they share and not in their optimiser; it starts anew in every round.
+McMahan et al.: Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017. Local steps are Adam's,
+as for every method here, so that methods differ in what they share and not in their optimiser; Adam starts again in
+every round.
 
 It is ``BPFed.dirac(personal="none", keep_adam=False)``.
 """
@@ -13,14 +14,16 @@ from typing import ClassVar
 
 from bpfed.factors import Personal
 from bpfed.methods.base import Phase
-from bpfed.methods.point import Point, Weights
-
-__all__ = ["FedAvg", "Weights"]
+from bpfed.methods.point import Point
 
 
 @dataclass(frozen=True)
 class FedAvg(Point):
-    """Federated averaging."""
+    """Federated averaging.
+
+    Attributes:
+        personal: Always ``none``: all weights are shared.
+    """
 
     name: ClassVar[str] = "fedavg"
     title: ClassVar[str] = "FedAvg"

@@ -1,8 +1,8 @@
 """FedAvg with fine-tuning: every client trains the common network further on its own data before it predicts.
 
-Yu, Bagdasaryan, Shmatikov: Salvaging Federated Learning by Local Adaptation, 2020 (its fine-tuning). Rounds are those of
-FedAvg, ``BPFed.dirac(personal="none", keep_adam=False)``; fine-tuning is one more local round from the server's weights, of
-which nothing is uploaded.
+Yu, Bagdasaryan, Shmatikov: Salvaging Federated Learning by Local Adaptation, 2020 (its fine-tuning). Rounds are those
+of FedAvg, ``BPFed.dirac(personal="none", keep_adam=False)``; fine-tuning is one more local round from the server's
+weights, of which nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from bpfed.methods.base import Phase
+from bpfed.methods.base import TUNE, Phase
 from bpfed.methods.fedavg import FedAvg
-from bpfed.methods.point import TUNE
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """FedBABU: only the body is trained and averaged; a client's head is made when it is needed.
 
-Oh, Kim, Yun: FedBABU: Toward Enhanced Representation for Federated Image Classification, 2022. Algorithm 1: in every round
-the head stays at the random value that all clients were given at the start. Before prediction a client fine-tunes its head,
-or the whole network, on its own data.
+Oh, Kim, Yun: FedBABU: Toward Enhanced Representation for Federated Image Classification, 2022. Algorithm 1: in every
+round the head stays at the random value that all clients were given at the start. Before prediction a client fine-tunes
+its head, or the whole network, on its own data.
 
 Rounds are those of ``BPFed.dirac(personal="head", keep_adam=False)`` with the head held.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from bpfed.errors import unknown
-from bpfed.methods.base import ADAPT, Phase
-from bpfed.methods.point import TUNE, Point
+from bpfed.methods.base import ADAPT, TUNE, Phase
+from bpfed.methods.point import Point
 
 Finetune = Literal["head", "all"]
 
@@ -24,8 +24,8 @@ class FedBABU(Point):
     """FedBABU: the body is trained and shared, the head tuned before prediction.
 
     Attributes:
-        finetune: What a client tunes before it predicts: ``head`` or ``all`` weights.
-        tune_epochs: Passes over its data for that; 0: as many as in a local round.
+        finetune: What a client fine-tunes before it predicts: the ``head`` or ``all`` weights.
+        tune_epochs: Passes over its training data for that; 0: as many as in a local round.
     """
 
     name: ClassVar[str] = "fedbabu"
@@ -33,7 +33,7 @@ class FedBABU(Point):
     paper: ClassVar[str] = "Oh et al. 2022, arXiv 2106.06042"
     shared_words: ClassVar[str] = "all but the last layer"
     personal_words: ClassVar[str] = "the last layer, tuned after training"
-    begins_anew: ClassVar[bool] = True
+    starts_over: ClassVar[bool] = True
 
     keep_adam: bool = False
     finetune: Finetune = "head"

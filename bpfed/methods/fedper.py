@@ -1,7 +1,7 @@
 """FedPer: a common body with a personal head for each client, trained together.
 
-Arivazhagan et al.: Federated Learning with Personalization Layers, 2019. Algorithm 1: a client joins the shared base layers
-to its own personalisation layers, trains both at once, and uploads the base layers.
+Arivazhagan et al.: Federated Learning with Personalization Layers, 2019. Algorithm 1: a client joins the shared base
+layers to its own personalisation layers, trains both at once, and uploads the base layers.
 
 It is ``BPFed.dirac(personal="head")``.
 """

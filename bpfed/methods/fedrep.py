@@ -1,13 +1,14 @@
 """FedRep: a common representation with a personal head for each client, trained in turn, the head first.
 
-Collins et al.: Exploiting Shared Representations for Personalized Federated Learning, 2021. Algorithm 1: with the body held,
-a client takes many steps on its head; then, with the head held, few on the body, and uploads that. The authors' runs on
-CIFAR-10 have 10 passes for the head and then 5 for the body, as the defaults here; the head has the round's ``epochs``.
+Collins et al.: Exploiting Shared Representations for Personalized Federated Learning, 2021. Algorithm 1: with the body
+held, a client takes many steps on its head; then, with the head held, few on the body, and uploads that. The authors'
+runs on CIFAR-10 have 10 passes for the head and then 5 for the body, as the defaults here; the head has the round's
+``epochs``.
 
-Steps are Adam's with weight decay. In validation (a fifth of the training data of `mnist-small`, 100 rounds, 3 seeds) that has
-93.5 % and an NLL of 0.22; without decay 92.5 % and 0.35; the authors' descent at 0.01 with momentum 0.5 and the same decay
-93.0 % and 0.22, and it is far from converged after short runs. More passes for the body did not help, nor did more decay. The
-decay is that of a prior: a client with many examples has little of it.
+Steps are Adam's with weight decay. In validation (a fifth of the training data of `mnist-small`, 100 rounds, 3 seeds)
+that has 93.5 % and an NLL of 0.22; without decay 92.5 % and 0.35; the authors' descent at 0.01 with momentum 0.5 and
+the same decay 93.0 % and 0.22, and it is far from converged after short runs. More passes for the body did not help,
+nor did more decay. The decay is that of a prior: a client with many examples has little of it.
 
 Without decay (``decay=0.0``) it is ``BPFed.dirac(personal="head", order="alternating", body_epochs=...)``.
 """

@@ -1,21 +1,21 @@
-"""FedSOUL: one body for all, as a point; every client's head is sampled by Langevin steps against a prior common to all.
+"""FedSOUL: one body for all, as a point; each client's head is sampled by Langevin steps with a prior common to all.
 
-Kotelevskii et al.: FedPop: A Bayesian Approach for Personalised Federated Learning, 2022 (FedSOUL is its algorithm). The
-model is z_i ~ N(m, s² I) for the personal factors of client i, and p(D_i | φ, z_i) for its data. The shared φ and the
-prior's m and s are estimated by maximum marginal likelihood, and z_i is sampled from p(z_i | D_i, φ, m, s):
+Kotelevskii et al.: FedPop: A Bayesian Approach for Personalised Federated Learning, 2022 (FedSOUL is its algorithm).
+The model is z_i ~ N(m, s² I) for the personal factors of client i, and p(D_i | φ, z_i) for its data. The shared φ and
+the prior's m and s are estimated by maximum marginal likelihood, and z_i is sampled from p(z_i | D_i, φ, m, s):
 
     z ← z − γ ∇U(z) + √(2γ) ξ,  ξ ~ N(0, I),  U(z) = −(n/b) Σ_j log p(d_j | φ, z) + ‖z − m‖²/(2 s²)
 
-The chain goes on from where it was the last time. Every ``thin``-th state is kept, the newest ``samples`` of them, so that
-what was before the chain had settled is forgotten; prediction averages over those.
+The chain continues where it was last time. Every ``thin``-th state is kept, the newest ``samples`` of them, so that
+states from before the chain had settled are forgotten; prediction averages over those.
 
 Where this differs from the paper. (1) There a client sends gradients for φ, m and s, averaged over its samples, and the
-server takes one step a round. Here φ moves with the chain, by a step of Adam at the current z in every mini-batch, and the
-server averages, as for every method here. (2) m and s have a closed-form maximiser given the samples' moments (the M step of
-EM): m = mean of E z_i, s² = mean over clients and weights of Var z_i + (E z_i − m)². The server moves towards it by
-``prior_rate``. E z_i and Var z_i are those of the kept states, which reach back over rounds: neighbouring states are alike,
-and of those of one round alone the variance would be far too small, and s with it, until all heads are one. (3) γ = ``gamma``
-/ (n + 1/s²), so that one setting suits clients of all sizes.
+server takes one step a round. Here φ moves with the chain, by a step of Adam at the current z in every mini-batch, and
+the server averages, as for every method here. (2) m and s have a closed-form maximiser given the samples' moments (the
+M step of EM): m = mean of E z_i, s² = mean over clients and weights of Var z_i + (E z_i − m)². The server moves towards
+it by ``prior_rate``. E z_i and Var z_i are those of the kept states, which reach back over rounds: neighbouring states
+are alike, and of those of one round alone the variance would be far too small, and s with it, until all heads are one.
+(3) γ = ``gamma`` / (n + 1/s²), so that one setting suits clients of all sizes.
 """
 
 from __future__ import annotations
@@ -134,15 +134,16 @@ class SampledPredictive(NamedTuple):
 
 @dataclass(frozen=True)
 class FedSOUL(Method):
-    """FedSOUL (FedPop): a point body, heads sampled by Langevin steps with a common prior that is learnt.
+    """FedSOUL (FedPop): a point body, heads sampled by Langevin steps with a learnt common prior.
 
     Attributes:
-        gamma: Step size of the Langevin steps for a client of one example; it is divided by n + 1/s².
-        samples: Heads that a client keeps and averages over.
+        gamma: Langevin step size, before it is divided by n + 1/s², n being the client's number of examples.
+        samples: Sampled heads that a client keeps and averages over.
         thin: Langevin steps from one kept head to the next.
         prior_sigma: s of the common prior at the start; its mean starts at 0.
-        prior_rate: How far the server moves the prior towards its maximum-likelihood estimate in a round; 1 is all the way.
-        keep_adam: Whether a client keeps Adam's memory of the body from round to round.
+        prior_rate: How far the server moves the prior towards its maximum-likelihood estimate per round; 1 is all the
+            way.
+        keep_adam: Whether a client keeps Adam's state for the body from round to round.
     """
 
     name: ClassVar[str] = "fedsoul"
@@ -221,7 +222,7 @@ class FedSOUL(Method):
         return Local(body, memory, chain, taken, steps, local.prior), total * batch.scale / batch.size
 
     def _kept(self, chain: Chain, state: Tensor, taken: Tensor) -> Chain:
-        """The chain at its new state, which is kept if it is its turn: in the place of the oldest."""
+        """The chain at its new state, which replaces the oldest sample if it is its turn."""
         turn = torch.remainder(taken - 1.0, float(self.thin)) == 0.0  # [S]
         slots = torch.arange(self.samples, device=state.device)
         here = turn[:, None] & (slots == torch.remainder(chain.number, float(self.samples)))  # [S, K]

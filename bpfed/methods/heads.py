@@ -15,7 +15,8 @@ NOISE_SIGMA = 0.5
 def of_likelihood(model: Model) -> Tensor:
     """Which personal weights are the likelihood's own, such as a noise scale, ``[P_personal]`` bool.
 
-    These are no weights of the network: as wide as one, the exponential of a noise scale would span a factor of fifty.
+    They are not weights of the network: with a weight's σ, the exponential of a noise scale would span a factor of
+    fifty.
     """
     own, factors = model.likelihood.parameters(), model.factors
     parts = [torch.full((size,), n in own) for n, size in zip(factors.names, factors.sizes, strict=True)]
@@ -23,9 +24,9 @@ def of_likelihood(model: Model) -> Tensor:
 
 
 def biases(model: Model) -> Tensor:
-    """Which personal weights are biases of the network, ``[P_personal]`` bool: a class's own level, whatever the example.
+    """Which personal weights are biases of the network, ``[P_personal]`` bool: levels that do not depend on the input.
 
-    They go by their name: the scale of a normalisation is a vector as well.
+    They are recognised by their name: the scale of a normalisation is a vector as well.
     """
     factors = model.factors
     called = [name.rpartition(".")[2].endswith("bias") for name in factors.names]
@@ -36,8 +37,9 @@ def biases(model: Model) -> Tensor:
 def per_head(model: Model) -> float:
     """What the prior's σ of a head weight is multiplied by: 1 for logits; in a regression, 1/√(number of weights).
 
-    Logits have no unit, targets do. A sum of a hundred features with weights of σ = 1 spreads far beyond the targets, and a
-    mean-field q, which cannot let the errors of its weights cancel, then explains the spread that is left as noise.
+    Logits have no unit, targets do. A sum of a hundred features with weights of σ = 1 spreads far beyond the targets,
+    and a mean-field q, which cannot let the errors of its weights cancel, then explains the spread that is left as
+    noise.
     """
     if isinstance(model.likelihood, Categorical):
         return 1.0

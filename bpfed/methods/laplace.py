@@ -1,14 +1,15 @@
 """A Gaussian posterior of the last layer, made after training: the Laplace approximation.
 
-Daxberger et al.: Laplace Redux, 2021 (last layer, Kronecker factors). With the layers before it held, the outputs are linear
-in the last layer's weights w, so the generalised Gauss-Newton matrix is the Hessian of −log p itself: Σ_i Λ_i ⊗ h_i h_iᵀ for
-the layer's inputs h_i (with a 1 for the bias) and the Hessian Λ_i of −log p(y_i | outputs) in the outputs. It is kept as two
-sums over a client's training data, A = Σ h_i h_iᵀ and G = Σ Λ_i, and taken for G ⊗ A / n: exact where all Λ_i are equal (so
-always in regression), an approximation otherwise. With the prior N(0, 1/δ) the posterior's precision is G ⊗ A / n + δ.
+Daxberger et al.: Laplace Redux, 2021 (last layer, Kronecker factors). With the layers before it held, the outputs are
+linear in the last layer's weights w, so the generalised Gauss-Newton matrix is the Hessian of −log p itself:
+Σ_i Λ_i ⊗ h_i h_iᵀ for the layer's inputs h_i (with a 1 for the bias) and the Hessian Λ_i of −log p(y_i | outputs) in
+the outputs. It is kept as two sums over a client's training data, A = Σ h_i h_iᵀ and G = Σ Λ_i, taken for G ⊗ A / n:
+exact where all Λ_i are equal (so always in regression), an approximation otherwise. With the prior N(0, 1/δ) the
+posterior's precision is G ⊗ A / n + δ.
 
 δ can be chosen by the marginal likelihood (`best_precision`). That is sound at a mode. A network that fits few examples
-perfectly is not at one (training has no prior) and has hardly any curvature left; the evidence then asks for so wide a prior
-that predictions are worse than the point's. So a fixed δ is the default of the methods.
+perfectly is not at one (training has no prior) and has hardly any curvature left; the evidence then asks for so wide a
+prior that predictions are worse than the point's. So a fixed δ is the default of the methods.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class Head(NamedTuple):
 
     @classmethod
     def of(cls, model: Model) -> Head:
-        """The layer with the module's last parameters; a `UserError` if that is no linear map."""
+        """The layer with the module's last parameters; a `UserError` if that is not a linear map."""
         if model.members > 1:
-            raise UserError("laplace is for one network, but members is above 1; leave one of them out.")
+            raise UserError("laplace works with one network, but members is above 1; set it to 1, or laplace = false.")
         names = [n for n in model.factors.names if n in dict(model.module.named_parameters())]
         order = [n for n, _ in model.module.named_parameters() if n in names]
         last = [n for n in order if n.rpartition(".")[0] == order[-1].rpartition(".")[0]]
@@ -67,8 +68,8 @@ class Head(NamedTuple):
         # `Model.local` holds what was seen to be weight and bias of one linear map (or convolution) and nothing else.
         if len(matrices) != 1 or len(biases) > 1 or len(last) > 2 or not model.local.issuperset(last):
             raise UserError(
-                f"laplace needs a network that ends in a linear layer, but its last parameters ({', '.join(last)}) are no "
-                "such layer; end the network in nn.Linear, or set laplace = false."
+                f"laplace needs a network that ends in a linear layer, but its last parameters ({', '.join(last)}) are "
+                "not one; end the network in nn.Linear, or set laplace = false."
             )
         ends = torch.tensor([0, *model.factors.sizes]).cumsum(0).tolist()
         places = {n: slice(a, b) for n, a, b in zip(model.factors.names, ends, ends[1:], strict=False)}
@@ -111,7 +112,7 @@ class Ending(TorchFunctionMode):
 
 
 class Curvature(NamedTuple):
-    """What a client's training data say about its last layer, summed over examples.
+    """The curvature of −log p in the last layer, summed over a client's training examples.
 
     Attributes:
         inputs: A = Σ h hᵀ of the layer's inputs, ``[S, I, I]``.
@@ -167,7 +168,6 @@ class LaplacePredictive(NamedTuple):
         inputs: Eigenvectors of A, ``[S, I, I]``.
         outputs: Eigenvectors of G, ``[S, K, K]``.
         sigma: Standard deviation along each pair of them, ``[S, K, I]``; 0 for a client without an example.
-        precision: The prior's, ``[S]``.
     """
 
     weights: Tensor
@@ -175,15 +175,14 @@ class LaplacePredictive(NamedTuple):
     inputs: Tensor
     outputs: Tensor
     sigma: Tensor
-    precision: Tensor
 
     def draws(self, wanted: int) -> int:
         return wanted
 
     def draw(self, key: Tensor, index: int) -> Tensor:
         eps = noise.normal(noise.fold(key, index), self.sigma[0].numel()).view_as(self.sigma)
-        # By the symmetric root of the covariance: eigenvectors have no sign, and where eigenvalues are equal no direction, so
-        # that without the turn into their basis a draw would hang on the last bit of the curvature.
+        # By the symmetric root of the covariance: eigenvectors have no sign, and where eigenvalues are equal no
+        # direction, so that without the turn into their basis a draw would depend on the curvature's last bit.
         turned = self.sigma * (self.outputs.mT @ eps @ self.inputs)
         drawn = self.layer.get(self.weights) + self.outputs @ turned @ self.inputs.mT
         return self.layer.put(self.weights, drawn)
@@ -207,7 +206,7 @@ def laplace(model: Model, weights: Tensor, curvature: Curvature, precision: floa
         chosen = best_precision(values.flatten(1), layer.get(weights).square().sum((1, 2)))
     seen = curvature.examples[..., None] > 0
     sigma = torch.where(seen, (values + chosen[:, None, None]).rsqrt(), 0.0)
-    return LaplacePredictive(weights, layer, inputs, outputs, sigma, chosen)
+    return LaplacePredictive(weights, layer, inputs, outputs, sigma)
 
 
 def evidence(values: Tensor, square: Tensor, precision: float) -> Tensor:
@@ -233,7 +232,7 @@ def _ending(model: Model, layer: Head, weights: Tensor, x: Tensor) -> tuple[Tens
         outputs = functional_call(model.module, own, (x,))
     if outputs is not ending.last:
         raise UserError(
-            f"laplace needs a network that ends in a linear layer, but something follows the layer of '{layer.weight}'; "
-            "leave it to the likelihood, or set laplace = false."
+            "laplace needs a network that ends in a linear layer, but something follows the layer of "
+            f"'{layer.weight}'; leave it to the likelihood, or set laplace = false."
         )
     return ending.inputs, ending.outputs

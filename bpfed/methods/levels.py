@@ -1,8 +1,8 @@
 """Levels of classes: the biases of a head, which say how frequent a class is at a client, whatever the example.
 
-A client knows how frequent its classes are before it has learnt anything else. So its head starts with these levels, and its prior is around
-them: where nineteen patients in twenty are ill, learning that by steps of the optimiser would take most of a short run. Labels are counted
-where they are; nothing of it is uploaded.
+A client knows how frequent its classes are before it has learnt anything else. So its head starts with these levels,
+and its prior is around them: where nineteen patients in twenty are ill, learning that by steps of the optimiser would
+take most of a short run. Labels are counted where they are; nothing of it is uploaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bpfed.model import Model
 
 
 def class_biases(model: Model) -> slice:
-    """Where among the personal weights the biases of the classes are, member by member; an empty slice if none are personal."""
+    """Where the biases of the classes are among the personal weights, member by member; empty if they are shared."""
     factors = model.factors
     if not isinstance(model.likelihood, Categorical) or model.levels not in factors.personal_names:
         return slice(0, 0)
@@ -25,10 +25,10 @@ def class_biases(model: Model) -> slice:
 
 
 def levels(counts: Tensor) -> Tensor:
-    """Logarithms of how frequent classes are, with one more example each, less their mean over the classes that the client has.
+    """Logarithms of class frequencies, with one more example each, less their mean over the classes the client has.
 
-    A class that it has never seen is as frequent as these are on average: what tells it from the others is for the features to
-    learn, and how rare it is is reckoned with in prediction (`bpfed.methods.unseen`).
+    A class that it has never seen is as frequent as these are on average: the features have to learn what
+    sets it apart, and prediction allows for how rare it is (`bpfed.methods.unseen`).
 
     Args:
         counts: Examples of each class, ``[S, K]``.

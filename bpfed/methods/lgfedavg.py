@@ -1,8 +1,8 @@
 """LG-FedAvg: a representation of each client's own with a common last layer.
 
-Liang et al.: Think Locally, Act Globally: Federated Learning with Local and Global Representations, 2020. Algorithm 1: a
-client trains its local representation and its copy of the global model together, and uploads the latter. Its authors begin
-with a network trained by FedAvg; here all clients begin with the same initial weights, as for every other method.
+Liang et al.: Think Locally, Act Globally: Federated Learning with Local and Global Representations, 2020. Algorithm 1:
+a client trains its local representation and its copy of the global model together, and uploads the latter. Its authors
+begin with a network trained by FedAvg; here all clients begin with the same initial weights, as for every other method.
 
 It is ``BPFed.dirac(personal="not-head")``.
 """

@@ -14,7 +14,11 @@ from bpfed.methods.point import Point
 
 @dataclass(frozen=True)
 class LocalOnly(Point):
-    """Every client by itself; all start from the same weights."""
+    """Every client by itself; all start from the same weights.
+
+    Attributes:
+        personal: Always ``all``: nothing is shared.
+    """
 
     name: ClassVar[str] = "local"
     title: ClassVar[str] = "Local training"

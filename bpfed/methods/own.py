@@ -1,11 +1,18 @@
-"""A whole network of a client's own, beside the shared one."""
+"""A whole network of each client's own, beside the one that all share."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from bpfed.aggregate import weighted_mean
+from bpfed.errors import UserError
+from bpfed.factors import Personal
+from bpfed.methods.base import Initial, Method, PointPredictive, Weights
+from bpfed.model import Model
 
 
 class Own(NamedTuple):
@@ -24,6 +31,40 @@ class Own(NamedTuple):
         """No such network yet, for weights like these ``[P]``."""
         return cls(torch.zeros_like(like), like.new_zeros(1))
 
+    @classmethod
+    def of(cls, weights: Tensor) -> Own:
+        """With these weights, ``[S, P]``."""
+        return cls(weights, torch.ones_like(weights[:, :1]))
+
     def over(self, shared: Tensor) -> Tensor:
         """The client's own weights, or the shared ones if it has none, ``[S, P]``."""
         return torch.where(self.known > 0, self.weights, shared)
+
+
+@dataclass(frozen=True)
+class OwnNetwork(Method):
+    """Base of Ditto, Per-FedAvg and pFedMe: all weights are shared, and a client predicts with a network of its own.
+
+    A subclass says how both are trained: `begin`, `step` and `finish`. The server takes the mean of the uploads.
+
+    Attributes:
+        personal: Always ``none``: all weights are shared.
+    """
+
+    random_words: ClassVar[str] = "nothing"
+
+    personal: Personal = "none"
+
+    def check(self) -> None:
+        super().check()
+        if self.personal != "none":
+            raise UserError(f"personal is '{self.personal}', but {self.title} shares all weights; leave it at 'none'.")
+
+    def init(self, model: Model) -> Initial:
+        return Initial(Weights(model.initial), Own.none(model.initial))
+
+    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor) -> Weights:
+        return Weights(weighted_mean(uploads.weights, weights))
+
+    def predictive(self, model: Model, shared: Weights, personal: Own) -> PointPredictive:
+        return PointPredictive(personal.over(shared.weights))

@@ -1,19 +1,19 @@
 """Per-FedAvg: weights from which a step or a few of gradient descent make a good network for each client.
 
-Fallah, Mokhtari and Ozdaglar: Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
-Approach, 2020. The clients minimise f(w − α ∇f(w)), the loss after one step. A local step of their Algorithm 1 takes three
-batches D, D', D'':
+Fallah, Mokhtari and Ozdaglar: Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic
+Meta-Learning Approach, 2020. The clients minimise f(w − α ∇f(w)), the loss after one step. A local step of their
+Algorithm 1 takes three batches D, D', D'':
 
     w̃ ← w − α ∇f(w; D)
     w ← w − β (I − α ∇²f(w; D'')) ∇f(w̃; D')
 
-and the first-order variant leaves the Hessian away. The three batches are the mini-batch dealt out in turn (see `parts`), so
-that a round sees no more data than that of another method. The outer step, β above, is Adam's, as for every method
-here, so that methods differ in what they share and not in their optimiser; the inner step is plain descent, for the
-derivative of what it does is what the Hessian stands for.
+and the first-order variant leaves the Hessian out. The three batches are the mini-batch dealt out in turn (see
+`parts`), so that a round sees no more data than that of another method. The outer step, β above, is Adam's, as for
+every method here, so that methods differ in what they share and not in their optimiser; the inner step is plain
+descent, since the Hessian above is the derivative of such a step.
 
-Before a client predicts, it takes passes of plain descent with the inner step size over its own training examples. It never
-sees a label of an example that it is tested on.
+Before a client predicts, it takes passes of plain descent with the inner step size over its own training examples. It
+never sees a label of an example that it is tested on.
 """
 
 from __future__ import annotations
@@ -25,23 +25,18 @@ import torch
 from torch import Tensor
 
 from bpfed import noise
-from bpfed.aggregate import weighted_mean
-from bpfed.errors import UserError, unknown
-from bpfed.estimators import Batch
-from bpfed.factors import Personal
-from bpfed.methods.base import Finished, Initial, Method, Phase, PointPredictive
-from bpfed.methods.fedavg import Weights
-from bpfed.methods.own import Own
+from bpfed.errors import unknown
+from bpfed.estimators import Batch, mean_gradient
+from bpfed.methods.base import TUNE, Finished, Phase, Weights
+from bpfed.methods.own import Own, OwnNetwork
 from bpfed.model import Model
 from bpfed.optim import Adam, adam
-
-TUNE = "tune"
 
 Order = Literal["first", "full"]
 
 
 class Local(NamedTuple):
-    """A client during a round: weights ``[S, P]``, Adam's memory, steps taken ``[S]``, whether it was tuned ``[S, 1]``."""
+    """A client during a round: weights ``[S, P]``, Adam's memory, steps taken ``[S]``, 1 once tuned ``[S, 1]``."""
 
     weights: Tensor
     memory: Adam
@@ -50,15 +45,15 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PerFedAvg(Method):
+class PerFedAvg(OwnNetwork):
     """Per-FedAvg: one network for all, trained to be good after each client's own steps of gradient descent.
 
     The inner step size was chosen on training examples that were held out.
 
     Attributes:
-        inner_lr: α, step size of the clients' own steps, in training and before they predict.
-        order: ``full``: with the Hessian of the inner step; ``first``: without, a third cheaper.
-        tuning_epochs: Passes of own steps over a client's training examples before it predicts.
+        inner_lr: α, step size of a client's own steps, in training and before it predicts.
+        order: ``full``: with the Hessian of the inner step; ``first``: without it, a third cheaper.
+        tuning_epochs: Passes of such steps over a client's training examples before it predicts.
     """
 
     name: ClassVar[str] = "perfedavg"
@@ -66,27 +61,20 @@ class PerFedAvg(Method):
     paper: ClassVar[str] = "Fallah et al. 2020, arXiv 2002.07948"
     shared_words: ClassVar[str] = "all weights, as a start for the personal ones"
     personal_words: ClassVar[str] = "all weights, after steps of its own"
-    random_words: ClassVar[str] = "nothing"
     numbers: ClassVar[tuple[str, ...]] = ("lr", "inner_lr")
 
-    personal: Personal = "none"
     inner_lr: float = 0.03
     order: Order = "full"
     tuning_epochs: int = 1
 
     def check(self) -> None:
         super().check()
-        if self.personal != "none":
-            raise UserError(f"personal is '{self.personal}', but Per-FedAvg shares all weights; leave it at 'none'.")
         if self.order not in get_args(Order):
             raise unknown("order", self.order, get_args(Order))
         self.require(inner_lr="0 or more", tuning_epochs="at least 1")
 
     def tuning(self, epochs: int) -> tuple[Phase, ...]:
         return (Phase(TUNE, self.tuning_epochs),)
-
-    def init(self, model: Model) -> Initial:
-        return Initial(Weights(model.initial), Own.none(model.initial))
 
     def begin(self, model: Model, shared: Weights, personal: Own, hyper: dict[str, Tensor]) -> Local:
         weights = shared.weights
@@ -97,35 +85,30 @@ class PerFedAvg(Method):
     ) -> tuple[Local, Tensor]:
         rate = hyper["inner_lr"][:, None]
         if phase == TUNE:
-            nll, gradient = _mean(model, local.weights, batch)
+            nll, gradient = mean_gradient(model, local.weights, batch)
             return local._replace(weights=local.weights - rate * gradient, tuned=torch.ones_like(local.tuned)), nll
 
         steps = local.steps + 1
         inner, outer, *third = parts(batch, 3 if self.order == "full" else 2)
-        _, gradient = _mean(model, local.weights, inner)
-        nll, gradient = _mean(model, local.weights - rate * gradient, outer)
-        for part in third:
+        _, gradient = mean_gradient(model, local.weights, inner)
+        nll, gradient = mean_gradient(model, local.weights - rate * gradient, outer)
+        if self.order == "full":
+            part = third[0]
             product = model.hessian_product(local.weights, gradient, part.x, part.y, part.mask, part.key)
-            gradient = gradient - rate * product / _count(part)[:, None]
+            gradient = gradient - rate * product / part.examples[:, None]
         weights, memory = adam(local.weights, gradient, local.memory, steps, hyper["lr"])
         return local._replace(weights=weights, memory=memory, steps=steps), nll
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
-        # What a client has trained of the shared weights is no network of its own: that is made from the server's, by tuning.
+        # The shared weights that a client has trained are not its own network: that comes from the server's, by tuning.
         return Finished(Weights(local.weights), Own(local.weights * local.tuned, local.tuned), {})
-
-    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor) -> Weights:
-        return Weights(weighted_mean(uploads.weights, weights))
-
-    def predictive(self, model: Model, shared: Weights, personal: Own) -> PointPredictive:
-        return PointPredictive(personal.over(shared.weights))
 
 
 def parts(batch: Batch, count: int) -> list[Batch]:
     """The examples of a mini-batch dealt out in turn to ``count`` batches.
 
-    They are disjoint where there are that many examples. Where there are fewer, the first ones are used again, one in each
-    batch: of a single example all batches are made.
+    They are disjoint where there are that many examples. Where there are fewer, the first ones are used again, one in
+    each batch; a single example is in all of them.
     """
     used = batch.mask.sum(-1).long()[:, None]
     order = batch.mask.argsort(dim=-1, descending=True, stable=True)  # padding last
@@ -140,13 +123,3 @@ def parts(batch: Batch, count: int) -> list[Batch]:
         mask = (at < used).to(batch.mask.dtype)
         found.append(Batch(batch.x[client, rows], batch.y[client, rows], mask, batch.size, key))
     return found
-
-
-def _count(batch: Batch) -> Tensor:
-    return batch.mask.sum(-1).clamp(min=1.0)
-
-
-def _mean(model: Model, weights: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mean −log p of a batch ``[S]`` and its gradient ``[S, P]``."""
-    total, gradient = model.gradient(weights, batch.x, batch.y, batch.mask, batch.key)
-    return total / _count(batch), gradient / _count(batch)[:, None]

@@ -1,12 +1,12 @@
 """pFedBayes: every client has a Gaussian network of its own, tied to a common one through its prior alone.
 
-Zhang et al.: Personalized Federated Learning via Variational Bayesian Inference, 2022, Algorithm 1. The client's posterior q
-is never overwritten by the server. In a round the client takes the server's w as its prior, and every mini-batch moves q,
-to lower −(n/b) Σ log p + ζ · KL(q ‖ w), and then its copy of w, to lower KL(q ‖ w). The copy is uploaded, and the server
-moves w towards the mean of the uploads, in v = (μ, ρ) with σ = softplus(ρ), as the paper writes it. Noise is N(0, I). Steps
-are Adam's.
+Zhang et al.: Personalized Federated Learning via Variational Bayesian Inference, 2022, Algorithm 1. The client's
+posterior q is never overwritten by the server. In a round the client takes the server's w as its prior, and every
+mini-batch moves q, to lower −(n/b) Σ log p + ζ · KL(q ‖ w), and then its copy of w, to lower KL(q ‖ w). The copy is
+uploaded, and the server moves w towards the mean of the uploads, in v = (μ, ρ) with σ = softplus(ρ), as the paper
+writes it. Noise is N(0, I). Steps are Adam's.
 
-Of BPFed it is the case of nothing personal in the network, with q kept where BPFed starts it anew from the server's
+Of BPFed it is the case of nothing personal in the network, with q kept where BPFed restarts it from the server's
 distribution; the first round of both is the same.
 """
 
@@ -52,16 +52,19 @@ class Personal(NamedTuple):
 
 @dataclass(frozen=True)
 class PFedBayes(Method):
-    """pFedBayes. A client that has not trained yet predicts with the server's w, and its first q is a copy of it.
+    """pFedBayes: every client has a Gaussian network of its own, with a prior common to all.
+
+    A client that has not trained yet predicts with the server's w, and its first q is a copy of it.
 
     Attributes:
-        zeta: ζ, weight of KL(q ‖ w) beside the data term over all n examples of a client. 1 is the ELBO; the default had
-            the best NLL of 0.1, 0.3, 1 and 3 on held-out training data of digits.
+        personal: Always ``none``: the upload is a prior of all weights.
+        zeta: ζ, weight of KL(q ‖ w) relative to the data term over all examples of a client; 1 is the ELBO. Of 0.1,
+            0.3, 1 and 3, the default had the best NLL on held-out training data of digits.
         sigma: σ of every weight at the start.
-        draws: Weight draws in a step.
-        estimator: Of the data term, see BPFed.
+        draws: Weight draws per step.
+        estimator: How the data term is estimated, as in BPFed.
         beta: β, how far the server moves w towards the mean of the uploads; 1 is all the way.
-        keep_adam: Whether a client keeps Adam's memory from round to round.
+        keep_adam: Whether a client keeps Adam's state from round to round.
     """
 
     name: ClassVar[str] = "pfedbayes"
@@ -97,7 +100,7 @@ class PFedBayes(Method):
         return Initial(start, Personal(start, kept, model.initial.new_zeros(1)))
 
     def adapting(self) -> PFedBayes:
-        """A newcomer's Adam begins anew."""
+        """A newcomer's Adam starts without memory."""
         return replace(self, keep_adam=False)
 
     def newcomer(self, model: Model, shared: Gaussian) -> Personal:

@@ -1,14 +1,14 @@
 """pFedMe: every client's loss is replaced by its Moreau envelope, whose minimiser is the client's own network.
 
-Dinh, Tran and Nguyen: Personalized Federated Learning with Moreau Envelopes, 2020. In its Algorithm 1 a client that is sent
-w takes, for each mini-batch, K gradient steps on its own θ towards the minimum of
+Dinh, Tran and Nguyen: Personalized Federated Learning with Moreau Envelopes, 2020. In its Algorithm 1 a client that is
+sent w takes, for each mini-batch, K gradient steps on its own θ towards the minimum of
 
     h(θ) = f(θ) + λ/2 |θ − w|²
 
-and then one step on w along the envelope's gradient, w ← w − η λ (w − θ). The server mixes the mean of the uploaded w into
-its own: w ← (1 − β) w + β mean. Here θ starts a round at w, and each mini-batch where the one before left it; the paper leaves
-that open. Both steps are plain gradient steps: the outer one has no gradient but λ (w − θ) to be scaled by an Adam,
-and the inner problem is nearly a quadratic of curvature λ, which plain steps solve.
+and then one step on w along the envelope's gradient, w ← w − η λ (w − θ). The server mixes the mean of the uploaded w
+into its own: w ← (1 − β) w + β mean. Here θ starts a round at w, and each mini-batch where the one before left it; the
+paper leaves that open. Both steps are plain gradient steps: the outer one follows λ (w − θ) alone, which needs no
+scaling by Adam, and the inner problem is nearly a quadratic of curvature λ, which plain steps solve.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from bpfed import noise
 from bpfed.aggregate import weighted_mean
 from bpfed.errors import UserError
-from bpfed.estimators import Batch
-from bpfed.factors import Personal
-from bpfed.methods.base import ADAPT, Finished, Initial, Method, PointPredictive
-from bpfed.methods.fedavg import Weights
-from bpfed.methods.own import Own
+from bpfed.estimators import Batch, mean_gradient
+from bpfed.methods.base import ADAPT, Finished, Weights
+from bpfed.methods.own import Own, OwnNetwork
 from bpfed.model import Model
 
 
@@ -38,19 +35,20 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PFedMe(Method):
+class PFedMe(OwnNetwork):
     """pFedMe: Moreau envelopes. The shared network is the centre of the clients' own.
 
-    Only the clients that take part in a round train in it. One that never did predicts with the shared network.
-    K = 5 and β = 1 are those of the authors' runs; λ (there 15) and the two step sizes were chosen on training examples that
+    Only the clients that take part in a round train in it. One that never did predicts with the shared network. K = 5
+    and β = 1 are those of the authors' runs; λ (there 15) and the two step sizes were chosen on training examples that
     were held out.
 
     Attributes:
-        lr: η, step size on the client's copy of the shared weights; each step goes the part η λ of the way to its own.
+        lr: η, step size on the client's copy of the shared weights; each step goes a fraction η λ of the way to its
+            own.
         inner_lr: Step size on the client's own weights.
-        inner_steps: K, steps on the client's own weights for each mini-batch.
-        pull: λ, how strongly a client's own weights are pulled to the shared ones.
-        mixing: β, the part of the uploads' mean in the server's new weights; it may be above 1.
+        inner_steps: K, steps on the client's own weights per mini-batch.
+        pull: λ, how strongly a client's own weights are pulled towards the shared ones.
+        mixing: β, weight of the uploads' mean in the server's new weights; it may be above 1.
     """
 
     name: ClassVar[str] = "pfedme"
@@ -58,10 +56,8 @@ class PFedMe(Method):
     paper: ClassVar[str] = "Dinh et al. 2020, arXiv 2006.08848"
     shared_words: ClassVar[str] = "all weights, as the centre of the personal ones"
     personal_words: ClassVar[str] = "a second copy of all weights"
-    random_words: ClassVar[str] = "nothing"
     numbers: ClassVar[tuple[str, ...]] = ("lr", "inner_lr", "pull")
 
-    personal: Personal = "none"
     lr: float = 0.15
     inner_lr: float = 0.1
     inner_steps: int = 5
@@ -70,18 +66,13 @@ class PFedMe(Method):
 
     def check(self) -> None:
         super().check()
-        if self.personal != "none":
-            raise UserError(f"personal is '{self.personal}', but pFedMe shares all weights; leave it at 'none'.")
         self.require(inner_lr="0 or more", inner_steps="at least 1", pull="0 or more", mixing="0 or more")
         for name in ("lr", "inner_lr"):
             if not getattr(self, name) * self.pull < 2.0:
                 raise UserError(
-                    f"{name} * pull is {getattr(self, name) * self.pull:g}, and from 2 on steps overshoot more and more; "
-                    f"lower method.{name} or method.pull."
+                    f"{name} * pull is {getattr(self, name) * self.pull:g}, but steps diverge from 2 on; lower "
+                    f"method.{name} or method.pull."
                 )
-
-    def init(self, model: Model) -> Initial:
-        return Initial(Weights(model.initial), Own.none(model.initial))
 
     def begin(self, model: Model, shared: Weights, personal: Own, hyper: dict[str, Tensor]) -> Local:
         return Local(shared.weights, shared.weights)
@@ -90,26 +81,20 @@ class PFedMe(Method):
         self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
         rate, pull = hyper["inner_lr"][:, None], hyper["pull"][:, None]
-        count = batch.mask.sum(-1).clamp(min=1.0)
-        own, nll = local.own, torch.zeros_like(count)
+        own, losses = local.own, []
         for k in range(self.inner_steps):
             key = noise.fold(batch.key, k) if k else batch.key
-            total, gradient = model.gradient(own, batch.x, batch.y, batch.mask, key)
-            own = own - rate * (gradient / count[:, None] + pull * (own - local.weights))
-            nll = (
-                total / count if k == 0 else nll
-            )  # before the client has fitted this batch, as the other methods report it
+            nll, gradient = mean_gradient(model, own, batch._replace(key=key))
+            own = own - rate * (gradient + pull * (own - local.weights))
+            losses.append(nll)
         weights = local.weights
         if phase != ADAPT:
             weights = weights - hyper["lr"][:, None] * pull * (weights - own)
-        return Local(weights, own), nll
+        return Local(weights, own), losses[0]  # before the client has fitted this batch, as other methods report it
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
-        return Finished(Weights(local.weights), Own(local.own, torch.ones_like(local.own[:, :1])), {})
+        return Finished(Weights(local.weights), Own.of(local.own), {})
 
     def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor) -> Weights:
         mean = weighted_mean(uploads.weights, weights)
         return Weights((1.0 - self.mixing) * shared.weights + self.mixing * mean)
-
-    def predictive(self, model: Model, shared: Weights, personal: Own) -> PointPredictive:
-        return PointPredictive(personal.over(shared.weights))

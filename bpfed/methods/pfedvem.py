@@ -1,16 +1,16 @@
-"""pFedVEM: one body for all, as a point; heads with a Gaussian posterior each, and a common head weighted by confidence.
+"""pFedVEM: one body for all, as a point; a Gaussian head for each client, and a common head weighted by confidence.
 
-Zhu, Ma, Blaschko: Confidence-aware Personalized Federated Learning via Variational Expectation Maximization, CVPR 2023. The
-model of the heads is w_i ~ N(w, ρ_i² I), with a width ρ_i of each client's own, and p(D_i | body, w_i) for the data. With
-posteriors q_i = N(μ_i, diag σ_i²) and d personal weights:
+Zhu, Ma, Blaschko: Confidence-aware Personalized Federated Learning via Variational Expectation Maximization, CVPR 2023.
+The model of the heads is w_i ~ N(w, ρ_i² I), with a width ρ_i of each client's own, and p(D_i | body, w_i) for the
+data. With posteriors q_i = N(μ_i, diag σ_i²) and d personal weights:
 
     E step, client i:  q_i lowers −(n/b) Σ E_q log p + KL(q_i ‖ N(w, ρ_i² I))
     M step, client i:  ρ_i² = (Σ σ_i² + ‖μ_i − w‖²)/d, uncertainty plus deviation
     server:            w = Σ_i μ_i/ρ_i² / Σ_i 1/ρ_i²
 
-1/ρ_i² is the client's confidence: it weights the client at the server, and ties its head to w. A round is the E step with the
-body held, the M step, and then steps of the body under draws of the head; the server takes the plain mean of the bodies.
-Steps are Adam's.
+1/ρ_i² is the client's confidence: it weights the client at the server, and ties its head to w. A round is the E step
+with the body held, the M step, and then steps of the body under draws of the head; the server takes the plain mean of
+the bodies. Steps are Adam's.
 
 Beyond the paper the server keeps the mean of ρ_i², for clients that have not trained yet: their head is N(w, ρ² I).
 """
@@ -87,13 +87,13 @@ class PFedVEM(Method):
     """pFedVEM: a point body, Gaussian heads around a common one that the confident clients determine most.
 
     Attributes:
-        rho: ρ of every client at the start.
-        sigma: σ of q at a client's first step; its mean is then w.
-        head_rate: Step size of the head in units of ``lr``. The M step presumes that the E step has come to its end: after
-            few small steps heads are still near w, ρ is estimated too small, and ties them there.
-        draws: Draws of the head in a step.
-        body_share: Share of a round's epochs that the body is learnt in; before those the head is.
-        keep_adam: Whether a client keeps Adam's memory from round to round.
+        rho: ρ of every client at the start, the width of the prior of heads.
+        sigma: σ of a client's posterior at its first step, where its mean is the common head w.
+        head_rate: Step size of the head in units of ``lr``. The M step assumes that the E step has converged: after a
+            few small steps heads are still near w, so ρ is estimated too small and holds them there.
+        draws: Draws of the head per step.
+        body_share: Share of a round's epochs in which the body is learnt; the head is learnt in the others, before.
+        keep_adam: Whether a client keeps Adam's state from round to round.
     """
 
     name: ClassVar[str] = "pfedvem"
@@ -136,7 +136,7 @@ class PFedVEM(Method):
         return Initial(Shared(body, prior), Personal(prior, none, kept))
 
     def adapting(self) -> PFedVEM:
-        """A newcomer's Adam begins anew."""
+        """A newcomer's Adam starts without memory."""
         return replace(self, keep_adam=False)
 
     def begin(self, model: Model, shared: Shared, personal: Personal, hyper: dict[str, Tensor]) -> Local:

@@ -1,9 +1,9 @@
 """Point-estimate weights, split into shared and personal: what FedAvg, FedPer, FedRep and their kin have in common.
 
 A local step is one of Adam's, or of descent with momentum, on the mean −log p of the batch. The methods differ in which
-weights are personal (`personal`) and in which of the two parts moves in which phase of a round (`phases`). With Adam each is a
-Dirac case of BPFed, σ = 0 and no KL term together (``BPFed.dirac``): BPFed then follows n times the mean, and Adam, which
-divides by the gradient's own size, sees no difference but for its ε of 1e-8.
+weights are personal (`personal`) and in which of the two parts moves in which phase of a round (`phases`). With Adam
+each is a Dirac case of BPFed, σ = 0 and no KL term together (``BPFed.dirac``): BPFed then follows n times the mean, and
+Adam, which divides by the gradient's own size, sees no difference but for its ε of 1e-8.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from torch import Tensor
 
 from bpfed.aggregate import weighted_mean
 from bpfed.errors import UserError, unknown
-from bpfed.estimators import Batch
-from bpfed.methods.base import ADAPT, Finished, Initial, Method, Phase, PointPredictive, Predictive
+from bpfed.estimators import Batch, mean_gradient
+from bpfed.methods.base import ADAPT, TUNE, Finished, Initial, Method, Phase, PointPredictive, Predictive, Weights
 from bpfed.methods.laplace import CURVATURE, Curvature, laplace
 from bpfed.methods.own import Own
 from bpfed.model import Model
 from bpfed.optim import Adam, Velocity, adam, descent
 
 Optimiser = Literal["adam", "sgd"]
-#: Phase in which all weights are fine-tuned and the result is the client's own network.
-TUNE = "tune"
 #: Whether the shared and whether the personal weights move, by phase.
 MOVES = {
     "all": (True, True),
@@ -34,7 +32,7 @@ MOVES = {
     ADAPT: (False, True),
     TUNE: (True, True),
 }
-#: What is said of a method that does not split the network, by its ``personal``; and which one that is.
+#: What a method that does not split the network does, by its ``personal``; and the name of that method.
 WHOLE = {"none": ("shares all weights", "fedavg"), "all": ("keeps all weights with the client", "local")}
 
 
@@ -76,12 +74,6 @@ class Local(NamedTuple):
         return _join(self.shared.weights, self.personal.weights)
 
 
-class Weights(NamedTuple):
-    """The shared weights: ``[P_shared]`` at the server, ``[S, P_shared]`` as uploads."""
-
-    weights: Tensor
-
-
 class Memory(NamedTuple):
     """The optimiser's memory of both parts, and the steps that each has taken so far, ``[S, 2]``."""
 
@@ -113,18 +105,20 @@ class Point(Method):
     """Base of the methods with point-estimate weights.
 
     Attributes:
-        optimiser: ``adam``, or ``sgd``, descent with momentum.
-        momentum: With ``sgd``, how much of a step is in the next one.
-        decay: a of the term a ‖w‖²/2 that is added to the summed −log p of a client's n examples: the prior N(0, 1/a) of its
-            weights, which weighs the less the more examples there are.
-        keep_adam: Whether a client keeps the optimiser's memory from round to round; if not, every round starts without.
+        optimiser: ``adam``, or ``sgd``, gradient descent with momentum.
+        momentum: With ``sgd``, how much of each step carries over to the next.
+        decay: a in the term a ‖w‖²/2 that is added to −log p summed over a client's examples: a prior N(0, 1/a) of its
+            weights, which counts for less the more examples there are.
+        keep_adam: Whether a client keeps the optimiser's state from round to round; if not, every round starts with a
+            new one.
         laplace: Whether the last layer gets a Gaussian posterior after training, by the Laplace approximation.
-        laplace_precision: With ``laplace``, the prior's precision; 0: chosen for each client by the marginal likelihood.
+        laplace_precision: With ``laplace``, precision of the prior; 0: chosen for each client by the marginal
+            likelihood.
     """
 
     random_words: ClassVar[str] = "nothing (the last layer with laplace)"
-    #: Whether every round begins with the personal weights of the start.
-    begins_anew: ClassVar[bool] = False
+    #: Whether every round starts over with the first personal weights.
+    starts_over: ClassVar[bool] = False
     numbers: ClassVar[tuple[str, ...]] = ("lr", "momentum", "decay")
 
     optimiser: Optimiser = "adam"
@@ -147,8 +141,8 @@ class Point(Method):
         if default not in tuple(WHOLE) and self.personal in tuple(WHOLE):
             what, name = WHOLE[str(self.personal)]
             raise UserError(
-                f"personal is '{self.personal}', but {self.title} needs both shared and personal weights; the method that "
-                f"{what} is '{name}'."
+                f"personal is '{self.personal}', but {self.title} needs both shared and personal weights; the method "
+                f"that {what} is '{name}'."
             )
 
     def structure(self) -> tuple[Any, ...]:
@@ -181,7 +175,7 @@ class Point(Method):
             (memory,) if self.keep_adam else (),
             (Own.none(model.initial),) if self.keeps_network else (),
             (Curvature.zero(model),) if self.laplace else (),
-            (personal,) if self.begins_anew else (),
+            (personal,) if self.starts_over else (),
         )
         return Initial(Weights(shared), kept)
 
@@ -207,9 +201,7 @@ class Point(Method):
         if phase == CURVATURE:
             curvature, loss = local.curvature[0].plus(model, local.weights, batch)
             return local._replace(curvature=(curvature,)), loss
-        total, gradient = model.gradient(local.weights, batch.x, batch.y, batch.mask, batch.key)
-        count = batch.mask.sum(-1).clamp(min=1.0)
-        gradient = gradient / count[:, None]
+        nll, gradient = mean_gradient(model, local.weights, batch)
         if self.decay > 0.0:
             gradient = gradient + (hyper["decay"] / batch.size.clamp(min=1.0))[:, None] * local.weights
         gradients = model.factors.split(gradient)
@@ -218,7 +210,7 @@ class Point(Method):
             for part, g, moves in zip(local[:2], gradients, MOVES[phase], strict=True)
         )
         tuned = torch.ones_like(local.tuned) if phase == TUNE else local.tuned
-        return local._replace(shared=shared, personal=personal, tuned=tuned), total / count
+        return local._replace(shared=shared, personal=personal, tuned=tuned), nll
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
         memory = Memory(
@@ -238,10 +230,10 @@ class Point(Method):
 
     def predictive(self, model: Model, shared: Weights, personal: Kept) -> Predictive:
         weights = _join(shared.weights, personal.weights)
-        for own in personal.own:
-            weights = own.over(weights)
-        for curvature in personal.curvature:
-            return laplace(model, weights, curvature, self.laplace_precision)
+        if personal.own:
+            weights = personal.own[0].over(weights)
+        if personal.curvature:
+            return laplace(model, weights, personal.curvature[0], self.laplace_precision)
         return PointPredictive(weights)
 
 

@@ -1,13 +1,13 @@
 """BPFed's recipe with a population of heads: the server learns a prior over personal factors from summed moments.
 
-As `bpfed.methods.recipe`, but for the prior of the personal factors, which is N(m_h, s_h²) weight by weight, with m_h and s_h
-estimated from all clients (empirical Bayes; the moment matching of the paper's Eq. 22-25):
+As `bpfed.methods.recipe`, but for the prior of the personal factors, which is N(m_h, s_h²) weight by weight, with m_h
+and s_h estimated from all clients (empirical Bayes; the moment matching of the paper's Eq. 22-25):
 
     m_h  ←  mean_i μ_i                       s_h²  ←  (1 − r) s_h² + r mean_i[σ_i² + (μ_i − m_h)²]
 
-This has a price in privacy, which is why it is a method of its own and never a default: a client uploads the mean and the
-second moment of its personal factors. The server needs nothing but their sums over clients, so secure summation would hide each
-client's; without it the server sees them.
+This has a price in privacy, which is why it is a method of its own and never a default: a client uploads the mean and
+the second moment of its personal factors. The server needs nothing but their sums over clients, so secure summation
+would hide each client's; without it the server sees them.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Server(NamedTuple):
 
 @dataclass(frozen=True)
 class Population(Recipe):
-    """BPFed's recipe with a learnt prior of heads; clients upload moments of their personal factors.
+    """BPFed's recipe with a learnt prior of heads; clients upload the moments of their personal factors.
 
     Attributes:
-        head_sigma: s_h at the start.
-        bias_sigma: The same of biases.
+        head_sigma: s_h at the start, for all head weights but biases.
+        bias_sigma: s_h at the start, for biases.
         head_gain: m_h at the start, in units of the head that all clients start with.
-        head_rate: r, how far s_h² moves in a round.
+        head_rate: r, how far s_h² moves in a round; 1 is all the way.
     """
 
     name: ClassVar[str] = "bpfed-population"
@@ -86,10 +86,14 @@ class Population(Recipe):
         sigma = torch.where(biases(model), self.bias_sigma, self.head_sigma)
         return Initial(Server(start.shared, first, first.square() + sigma.square()), start.personal)
 
+    # The server holds more than Recipe's ζ: where Recipe's functions take ζ, these take a `Server` and pass its ζ on.
+
     def newcomer(self, model: Model, shared: Server) -> Personal:  # type: ignore[override]
         return self.init(model).personal._replace(head=shared.heads)
 
-    def begin(self, model: Model, shared: Server, personal: Personal, hyper: dict[str, Tensor]) -> Local:  # type: ignore[override]
+    def begin(  # type: ignore[override]
+        self, model: Model, shared: Server, personal: Personal, hyper: dict[str, Tensor]
+    ) -> Local:
         local = super().begin(model, shared.zeta, personal, hyper)
         body = Gaussian(*(model.factors.split(t)[0] for t in local.prior))
         return local._replace(prior=join(body, shared.heads))
@@ -104,5 +108,7 @@ class Population(Recipe):
         variance = torch.lerp(shared.heads.sigma.square(), second - first.square(), self.head_rate)
         return Server(mean(uploads.zeta, weights), first, variance.clamp(min=SMALLEST) + first.square())
 
-    def predictive(self, model: Model, shared: Server, personal: Personal) -> GaussianPredictive:  # type: ignore[override]
+    def predictive(  # type: ignore[override]
+        self, model: Model, shared: Server, personal: Personal
+    ) -> GaussianPredictive:
         return super().predictive(model, shared.zeta, personal)

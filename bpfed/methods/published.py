@@ -9,12 +9,12 @@ A round of client i, which keeps q and π of all weights, and Adam's memory of b
         once:     a step of Adam on π, along that of          5e-5 · KL(π ‖ q)
     the shared part of π is uploaded; the server averages μ and ρ, where σ = softplus(ρ)
 
-The paper's Algorithm 1 has ε ~ N(0, I), shuffled epochs, a step on either in turn, n times the mean −log p, KL(q ‖ π), q = π
-= (η_i, ζ) at the start of a round, and the mean of σ. Each difference is a setting of its own, so that its effect can be
-measured (`bpfed.paper.audit`); with all of them as the paper has them the method is BPFed.
+The paper's Algorithm 1 has ε ~ N(0, I), shuffled epochs, a step on either in turn, n times the mean −log p, KL(q ‖ π),
+q = π = (η_i, ζ) at the start of a round, and the mean of σ. Each difference is a setting of its own, so that its effect
+can be measured (`bpfed.paper.audit`); with all of them as the paper has them the method is BPFed.
 
-The reference tests q at the start of a round, after the server has sent ζ. q is then as the round before has left it, so a
-test at the end of a round is the same, counted one round earlier.
+The reference tests q at the start of a round, after the server has sent ζ. q is then as the round before has left it,
+so a test at the end of a round is the same, counted one round earlier.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Personal(NamedTuple):
     """What a client keeps.
 
     Attributes:
-        q: Its posterior over all weights, ``[S, P]``; nothing where every round starts it anew.
+        q: Its posterior over all weights, ``[S, P]``; nothing where every round restarts it.
         eta: π of its personal factors, ``[S, P_personal]``.
         memory: Adam's memory of q and of π.
         steps: Steps on q so far, ``[S, 1]``.
@@ -72,16 +72,18 @@ class PublishedBPFed(Method):
 
     Attributes:
         noise_scale: Standard deviation of ε, in training and in prediction; the paper's is 1.
-        divergence: ``prior-posterior``: KL(π ‖ q) in both steps; ``posterior-prior``: KL(q ‖ π), the paper's Eq. 9 and 10.
-        kl_weight: Weight of the KL term beside the mean −log p of a batch. None: 1/n, which is Eq. 9 divided by the client's
-            number of examples n; Adam does not feel a common factor.
-        overwritten: What the server's ζ replaces at the start of a round: ``prior``, the shared part of π alone; ``both``: q
-            is set to π = (η_i, ζ), as Algorithm 1 has it, and a client predicts with (η_i, ζ).
+        divergence: ``prior-posterior``: KL(π ‖ q) in both steps; ``posterior-prior``: KL(q ‖ π), the paper's Eq. 9 and
+            10.
+        kl_weight: Weight of the KL term relative to the mean −log p of a batch. None: 1/n, which is Eq. 9 divided by
+            the client's number of examples n; a common factor makes no difference to Adam.
+        overwritten: What the server's ζ replaces at the start of a round: ``prior``, the shared part of π alone;
+            ``both``: q is set to π = (η_i, ζ), as Algorithm 1 has it, and a client predicts with (η_i, ζ).
         averaged: What the server takes the mean of beside μ: ``rho`` or ``sigma``.
-        batches: Mini-batches of a round, in the examples' own order and going round; 0: shuffled epochs, as many as the run's
-            settings say.
+        batches: Mini-batches of a round, in the examples' own order, again from the first after the last; 0: shuffled
+            epochs, as many as the run's settings say.
         inner: Steps on q with each of those mini-batches, before the one on π; Algorithm 1 has one.
-        start: ``normal``: μ ~ N(0, 0.1²) and ρ ~ N(−3, 0.1²); ``network``: μ is the network's own start, with ``sigma``.
+        start: ``normal``: μ ~ N(0, 0.1²) and ρ ~ N(−3, 0.1²); ``network``: μ is the network's own start, with
+            ``sigma``.
         sigma: With ``network``, σ of every weight at the start.
         draws: Weight draws in a step.
     """

@@ -1,35 +1,39 @@
 """BPFed's recipe: the model of BPFed with priors that stay put, so that calibration does not depend on when one stops.
 
-BPFed takes last round's posterior for this round's prior, and refits the same data: every round counts the data once more,
-and in the end the model is far too sure. Five things are different here; the personal factors never leave the client either
-way. With ζ = (m, σ̄) from the server, q = (q_w, q_h) over shared and personal factors, and K clients a client minimises
+BPFed takes last round's posterior for this round's prior, and refits the same data: every round counts the data once
+more, and in the end the model is far too sure. Five things are different here; the personal factors never leave the
+client either way. With ζ = (m, σ̄) from the server, q = (q_w, q_h) over shared and personal factors, and K clients a
+client minimises
 
     −E_q log p(D | w, h) + T · KL(q_w ‖ N(m, s²)) + T · KL(q_h ‖ N(g h0, s_h²)) + T/(2 K s_m²) ‖μ_w‖²
 
-1. The scale of the shared prior is discounted, 1/s² = a/σ̄² + (1 − a)/s0², so that the precision stays bounded. s0 of a layer
-   is ``prior_sigma`` over the root of its number of inputs: the sums of wide and narrow layers are then equally noisy.
-2. Its mean m follows the posterior, which alone would leave the size of the weights without a bound: estimating m without a
-   prior of its own. The last term is that prior, m ~ N(0, s_m²), each client's part of it; ``anchor`` is 1/(K s_m²). It acts
-   in every step, so it fades with the step size as the data's pull does.
-3. The prior of the personal factors is fixed, N(g h0, s_h²), where h0 is the head that every client starts with: drawn once for
-   the run, the same for all, and never learnt. Heads that stay near a common one make features that mean the same everywhere,
-   which is what a population of heads is for; but nothing of a head is uploaded for it. A bias says how frequent a class is
-   here, not what it looks like: its prior is wide, and around what the client's own labels say (`bpfed.methods.levels`).
+1. The scale of the shared prior is discounted, 1/s² = a/σ̄² + (1 − a)/s0², so that the precision stays bounded. s0 of a
+   layer is ``prior_sigma`` over the root of its number of inputs: the sums of wide and narrow layers are then equally
+   noisy.
+2. Its mean m follows the posterior. That alone would be an estimate of m without a prior, and leave the size of the
+   weights unbounded. The last term is each client's part of such a prior, m ~ N(0, s_m²); ``anchor`` is 1/(K s_m²). It
+   acts in every step, so it fades with the step size as the data's pull does.
+3. The prior of the personal factors is fixed, N(g h0, s_h²), where h0 is the head that every client starts with: drawn
+   once for the run, the same for all, and never learnt. Heads that stay near a common one make features that mean the
+   same everywhere, which is what a population of heads is for; but nothing of a head is uploaded for it. A bias says
+   how frequent a class is here, not what it looks like: its prior is wide, and around what the client's own labels say
+   (`bpfed.methods.levels`).
 4. T < 1, noise drawn per example (the ``local`` estimator), and a step size that falls along a cosine.
-5. The step size is bounded. Times rounds and local epochs (``path``), and times a client's steps in as many rounds (``span``): with
-   more rounds the steps are smaller, and training ends in the same place. The hyper-prior of 2 alone bounds networks with enough
-   data; a convolutional one goes on growing for longer than anyone trains, with 125 images as with 2 250. And times a client's steps
-   in one round (``reach``): a client that goes far alone leaves the others behind, and averages of such clients are poor. With
-   more than ``NEAR`` steps in a round that alone would be stricter than need be: a client's reach then grows as the root of them.
+5. The step size is bounded. Multiplied by rounds and local epochs it is at most ``path``, and multiplied by rounds and
+   a client's steps in a round at most ``span``: with more rounds the steps are smaller, and training ends in the same
+   place. (The prior of 2 alone bounds networks with enough data; a convolutional one keeps growing for longer than
+   anyone trains, with 125 images as with 2 250.) Multiplied by a client's steps in one round it is at most ``reach``: a
+   client that goes far alone leaves the others behind, and averages of such clients are poor. With more than ``NEAR``
+   steps in a round that would be stricter than necessary, so the bound grows with the square root of their number.
 
 The settings were chosen with 10 clients, all of them in every round, and with 20, half of them. In a federation that is
-``crowd`` times as large as that a client carries that much less of the prior of the means, and the precision counts that many more
-clients' data (for a conjugate model it tends to 1/s0² + n/(T (1 − a)) after many rounds, n being one client's). Where clients
-take part more seldom than in every other round, ``path`` and ``span`` are that much longer. A client that cannot get far in the whole run starts
-with a head nearer to its prior.
+``crowd`` times as large as that, a client carries that much less of the prior of the means, and the precision counts
+that many more clients' data (for a conjugate model it tends to 1/s0² + n/(T (1 − a)) after many rounds, n being one
+client's). Where clients take part less often than in every other round, ``path`` and ``span`` are larger by the same
+factor. A client that cannot get far in the whole run starts with a head nearer to its prior.
 
-A class that a client has never seen is predicted about as rarely as its labels say (`bpfed.methods.unseen`).
-There is no step on π (Eq. 10): η_i and the upload are taken from q. Settings were chosen on validation data cut from the
+A class that a client has never seen is predicted about as rarely as its labels say (`bpfed.methods.unseen`). There is
+no step on π (Eq. 10): η_i and the upload are taken from q. Settings were chosen on validation data cut from the
 training data of the three small cells, one set for all (docs/recipe-search.md).
 """
 
@@ -54,7 +58,7 @@ from bpfed.methods.unseen import corrections, noted
 from bpfed.methods.variational import Memory, Variational, join, split
 from bpfed.model import Model
 
-#: Most clients, and how seldom they took part at most, where the settings were chosen.
+#: The most clients, and the smallest share of rounds they took part in, where the settings were chosen.
 CHOSEN_WITH, CHOSEN_AT = 20, 0.5
 
 #: Most steps of a client in a round for which ``reach`` holds as it is; with more of them it grows as their root.
@@ -72,7 +76,8 @@ class Local(NamedTuple):
         prior: Held, ``[S, P]``.
         first: h0, ``[S, P_personal]``.
         steps: Taken so far, ``[S]``.
-        noted: What this round has told of how probable classes are here, ``[S, M K + 1]``; ``[S, 1]`` where nothing is noted.
+        noted: Running mean of the biases' gradients in this round (`unseen.noted`), ``[S, M K + 1]``; ``[S, 1]`` where
+            none is kept.
     """
 
     q: Variational
@@ -107,25 +112,27 @@ class Recipe(Method):
     Attributes:
         sigma: σ of every weight at the start.
         temperature: T, weight of all prior terms; 1 is the ELBO.
-        discount: a, how much of the posterior's precision the next round's shared prior takes over, with up to 20 clients.
-        prior_sigma: s0 times the root of a unit's number of inputs, the scale of the rest of it.
-        head_sigma: s_h, the fixed scale of the personal factors' prior. This and ``head_gain`` are for classes; in a regression the
-            prior is N(0, 0.6²) divided by the number of the head's weights, and a noise scale has one of its own.
-        head_gain: g, the prior mean of the personal factors in units of the head that all clients start with; 0: the mean is 0.
-            Where other layers than the head are personal, 1 at most.
-        bias_sigma: σ of the prior of a head's biases, whose mean is that of the client's own shares of classes; for classes, and where
-            the head is what is personal.
-        unseen: Examples, shared out among all classes, that are added to a client's own to say how rare a class is that it has never
-            seen. The odds of such a class are lowered to that; an input that looks like it and like nothing else may still be one.
-            0: they are left as they are.
-        anchor: 1/(K s_m²), pull of the shared factors' means towards 0, with up to 20 clients.
-        estimator: Of the data term, see BPFed.
-        draws: Weight draws in a step.
-        path: Most that the step size times rounds times local epochs may be; longer runs take smaller steps.
-        reach: Most that the step size times a client's steps in one round may be; clients with more data take smaller steps. It holds up
-            to 500 steps, and grows as the root of their number beyond.
-        span: Most that this, times rounds, may be: with more rounds than ``span / reach``, a client's reach is smaller.
-        newcomer_lr: Step size at which a client that joins later learns its head.
+        discount: a, how much of the posterior's precision the next round's shared prior keeps, with up to 20 clients.
+        prior_sigma: Scale of the rest of that prior, s0, times the square root of a unit's number of inputs.
+        head_sigma: s_h, the fixed scale of the personal factors' prior. This and ``head_gain`` are for classification;
+            in regression the prior has mean 0 and σ 0.6 over the square root of the head's number of weights, and the
+            noise scale has its own.
+        head_gain: g, prior mean of the personal factors, in units of the head that all clients start with; 0: the mean
+            is 0. At most 1 is used where layers other than the head are personal.
+        bias_sigma: Prior σ of a head's biases, around those of the client's own class frequencies; for classification
+            with a personal head.
+        unseen: Number of examples, divided equally among all classes, that are added to a client's own to estimate how
+            rare a class is that it has never seen. The odds of such a class are lowered to that; an input that looks
+            like that class and no other may still be assigned to it. 0: odds are left as they are.
+        anchor: 1/(K s_m²), strength of the pull of the shared factors' means towards 0, with up to 20 clients.
+        estimator: How the data term is estimated, as in BPFed.
+        draws: Weight draws per step.
+        path: Upper bound of step size times rounds times local epochs; longer runs take smaller steps.
+        reach: Upper bound of step size times a client's steps in one round; clients with more data take smaller steps.
+            Beyond 500 steps it grows with the square root of their number.
+        span: Upper bound of ``reach`` times rounds; with more rounds than ``span / reach``, a client's reach is
+            smaller.
+        newcomer_lr: Step size with which a client that joins later learns its head.
     """
 
     name: ClassVar[str] = "bpfed-recipe"
@@ -209,7 +216,7 @@ class Recipe(Method):
         return class_biases(model) if self.unseen > 0.0 else slice(0, 0)
 
     def _levels(self, model: Model, hyper: dict[str, Tensor]) -> Tensor | float:
-        """What is added to personal weights to make the biases of classes those of the client's own labels, ``[S, P_personal]``."""
+        """What is added to personal weights to set class biases by the client's own labels, ``[S, P_personal]``."""
         where = class_biases(model) if self.personal == "head" else slice(0, 0)
         if "counts" not in hyper or where.start == where.stop:
             return 0.0
@@ -217,7 +224,7 @@ class Recipe(Method):
         return pad(levels(hyper["counts"]).repeat(1, model.members), (where.start, all_ - where.stop))
 
     def _grows(self, model: Model) -> bool:
-        """Whether personal factors are heads that grow from h0 to their prior mean; other layers are not five times as large."""
+        """Whether personal factors are heads, which grow from h0 to their prior mean; other layers must not."""
         return self.personal == "head" and self.head_gain > 1.0 and isinstance(model.likelihood, Categorical)
 
     def hyper(self) -> dict[str, float]:
@@ -241,7 +248,7 @@ class Recipe(Method):
         return replace(self, lr=self.newcomer_lr)
 
     def newcomer(self, model: Model, shared: Gaussian) -> Personal:
-        """A head that has seen no example is its prior; and so is its noise scale, as it is without T."""
+        """A head without examples is its prior; so is its noise scale, without T."""
         start = self.init(model).personal
         alone = {name: model.initial.new_tensor([value]) for name, value in self.hyper().items()}
         prior = self._head_prior(model, start.first[None], alone)
@@ -260,8 +267,10 @@ class Recipe(Method):
         )
 
     def _start(self, model: Model, personal: Personal, hyper: dict[str, Tensor], level: Tensor | float) -> Gaussian:
-        """Where heads start a round, ``[S, P_personal]``: where they were; at first at h0, or at most ``way`` from their prior, with
-        the biases of the client's own labels.
+        """Where heads start a round, ``[S, P_personal]``: where they were before.
+
+        A client's first round starts at h0, or at most ``way`` from the prior, with the biases of the client's own
+        labels.
 
         A head that grows into its prior while the features are learnt makes better ones; but it has to get there.
         """
@@ -278,8 +287,8 @@ class Recipe(Method):
 
         Logits have no unit, so a common head can be asked for; targets have one.
 
-        A noise scale's prior is around the likelihood's own, and is not tempered: few examples fit any head that T lets go free,
-        and would leave no noise.
+        A noise scale's prior is around the likelihood's own, and is not tempered: few examples are fitted exactly by a
+        head that T leaves free, and no noise would be left.
         """
         none, whole = torch.zeros_like(first), self.personal == "head"
         if isinstance(model.likelihood, Categorical):
@@ -305,8 +314,8 @@ class Recipe(Method):
         new = local.q.moved(on_mean, on_sigma, steps, hyper["lr"])
         if phase == ADAPT:
             new = new._replace(mean=frozen(model, local.q.mean, new.mean), rho=frozen(model, local.q.rho, new.rho))
-        told = model.factors.split(data.mean)[1][:, self._lowered(model)]
-        return local._replace(q=new, steps=steps, noted=noted(local.noted, told)), data.nll
+        on_biases = model.factors.split(data.mean)[1][:, self._lowered(model)]
+        return local._replace(q=new, steps=steps, noted=noted(local.noted, on_biases)), data.nll
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
         q = local.q.gaussian

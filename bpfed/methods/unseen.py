@@ -1,17 +1,18 @@
-"""Classes that a client has never seen: how probable its model finds them there, and how rare its labels say they are.
+"""Classes that a client has never seen: how probable its model thinks they are, and how rare its labels show they are.
 
-A bias has a prior, and so a class without a single example keeps some probability p̄ at a client. Training tells it on the way: the
-data term's gradient in the bias of class c is Σ_j (p_c(x_j) − 1[y_j = c]), that is n p̄ for a class that is never the label. (It is p̄ with the weights
-that the client has in its last steps; those it predicts with are averaged after that, and hardly differ where steps have become small.)
-The rule of succession, with one more example that is shared out among all K classes, says w = 1/(K (n + 1)). Where p̄ is above that, the
-odds of the class are multiplied by
+A bias has a prior, and so a class without a single example keeps some probability p̄ at a client. Training yields it at
+no cost: the data term's gradient in the bias of class c is Σ_j (p_c(x_j) − 1[y_j = c]), that is n p̄ for a class that
+is never the label. (It is p̄ with the weights that the client has in its last steps; those it predicts with are
+averaged after that, and hardly differ where steps have become small.) The rule of succession, with one more example
+that is shared out among all K classes, gives w = 1/(K (n + 1)). Where p̄ is above that, the odds of the class are
+multiplied by
 
     w (1 − Σ p̄) / (p̄ (1 − Σ w)),    sums over all such classes,
 
-as one corrects a classifier for other shares of classes (Saerens, Latinne & Decaestecker 2002); an input that looks like the class and
-like no other may still be one.
+as one corrects a classifier for other shares of classes (Saerens, Latinne & Decaestecker 2002); an input that looks
+like the class and like no other may still be one.
 
-This concerns prediction alone. In training the other classes stay what features must tell apart.
+This concerns prediction only: in training, features still have to learn to tell all classes apart.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ RATE = 0.05
 
 
 def noted(seen: Tensor, gradient: Tensor) -> Tensor:
-    """The running mean of the gradients ``[S, M K]`` of biases, after one more; its last column says how much of a mean it is yet.
+    """The running mean of the biases' gradients ``[S, M K]``, after one more; the last column is its total weight.
 
     Args:
         seen: The mean before, ``[S, M K + 1]``; zeros at first.
@@ -35,7 +36,7 @@ def noted(seen: Tensor, gradient: Tensor) -> Tensor:
 
 
 def corrections(seen: Tensor, counts: Tensor, extra: Tensor) -> Tensor:
-    """What is added to the biases for prediction, ``[S, M K]``: 0 for classes that the client has, 0 or less for others.
+    """What is added to the biases for prediction, ``[S, M K]``: 0 for classes the client has, 0 or less for others.
 
     Args:
         seen: See `noted`; of the biases of M members.

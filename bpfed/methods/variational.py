@@ -1,4 +1,4 @@
-"""A mean-field Gaussian as it is optimised by Adam: mean, ρ, and Adam's memory of both; and its shared and personal part."""
+"""A mean-field Gaussian as Adam optimises it: mean, ρ and Adam's memory of both; and its shared and personal part."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Variational(NamedTuple):
         """One step of Adam along gradients with respect to mean and σ; dσ/dρ = sigmoid(ρ)."""
         new_mean, adam_mean = adam(self.mean, mean, self.adam_mean, step, rate)
         new_rho, adam_rho = adam(self.rho, sigma * torch.sigmoid(self.rho), self.adam_rho, step, rate)
-        # Where data are counted again in every round σ falls without end; below the floor 1/σ² leaves float32. Points stay points.
+        # Where data are counted again in every round σ falls without end, and below the floor 1/σ² overflows float32.
+        # Points stay points.
         new_rho = torch.maximum(new_rho, self.rho.clamp(max=RHO_FLOOR))
         return Variational(new_mean, new_rho, adam_mean, adam_rho)
 
@@ -73,6 +74,6 @@ def beyond(points: int, g: Gaussian) -> Gaussian:
 
 
 def kl_gradients_beyond(points: int, q: Gaussian, prior: Gaussian) -> tuple[Tensor, Tensor]:
-    """Gradients of KL(q ‖ π) in q's mean and σ, ``[S, P]``; 0 for the first weights, which are points and have no KL term."""
+    """Gradients of KL(q ‖ π) in q's mean and σ, ``[S, P]``; 0 for the first weights, points without a KL term."""
     mean, sigma = kl_gradients_q(beyond(points, q), beyond(points, prior))
     return (pad(mean, (points, 0)), pad(sigma, (points, 0))) if points else (mean, sigma)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import flip
 from scenarios import classification
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -82,12 +83,6 @@ def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def flipped(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-7] ^= 1
-    path.write_bytes(data)
-
-
 def emptied(path: Path) -> None:
     path.write_bytes(b"")
 
@@ -107,7 +102,7 @@ def a_folder(path: Path) -> None:
 
 DAMAGE = [
     ("safetensors", truncated),
-    ("safetensors", flipped),
+    ("safetensors", flip),
     ("safetensors", emptied),
     ("safetensors", Path.unlink),
     ("safetensors", a_folder),

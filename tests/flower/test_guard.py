@@ -17,7 +17,7 @@ from bpfed.flower.message import Ask
 from bpfed.flower.pattern import Upload
 from bpfed.flower.plan import Plan
 from bpfed.methods import BPFed, FedAvg
-from bpfed.methods.point import Weights
+from bpfed.methods.base import Weights
 from bpfed.privacy import gaussian_epsilon
 
 DATA = classification(sizes=(7, 12, 9))

@@ -24,15 +24,6 @@ from bpfed.methods.base import rows
 CLIENTS, SIZE = 2, 35.0
 
 
-def smooth():
-    """A network whose every weight has a gradient: a rounding error in one that has none would become a step of Adam."""
-    return scenarios.seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
-
-
-def hyper(method, count=CLIENTS):
-    return {name: torch.full((count,), value) for name, value in method.hyper().items()}
-
-
 def batches(steps, count=CLIENTS):
     """Full and ragged batches in turn."""
     return [
@@ -45,13 +36,15 @@ def batches(steps, count=CLIENTS):
 
 def begun(method, model, count=CLIENTS):
     initial = method.init(model)
-    return method.begin(model, rows(initial.shared, count), rows(initial.personal, count), hyper(method, count))
+    return method.begin(
+        model, rows(initial.shared, count), rows(initial.personal, count), scenarios.hyper(method, count)
+    )
 
 
 def trained(method, model, steps):
     local = begun(method, model)
     for batch in batches(steps):
-        local, _ = method.step(model, local, batch, hyper(method), "all")
+        local, _ = method.step(model, local, batch, scenarios.hyper(method, CLIENTS), "all")
     return local
 
 
@@ -60,7 +53,7 @@ def trained(method, model, steps):
 
 def by_hand(method, model, client, steps):
     """One client's local steps in float64, as the paper writes them: torch.distributions, autograd, torch.optim."""
-    module = smooth().double()
+    module = scenarios.smooth().double()
     mean, sigma = model.initial.double(), torch.full_like(model.initial, method.sigma).double()
     precision = method.discount / sigma**2 + (1 - method.discount) / method.prior_sigma**2
     q = [mean.clone().requires_grad_(), torch.log(torch.expm1(sigma)).requires_grad_()]
@@ -107,7 +100,7 @@ def by_hand(method, model, client, steps):
 )
 def test_local_steps_are_equations_9_and_10_done_by_hand(settings):
     method = BPFed(**settings)
-    model = scenarios.model_of(smooth())
+    model = scenarios.model_of(scenarios.smooth())
     local = trained(method, model, steps=8)
     prior = local.prior.gaussian if method.prior_step else local.prior
     moved = 0.0
@@ -130,13 +123,13 @@ def test_local_steps_are_equations_9_and_10_done_by_hand(settings):
 @pytest.mark.parametrize("prior_step", [True, False])
 def test_a_round_begins_with_posterior_and_prior_at_personal_and_shared_factors(prior_step):
     method = BPFed(prior_step=prior_step)
-    model = scenarios.model_of(smooth())
+    model = scenarios.model_of(scenarios.smooth())
     initial = method.init(model)
     g = scenarios.generator()
     shared = Gaussian(*(torch.rand(CLIENTS, model.factors.shared, generator=g) + 0.1 for _ in range(2)))
     eta = Gaussian(*(torch.rand(CLIENTS, model.factors.personal, generator=g) + 0.1 for _ in range(2)))
     personal = rows(initial.personal, CLIENTS)._replace(eta=eta)
-    local = method.begin(model, shared, personal, hyper(method))
+    local = method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS))
     q, prior = local.q.gaussian, local.prior.gaussian if prior_step else local.prior
     for mine in (q, prior):
         torch.testing.assert_close(mine.mean, torch.cat([shared.mean, eta.mean], -1), rtol=0, atol=0)
@@ -146,9 +139,9 @@ def test_a_round_begins_with_posterior_and_prior_at_personal_and_shared_factors(
 
 
 def test_with_the_prior_step_the_prior_is_uploaded_and_kept():
-    method, model = BPFed(), scenarios.model_of(smooth())
+    method, model = BPFed(), scenarios.model_of(scenarios.smooth())
     local = trained(method, model, 4)
-    finished = method.finish(model, local, hyper(method))
+    finished = method.finish(model, local, scenarios.hyper(method, CLIENTS))
     shared, personal = model.factors.split(local.prior.gaussian.mean)
     torch.testing.assert_close(finished.upload.mean, shared)
     torch.testing.assert_close(finished.personal.eta.mean, personal)
@@ -156,11 +149,11 @@ def test_with_the_prior_step_the_prior_is_uploaded_and_kept():
 
 
 def test_without_the_prior_step_the_prior_is_held_and_the_posterior_uploaded_and_kept():
-    method, model = BPFed(prior_step=False), scenarios.model_of(smooth())
+    method, model = BPFed(prior_step=False), scenarios.model_of(scenarios.smooth())
     start, local = begun(method, model), trained(method, model, 4)
     assert torch.equal(local.prior.mean, start.prior.mean)
     assert torch.equal(local.prior.sigma, start.prior.sigma)
-    finished = method.finish(model, local, hyper(method))
+    finished = method.finish(model, local, scenarios.hyper(method, CLIENTS))
     q = local.q.gaussian
     for part in range(2):
         shared, personal = model.factors.split(q[part])
@@ -170,12 +163,12 @@ def test_without_the_prior_step_the_prior_is_held_and_the_posterior_uploaded_and
 
 def test_a_weight_that_no_data_sees_stays_at_its_prior():
     # Its gradient is zero but for rounding, of which Adam would make whole steps.
-    method, model = BPFed(), scenarios.model_of(smooth())
+    method, model = BPFed(), scenarios.model_of(scenarios.smooth())
     local = begun(method, model)
     for batch in batches(20):
         x = batch.x.clone()
         x[..., 0] = 0.0
-        local, _ = method.step(model, local, batch._replace(x=x), hyper(method), "all")
+        local, _ = method.step(model, local, batch._replace(x=x), scenarios.hyper(method, CLIENTS), "all")
     unseen = model.factors.unflatten(torch.arange(model.factors.total))["0.weight"][:, 0]
     q = local.q.gaussian
     assert torch.equal(q.mean[:, unseen], model.initial[unseen].expand(CLIENTS, -1))
@@ -183,11 +176,11 @@ def test_a_weight_that_no_data_sees_stays_at_its_prior():
 
 
 def test_a_client_predicts_with_its_own_posterior_or_with_the_aggregated_one_as_asked():
-    model = scenarios.model_of(smooth())
+    model = scenarios.model_of(scenarios.smooth())
     for predict in ("own", "aggregated"):
         method = BPFed(predict=predict)
         local = trained(method, model, 3)
-        finished = method.finish(model, local, hyper(method))
+        finished = method.finish(model, local, scenarios.hyper(method, CLIENTS))
         server = Gaussian(*(t + 1.0 for t in finished.upload))
         found = method.predictive(model, server, finished.personal).weights
         expected = torch.cat([server.mean, finished.personal.eta.mean], -1)
@@ -197,8 +190,8 @@ def test_a_client_predicts_with_its_own_posterior_or_with_the_aggregated_one_as_
 def test_adams_memory_is_kept_over_rounds_where_asked():
     # With one client and nothing random, two rounds of four steps are then one round of eight.
     def run(keep, split):
-        method, model = BPFed.dirac(keep_adam=keep), scenarios.model_of(smooth())
-        numbers, initial = hyper(method), method.init(model)
+        method, model = BPFed.dirac(keep_adam=keep), scenarios.model_of(scenarios.smooth())
+        numbers, initial = scenarios.hyper(method, CLIENTS), method.init(model)
         shared, personal = rows(initial.shared, CLIENTS), rows(initial.personal, CLIENTS)
         for part in (batches(8)[:split], batches(8)[split:]):
             local = method.begin(model, shared, personal, numbers)
@@ -231,11 +224,11 @@ def test_a_misspelt_setting_is_one_sentence_that_names_the_nearest(setting, near
 
 @pytest.mark.parametrize("estimator", ["weights", "local"])
 def test_the_dirac_case_is_joint_deterministic_training_of_body_and_head(estimator):
-    method, model = BPFed.dirac(estimator=estimator), scenarios.model_of(smooth())
+    method, model = BPFed.dirac(estimator=estimator), scenarios.model_of(scenarios.smooth())
     local = trained(method, model, 20)
     assert (local.q.gaussian.sigma == 0).all()
     for s in range(CLIENTS):
-        module = smooth().double()
+        module = scenarios.smooth().double()
         optimiser = torch.optim.Adam(module.parameters(), lr=method.lr)
         for batch in batches(20):
             used = batch.mask[s].bool()
@@ -248,15 +241,15 @@ def test_the_dirac_case_is_joint_deterministic_training_of_body_and_head(estimat
 
 
 def test_the_dirac_case_with_nothing_personal_is_fedavg():
-    points = scenarios.run(BPFed.dirac(personal="none", keep_adam=False), module=smooth(), rounds=3)
-    averaged = scenarios.run(FedAvg(), module=smooth(), rounds=3)
+    points = scenarios.run(BPFed.dirac(personal="none", keep_adam=False), module=scenarios.smooth(), rounds=3)
+    averaged = scenarios.run(FedAvg(), module=scenarios.smooth(), rounds=3)
     # FedAvg follows the mean loss, BPFed n times it: to Adam they differ in its epsilon only.
     torch.testing.assert_close(points.shared.mean, averaged.shared.weights, rtol=0, atol=1e-5)
 
 
 def test_the_dirac_case_with_everything_personal_is_local_training():
     data = scenarios.classification(sizes=(12, 7))
-    together = scenarios.run(BPFed.dirac(personal="all"), data, module=smooth(), rounds=2)
+    together = scenarios.run(BPFed.dirac(personal="all"), data, module=scenarios.smooth(), rounds=2)
     alone = FederatedData(
         data.name,
         data.clients[:1],
@@ -265,7 +258,7 @@ def test_the_dirac_case_with_everything_personal_is_local_training():
         data.task,
         data.classes,
     )
-    single = scenarios.run(BPFed.dirac(personal="all"), alone, module=smooth(), rounds=2)
+    single = scenarios.run(BPFed.dirac(personal="all"), alone, module=scenarios.smooth(), rounds=2)
     first = torch.tensor([0])
     assert not any(t.numel() for t in tree_flatten(together.shared)[0])
     torch.testing.assert_close(together.personal(first).eta.mean, single.personal(first).eta.mean, rtol=0, atol=1e-6)

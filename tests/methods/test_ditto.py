@@ -14,16 +14,11 @@ from bpfed.errors import UserError
 from bpfed.estimators import Batch
 from bpfed.likelihoods import Normal
 from bpfed.methods import Ditto, FedAvg
-from bpfed.methods.base import ADAPT, rows
-from bpfed.methods.fedavg import Weights
+from bpfed.methods.base import ADAPT, Weights, rows
 from bpfed.methods.own import Own
 from bpfed.model import Model
 
 CLIENTS, STEPS = 2, 6
-
-
-def hyper(method, count=CLIENTS):
-    return {name: torch.full((count,), value, dtype=torch.float64) for name, value in method.hyper().items()}
 
 
 def batches(seed=0):
@@ -39,12 +34,12 @@ def other(weights, seed, scale=0.3):
 
 
 def trained(method, model, sent, personal, phase="all"):
-    local = method.begin(model, Weights(sent), personal, hyper(method))
+    local = method.begin(model, Weights(sent), personal, scenarios.hyper(method, CLIENTS, torch.float64))
     losses = []
     for batch in batches():
-        local, loss = method.step(model, local, batch, hyper(method), phase)
+        local, loss = method.step(model, local, batch, scenarios.hyper(method, CLIENTS, torch.float64), phase)
         losses.append(loss)
-    return method.finish(model, local, hyper(method)), torch.stack(losses)
+    return method.finish(model, local, scenarios.hyper(method, CLIENTS, torch.float64)), torch.stack(losses)
 
 
 def by_hand(method, model, client, start, centre, pull):

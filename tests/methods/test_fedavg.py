@@ -7,8 +7,7 @@ from torch.utils._pytree import tree_flatten
 
 from bpfed.engine.simulator import Simulator
 from bpfed.methods import FedAvg
-from bpfed.methods.base import rows
-from bpfed.methods.fedavg import Weights
+from bpfed.methods.base import Weights, rows
 
 STEPS = 10
 

@@ -17,10 +17,6 @@ from bpfed.model import Model
 CLIENTS = 3
 
 
-def hyper(method, count=CLIENTS):
-    return {name: torch.full((count,), value) for name, value in method.hyper().items()}
-
-
 def client(method, count=CLIENTS):
     """Clients whose chains have begun, and the server, with numbers that are all different."""
     model = scenarios.model_of(scenarios.small_mlp())
@@ -36,9 +32,9 @@ def client(method, count=CLIENTS):
 def test_a_step_is_one_of_langevin_on_the_head_and_one_of_adam_on_the_body():
     method = FedSOUL(gamma=0.2, lr=2e-3)
     model, shared, personal = client(method)
-    local = method.begin(model, shared, personal, hyper(method))
+    local = method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS))
     batch = scenarios.random_batch(CLIENTS, 5, used=[5, 2, 4], size=20.0)
-    new, loss = method.step(model, local, batch, hyper(method), "all")
+    new, loss = method.step(model, local, batch, scenarios.hyper(method, CLIENTS), "all")
     for s in range(CLIENTS):
         body = shared.body[s].double().requires_grad_()
         head = personal.chain.state[s].double().requires_grad_()
@@ -90,16 +86,16 @@ def test_chains_settle_at_the_posterior_of_a_linear_head_with_the_common_prior(g
     initial = method.init(model)
     heads = Gaussian(torch.full((FEATURES,), CENTRE), initial.shared.heads.sigma)
     shared = rows(initial.shared._replace(heads=heads), count)
-    local = method.begin(model, shared, rows(initial.personal, count), hyper(method, count))
+    local = method.begin(model, shared, rows(initial.personal, count), scenarios.hyper(method, count))
     for t in range(steps):
         step = batch._replace(key=noise.fold(batch.key, t))
-        local, _ = method.step(model, local, step, hyper(method, count), ADAPT)
+        local, _ = method.step(model, local, step, scenarios.hyper(method, count), ADAPT)
     effective = gamma / (EXAMPLES + 1 / S**2)
     variance = 1 / (precision - 0.5 * effective * precision**2)
     state = local.chain.state
     torch.testing.assert_close(state.mean(0), mean, rtol=0, atol=4 * (variance / count) ** 0.5)
     torch.testing.assert_close(state.var(0), torch.full((FEATURES,), variance), rtol=0.12, atol=0)
-    finished = method.finish(model, local, hyper(method, count))
+    finished = method.finish(model, local, scenarios.hyper(method, count))
     late = local.chain.samples.flatten(0, 1)
     torch.testing.assert_close(late.mean(0), mean, rtol=0, atol=0.01)
     torch.testing.assert_close(late.var(0), torch.full((FEATURES,), variance), rtol=0.12, atol=0)
@@ -110,15 +106,17 @@ def test_the_newest_states_are_kept_and_drawn_newest_first():
     method = FedSOUL(samples=3, thin=2)
     model, shared, personal = client(method)
     personal = personal._replace(chain=personal.chain._replace(number=torch.zeros(CLIENTS, 1)))
-    local = method.begin(model, shared, personal, hyper(method))
+    local = method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS))
     assert torch.equal(local.chain.state, shared.heads.mean)  # a chain that has not begun begins at the prior's mean
     states, key = [], scenarios.keys(CLIENTS)
     for t in range(9):
         batch = scenarios.random_batch(CLIENTS, 5, seed=t)
-        local, _ = method.step(model, local, batch, hyper(method), "all")
+        local, _ = method.step(model, local, batch, scenarios.hyper(method, CLIENTS), "all")
         states.append(local.chain.state)
         kept = states[::2][::-1][:3]  # steps 1, 3, 5, ... newest first
-        predictive = method.predictive(model, shared, method.finish(model, local, hyper(method)).personal)
+        predictive = method.predictive(
+            model, shared, method.finish(model, local, scenarios.hyper(method, CLIENTS)).personal
+        )
         assert predictive.draws(20) == 3
         for index in range(3):
             head = predictive.draw(key, index)[:, model.factors.shared :]
@@ -144,14 +142,14 @@ def test_the_chain_goes_on_where_it_was_and_the_moments_of_its_newest_states_are
     personal = personal._replace(chain=personal.chain._replace(number=torch.zeros(CLIENTS, 1)))
     states = []
     for round_ in range(2):
-        local = method.begin(model, shared, personal, hyper(method))
+        local = method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS))
         if round_:
             assert torch.equal(local.chain.state, personal.chain.state)
         for t in range(4):
             batch = scenarios.random_batch(CLIENTS, 5, seed=10 * round_ + t)
-            local, _ = method.step(model, local, batch, hyper(method), "all")
+            local, _ = method.step(model, local, batch, scenarios.hyper(method, CLIENTS), "all")
             states.append(local.chain.state)
-        finished = method.finish(model, local, hyper(method))
+        finished = method.finish(model, local, scenarios.hyper(method, CLIENTS))
         personal = finished.personal
     kept = torch.stack(states[::2][-samples:])  # of both rounds
     torch.testing.assert_close(finished.upload.heads.mean, kept.mean(0))
@@ -195,12 +193,12 @@ def test_a_newcomer_samples_its_head_on_the_body_as_it_is():
     method = FedSOUL().adapting()
     model, shared, _ = client(method)
     newcomer = rows(method.newcomer(model, method.init(model).shared), CLIENTS)
-    local = method.begin(model, shared, newcomer, hyper(method))
+    local = method.begin(model, shared, newcomer, scenarios.hyper(method, CLIENTS))
     for t in range(6):
         batch = scenarios.random_batch(CLIENTS, 5, seed=t)
-        local, _ = method.step(model, local, batch, hyper(method), ADAPT)
+        local, _ = method.step(model, local, batch, scenarios.hyper(method, CLIENTS), ADAPT)
     assert torch.equal(local.body, shared.body)
-    personal = method.finish(model, local, hyper(method)).personal
+    personal = method.finish(model, local, scenarios.hyper(method, CLIENTS)).personal
     assert (personal.chain.number == 2).all()
     assert (personal.chain.state != shared.heads.mean).all()
 

@@ -125,7 +125,7 @@ def test_only_the_step_on_q_is_ivons():
     ways = {}
     for name in ("adam", "ivon"):
         method = BPFed(optimiser=name)
-        hyper = {n: torch.full((3,), v) for n, v in method.hyper().items()}
+        hyper = scenarios.hyper(method, 3)
         initial = method.init(model)
         local = method.begin(model, rows(initial.shared, 3), rows(initial.personal, 3), hyper)
         ways[name], _ = method.step(model, local, scenarios.random_batch(), hyper, "all")

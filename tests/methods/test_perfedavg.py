@@ -16,15 +16,10 @@ from bpfed.errors import UserError
 from bpfed.estimators import Batch
 from bpfed.kernels.conv import conv2d
 from bpfed.methods import FedAvg, PerFedAvg
-from bpfed.methods.base import rows
-from bpfed.methods.fedavg import Weights
-from bpfed.methods.perfedavg import TUNE, parts
+from bpfed.methods.base import TUNE, Weights, rows
+from bpfed.methods.perfedavg import parts
 
 CLIENTS, STEPS = 2, 6
-
-
-def hyper(method, count=CLIENTS):
-    return {name: torch.full((count,), value, dtype=torch.float64) for name, value in method.hyper().items()}
 
 
 def doubled(batch):
@@ -36,34 +31,30 @@ def batches(used=([7, 2], [5, 8], [1, 3])):
     return [doubled(scenarios.random_batch(CLIENTS, 8, seed=t, used=used[t % len(used)])) for t in range(STEPS)]
 
 
-def smooth():
-    return scenarios.seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
-
-
 def small():
     """A model, and what the server sends to each client."""
-    model = scenarios.model_of(smooth(), personal="none")
+    model = scenarios.model_of(scenarios.smooth(), personal="none")
     g = scenarios.generator(3)
     return model, model.initial + 0.3 * torch.randn(CLIENTS, len(model.initial), generator=g, dtype=torch.float64)
 
 
 def begun(method, model, sent):
     nobody = tree_map(lambda t: t.double(), rows(method.init(model).personal, CLIENTS))
-    return method.begin(model, Weights(sent), nobody, hyper(method))
+    return method.begin(model, Weights(sent), nobody, scenarios.hyper(method, CLIENTS, torch.float64))
 
 
 def trained(method, model, sent, todo, phase="all"):
     local = begun(method, model, sent)
     losses = []
     for batch in todo:
-        local, loss = method.step(model, local, batch, hyper(method), phase)
+        local, loss = method.step(model, local, batch, scenarios.hyper(method, CLIENTS, torch.float64), phase)
         losses.append(loss)
     return local, torch.stack(losses)
 
 
 def loss_of(model, batch, client, keep):
     """Mean −log p of some examples of a client, as a function of its weights."""
-    module, x, y = smooth().double(), batch.x[client][keep], batch.y[client][keep]
+    module, x, y = scenarios.smooth().double(), batch.x[client][keep], batch.y[client][keep]
     return lambda w: F.cross_entropy(functional_call(module, model.factors.unflatten(w), (x,)), y)
 
 
@@ -83,9 +74,11 @@ def stacked():
     )
 
 
-@pytest.mark.parametrize("make", [smooth, scenarios.small_conv, stacked], ids=["mlp", "convolution", "kernels"])
+@pytest.mark.parametrize(
+    "make", [scenarios.smooth, scenarios.small_conv, stacked], ids=["mlp", "convolution", "kernels"]
+)
 def test_the_hessian_product_is_autograds(make):
-    shape = (4,) if make is smooth else (1, 6, 6)
+    shape = (4,) if make is scenarios.smooth else (1, 6, 6)
     model = scenarios.model_of(make(), shape, personal="none")
     batch = doubled(scenarios.random_batch(CLIENTS, 5, shape, used=[5, 3]))
     g = scenarios.generator(1)
@@ -211,8 +204,8 @@ def test_without_inner_steps_it_is_fedavg_on_the_outer_batches(order):
     expected = begun(plain, model, sent)
     for batch in batches():
         outer = parts(batch, 3 if order == "full" else 2)[1]
-        local, loss = method.step(model, local, batch, hyper(method), "all")
-        expected, other = plain.step(model, expected, outer, hyper(plain), "all")
+        local, loss = method.step(model, local, batch, scenarios.hyper(method, CLIENTS, torch.float64), "all")
+        expected, other = plain.step(model, expected, outer, scenarios.hyper(plain, CLIENTS, torch.float64), "all")
         torch.testing.assert_close(local.weights, expected.weights, rtol=0, atol=1e-9)
         torch.testing.assert_close(loss, other, rtol=0, atol=1e-9)
 
@@ -230,7 +223,7 @@ def test_training_makes_the_loss_after_a_step_small_rather_than_the_loss():
         shared = rows(Weights(model.initial.double()), 2)
         for _ in range(steps):
             local = begun(method_, model, shared.weights)
-            local, _ = method_.step(model, local, batch, hyper(method_), "all")
+            local, _ = method_.step(model, local, batch, scenarios.hyper(method_, CLIENTS, torch.float64), "all")
             shared = rows(method_.aggregate(shared, Weights(local.weights), torch.ones(2)), 2)
         tuned, before = trained(method, model, shared.weights, [batch], TUNE)
         _, after = trained(method, model, tuned.weights, [batch], TUNE)
@@ -249,7 +242,7 @@ def test_tuning_is_plain_descent_on_the_whole_batch():
     method = PerFedAvg(inner_lr=0.3)
     model, sent = small()
     local, losses = trained(method, model, sent, batches(), TUNE)
-    finished = method.finish(model, local, hyper(method))
+    finished = method.finish(model, local, scenarios.hyper(method, CLIENTS, torch.float64))
     for s in range(CLIENTS):
         w = sent[s].clone().requires_grad_()
         descent = torch.optim.SGD([w], lr=0.3)

@@ -3,7 +3,6 @@
 import pytest
 import scenarios
 import torch
-from torch import nn
 from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -15,14 +14,6 @@ from bpfed.methods import PFedBayes
 from bpfed.methods.base import ADAPT, rows
 
 CLIENTS, SIZE, STEPS = 2, 35.0, 6
-
-
-def smooth():
-    return scenarios.seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
-
-
-def hyper(method, count=CLIENTS):
-    return {name: torch.full((count,), value) for name, value in method.hyper().items()}
 
 
 def batches(steps=STEPS):
@@ -49,20 +40,20 @@ def apart(method, model):
 
 
 def trained(method, model, shared, personal, phase="all"):
-    local = method.begin(model, shared, personal, hyper(method))
+    local = method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS))
     for batch in batches():
-        local, _ = method.step(model, local, batch, hyper(method), phase)
+        local, _ = method.step(model, local, batch, scenarios.hyper(method, CLIENTS), phase)
     return local
 
 
 @pytest.mark.parametrize("settings", [{}, {"zeta": 0.2, "draws": 1}, {"zeta": 5.0, "lr": 4e-3}], ids=str)
 def test_local_steps_are_those_of_the_papers_algorithm_done_by_hand(settings):
     method = PFedBayes(**settings, keep_adam=False)
-    model = scenarios.model_of(smooth(), personal="none")
+    model = scenarios.model_of(scenarios.smooth(), personal="none")
     shared, personal = apart(method, model)
     local = trained(method, model, shared, personal)
     for s in range(CLIENTS):
-        module = smooth().double()
+        module = scenarios.smooth().double()
         q, w = (
             [g.mean[s].double().requires_grad_(), torch.log(torch.expm1(g.sigma[s].double())).requires_grad_()]
             for g in (personal.q, shared)
@@ -91,22 +82,24 @@ def test_local_steps_are_those_of_the_papers_algorithm_done_by_hand(settings):
 
 
 def test_the_posterior_is_never_overwritten_and_the_prior_always_is():
-    method, model = PFedBayes(), scenarios.model_of(smooth(), personal="none")
+    method, model = PFedBayes(), scenarios.model_of(scenarios.smooth(), personal="none")
     shared, personal = apart(method, model)
-    local = method.begin(model, shared, personal, hyper(method))
+    local = method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS))
     torch.testing.assert_close(local.q.gaussian, personal.q)
     torch.testing.assert_close(local.w.gaussian, shared)
-    finished = method.finish(model, trained(method, model, shared, personal), hyper(method))
+    finished = method.finish(model, trained(method, model, shared, personal), scenarios.hyper(method, CLIENTS))
     predicted = method.predictive(model, rows(method.init(model).shared, CLIENTS), finished.personal).weights
     torch.testing.assert_close(predicted, finished.personal.q)
 
 
 def test_a_client_that_never_trained_begins_and_predicts_with_the_servers_distribution():
-    method, model = PFedBayes(), scenarios.model_of(smooth(), personal="none")
+    method, model = PFedBayes(), scenarios.model_of(scenarios.smooth(), personal="none")
     shared, _ = apart(method, model)
     personal = rows(method.init(model).personal, CLIENTS)
     assert (shared.mean != personal.q.mean).any()
-    torch.testing.assert_close(method.begin(model, shared, personal, hyper(method)).q.gaussian, shared)
+    torch.testing.assert_close(
+        method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS)).q.gaussian, shared
+    )
     torch.testing.assert_close(method.predictive(model, shared, personal).weights, shared)
 
 
@@ -121,7 +114,7 @@ def test_the_server_moves_mean_and_rho_part_of_the_way():
 
 
 def test_a_newcomers_prior_is_held():
-    method, model = PFedBayes().adapting(), scenarios.model_of(smooth(), personal="none")
+    method, model = PFedBayes().adapting(), scenarios.model_of(scenarios.smooth(), personal="none")
     shared, _ = apart(method, model)
     newcomer = rows(method.newcomer(model, Gaussian(*(t[0] for t in shared))), CLIENTS)
     torch.testing.assert_close(method.predictive(model, shared, newcomer).weights, shared)

@@ -12,16 +12,11 @@ from bpfed.errors import UserError
 from bpfed.estimators import Batch
 from bpfed.likelihoods import Normal
 from bpfed.methods import PFedMe
-from bpfed.methods.base import ADAPT, rows
-from bpfed.methods.fedavg import Weights
+from bpfed.methods.base import ADAPT, Weights, rows
 from bpfed.methods.own import Own
 from bpfed.model import Model
 
 CLIENTS, STEPS = 2, 5
-
-
-def hyper(method, count=CLIENTS):
-    return {name: torch.full((count,), value, dtype=torch.float64) for name, value in method.hyper().items()}
 
 
 def batches(used=([4, 5], [5, 3])):
@@ -39,12 +34,12 @@ def small():
 
 def trained(method, model, sent, phase="all"):
     nobody = Own(*(t.double() for t in rows(method.init(model).personal, CLIENTS)))
-    local = method.begin(model, Weights(sent), nobody, hyper(method))
+    local = method.begin(model, Weights(sent), nobody, scenarios.hyper(method, CLIENTS, torch.float64))
     losses = []
     for batch in batches():
-        local, loss = method.step(model, local, batch, hyper(method), phase)
+        local, loss = method.step(model, local, batch, scenarios.hyper(method, CLIENTS, torch.float64), phase)
         losses.append(loss)
-    return method.finish(model, local, hyper(method)), torch.stack(losses)
+    return method.finish(model, local, scenarios.hyper(method, CLIENTS, torch.float64)), torch.stack(losses)
 
 
 def objective(model, theta, w, batch, client, pull):
@@ -108,7 +103,7 @@ def test_the_inner_steps_find_the_proximal_point():
     method = PFedMe(pull=2.0, inner_lr=0.2, inner_steps=60, lr=0.05)
     w = torch.tensor([3.0, 3.0, 3.0], dtype=torch.float64)
     local = method.begin(model, Weights(w[None]), Own(w[None], one[:, None]), {})
-    local, _ = method.step(model, local, batch, hyper(method, 1), "all")
+    local, _ = method.step(model, local, batch, scenarios.hyper(method, 1, torch.float64), "all")
 
     def point(w):
         normal = x[0].T @ x[0] / 30 + 2.0 * torch.eye(3, dtype=torch.float64)

@@ -3,7 +3,6 @@
 import pytest
 import scenarios
 import torch
-from torch import nn
 from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -18,14 +17,6 @@ from bpfed.methods.pfedvem import BODY, Shared
 CLIENTS, SIZE = 2, 35.0
 
 
-def smooth():
-    return scenarios.seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
-
-
-def hyper(method):
-    return {name: torch.full((CLIENTS,), value) for name, value in method.hyper().items()}
-
-
 def batches(steps, first=0):
     return [
         scenarios.random_batch(CLIENTS, 5, seed=t, used=[5, 3] if t % 2 else [4, 5], size=SIZE)._replace(
@@ -37,7 +28,7 @@ def batches(steps, first=0):
 
 def later(method):
     """Server and clients as they are after some rounds."""
-    model = scenarios.model_of(smooth())
+    model = scenarios.model_of(scenarios.smooth())
     initial, g = method.init(model), scenarios.generator(3)
     width = model.factors.personal
     head = Gaussian(torch.randn(width, generator=g), torch.full((width,), 0.5))
@@ -47,10 +38,10 @@ def later(method):
 
 
 def trained(method, model, shared, personal, plan):
-    local = method.begin(model, shared, personal, hyper(method))
+    local = method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS))
     for phase, steps in plan:
         for batch in steps:
-            local, _ = method.step(model, local, batch, hyper(method), phase)
+            local, _ = method.step(model, local, batch, scenarios.hyper(method, CLIENTS), phase)
     return local
 
 
@@ -61,7 +52,7 @@ def test_the_head_is_learnt_first_and_then_the_body_as_done_by_hand():
     assert [phase.name for phase in method.phases(9)] == [phase for phase, _ in plan]
     local = trained(method, model, shared, personal, plan)
     for s in range(CLIENTS):
-        module = smooth().double()
+        module = scenarios.smooth().double()
         mean = personal.q.mean[s].double().requires_grad_()
         rho = torch.log(torch.expm1(personal.q.sigma[s].double())).requires_grad_()
         body = shared.body[s].double().requires_grad_()
@@ -95,7 +86,7 @@ def test_the_width_is_the_maximiser_of_the_m_step():
     method = PFedVEM()
     model, shared, personal = later(method)
     local = trained(method, model, shared, personal, (("head", batches(3)),))
-    finished = method.finish(model, local, hyper(method))
+    finished = method.finish(model, local, scenarios.hyper(method, CLIENTS))
     q, w = local.q.gaussian, shared.head.mean
     rho = finished.personal.rho
     torch.testing.assert_close(rho.square(), (q.sigma**2 + (q.mean - w) ** 2).sum(1, keepdim=True) / q.mean.shape[1])
@@ -106,7 +97,7 @@ def test_the_width_is_the_maximiser_of_the_m_step():
     for other in (0.9, 1.1):
         assert (expected(other * rho) < expected(rho)).all()
     torch.testing.assert_close(finished.upload.head.sigma, rho.expand_as(q.mean))
-    begun = method.begin(model, shared, finished.personal, hyper(method))
+    begun = method.begin(model, shared, finished.personal, scenarios.hyper(method, CLIENTS))
     torch.testing.assert_close(begun.prior.sigma, rho.expand_as(q.mean))  # it ties the next round's head
 
 
@@ -129,7 +120,7 @@ def test_a_client_that_never_trained_predicts_with_the_prior_and_one_that_has_wi
     assert (body == 0).all()  # the body is a point
     torch.testing.assert_close(head, torch.stack([shared.head.mean[0], personal.q.mean[1]]))
     torch.testing.assert_close(sigma, torch.stack([shared.head.sigma[0], personal.q.sigma[1]]))
-    begun = method.begin(model, shared, mixed, hyper(method))
+    begun = method.begin(model, shared, mixed, scenarios.hyper(method, CLIENTS))
     torch.testing.assert_close(begun.q.mean, head)
     torch.testing.assert_close(
         begun.q.gaussian.sigma, torch.stack([torch.full_like(sigma[0], method.sigma), personal.q.sigma[1]])

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from bpfed.data.federated import FederatedData
 from bpfed.errors import UserError
 from bpfed.methods import FedAvg, FedAvgFT, FedBABU, FedPer, FedRep, LGFedAvg, LocalOnly
-from bpfed.methods.base import ADAPT, Phase, rows
-from bpfed.methods.point import MOVES, TUNE, Weights
+from bpfed.methods.base import ADAPT, TUNE, Phase, Weights, rows
+from bpfed.methods.point import MOVES
 
 CLIENTS, RATE = 2, 3e-3
 

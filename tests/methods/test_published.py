@@ -23,10 +23,6 @@ def gaussians(count, size, seed):
     return Gaussian(torch.randn(count, size, generator=g), 0.05 + 0.1 * torch.rand(count, size, generator=g))
 
 
-def numbers(method, clients):
-    return {name: torch.full((clients,), value) for name, value in method.hyper().items()}
-
-
 def begun(method, clients=2, seed=3):
     """A model, and the local state of clients whose q and π have come apart."""
     model = scenarios.model_of(scenarios.small_mlp(), personal=method.personal)
@@ -34,7 +30,7 @@ def begun(method, clients=2, seed=3):
     personal = rows(first.personal, clients)._replace(q=(gaussians(clients, model.factors.total, seed),))
     shared = rows(first.shared, clients)
     with torch.no_grad():
-        return model, method.begin(model, shared, personal, numbers(method, clients)), shared
+        return model, method.begin(model, shared, personal, scenarios.hyper(method, clients)), shared
 
 
 # --- the loop ----------------------------------------------------------------------------------------------------------
@@ -81,7 +77,7 @@ def test_the_loop_is_the_reference_codes_step_by_step(method):
     with torch.no_grad():
         for batch in batches:
             for step in batch:
-                local, _ = method.step(model, local, step, numbers(method, 2), "all")
+                local, _ = method.step(model, local, step, scenarios.hyper(method, 2), "all")
     for client, (q, prior) in enumerate(expected):
         for made, wanted in zip((local.q, local.prior), (q, prior), strict=True):
             torch.testing.assert_close(made.mean[client], wanted[0].detach(), rtol=2e-4, atol=2e-5)
@@ -148,7 +144,7 @@ def test_as_the_paper_has_it_both_start_from_the_servers():
     model = scenarios.model_of(scenarios.small_mlp())
     first = method.init(model)
     shared = gaussians(2, model.factors.shared, 5)
-    local = method.begin(model, shared, rows(first.personal, 2), numbers(method, 2))
+    local = method.begin(model, shared, rows(first.personal, 2), scenarios.hyper(method, 2))
     torch.testing.assert_close(local.q.mean, local.prior.mean)
     torch.testing.assert_close(local.q.mean[:, : model.factors.shared], shared.mean)
 

@@ -33,7 +33,7 @@ def federation(method, seed=0, regression=False) -> Federation:
 
 
 def prior(method, state: Federation):
-    hyper = {name: torch.tensor([value]) for name, value in method.hyper().items()}
+    hyper = scenarios.hyper(method, 1)
     personal = state.personal(torch.tensor([0]))
     return method.begin(state.model, rows(state.shared, 1), personal, hyper).prior
 
@@ -187,7 +187,7 @@ def test_a_head_starts_where_it_can_still_reach_its_prior():
     assert torch.all(personal.head.mean[:, biases] == 0.0)
     size = personal.first.square().mean(-1).sqrt()
     for way, gain in ((100.0, 1.0), (2.0, 4.0), (0.0, 6.0)):  # in units of h0
-        hyper = {name: torch.full((2,), value) for name, value in method.hyper().items()} | {"way": way * size}
+        hyper = scenarios.hyper(method, 2) | {"way": way * size}
         begun = method.begin(state.model, rows(state.shared, 2), personal, hyper)
         head = state.model.factors.split(begun.q.mean)[1]
         torch.testing.assert_close(head[:, weights], gain * personal.first[:, weights])

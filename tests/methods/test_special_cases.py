@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import scenarios
 import torch
-from torch import nn
 
 from bpfed import noise, optim
 from bpfed.methods import BPFed, FedAvg, FedPer, FedRep, LGFedAvg, LocalOnly
@@ -43,11 +42,6 @@ CASES = {
 }
 
 
-def smooth():
-    """A network whose every weight has a gradient: without ε, Adam makes a step of a rounding error."""
-    return scenarios.seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
-
-
 def batches(round_, steps=4):
     """Batches of several sizes, all of it in float64."""
     found = []
@@ -66,11 +60,11 @@ def weights(method, local):
 
 def path(method, rounds=3):
     """All weights after every local step of a few rounds with aggregation between them, in float64."""
-    model = scenarios.model_of(smooth(), personal=method.personal)
+    model = scenarios.model_of(scenarios.smooth(), personal=method.personal)
     model = replace(model, initial=model.initial.double())
     initial = method.init(model)
     shared, personal = initial.shared, rows(initial.personal, CLIENTS)
-    hyper = {n: torch.full((CLIENTS,), v, dtype=torch.double) for n, v in method.hyper().items()}
+    hyper = scenarios.hyper(method, CLIENTS, torch.float64)
     seen = [model.initial.expand(CLIENTS, -1)]
     for round_ in range(rounds):
         local = method.begin(model, rows(shared, CLIENTS), personal, hyper)
@@ -95,8 +89,8 @@ def test_without_adams_epsilon_the_dirac_case_is_that_method_step_by_step(case, 
 @pytest.mark.parametrize("case", ["FedPer", "LG-FedAvg", "FedAvg", "local", "FedRep"])
 def test_as_they_run_the_dirac_case_is_that_method_over_rounds(case):
     method, framework = CASES[case]
-    one = scenarios.run(method, rounds=3, module=smooth(), epochs=2, batch=5)
-    other = scenarios.run(framework, rounds=3, module=smooth(), epochs=2, batch=5)
+    one = scenarios.run(method, rounds=3, module=scenarios.smooth(), epochs=2, batch=5)
+    other = scenarios.run(framework, rounds=3, module=scenarios.smooth(), epochs=2, batch=5)
     everyone = torch.arange(len(one))
 
     def drawn(federation):
@@ -112,7 +106,7 @@ def test_a_method_differs_from_its_neighbours(monkeypatch):
     monkeypatch.setattr(optim, "EPS", NONE)
 
     def ends(method):
-        model = scenarios.model_of(smooth(), personal=method.personal)
+        model = scenarios.model_of(scenarios.smooth(), personal=method.personal)
         return [
             torch.cat([p.flatten() for _, p in sorted(model.factors.unflatten(w).items())]) for w in path(method)[-1]
         ]
@@ -129,11 +123,11 @@ def test_a_method_differs_from_its_neighbours(monkeypatch):
 def distance(sigma, steps=150):
     """How far the mean of q gets from its prior in a round with the KL term (T = 1), and the first gradient's length."""
     method = BPFed(sigma=sigma, prior_step=False, keep_adam=False)
-    model = scenarios.model_of(smooth())
+    model = scenarios.model_of(scenarios.smooth())
     initial = method.init(model)
     batch = batches(0)[0]
     batch = batch._replace(x=batch.x.float(), mask=batch.mask.float(), size=batch.size.float())
-    hyper = {n: torch.full((CLIENTS,), v) for n, v in method.hyper().items()}
+    hyper = scenarios.hyper(method, CLIENTS)
     local = method.begin(model, rows(initial.shared, CLIENTS), rows(initial.personal, CLIENTS), hyper)
     for t in range(steps):  # steps that fade, so that Adam comes to rest
         rate = {"lr": torch.full((CLIENTS,), sigma * 0.3 * (1 - t / steps) ** 3)}

@@ -16,48 +16,40 @@ from bpfed.model import Model
 ZETA = 0.7
 
 
-def hyper(method, count):
-    return {name: torch.full((count,), value) for name, value in method.hyper().items()}
-
-
 # --- everything shared through the prior only, q never overwritten: pFedBayes ------------------------------------------
 
 
-def smooth():
-    return scenarios.seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
-
-
 def test_pfedbayes_is_bpfed_with_nothing_personal_step_by_step_from_q_at_the_prior():
-    model = scenarios.model_of(smooth(), personal="none")
+    model = scenarios.model_of(scenarios.smooth(), personal="none")
     methods = (PFedBayes(zeta=ZETA), BPFed(personal="none", temperature=ZETA))
     states = []
     for method in methods:
         initial = method.init(model)
         shared, personal = rows(initial.shared, 3), rows(initial.personal, 3)
-        states.append(method.begin(model, shared, personal, hyper(method, 3)))
+        states.append(method.begin(model, shared, personal, scenarios.hyper(method, 3)))
     for t in range(12):
         batch = scenarios.random_batch(3, 5, seed=t, used=[5, 3, 4])
         states = [
-            method.step(model, local, batch, hyper(method, 3), "all")[0]
+            method.step(model, local, batch, scenarios.hyper(method, 3), "all")[0]
             for method, local in zip(methods, states, strict=True)
         ]
         mine, theirs = states
         torch.testing.assert_close(mine.q.gaussian, theirs.q.gaussian, rtol=0, atol=1e-6)
         torch.testing.assert_close(mine.w.gaussian, theirs.prior.gaussian, rtol=0, atol=1e-6)
-    uploads = [m.finish(model, s, hyper(m, 3)).upload for m, s in zip(methods, states, strict=True)]
+    uploads = [m.finish(model, s, scenarios.hyper(m, 3)).upload for m, s in zip(methods, states, strict=True)]
     torch.testing.assert_close(*uploads, rtol=0, atol=1e-6)
 
 
 def test_after_the_first_round_they_differ_in_that_pfedbayes_keeps_its_q():
     data = scenarios.classification((40, 12, 25))
-    mine = scenarios.run(PFedBayes(zeta=ZETA), data, 1, smooth())
-    theirs = scenarios.run(BPFed(personal="none", temperature=ZETA), data, 1, smooth())
+    mine = scenarios.run(PFedBayes(zeta=ZETA), data, 1, scenarios.smooth())
+    theirs = scenarios.run(BPFed(personal="none", temperature=ZETA), data, 1, scenarios.smooth())
     # The same server but for σ, of which the one averages ρ and the other σ itself.
     torch.testing.assert_close(mine.shared.mean, theirs.shared.mean, rtol=0, atol=1e-6)
     torch.testing.assert_close(mine.shared.sigma, theirs.shared.sigma, rtol=0, atol=1e-4)
     own = mine.personal(torch.arange(3)).q
     begun = [
-        f.method.begin(f.model, rows(f.shared, 3), f.personal(torch.arange(3)), hyper(f.method, 3))
+        f.method.begin(f.model, rows(f.shared, 3), f.personal(torch.arange(3)), scenarios.hyper(f.method, 3))
         for f in (mine, theirs)
     ]
     torch.testing.assert_close(begun[0].q.gaussian, own)
@@ -108,10 +100,10 @@ def sampled(model, batch, count, steps):
     initial = method.init(model)
     heads = Gaussian(torch.full((FEATURES,), CENTRE), initial.shared.heads.sigma)
     shared = rows(initial.shared._replace(heads=heads), count)
-    local = method.begin(model, shared, rows(initial.personal, count), hyper(method, count))
+    local = method.begin(model, shared, rows(initial.personal, count), scenarios.hyper(method, count))
     for t in range(steps):
         step = batch._replace(key=noise.fold(batch.key, t))
-        local, _ = method.step(model, local, step, hyper(method, count), ADAPT)
+        local, _ = method.step(model, local, step, scenarios.hyper(method, count), ADAPT)
     return local.chain.state
 
 
@@ -123,11 +115,11 @@ def fitted(model, batch, count, steps):
     initial = method.init(model)
     eta = Gaussian(torch.full((FEATURES,), CENTRE), torch.full((FEATURES,), 0.25))
     personal = rows(initial.personal._replace(eta=eta), count)
-    local = method.begin(model, rows(initial.shared, count), personal, hyper(method, count))
+    local = method.begin(model, rows(initial.shared, count), personal, scenarios.hyper(method, count))
     means, sigmas = [], []
     for t in range(steps):
         step = batch._replace(key=noise.fold(batch.key, t))
-        local, _ = method.step(model, local, step, hyper(method, count), ADAPT)
+        local, _ = method.step(model, local, step, scenarios.hyper(method, count), ADAPT)
         means.append(model.factors.split(local.q.gaussian.mean)[1])
         sigmas.append(model.factors.split(local.q.gaussian.sigma)[1])
     return torch.stack(means[steps // 2 :]).mean((0, 1)), torch.stack(sigmas[steps // 2 :]).mean((0, 1))
@@ -146,7 +138,7 @@ def test_with_a_point_body_and_a_common_prior_bpfed_and_fedsoul_have_the_same_po
 
 
 def test_a_point_body_moves_in_bpfed_as_in_fedsoul_at_the_same_head():
-    model = scenarios.model_of(smooth())
+    model = scenarios.model_of(scenarios.smooth())
     batch = scenarios.random_batch(3, 5, used=[5, 3, 4])
     bpfed = BPFed(shared_point=True, prior_step=False, draws=1, sigma=0.3)
     soul = FedSOUL()
@@ -154,19 +146,19 @@ def test_a_point_body_moves_in_bpfed_as_in_fedsoul_at_the_same_head():
     cut = model.factors.shared
     assert (initial.shared.sigma == 0).all()
     assert (initial.personal.eta.sigma == 0.3).all()
-    local = bpfed.begin(model, rows(initial.shared, 3), rows(initial.personal, 3), hyper(bpfed, 3))
+    local = bpfed.begin(model, rows(initial.shared, 3), rows(initial.personal, 3), scenarios.hyper(bpfed, 3))
     head = local.q.gaussian.draw(noise.normal(batch.key, model.factors.total))[:, cut:]
-    after, _ = bpfed.step(model, local, batch, hyper(bpfed, 3), "all")
+    after, _ = bpfed.step(model, local, batch, scenarios.hyper(bpfed, 3), "all")
     start = soul.init(model)
     chain = start.personal.chain
     personal = rows(start.personal, 3)
     personal = personal._replace(chain=rows(chain, 3)._replace(state=head, number=torch.ones(3, 1)))
-    sampling = soul.begin(model, rows(start.shared, 3), personal, hyper(soul, 3))
-    moved, _ = soul.step(model, sampling, batch, hyper(soul, 3), "all")
+    sampling = soul.begin(model, rows(start.shared, 3), personal, scenarios.hyper(soul, 3))
+    moved, _ = soul.step(model, sampling, batch, scenarios.hyper(soul, 3), "all")
     torch.testing.assert_close(after.q.mean[:, :cut], moved.body, rtol=0, atol=1e-6)
     assert (after.q.gaussian.sigma[:, :cut] == 0).all()
     assert (moved.body - model.initial[:cut]).abs().max() > 0.5 * soul.lr
-    finished = bpfed.finish(model, after, hyper(bpfed, 3))
+    finished = bpfed.finish(model, after, scenarios.hyper(bpfed, 3))
     torch.testing.assert_close(finished.upload.mean, after.q.mean[:, :cut])
     assert finished.info["kl"].isfinite().all()
 

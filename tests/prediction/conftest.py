@@ -10,12 +10,6 @@ from command import Command
 from hospitals import trained
 
 
-@pytest.fixture
-def bpfed(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    monkeypatch.chdir(tmp_path)
-    return Command(capsys)
-
-
 @pytest.fixture(scope="module")
 def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("classes"), number=False)
@@ -27,7 +21,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def ward(classes: Path, bpfed: Command) -> Path:
+def ward(classes: Path, command: Command) -> Path:
     """A copy of the run and its new patients, in the folder that the command runs in."""
     shutil.copytree(classes, ".", dirs_exist_ok=True)
     return Path()

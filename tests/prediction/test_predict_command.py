@@ -24,8 +24,8 @@ from bpfed.errors import UserError
 from bpfed.predict import Classified, Regressed
 
 
-def test_each_row_has_a_line_in_its_order(bpfed: Command, ward: Path) -> None:
-    outcome = bpfed.ok("predict", "run", "--client", "genf", "--input", "new.csv", "--abstain", "0.9")
+def test_each_row_has_a_line_in_its_order(command: Command, ward: Path) -> None:
+    outcome = command.ok("predict", "run", "--client", "genf", "--input", "new.csv", "--abstain", "0.9")
     found = read(outcome.out)
     assert list(found[0]) == ["label", "p(ill)", "p(well)", "total", "epistemic", "aleatoric", "abstain", "unusual"]
     assert len(found) == 7
@@ -44,9 +44,9 @@ def test_each_row_has_a_line_in_its_order(bpfed: Command, ward: Path) -> None:
     ]
 
 
-def test_in_python_a_file_is_predicted_as_the_command_does(bpfed: Command, ward: Path) -> None:
+def test_in_python_a_file_is_predicted_as_the_command_does(command: Command, ward: Path) -> None:
     Path("odd.csv").write_text(Path("new.csv").read_text() + "61,1e6,east,ill\n")
-    found = read(bpfed.ok("predict", "run", "--client", "zug", "--input", "odd.csv").out)
+    found = read(command.ok("predict", "run", "--client", "zug", "--input", "odd.csv").out)
     said: list[str] = []
     client = library.Run.load("run", say=said.append).client("zug")
     probs = client.predict("odd.csv").probs
@@ -58,7 +58,7 @@ def test_in_python_a_file_is_predicted_as_the_command_does(bpfed: Command, ward:
     assert [" | ".join(names) for names in rows.unusual.names()] == [row["unusual"] for row in found]
 
 
-def test_the_order_of_columns_and_other_columns_do_not_matter(bpfed: Command, ward: Path) -> None:
+def test_the_order_of_columns_and_other_columns_do_not_matter(command: Command, ward: Path) -> None:
     with open("new.csv") as file:
         rows = list(csv.DictReader(file))
     with open("turned.csv", "w", newline="") as file:
@@ -66,13 +66,13 @@ def test_the_order_of_columns_and_other_columns_do_not_matter(bpfed: Command, wa
         writer.writeheader()
         writer.writerows({**row, "remark": "none"} for row in rows)
     first, second = (
-        bpfed.ok("predict", "run", "--client", "zug", "--input", name).out for name in ("new.csv", "turned.csv")
+        command.ok("predict", "run", "--client", "zug", "--input", name).out for name in ("new.csv", "turned.csv")
     )
     assert first == second
 
 
 @pytest.mark.parametrize("rows", ["1,250.00", "2,007", "1,250.00\n1,250.00\n2,V45"])
-def test_codes_that_read_as_numbers_are_still_words(bpfed: Command, tmp_path: Path, rows: str) -> None:
+def test_codes_that_read_as_numbers_are_still_words(command: Command, tmp_path: Path, rows: str) -> None:
     """A few rows may hold none but such codes; the column is words, since it was in training."""
     codes = ["250.00", "V45", "007", "E11"]
     for site in "ab":
@@ -86,16 +86,16 @@ def test_codes_that_read_as_numbers_are_still_words(bpfed: Command, tmp_path: Pa
         assert [word for word, i in at.items() if word in codes and x[i] == 1.0] == [row.partition(",")[2]]
 
 
-def test_a_column_that_is_missing_is_said(bpfed: Command, ward: Path) -> None:
+def test_a_column_that_is_missing_is_said(command: Command, ward: Path) -> None:
     Path("short.csv").write_text("age,ward\n61,east\n40,west\n")
-    outcome = bpfed.ok("predict", "run", "--client", "zug", "--input", "short.csv")
+    outcome = command.ok("predict", "run", "--client", "zug", "--input", "short.csv")
     assert len(read(outcome.out)) == 2
     assert "'short.csv' has no column 'dose'; treated as missing in every row." in outcome.err
 
 
-def test_what_training_never_saw_is_said(bpfed: Command, ward: Path) -> None:
+def test_what_training_never_saw_is_said(command: Command, ward: Path) -> None:
     Path("odd.csv").write_text("age,Dose,ward\n61,0,north\n4500,1,north\n-900,0,west\n,1,\n60,0,south\n")
-    said = bpfed.ok("predict", "run", "--client", "zug", "--input", "odd.csv").err.splitlines()
+    said = command.ok("predict", "run", "--client", "zug", "--input", "odd.csv").err.splitlines()
     assert said[:4] == [
         "'odd.csv' has no column 'dose'; treated as missing in every row.",
         "'odd.csv' has 'Dose' (training had 'dose'), which is ignored; if that is the same column, spell it as in "
@@ -107,23 +107,23 @@ def test_what_training_never_saw_is_said(bpfed: Command, ward: Path) -> None:
     ]
 
 
-def test_each_row_says_what_of_it_training_never_saw_and_far_numbers_abstain(bpfed: Command, ward: Path) -> None:
+def test_each_row_says_what_of_it_training_never_saw_and_far_numbers_abstain(command: Command, ward: Path) -> None:
     Path("odd.csv").write_text("age,dose,ward\n61,0,north\n4500,1,north\n-900,0,west\n,1,\n60,0,east\n")
     call = ("predict", "run", "--client", "zug", "--input", "odd.csv")
-    found = read(bpfed.ok(*call, "--abstain", "0").out)
+    found = read(command.ok(*call, "--abstain", "0").out)
     assert [row["unusual"] for row in found] == ["ward", "age | ward", "age", "", ""]
     assert [row["abstain"] for row in found] == ["no", "yes", "yes", "no", "no"]
-    assert "abstain" not in read(bpfed.ok(*call).out)[0]
+    assert "abstain" not in read(command.ok(*call).out)[0]
 
 
-def test_numbers_are_in_their_own_units_with_intervals(bpfed: Command, numbers: Path) -> None:
+def test_numbers_are_in_their_own_units_with_intervals(command: Command, numbers: Path) -> None:
     shutil.copytree(numbers, ".", dirs_exist_ok=True)
-    out = bpfed.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--level", "0.8", "--out", "p.csv")
+    out = command.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--level", "0.8", "--out", "p.csv")
     assert out.out == "7 predictions of 'bern': p.csv\n"
-    again = bpfed.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--out", "p.csv")
+    again = command.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--out", "p.csv")
     assert again.out == "7 predictions of 'bern': p.csv, replaced\n"
-    bpfed.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--level", "0.8", "--out", "p.csv")
-    shown = " ".join(bpfed.ok("report", "run").out.split())  # it may be wrapped
+    command.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--level", "0.8", "--out", "p.csv")
+    shown = " ".join(command.ok("report", "run").out.split())  # it may be wrapped
     assert "RMSE in SD of 'outcome'" in shown
     assert json.loads(Path("run/evaluation.json").read_text())["target"]["name"] == "outcome"
     assert "RMSE of own training mean" in shown
@@ -138,16 +138,16 @@ def test_numbers_are_in_their_own_units_with_intervals(bpfed: Command, numbers: 
     assert middle == pytest.approx(values["mean"], abs=1e-2)
     assert (
         "this run predicts numbers"
-        in bpfed("predict", "run", "--client", "bern", "--input", "new.csv", "--abstain", "0.9").sentence
+        in command("predict", "run", "--client", "bern", "--input", "new.csv", "--abstain", "0.9").sentence
     )
 
 
-def test_columns_are_kept_as_they_are(bpfed: Command, ward: Path) -> None:
+def test_columns_are_kept_as_they_are(command: Command, ward: Path) -> None:
     rows = ["age,dose,ward,patient no,label,note", '61,0.50,east,0017,a,"x, ""y"""', "60,1,west,NA,b, 57% ", ""]
     Path("ids.csv").write_text("\n".join(rows))
     call = ("predict", "run", "--client", "zug", "--input", "ids.csv")
-    plain = read(bpfed.ok(*call).out)
-    found = read(bpfed.ok(*call, "--keep", "patient no, note,dose").out)
+    plain = read(command.ok(*call).out)
+    found = read(command.ok(*call, "--keep", "patient no, note,dose").out)
     assert list(found[0]) == ["patient no", "note", "dose", *plain[0]]
     assert [(row.pop("patient no"), row.pop("note"), row.pop("dose")) for row in found] == [
         ("0017", 'x, "y"', "0.50"),
@@ -163,14 +163,14 @@ def test_columns_are_kept_as_they_are(bpfed: Command, ward: Path) -> None:
         ),
     ):
         before = files(Path())
-        refused = bpfed(*call, "--keep", keep, "--out", "p.csv")
+        refused = command(*call, "--keep", keep, "--out", "p.csv")
         assert refused.code == 2
         assert refused.err.splitlines()[-1] == f"bpfed: {said}"
         assert files(Path()) == before
 
 
 @pytest.mark.parametrize("kind", ["parquet", "npz"])
-def test_what_is_kept_of_other_files_keeps_its_digits(bpfed: Command, ward: Path, kind: str) -> None:
+def test_what_is_kept_of_other_files_keeps_its_digits(command: Command, ward: Path, kind: str) -> None:
     number = 2**62 + 1
     columns = {"age": [60.0, 50.0], "dose": [0.0, 1.0], "ward": ["east", "west"], "key": [number, number + 2]}
     if kind == "npz":
@@ -178,7 +178,7 @@ def test_what_is_kept_of_other_files_keeps_its_digits(bpfed: Command, ward: Path
     else:
         pa = pytest.importorskip("pyarrow")
         pytest.importorskip("pyarrow.parquet").write_table(pa.table(columns), "new.parquet")
-    found = read(bpfed.ok("predict", "run", "--client", "zug", "--input", f"new.{kind}", "--keep", "key").out)
+    found = read(command.ok("predict", "run", "--client", "zug", "--input", f"new.{kind}", "--keep", "key").out)
     assert [row["key"] for row in found] == [str(number), str(number + 2)]
 
 
@@ -202,15 +202,15 @@ def test_numbers_far_from_0_are_written_as_finely_as_they_differ() -> None:
     assert [float(row["low(0.9)"]) for row in rows] == pytest.approx([1234566.2, 1234564.5], abs=1e-4)
 
 
-def test_intervals_without_end_are_explained(bpfed: Command, numbers: Path) -> None:
+def test_intervals_without_end_are_explained(command: Command, numbers: Path) -> None:
     shutil.copytree(numbers, ".", dirs_exist_ok=True)
     run = library.Run.load("run")
     assert run.calibration is not None
     held = len(run.calibration.client(run.data.clients.index("bern"))[1])
     enough = held / (held + 1) - 1e-6
     rows = ("predict", "run", "--client", "bern", "--input", "new.csv", "--level")
-    assert "infinite" not in bpfed.ok(*rows, f"{enough}").err
-    outcome = bpfed.ok(*rows, "0.99")
+    assert "infinite" not in command.ok(*rows, f"{enough}").err
+    outcome = command.ok(*rows, "0.99")
     assert {row["high(0.99)"] for row in read(outcome.out)} == {"inf"}
     assert (
         f"The intervals are infinite: 'bern' has {held} calibration examples, and a level of 0.99 needs" in outcome.err
@@ -218,7 +218,7 @@ def test_intervals_without_end_are_explained(bpfed: Command, numbers: Path) -> N
     assert "needs at least 99;" in outcome.err
 
 
-def test_labels_that_a_client_has_never_seen_are_said(bpfed: Command, tmp_path: Path) -> None:
+def test_labels_that_a_client_has_never_seen_are_said(command: Command, tmp_path: Path) -> None:
     """Which classes it has is in the run's folder, since the examples are not."""
     g = torch.Generator().manual_seed(0)
     parts = []
@@ -231,38 +231,38 @@ def test_labels_that_a_client_has_never_seen_are_said(bpfed: Command, tmp_path: 
     noted = json.loads(Path("run/data.json").read_text())
     assert noted["classes_seen"] == ["111", "111", "110"]
     np.savez("new.npz", x=3.0 * np.eye(3, dtype=np.float32)[[0, 2, 2]])
-    said = bpfed.ok("predict", "run", "--client", "c", "--input", "new.npz").err
+    said = command.ok("predict", "run", "--client", "c", "--input", "new.npz").err
     assert "2 rows are predicted as 'blue', of which 'c' has no training example." in said
-    assert "of which" not in bpfed.ok("predict", "run", "--client", "a", "--input", "new.npz").err
+    assert "of which" not in command.ok("predict", "run", "--client", "a", "--input", "new.npz").err
     np.savez("two.npz", x=3.0 * np.eye(3, dtype=np.float32)[[0, 1]], y=np.array([0, 1]))
-    said = bpfed.ok("adapt", "run", "--input", "two.npz", "--name", "d", "--steps", "2").err
+    said = command.ok("adapt", "run", "--input", "two.npz", "--name", "d", "--steps", "2").err
     assert "It has no example of 'blue', so it will rarely predict that class." in said
-    said = bpfed.ok("predict", "run", "--client", "d", "--input", "new.npz").err
+    said = command.ok("predict", "run", "--client", "d", "--input", "new.npz").err
     assert "2 rows are predicted as 'blue', of which 'd' has no training example." in said
     del noted["classes_seen"]  # a run from before it was noted
     Path("run/data.json").write_text(json.dumps(noted))
-    assert "of which" not in bpfed.ok("predict", "run", "--client", "c", "--input", "new.npz").err
+    assert "of which" not in command.ok("predict", "run", "--client", "c", "--input", "new.npz").err
 
 
-def test_arrays_of_a_built_in_dataset(bpfed: Command) -> None:
-    bpfed.ok(*PLAIN, "--rounds", "1", "--out", "run")
+def test_arrays_of_a_built_in_dataset(command: Command) -> None:
+    command.ok(*PLAIN, "--rounds", "1", "--out", "run")
     data = load("digits", clients=3)
     x, y = data.test.x[:30].numpy(), data.test.y[:30].numpy()
     np.savez("a.npz", x=x, y=y)
     np.savez("raw.npz", x=np.round((x + 1) * 8).astype(np.uint8), y=np.array([str(v) for v in y]))
     first, second = (
-        bpfed.ok("predict", "run", "--client", data.clients[0], "--input", name).out for name in ("a.npz", "raw.npz")
+        command.ok("predict", "run", "--client", data.clients[0], "--input", name).out for name in ("a.npz", "raw.npz")
     )
     assert first == second
     assert len(read(first)) == 30
     assert list(read(first)[0])[:3] == ["label", "p(0)", "p(1)"]
-    bpfed.ok("adapt", "run", "--input", "raw.npz", "--steps", "5")
+    command.ok("adapt", "run", "--input", "raw.npz", "--steps", "5")
     np.savez("flat.npz", x=x.reshape(30, -1)[:, :60])
     np.savez("empty.npz", y=y)
     np.savez("ids.npz", x=x, who=np.arange(30), few=np.arange(3))
     client = ("predict", "run", "--client", data.clients[0], "--input", "ids.npz", "--keep")
-    assert [row["who"] for row in read(bpfed.ok(*client, "who").out)] == [str(k) for k in range(30)]
-    assert bpfed(*client, "few").sentence == "'few' of 'ids.npz' has 3 entries for 30 rows; choose another column."
+    assert [row["who"] for row in read(command.ok(*client, "who").out)] == [str(k) for k in range(30)]
+    assert command(*client, "few").sentence == "'few' of 'ids.npz' has 3 entries for 30 rows; choose another column."
     Path("b.npz").write_bytes(b"junk")
     Path("cut.npz").write_bytes(Path("a.npz").read_bytes()[:-100])
     with Path("array.npz").open("wb") as file:
@@ -277,7 +277,7 @@ def test_arrays_of_a_built_in_dataset(bpfed: Command) -> None:
         ("c.csv", "'digits' was trained on arrays, not on a table; give an NPZ file with x of shape [n, "),
         ("d.npz", "There is no file 'd.npz'"),
     ):
-        assert said in bpfed("predict", "run", "--client", data.clients[0], "--input", name).sentence
+        assert said in command("predict", "run", "--client", data.clients[0], "--input", name).sentence
 
 
 def test_numbers_that_name_classes_are_names_and_not_places(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def nothing() -> None: ...
         (nothing, ("--client", "genf", "--abstain", "90"), "--abstain is 90, but must be a probability"),
         (nothing, ("--client", "genf", "--draws", "0"), "draws is 0, but must be at least 1."),
         (nothing, ("--adapted", "none.safetensors"), "There is no file 'none.safetensors'"),
-        (nothing, ("--adapted", "new.csv"), "'new.csv' is no client that bpfed adapt wrote"),
+        (nothing, ("--adapted", "new.csv"), "'new.csv' is not a client that bpfed adapt wrote"),
         (
             unfinished,
             ("--client", "genf"),
@@ -330,9 +330,9 @@ def nothing() -> None: ...
     ],
 )
 def test_a_mistake_is_one_sentence_and_writes_nothing(
-    bpfed: Command, ward: Path, spoil: Callable[[], None], arguments: tuple[str, ...], said: str
+    command: Command, ward: Path, spoil: Callable[[], None], arguments: tuple[str, ...], said: str
 ) -> None:
     spoil()
     before = files(Path())
-    assert said in bpfed("predict", "run", "--input", "new.csv", "--out", "p.csv", *arguments).sentence
+    assert said in command("predict", "run", "--input", "new.csv", "--out", "p.csv", *arguments).sentence
     assert files(Path()) == before
