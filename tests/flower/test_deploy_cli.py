@@ -143,7 +143,7 @@ def test_init_refuses_to_clip_what_has_no_length(tmp_path):
 
     config = Deployed(tmp_path, Odd()).config
     control.make(tmp_path / "a", Plan(("a", "b")), config)
-    with pytest.raises(UserError, match="their updates have no length; set clip and noise to 0"):
+    with pytest.raises(UserError, match="so they cannot be clipped; set clip and noise to 0"):
         control.make(tmp_path / "b", Plan(("a", "b")), replace(config, run=replace(config.run, clip=0.5)))
     assert not (tmp_path / "b").exists()
 
