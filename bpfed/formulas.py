@@ -73,7 +73,8 @@ def neighbours(
         apart: Rows (0 or more) and columns (any).
 
     Returns:
-        ``[B, O, h - rows, w - |columns|]`` for outputs of ``[B, O, h, w]``, from the first that has such a neighbour on.
+        ``[B, O, h - rows, w - |columns|]`` for outputs of ``[B, O, h, w]``, from the first that has such a neighbour
+        on.
     """
     rows, columns = apart[0] * stride[0], apart[1] * stride[1]
     edge = (padding[1], padding[1], padding[0], padding[0])

@@ -104,7 +104,8 @@ class LocalNoise(TorchFunctionMode):
         variance = F.linear(input.square(), self.sigma[id(weight)].square())
         if bias is not None:
             variance = variance + self.sigma[id(bias)].square()
-        # The floor keeps the square root's slope finite where the variance is zero; 1e-16 is far below any weight noise.
+        # The floor keeps the square root's slope finite where the variance is zero; 1e-16 is far below any weight
+        # noise.
         return mean + torch.sqrt(variance + 1e-16) * self._normal(0, mean.shape)
 
     def _conv2d(

@@ -1,7 +1,7 @@
 """Names of methods and datasets, so that a misspelt one is refused before torch is imported, which takes seconds.
 
-They are those of `bpfed.methods.METHODS`, which cannot be imported if it differs, and of `bpfed.data.names`, which a test
-compares.
+They are those of `bpfed.methods.METHODS`, which cannot be imported if it differs, and of `bpfed.data.names`, which a
+test compares.
 """
 
 from __future__ import annotations

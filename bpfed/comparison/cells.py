@@ -1,7 +1,7 @@
 """The cells of a comparison, methods x seeds, each a run in a folder of its own: ``DIR/METHOD/seed-K``.
 
-All methods of a seed get the same split, so that their differences are paired. A cell that is finished is not run again,
-and one that was interrupted goes on; but only if it is the very run that is asked for now.
+All methods of a seed get the same split, so that their differences are paired. A cell that is finished is not run
+again, and one that was interrupted goes on; but only if it is the very run that is asked for now.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def compare(
     """Run methods on the same data with the same seeds and set them side by side.
 
     Args:
-        methods: Names such as ``["bpfed", "fedper+laplace"]`` or ``"all"``, or methods (or their names) under names of your own.
+        methods: Names such as ``["bpfed", "fedper+laplace"]`` or ``"all"``, or methods (or their names) under names of
+            your own.
         data: Name of a dataset, dealt out again for each seed; or a function from the seed to the data; or the data
             itself, the same for all seeds.
         seeds: Which, or how many: 3 is 0, 1 and 2.

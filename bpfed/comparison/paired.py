@@ -49,8 +49,8 @@ class Difference(NamedTuple):
 def difference(ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Mapping[str, float]]) -> Difference:
     """What two methods differ by; a client that one of them was not tested on is left out.
 
-    With two seeds or more the interval is Student's over the seeds' means. With one it is a bootstrap over clients, which
-    says how far the difference depends on who these clients are and nothing about other splits or other training.
+    With two seeds or more the interval is Student's over the seeds' means. With one it is a bootstrap over clients,
+    which says how far the difference depends on who these clients are and nothing about other splits or other training.
 
     Args:
         ours: Metric by seed and client.

@@ -1,7 +1,8 @@
 """Settings chosen on training examples alone: each is trained on a part of them and scored on the rest; no test example takes part.
 
-Of every client's training examples a part is held out, several times, another part each time (*cuts*). All settings get the
-same cuts, so that what they differ by is paired. Chosen is what has the lowest NLL on held-out examples, mean over cuts.
+Of every client's training examples a part is held out, several times, another part each time (*cuts*). All settings get
+the same cuts, so that what they differ by is paired. Chosen is what has the lowest NLL on held-out examples, mean over
+cuts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from bpfed.training import method_of
 
 #: How many cuts there are.
 CUTS = 3
-#: Temperatures that are tried where nothing is said. What is best depends on how noisy the labels are, and nobody knows that before.
+#: Temperatures that are tried where nothing is said. What is best depends on how noisy the labels are, and nobody knows
+#: that before.
 TEMPERATURES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 #: Settings of the run that can be tried, beside all of the method.
 OF_RUN = ("hidden",)
@@ -190,10 +192,10 @@ def tune(
 
     Args:
         method: Or the name of one; None: ``bpfed.methods.Recipe()``.
-        data: A federated dataset or the name of one; its test examples take no part. Test what is chosen on this data, not on
-            the same examples dealt out anew: those it was chosen on would be among the test examples.
-        grid: Values to try by setting of the method, e.g. ``{"lr": [0.001, 0.01]}``, all combinations; None: temperatures. Of the
-            run's settings ``hidden`` can be tried too.
+        data: A federated dataset or the name of one; its test examples take no part. Test what is chosen on this data,
+            not on the same examples dealt out anew: those it was chosen on would be among the test examples.
+        grid: Values to try by setting of the method, e.g. ``{"lr": [0.001, 0.01]}``, all combinations; None:
+            temperatures. Of the run's settings ``hidden`` can be tried too.
         cuts: How often a part is held out.
         held: How large a part of each client's training examples.
         out: Folder to keep everything in; what is finished there is not run again. None: nothing is written.

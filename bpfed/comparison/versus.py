@@ -13,7 +13,8 @@ from bpfed.report.plots import BOTTOM, LEFT, TOP, last, settled
 from bpfed.report.svg import Scale
 
 WIDE, TALL = 960, 400
-#: Room for names at least: at the ends of curves, and left of rows; a letter takes some `LETTER`, and longer names than `LONGEST` are cut.
+#: Room for names at least: at the ends of curves, and left of rows; a letter takes some `LETTER`, and longer names than
+#: `LONGEST` are cut.
 NAMES_RIGHT, NAMES_LEFT = 176, 150
 LETTER, LONGEST = 7, 40
 #: Height of a row, and width of what is right of its name.

@@ -39,10 +39,12 @@ def evaluate(
     And as ``more``, for who acts on the predictions:
 
     - aurc: see `aurc`;
-    - abstained: share of examples whose confidence is below 0.9; answered_accuracy: accuracy on the others, NaN without;
-    - auroc, of two classes: the chance that an example of the second has a higher probability of it than one of the first, a
-      tie counting half; NaN where a class is missing;
-    - sensitivity, specificity, of two classes: accuracy on the examples of the second and of the first; NaN without any;
+    - abstained: share of examples whose confidence is below 0.9; answered_accuracy: accuracy on the others, NaN
+      without;
+    - auroc, of two classes: the chance that an example of the second has a higher probability of it than one of the
+      first, a tie counting half; NaN where a class is missing;
+    - sensitivity, specificity, of two classes: accuracy on the examples of the second and of the first; NaN without
+      any;
     - majority, shares_nll: accuracy and NLL without a model, if ``shares`` are given;
     - coverage, set_size: share of prediction sets that hold the right class, and their mean size, if they are given.
 

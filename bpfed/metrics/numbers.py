@@ -39,8 +39,8 @@ def evaluate_regression(
         bins: Sets the levels.
         inside: Whether the target is in its prediction interval, ``[E]`` bool; their share is ``coverage`` of ``more``.
         width: Width of that interval, ``[E]``; the mean is ``interval_width`` of ``more``.
-        bounded: Which of the intervals are finite by right, ``[E]`` bool; the others count in neither, and a client with
-            none of them has neither. None: all.
+        bounded: Which of the intervals are finite by right, ``[E]`` bool; the others count in neither, and a client
+            with none of them has neither. None: all.
         baseline: What would be predicted without a model, ``[E]``; its RMSE is ``baseline`` of ``more``.
     """
     if not mean.shape == scale.shape == nll.shape == y.shape or y.ndim != 1:

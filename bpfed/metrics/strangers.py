@@ -14,7 +14,8 @@ def ood_auroc(inside: Tensor, outside: Tensor) -> Tensor:
         outside: Scores of the others, ``[B]``.
 
     Returns:
-        The chance that one of the others has the higher score (a tie counts half), a scalar: 1 is perfect, 0.5 is no better than guessing.
+        The chance that one of the others has the higher score (a tie counts half), a scalar: 1 is perfect, 0.5 is no
+        better than guessing.
     """
     familiar = inside.double().sort().values
     below, upto = (torch.searchsorted(familiar, outside.double(), right=side) for side in (False, True))

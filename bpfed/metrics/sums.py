@@ -16,12 +16,13 @@ class Sums(NamedTuple):
         cells: ``[M, N, B]``. For classification, of each bin of the confidence: examples, confidences, hits, variances
             c (1 - c). For regression, the examples whose central interval just holds the target, by nominal level.
         losses: ``[2, N]``. NLL and Brier score, or squared error and NLL.
-        further: ``[N]`` each, by name. For classification ``sure``, the examples that it is 90 % sure of, ``sure_right``,
-            those of them that are right, ``risk``, the summed error rates behind `aurc`, and ``majority`` and ``shares_nll``, the
-            hits and the NLL without a model; of two classes ``positive``, the examples of the second, ``positive_right``, those
-            of them that are right, and ``in_order``, the pairs behind the AUROC. For regression ``baseline``,
-            the squared error of a constant. Where predictions are calibrated, ``counted``, the examples whose set or
-            interval counts, and of these what ``coverage`` and ``set_size`` or ``interval_width`` are the mean of.
+        further: ``[N]`` each, by name. For classification ``sure``, the examples that it is 90 % sure of,
+            ``sure_right``, those of them that are right, ``risk``, the summed error rates behind `aurc`, and
+            ``majority`` and ``shares_nll``, the hits and the NLL without a model; of two classes ``positive``, the
+            examples of the second, ``positive_right``, those of them that are right, and ``in_order``, the pairs behind
+            the AUROC. For regression ``baseline``, the squared error of a constant. Where predictions are calibrated,
+            ``counted``, the examples whose set or interval counts, and of these what ``coverage`` and ``set_size`` or
+            ``interval_width`` are the mean of.
     """
 
     cells: Tensor

@@ -1,7 +1,7 @@
 """What the public code does otherwise than the paper says, switched one by one, and what each switch is worth.
 
-From the published settings each difference is set as the paper has it, alone; and from the paper's settings each is set as
-the public code has it, alone. The two need not agree: a difference may matter only beside another one.
+From the published settings each difference is set as the paper has it, alone; and from the paper's settings each is set
+as the public code has it, alone. The two need not agree: a difference may matter only beside another one.
 
     bpfed paper audit --seeds 3
     bpfed paper audit --cells cifar10-small --only published,published/network --device cuda
@@ -209,8 +209,8 @@ def _variant(
 def measured(variant: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """Mean and standard deviation over seeds (NaN for one), in per cent but for NLL.
 
-    ``accuracy``, ``ece`` and ``nll`` are the last round's, ``best`` is the accuracy and ``best_ece`` the ECE of the tested
-    round with the highest accuracy.
+    ``accuracy``, ``ece`` and ``nll`` are the last round's, ``best`` is the accuracy and ``best_ece`` the ECE of the
+    tested round with the highest accuracy.
     """
     runs = variant["runs"]
     tops = [best(one) for one in runs]

@@ -1,7 +1,7 @@
 """One cell of the tables: a method on a cell of the paper with all its seeds, and its record as JSON.
 
-On a GPU the seeds are stacked along the client axis; on a CPU, where that saves nothing, they are run in turn. The record is
-written after each of them, so what is broken off goes on where it was.
+On a GPU the seeds are stacked along the client axis; on a CPU, where that saves nothing, they are run in turn. The
+record is written after each of them, so what is broken off goes on where it was.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Two sweeps on Fashion-MNIST, ten clients a round in both.
 
-- ``alpha``: 20 clients, each class dealt out in Dirichlet(α) proportions. All clients together have about 3 500 training examples,
-  whatever α is; who has how many is part of what α says. α = 1 000 is as good as equal shares.
-- ``clients``: 10 to 1 000 clients, five labels drawn at random for each and 35 training examples each, so that more clients
-  have more data among them; the more there are, the less often each takes part.
+- ``alpha``: 20 clients, each class dealt out in Dirichlet(α) proportions. All clients together have about 3 500
+  training examples, whatever α is; who has how many is part of what α says. α = 1 000 is as good as equal shares.
+- ``clients``: 10 to 1 000 clients, five labels drawn at random for each and 35 training examples each, so that more
+  clients have more data among them; the more there are, the less often each takes part.
 """
 
 from __future__ import annotations

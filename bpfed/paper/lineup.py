@@ -28,7 +28,8 @@ ORDER = (
 )
 
 
-#: What ends the name of a method whose softness was learnt: a row of tables, but no line of its own, since it is the same model.
+#: What ends the name of a method whose softness was learnt: a row of tables, but no line of its own, since it is the
+#: same model.
 SOFTENED = "+softness"
 
 

@@ -1,8 +1,8 @@
 """Figures 7-9: clients that took no part in training learn their personal factors, with the shared ones frozen.
 
 Some clients of a cell are held out, one of each label group and more on CIFAR-10. The others train; then every held-out
-client adapts to the finished run (see `bpfed.adapt`) with 1, 2, 5, ... of its training examples per class, and is tested on
-its test examples. Newcomers of all seeds and numbers of examples are adapted side by side.
+client adapts to the finished run (see `bpfed.adapt`) with 1, 2, 5, ... of its training examples per class, and is
+tested on its test examples. Newcomers of all seeds and numbers of examples are adapted side by side.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ ROUNDS = 100
 EXAMPLES = (1, 2, 5, 10, 25, 50)
 #: One in so many clients is held out.
 HELD = 5
-#: Local steps after which a newcomer with all its examples is tested, multiples of the first that is not 0. The last is the
-#: whole adaptation; that and the weight draws of a newcomer's prediction are as `bpfed.adapt` has them.
+#: Local steps after which a newcomer with all its examples is tested, multiples of the first that is not 0. The last is
+#: the whole adaptation; that and the weight draws of a newcomer's prediction are as `bpfed.adapt` has them.
 STOPS = (0, 5, 10, 25, 50, 100, 250, 500)
 DRAWS = 200
 MEASURES = ("accuracy", "nll", "ece")

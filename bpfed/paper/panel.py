@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: What makes a drawing the same on every machine: a font that comes with matplotlib, and names inside an SVG that are not random.
+#: What makes a drawing the same on every machine: a font that comes with matplotlib, and names inside an SVG that are
+#: not random.
 STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,

@@ -2,10 +2,10 @@
 
 Two protocols, and a number is never given without its protocol:
 
-- ``paper``: what the paper's text says, done honestly. Stratified splits, one network for all methods, hyper-parameters fixed
-  once for all six cells, the *last* round, several seeds.
-- ``published``: BPFed and pFedBayes as the public reference code runs them (`bpfed.paper.reference`), one run, the best of 800
-  test rounds, to show that the same engine lands on the printed numbers when it is told to do what was done.
+- ``paper``: what the paper's text says, done honestly. Stratified splits, one network for all methods, hyper-parameters
+  fixed once for all six cells, the *last* round, several seeds.
+- ``published``: BPFed and pFedBayes as the public reference code runs them (`bpfed.paper.reference`), one run, the best
+  of 800 test rounds, to show that the same engine lands on the printed numbers when it is told to do what was done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ PARTITIONS = ("groups", "random")
 
 #: Rounds of every method, by the size of the cell: all get the same.
 ROUNDS = {"small": 300, "large": 100}
-#: Evaluations in a run (the points of Figures 3 to 5), weight draws in each, and in the last one, which the tables are made of.
+#: Evaluations in a run (the points of Figures 3 to 5), weight draws in each, and in the last one, which the tables are
+#: made of.
 EVALUATIONS = 20
 DRAWS = 20
 LAST_DRAWS = 100

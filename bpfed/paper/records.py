@@ -87,7 +87,8 @@ class CellRecord:
     def best(self, measure: str = "accuracy") -> float:
         """A measure in each seed's most accurate tested round, mean over seeds.
 
-        That round is chosen on test data. The published numbers are; ours are given so only beside those of the last round.
+        That round is chosen on test data. The published numbers are; ours are given so only beside those of the last
+        round.
         """
         rounds, accuracy = self.curve("accuracy")
         values = self.curve(measure)[1]

@@ -1,8 +1,8 @@
 """The published protocol: BPFed and pFedBayes with the settings of the public reference code, the best of 800 test rounds.
 
-Only the reference picks its round on test data; that figure is given under this protocol's name and no other. The split is that
-code's too (`bpfed.paper.slices`); its data are the same for all seeds. The test is in every tenth round, where the code tests in
-every one.
+Only the reference picks its round on test data; that figure is given under this protocol's name and no other. The split
+is that code's too (`bpfed.paper.slices`); its data are the same for all seeds. The test is in every tenth round, where
+the code tests in every one.
 
     bpfed paper published --cells mnist-small --methods bpfed --seeds 1
 """

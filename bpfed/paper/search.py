@@ -1,7 +1,7 @@
 """The search for the recipe's settings, on validation data cut from the training data; no test example takes part.
 
-Of each client's training examples a tenth, of each class alike, is what is scored; the cell's test examples are thrown away before
-anything runs. All settings and all seeds are trained side by side, stacked along the client axis.
+Of each client's training examples a tenth, of each class alike, is what is scored; the cell's test examples are thrown
+away before anything runs. All settings and all seeds are trained side by side, stacked along the client axis.
 
     bpfed paper search --cells small --method bpfed-recipe --rounds 300
 """
@@ -28,13 +28,14 @@ from bpfed.paper.training import Say, device_name, tests_on, to_stderr
 from bpfed.run import train_together
 from bpfed.training import prepare
 
-#: Part of the training examples that is scored, and the seeds, which no table uses. With a fifth held out, as at first, what
-#: is left is so much less that the model of all the examples comes out surer than the one that was chosen.
+#: Part of the training examples that is scored, and the seeds, which no table uses. With a fifth held out, as at first,
+#: what is left is so much less that the model of all the examples comes out surer than the one that was chosen.
 HELD = 0.1
 SEEDS = (11, 12, 13, 14)
 #: MiB for what is trained side by side.
 MEMORY = 16384
-#: What is tried, by default around what was chosen; the rounds are tried twice, since calibration must not depend on them.
+#: What is tried, by default around what was chosen; the rounds are tried twice, since calibration must not depend on
+#: them.
 GRID: tuple[dict[str, float], ...] = tuple(
     {"temperature": t, "anchor": c, "prior_sigma": s}
     for t, c in ((0.1, 5.0), (0.05, 10.0), (0.05, 20.0))
@@ -53,7 +54,8 @@ WORDS = {
     "discount": "a",
     "mean_sigma": "s_m",
 }
-#: In the first searches ``prior_sigma`` was s0 itself, one for all layers and at most 0.3; since then it is k, and s0 of a layer
+#: In the first searches ``prior_sigma`` was s0 itself, one for all layers and at most 0.3; since then it is k, and s0
+#: of a layer
 #: is k over the root of its number of inputs.
 LEAST_K = 1.0
 

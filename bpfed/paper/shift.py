@@ -1,9 +1,9 @@
 """Beyond the paper: test inputs that are not what clients trained on.
 
-Every client of a trained cell is tested on its own test images turned or with noise added, and is asked how sure it is of
-images that it cannot know: of the labels it never saw, and of another dataset. What separates those from its own test images
-is the AUROC of total uncertainty (entropy of the prediction) and of epistemic uncertainty (mutual information), the mean over
-clients of each client's own.
+Every client of a trained cell is tested on its own test images turned or with noise added, and is asked how sure it is
+of images that it cannot know: of the labels it never saw, and of another dataset. What separates those from its own
+test images is the AUROC of total uncertainty (entropy of the prediction) and of epistemic uncertainty (mutual
+information), the mean over clients of each client's own.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class Sweep:
     Args:
         axis: What was varied, as ``alpha`` or ``examples``.
         lines: For each measure that was taken a line for each method, in the order of the tables.
-        facts: What else the file says, as its ``rounds`` and ``seeds``; where methods differ, those of the one with the fewest
-            seeds, and ``more_seeds``, how many the others have, by title.
+        facts: What else the file says, as its ``rounds`` and ``seeds``; where methods differ, those of the one with the
+            fewest seeds, and ``more_seeds``, how many the others have, by title.
     """
 
     axis: str
@@ -47,8 +47,8 @@ class Shift:
 
     Args:
         sweeps: By kind of change, as ``rotation``.
-        strange: AUROC of telling strange inputs from the client's own by its uncertainty, ``[S]`` for each method, by what is
-            strange and which uncertainty: ``("unseen", "total")``.
+        strange: AUROC of telling strange inputs from the client's own by its uncertainty, ``[S]`` for each method, by
+            what is strange and which uncertainty: ``("unseen", "total")``.
         facts: What else the file says.
     """
 
@@ -63,7 +63,8 @@ class Theory:
 
     Args:
         sweeps: ``n`` and ``clients``: the squared Hellinger error of each method.
-        rates: The bound's terms over the same axis, scaled to begin where the first method does: their constants are unknown.
+        rates: The bound's terms over the same axis, scaled to begin where the first method does: their constants are
+            unknown.
         slopes: By axis and title the slope on log scales, and its standard error; NaN for the bound's terms.
         facts: The setting.
     """

@@ -1,7 +1,7 @@
 """Clients whose true functions are known: teacher networks, the data they make, and the setting of the experiment on them.
 
-Client i's function f_i is a random body that all clients share and a head of its own, f_i standardised to mean 0 and variance 1
-over the inputs, x uniform on [−1, 1]^e0. Its targets are f_i(x) + N(0, σ_ε²) with σ_ε known to all.
+Client i's function f_i is a random body that all clients share and a head of its own, f_i standardised to mean 0 and
+variance 1 over the inputs, x uniform on [−1, 1]^e0. Its targets are f_i(x) + N(0, σ_ε²) with σ_ε known to all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The theorem measured: the mean Hellinger error of clients whose true functions are known, over n and over N.
 
-Client i's function f_i is a teacher network (`bpfed.paper.teachers`). The students are wider than the teachers, so that the
-theorem's approximation errors ξ_i are 0. What is measured is the theorem's left side: E_q[d²(P_i, P_w)] by draws of w from what
-client i predicts with, d² on fresh inputs, the mean over clients. The number of local steps is the same for every n, since the theorem is on the minimiser and not on the way there.
+Client i's function f_i is a teacher network (`bpfed.paper.teachers`). The students are wider than the teachers, so that
+the theorem's approximation errors ξ_i are 0. What is measured is the theorem's left side: E_q[d²(P_i, P_w)] by draws of
+w from what client i predicts with, d² on fresh inputs, the mean over clients. The number of local steps is the same for
+every n, since the theorem is on the minimiser and not on the way there.
 
 ``results/theory.json``:
 
@@ -187,8 +188,8 @@ def summary(setting: Setting, points: Sequence[dict[str, Any]]) -> dict[str, Any
 def run(out: Path, seeds: int, device: str, say: Say, setting: Setting | None = None) -> None:
     """Measure all points and write them to ``out``.
 
-    Points that ``out`` holds already, of the same setting and at least as many seeds, are kept; it is written after each
-    point.
+    Points that ``out`` holds already, of the same setting and at least as many seeds, are kept; it is written after
+    each point.
 
     Args:
         out: The JSON file.

@@ -79,8 +79,8 @@ def settled(
 ) -> tuple[Scale, bool]:
     """A vertical scale for curves over rounds, and whether it leaves out how they began.
 
-    The first rounds are often so far off that nothing could be told of the rest. Where what follows the first tenth (two at
-    least) spans less than a third of the whole, the scale is that of the rest.
+    The first rounds are often so far off that nothing could be told of the rest. Where what follows the first tenth
+    (two at least) spans less than a third of the whole, the scale is that of the rest.
 
     Args:
         series: The values of each curve.
