@@ -26,7 +26,7 @@ from bpfed.methods.published import PublishedBPFed
 from bpfed.paper import protocol
 from bpfed.paper.cell import seed_record
 from bpfed.paper.reference import BATCH, PARTITION, best, train
-from bpfed.paper.training import Say, device_name, read, there, to_stderr
+from bpfed.paper.training import Say, check_writable, device_name, read, there, to_stderr
 from bpfed.paper.training import record as recorded
 from bpfed.scores import deviation, mean
 
@@ -193,6 +193,7 @@ def _variant(
     if there(found, asked, path):
         say(f"{what}: there already")
         return
+    check_writable(path.parent)
     start = time.perf_counter()
     runs = train(method, cell, how, seeds, say, what, variant.partition, variant.one_pool)
     kept = [{k: v for k, v in seed_record(one).items() if k != "reliability"} for one in runs]

@@ -26,7 +26,7 @@ from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
 from bpfed.paper import protocol
 from bpfed.paper.search import HELD, MEMORY
-from bpfed.paper.training import Kept, device_name, differing, tests_on
+from bpfed.paper.training import Kept, check_writable, device_name, differing, tests_on
 from bpfed.rehearsal import rehearse
 from bpfed.run import Run, train_together
 from bpfed.training import prepare
@@ -131,15 +131,15 @@ def run(
     """Run the seeds of a cell that have no record yet."""
     missing = cell.missing(results)
     entrant = cell.entrant(device)
-    stacked = pick_device(device).type == "cuda"
+    stacked, path = pick_device(device).type == "cuda", cell.path(results)
+    if missing:
+        check_writable(path.parent)
     for seeds in [missing] if stacked and missing else [[seed] for seed in missing]:
         if display is not None:
             display.begin(cell.name, f"{entrant.title}, {cell.partition}", seeds)
         start = time.perf_counter()
         runs = train(entrant, cell, seeds, [display] if display is not None else [])
         record = _record(cell, entrant, runs, time.perf_counter() - start, cell.record(results))
-        path = cell.path(results)
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, to_json(record))
         if display is not None:
             display.finished()

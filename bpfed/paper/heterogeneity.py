@@ -140,7 +140,7 @@ def sweep(path: Path, axis: str, methods: dict[str, Method], seeds: int, rounds:
         means = ", ".join(f"{100 * sum(a) / len(a):.1f}" for a in scores["accuracy"])
         return Measured(scores, f"accuracy {means} %")
 
-    each(methods, f"over {axis}", file.has, found, file.keep, say)
+    each(methods, f"over {axis}", file.has, found, file.keep, say, file.check_writable)
 
 
 def measure(method: Method, axis: str, seeds: int, rounds: int, device: str, say: Say) -> dict[str, list[list[float]]]:

@@ -33,6 +33,7 @@ from bpfed.paper.training import (
     Measured,
     Progress,
     Say,
+    check_writable,
     device_name,
     each,
     read,
@@ -136,6 +137,7 @@ def _cell(
         return folder / f"{name}.json"
 
     def ready() -> None:
+        check_writable(folder)
         if not deals:
             say(f"{cell}: loading {plural(seeds, 'seed')}")
             deals.extend(load(cell, partition=partition, seed=seed) for seed in range(seeds))

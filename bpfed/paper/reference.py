@@ -31,7 +31,7 @@ from bpfed.methods.published import PUBLISHED, PublishedBPFed
 from bpfed.networks import LeNet, default
 from bpfed.paper.cell import seed_record
 from bpfed.paper.slices import load_slices
-from bpfed.paper.training import Progress, Say, device_name, read, record, tests_on, there, to_stderr
+from bpfed.paper.training import Progress, Say, check_writable, device_name, read, record, tests_on, there, to_stderr
 from bpfed.run import Run, train_together
 from bpfed.training import prepare
 
@@ -165,6 +165,7 @@ def _cell(out: Path, cell: str, name: str, seeds: tuple[int, ...], how: Settings
     if not missing:
         say(f"{title} on {cell}: there already")
         return
+    check_writable(path.parent)
     start = time.perf_counter()
     for one in train(method, cell, how, missing, say, f"{title} on {cell}"):
         kept[one.settings.seed] = seed_record(one)

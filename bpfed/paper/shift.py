@@ -87,6 +87,7 @@ def _cell(path: Path, cell: str, methods: dict[str, Method], seeds: int, setting
     strange: list[Tensor] = []
 
     def ready() -> None:
+        file.check_writable()
         if not deals:
             say(f"{cell}: loading {plural(file.seeds, 'seed')}")
             device = pick_device(settings.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -17,7 +18,7 @@ from bpfed.engine.federation import Federation, pick_device
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
-from bpfed.files import to_json, write_whole
+from bpfed.files import said, to_json, write_whole
 from bpfed.methods.base import Method
 from bpfed.paper import protocol
 from bpfed.versions import before
@@ -93,12 +94,33 @@ def record(method: Method, settings: Settings) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result that was written before; empty if there is none that can be read."""
+    """A result that was written before; empty if there is none.
+
+    Raises:
+        UserError: There is one, but it cannot be read; to measure again and overwrite it could cost hours of work.
+    """
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    return found if isinstance(found, dict) else {}
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read ({error.strerror}); check the folder of results.") from None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"'{path}' is damaged; restore or delete it.")
+    return found
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder, and check that results can be written there before they are worked for.
+
+    Raises:
+        UserError: They cannot be.
+    """
+    with said(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def tests_on(data: FederatedData, device: torch.device) -> FederatedData:
@@ -195,6 +217,10 @@ class Shared:
         self.asked = asked | {"seeds": list(range(self.seeds))}
         there(found, self.asked, path, more=False)
         self.methods: dict[str, Any] = found.get("methods", {})
+
+    def check_writable(self) -> None:
+        """Check that the file can be written."""
+        check_writable(self.path.parent)
 
     def has(self, name: str, method: Method) -> bool:
         """Whether a method is there with these settings."""
