@@ -19,7 +19,7 @@ from bpfed.errors import UserError
 from bpfed.paper import cell as cells
 from bpfed.paper import protocol, search, summary
 from bpfed.paper.cell import Cell
-from bpfed.paper.training import Kept, read, there
+from bpfed.paper.training import OtherResult, check_same, has_seeds, read
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ def test_a_search_is_not_run_again_and_another_one_does_not_replace_it(digits, t
     monkeypatch.setattr(search, "search", lambda *a, **k: pytest.fail("It was there already."))
     search.run(tmp_path, *ask, grid, 1, "cpu", told.append)
     assert told[-1] == "bpfed-recipe on mnist-small: done already"
-    with pytest.raises(Kept, match="holds results for different grid; delete it to re-run"):
+    with pytest.raises(OtherResult, match="holds results for different grid; delete it to re-run"):
         search.run(tmp_path, *ask, [{"lr": 0.002}], 1, "cpu", told.append)
     assert (tmp_path / "search/bpfed-recipe-mnist-small-1.json").read_bytes() == before
 
@@ -319,7 +319,7 @@ def test_all_goes_on_where_a_result_is_kept_and_says_so(monkeypatch, capsys, tmp
     for name in ("_run_cells", "novel", "published", "heterogeneity", "shift", "theory", "_render"):
         monkeypatch.setattr(commands, name, lambda *a, name=name, **k: done.append(name))
     path = tmp_path / "audit.json"
-    monkeypatch.setattr(commands, "audit", lambda **k: there({"rounds": 60, "seeds": [0]}, {"rounds": 200}, path))
+    monkeypatch.setattr(commands, "audit", lambda **k: check_same({"rounds": 60, "seeds": [0]}, {"rounds": 200}, path))
     assert "holds results for different rounds" in command("paper", "all").sentence
     assert done == ["_run_cells", "novel", "published", "heterogeneity", "shift", "theory", "_render"]
 
@@ -332,16 +332,18 @@ def test_a_result_is_there_with_all_its_seeds_or_more_and_settings_that_came_lat
         return {"seeds": list(range(seeds)), "settings": {"method": {"lr": 0.1, **method}, "run": {}}}
 
     found, path = asked(3), Path("x.json")
-    assert not there({}, asked(3), path)
-    assert [there(found, asked(seeds), path) for seeds in (1, 3, 5)] == [True, True, False]
-    assert there(found, asked(3, momentum=0.5), path)
-    with pytest.raises(Kept, match="different settings"):
-        there(found, asked(3, lr=0.2), path)
-    with pytest.raises(Kept, match="different settings"):  # what was done before it came is not what is done by default
-        there(found, asked(3, unseen=1.0), path)
-    assert there(found, asked(3, unseen=0.0), path)
-    with pytest.raises(Kept, match="different seeds"):
-        there(found, asked(5), path, more=False)
+    check_same({}, asked(3), path)
+    assert not has_seeds({}, asked(3))
+    assert not has_seeds({}, {})
+    assert [has_seeds(found, asked(seeds)) for seeds in (1, 3, 5)] == [True, True, False]
+    for wanted in (asked(1), asked(5), asked(3, momentum=0.5), asked(3, unseen=0.0)):
+        check_same(found, wanted, path)
+    with pytest.raises(OtherResult, match="different settings"):
+        check_same(found, asked(3, lr=0.2), path)
+    with pytest.raises(OtherResult, match="different settings"):  # before it came, not what is done by default was done
+        check_same(found, asked(3, unseen=1.0), path)
+    with pytest.raises(OtherResult, match="different seeds"):
+        check_same(found, asked(5), path, more=False)
 
 
 def test_nothing_is_rendered_from_a_folder_without_results(capsys, tmp_path):

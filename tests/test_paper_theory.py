@@ -13,6 +13,7 @@ from bpfed.methods.base import GaussianPredictive
 from bpfed.paper import theory
 from bpfed.paper.teachers import Setting, Teachers, task
 from bpfed.paper.theory import measure, point, run, slope, start, summary, verdict
+from bpfed.paper.training import OtherResult
 from bpfed.theory import epsilon_n, r_n
 
 SMALL = Setting(
@@ -183,23 +184,45 @@ def test_a_file_is_gone_on_with_point_by_point(tmp_path, monkeypatch):
     run(out, 2, "cpu", lambda _: None, SMALL)
     assert out.read_text() == whole
     assert len(made) == 3 + 4
-    run(out, 1, "cpu", lambda _: None, replace(SMALL, noise=0.5))  # another setting: nothing is kept
-    assert len(made) == 7 + 6
-    content = json.loads(out.read_text())
-    content["setting"]["settings"]["bpfed"]["sigma"] = (
-        0.5  # measured with other defaults of a method: nothing of that one
-    )
+    content = json.loads(whole)
+    content["setting"]["settings"]["bpfed"]["sigma"] = 0.5  # measured with other defaults of a method: nothing of it
     out.write_text(json.dumps(content))
     said.clear()
-    run(out, 1, "cpu", said.append, replace(SMALL, noise=0.5))
-    assert len(made) == 13 + 3
-    assert {method for method, _, _ in made[13:]} == {"bpfed"}
+    run(out, 2, "cpu", said.append, SMALL)
+    assert len(made) == 7 + 3
+    assert {method for method, _, _ in made[7:]} == {"bpfed"}
     assert "3 of 6 points" in said[0]
     out.write_text("{}")
     with pytest.raises(UserError, match="not a results file"):
         run(out, 1, "cpu", lambda _: None, SMALL)
     with pytest.raises(UserError, match="at least 1"):
         run(out, 0, "cpu", lambda _: None, SMALL)
+
+
+def test_nothing_measured_is_lost_to_fewer_seeds_or_another_setting(tmp_path, monkeypatch):
+    out, made = tmp_path / "theory.json", []
+
+    def counted(setting, method, n, clients, seeds, device, say):
+        made.append(len(seeds))
+        scores = {name: [1 / (n + seed) for seed in seeds] for name in ("hellinger", "of_mean")}
+        return {"method": method, "n": n, "clients": clients, **scores, "seconds": 0.0}
+
+    monkeypatch.setattr(theory, "point", counted)
+    run(out, 3, "cpu", lambda _: None, SMALL)
+    content = json.loads(out.read_text())
+    out.write_text(json.dumps(content | {"points": content["points"][1:]}))
+    run(out, 2, "cpu", lambda _: None, SMALL)  # fewer than the file has: what is missing gets as many
+    assert json.loads(out.read_text()) == content
+    assert made == [3] * 7
+    whole = out.read_bytes()
+    with pytest.raises(OtherResult, match=r"theory.json' holds results for different noise; delete it to re-run"):
+        run(out, 3, "cpu", lambda _: None, replace(SMALL, noise=0.5))
+    with pytest.raises(OtherResult, match="different seeds"):
+        run(out, 4, "cpu", lambda _: None, SMALL)
+    out.write_bytes(b"{" + whole)
+    with pytest.raises(UserError, match="is damaged; restore or delete it"):
+        run(out, 3, "cpu", lambda _: None, SMALL)
+    assert out.read_bytes() == b"{" + whole
 
 
 def test_a_real_run_writes_every_point(tmp_path):

@@ -252,7 +252,7 @@ def everything(
 
     A result that answers another request than this one, e.g. with other rounds, is kept, and the rest goes on.
     """
-    from bpfed.paper.training import Kept
+    from bpfed.paper.training import OtherResult
 
     few, kept = seeds or 3, []
     for part in (
@@ -266,11 +266,11 @@ def everything(
     ):
         try:
             part()
-        except Kept as error:
+        except OtherResult as error:
             kept.append(str(error))
     _render(results, docs)
     if kept:
-        raise Kept(" ".join(kept))
+        raise OtherResult(" ".join(kept))
 
 
 @app.command(epilog="Example: bpfed paper render")
@@ -298,7 +298,7 @@ def _run_cells(
         from bpfed.paper import pool, protocol
         from bpfed.paper.cell import Cell, run
         from bpfed.paper.summary import write
-        from bpfed.paper.training import Kept
+        from bpfed.paper.training import OtherResult
 
         tag = _tag(rounds)
         chosen = None if seeds is None else tuple(range(seeds))
@@ -312,7 +312,7 @@ def _run_cells(
         for cell in todo:  # all are looked at before one is run
             try:
                 missing[cell] = cell.missing(results)
-            except Kept as error:
+            except OtherResult as error:
                 kept.append(str(error))
         left = [cell for cell, seeds_left in missing.items() if seeds_left]
         display.expect([(cell.name, seed) for cell in left for seed in missing[cell]])

@@ -26,7 +26,7 @@ from bpfed.methods.published import PublishedBPFed
 from bpfed.paper import protocol
 from bpfed.paper.cell import seed_record
 from bpfed.paper.reference import BATCH, PARTITION, best, train
-from bpfed.paper.training import Say, check_writable, device_name, read, there, to_stderr
+from bpfed.paper.training import Say, check_same, check_writable, device_name, has_seeds, read, to_stderr
 from bpfed.paper.training import record as recorded
 from bpfed.scores import deviation, mean
 
@@ -190,7 +190,8 @@ def _variant(
     }
     whole = read(path)
     found = whole.get("cells", {}).get(cell, {}).get(variant.name, {})
-    if there(found, asked, path):
+    check_same(found, asked, path)
+    if has_seeds(found, asked):
         say(f"{what}: there already")
         return
     check_writable(path.parent)

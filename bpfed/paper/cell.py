@@ -25,8 +25,7 @@ from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
 from bpfed.paper import protocol
-from bpfed.paper.search import HELD, MEMORY
-from bpfed.paper.training import Kept, check_writable, device_name, differing, tests_on
+from bpfed.paper.training import OtherResult, check_writable, device_name, differing, tests_on
 from bpfed.rehearsal import rehearse
 from bpfed.run import Run, train_together
 from bpfed.training import prepare
@@ -107,14 +106,14 @@ class Cell:
         """The seeds that its record does not hold.
 
         Raises:
-            Kept: The record was made with other settings than it would be now.
+            OtherResult: The record was made with other settings than it would be now.
         """
         record = self.record(results)
         if record is None:
             return list(self.wanted)
         settings = _settings(self.entrant())
         if differs := differing(record["settings"], settings):
-            raise Kept(
+            raise OtherResult(
                 f"'{self.path(results)}' was made with other settings ({differs}) and is kept; delete it to run the cell again."
             )
         done = {found["seed"] for found in record["runs"]}
@@ -153,7 +152,7 @@ def train(entrant: Entrant, cell: Cell, seeds: Sequence[int], callbacks: Sequenc
         settings = replace(entrant.settings, seed=seed)
         data = load(cell.cell, partition=cell.partition, seed=seed)
         ready.append(prepare(entrant.method, tests_on(data, pick_device(settings.device)), settings))
-    rehearse(ready, held=HELD, eval_draws=protocol.LAST_DRAWS, memory=MEMORY)
+    rehearse(ready, held=protocol.HELD, eval_draws=protocol.LAST_DRAWS, memory=protocol.MEMORY)
     told = [list(callbacks) if i == 0 else [] for i in range(len(ready))]
     return [_last_test(run) for run in train_together(ready, told)]
 
@@ -215,7 +214,7 @@ def _settings(entrant: Entrant) -> dict[str, Any]:
     kept = ("rounds", *protocol.RUN, "eval_draws", "scaling", "calibration")
     run = {name: getattr(entrant.settings, name) for name in kept} | {"last_draws": protocol.LAST_DRAWS}
     if entrant.settings.rehearsals:
-        run |= {"rehearsals": entrant.settings.rehearsals, "held": HELD}
+        run |= {"rehearsals": entrant.settings.rehearsals, "held": protocol.HELD}
     if entrant.settings.members > 1:
         run |= {"members": entrant.settings.members}
     return json.loads(to_json({"method": entrant.method.settings(), "run": run}))

@@ -33,14 +33,15 @@ from bpfed.paper.training import (
     Measured,
     Progress,
     Say,
+    check_same,
     check_writable,
     device_name,
     each,
+    has_seeds,
     read,
     record,
     seeded,
     settings_of,
-    there,
     to_stderr,
     train,
 )
@@ -151,7 +152,9 @@ def _cell(
         write_whole(path(name), to_json({**asked(name, method), "device": device_name(settings.device), **scores}))
 
     def done(name: str, method: Method) -> bool:
-        return there(read(path(name)), asked(name, method), path(name))
+        there = read(path(name))
+        check_same(there, asked(name, method), path(name))
+        return has_seeds(there, asked(name, method))
 
     each(methods, f"on {cell}", done, found, keep, say, ready)
 

@@ -31,7 +31,17 @@ from bpfed.methods.published import PUBLISHED, PublishedBPFed
 from bpfed.networks import LeNet, default
 from bpfed.paper.cell import seed_record
 from bpfed.paper.slices import load_slices
-from bpfed.paper.training import Progress, Say, check_writable, device_name, read, record, tests_on, there, to_stderr
+from bpfed.paper.training import (
+    Progress,
+    Say,
+    check_same,
+    check_writable,
+    device_name,
+    read,
+    record,
+    tests_on,
+    to_stderr,
+)
 from bpfed.run import Run, train_together
 from bpfed.training import prepare
 
@@ -158,7 +168,7 @@ def _cell(out: Path, cell: str, name: str, seeds: tuple[int, ...], how: Settings
     method = PUBLISHED[name]()
     asked = {"cell": cell, "method": name, "settings": record(method, how), "rounds": how.rounds}
     found = read(path)
-    there(found, asked, path)
+    check_same(found, asked, path)
     kept = {one["seed"]: one for one in found.get("runs", [])}
     missing = [seed for seed in seeds if seed not in kept]
     title = {"bpfed": "BPFed", "pfedbayes": "pFedBayes"}[name]

@@ -25,19 +25,15 @@ from bpfed.files import to_json, write_whole
 from bpfed.methods import method
 from bpfed.paper import protocol, records
 from bpfed.paper.records import numbers
-from bpfed.paper.training import Say, check_writable, device_name, read, record, tests_on, there, to_stderr
+from bpfed.paper.training import Say, check_same, check_writable, device_name, read, record, tests_on, to_stderr
 from bpfed.paper.typeset import NOTHING
 from bpfed.run import train_together
 from bpfed.schema import fields_of
 from bpfed.scores import mean
 from bpfed.training import prepare
 
-#: Part of the training examples that is scored, and the seeds, which no table uses. With a fifth held out, as at first,
-#: what is left is so much less that the model of all the examples comes out surer than the one that was chosen.
-HELD = 0.1
+#: The seeds, which no table uses.
 SEEDS = (11, 12, 13, 14)
-#: MiB for what is trained side by side.
-MEMORY = 16384
 #: What is tried, by default around what was chosen; the rounds are tried twice, since calibration must not depend on
 #: them.
 GRID: tuple[dict[str, float], ...] = tuple(
@@ -67,7 +63,7 @@ LEAST_K = 1.0
 
 def validation(cell: str, seed: int, partition: str = "groups") -> FederatedData:
     """The cell with a part of its training examples instead of its test examples."""
-    return held_out(load(cell, partition=partition, seed=seed), HELD, seed)
+    return held_out(load(cell, partition=partition, seed=seed), protocol.HELD, seed)
 
 
 def run(
@@ -91,7 +87,7 @@ def run(
         say: Told what each setting gave.
 
     Raises:
-        Kept: There is a search of something else under that name.
+        OtherResult: There is a search of something else under that name.
     """
     check_grid(name, grid)
     paths = {cell: out / "search" / f"{name}-{cell}-{rounds}.json" for cell in cells}
@@ -147,7 +143,7 @@ def asked(
         "method": name,
         "rounds": rounds,
         "seeds": list(seeds),
-        "held": HELD,
+        "held": protocol.HELD,
         "settings": record(method(name)(), _settings(rounds)),
         "grid": [dict(values) for values in grid],
     }
@@ -196,7 +192,7 @@ def _settings(rounds: int, device: str = "auto") -> Settings:
         eval_every=max(1, rounds // 3),
         eval_draws=protocol.LAST_DRAWS,
         device=device,  # type: ignore[arg-type]
-        memory=MEMORY,
+        memory=protocol.MEMORY,
         **protocol.RUN,
     )
 
@@ -204,7 +200,10 @@ def _settings(rounds: int, device: str = "auto") -> Settings:
 def _done(path: Path, asked: dict[str, Any]) -> bool:
     """Whether this very search is there."""
     found = read(path)
-    return there(found and found | {"grid": [row["settings"] for row in found.get("tried", ())]}, asked, path, False)
+    if found:
+        tried = [row["settings"] for row in found.get("tried", ())]
+        check_same(found | {"grid": tried}, asked, path, more=False)
+    return bool(found)
 
 
 def _over_confidence(run: Any) -> float:

@@ -26,7 +26,6 @@ slowest: ε_n² has the highest power of the logarithm.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -48,6 +47,7 @@ from bpfed.methods.base import GaussianPredictive, rows
 from bpfed.networks import mlp
 from bpfed.noise import Purpose
 from bpfed.paper.teachers import Setting, Task, task
+from bpfed.paper.training import check_same, check_writable, read
 from bpfed.run import Run, train_together
 from bpfed.theory import epsilon_n, r_n, squared_hellinger
 from bpfed.training import prepare
@@ -188,25 +188,29 @@ def summary(setting: Setting, points: Sequence[dict[str, Any]]) -> dict[str, Any
 def run(out: Path, seeds: int, device: str, say: Say, setting: Setting | None = None) -> None:
     """Measure all points and write them to ``out``.
 
-    Points that ``out`` holds already, of the same setting and at least as many seeds, are kept; it is written after
-    each point.
+    Points that ``out`` holds already are kept, and where they have more seeds, so have the others; it is written after
+    each point. Those of a method whose settings have changed since are measured again.
 
     Args:
         out: The JSON file.
         seeds: Each has teachers, data and first weights of its own.
         device: ``auto``, ``cpu`` or ``cuda``.
         say: Told in words how far it has come.
+
+    Raises:
+        OtherResult: The file is of another setting or of fewer seeds.
     """
     setting = setting or Setting()
     if seeds < 1:
         raise UserError(f"seeds is {seeds}, but must be at least 1.")
     grid, points = setting.grid(), _kept(out, setting, seeds)
     kept = {(p["method"], p["n"], p["clients"]) for p in points}
+    seeds = max([seeds, *(len(p["hellinger"]) for p in points)])
     missing = [at for at in grid if at not in kept]
-    if out.exists() and not kept:
-        say(f"theory: '{out}' was measured with other settings or fewer seeds, and is measured again")
     if kept:
         say(f"theory: {len(kept)} of {len(grid)} points are in '{out}' already")
+    if missing:
+        check_writable(out.parent)
     began = time.perf_counter()
     for done, (method, n, clients) in enumerate(missing):
         title = f"theory: {METHODS[method].title}, n = {n}, {clients} clients (point {done + 1} of {len(missing)}"
@@ -253,19 +257,20 @@ class _Said(Callback):
 
 
 def _kept(out: Path, setting: Setting, seeds: int) -> list[dict[str, Any]]:
-    """The points of a file that need not be measured again, cut to ``seeds`` seeds."""
+    """The points of a file that need not be measured again."""
     if not out.exists():
         return []
+    content, now = read(out), setting.record()
     try:
-        content, now = json.loads(out.read_text()), setting.record()
-        was, methods = content["setting"]["settings"], now["settings"]
-        if {**content["setting"], "settings": methods} != now:
-            return []
-        same = {name for name in methods if was.get(name) == methods[name]}
-        enough = [p for p in content["points"] if p["method"] in same and len(p["hellinger"]) >= seeds]
-        return [p | {name: p[name][:seeds] for name in ("hellinger", "of_mean")} for p in enough]
-    except (ValueError, KeyError, TypeError) as error:
+        was, points = content["setting"], content["points"]
+        have = max([len(p["hellinger"]) for p in points], default=0)
+        same = {name for name in now["settings"] if was["settings"].get(name) == now["settings"][name]}
+        kept = [p for p in points if p["method"] in same and len(p["hellinger"]) == have]
+        asked = {name: value for name, value in now.items() if name != "settings"}
+        check_same(was | {"seeds": range(have)}, asked | {"seeds": range(max(seeds, have))}, out, more=False)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"'{out}' is not a results file of this experiment; remove it or choose another.") from error
+    return kept
 
 
 def _student(setting: Setting, seed: int) -> nn.Module:

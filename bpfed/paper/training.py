@@ -129,33 +129,37 @@ def tests_on(data: FederatedData, device: torch.device) -> FederatedData:
     return replace(data, test=Examples(test.x.to(device), test.y.to(device), test.offsets))
 
 
-class Kept(UserError):
+class OtherResult(UserError):
     """A finished result is for something else than what is asked for; it is not overwritten."""
 
 
-def there(found: dict[str, Any], asked: dict[str, Any], path: Path, more: bool = True) -> bool:
-    """Whether a result is there, with all seeds that are asked for; ``found`` in ``path``, and empty if not.
+def check_same(found: dict[str, Any], asked: dict[str, Any], path: Path, more: bool = True) -> None:
+    """Check that a result, if there is one, is for what is asked for, so that it may be gone on with.
 
     Args:
-        found: What there is.
+        found: What there is in ``path``; empty: nothing.
         asked: What it should be of; its ``seeds``, if any, are among those of ``found`` or the other way round.
         path: Where it is.
         more: Whether one of too few seeds may be measured again.
 
     Raises:
-        Kept: It is for something else than what is asked for.
+        OtherResult: It is for something else.
     """
     if not found:
-        return False
-    seeds = set(asked.get("seeds", ())) <= set(found.get("seeds", ()))
+        return
     other = [name for name, value in asked.items() if name != "seeds" and not _same(name, found.get(name), value)]
-    if not (seeds or more):
+    if not more and not has_seeds(found, asked):
         other.append("seeds")
     if other:
-        raise Kept(
-            f"'{path}' holds results for different {', '.join(other)}; delete it to re-run, or use another --results folder."
+        raise OtherResult(
+            f"'{path}' holds results for different {', '.join(other)}; delete it to re-run, or use another --results "
+            "folder."
         )
-    return seeds
+
+
+def has_seeds(found: dict[str, Any], asked: dict[str, Any]) -> bool:
+    """Whether there is a result with all seeds that are asked for."""
+    return bool(found) and set(asked.get("seeds", ())) <= set(found.get("seeds", ()))
 
 
 def each(
@@ -207,7 +211,7 @@ class Shared:
         settings: Of every run but for the seed.
 
     Raises:
-        Kept: The file is of something else than what is asked for.
+        OtherResult: The file is of something else than what is asked for.
     """
 
     def __init__(self, path: Path, asked: dict[str, Any], order: Sequence[str], settings: Settings) -> None:
@@ -215,7 +219,7 @@ class Shared:
         self.path, self.order, self.settings = path, order, settings
         self.seeds = max(len(asked["seeds"]), len(found.get("seeds", ())))
         self.asked = asked | {"seeds": list(range(self.seeds))}
-        there(found, self.asked, path, more=False)
+        check_same(found, self.asked, path, more=False)
         self.methods: dict[str, Any] = found.get("methods", {})
 
     def check_writable(self) -> None:
