@@ -206,6 +206,8 @@ def test_mistakes_on_the_command_line_are_one_sentence(tmp_path, capsys):
         (["table1", "--cells", "mnist-tiny"], "mnist-tiny"),
         (["table1", "--methods", "fedprox"], "fedprox"),
         (["table2", "--partitions", "iid"], "iid"),
+        (["table1", "--device", "gpu"], "--device is 'gpu', but must be one of: auto, cpu, cuda."),
+        (["search", "--device", "CUDA"], "--device is 'CUDA'"),
         (["render", "--results", str(tmp_path / "none")], "no results"),
     ):
         assert words in bpfed("paper", *arguments).sentence

@@ -8,6 +8,9 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from bpfed.errors import UserError
 from bpfed.softness import SOFTEST, SUREST
 
+#: Where a run may be asked to take place; ``auto`` is CUDA where there is one.
+Device = Literal["auto", "cpu", "cuda"]
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -84,7 +87,7 @@ class Settings:
     delta: float = 1e-5
     robust: str = "none"
     compression: Literal["none", "half"] = "none"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     tf32: bool = True
     compile: Literal["auto", "on", "off"] = "auto"
     chunk: int | None = None

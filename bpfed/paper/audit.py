@@ -19,7 +19,7 @@ import torch
 
 import bpfed
 from bpfed.data.cells import CELLS
-from bpfed.engine.settings import Settings
+from bpfed.engine.settings import Device, Settings
 from bpfed.errors import unknown
 from bpfed.files import to_json, write_whole
 from bpfed.methods.published import PublishedBPFed
@@ -120,7 +120,7 @@ class Variant:
         """Whether images meet the larger network."""
         return self.as_published("network")
 
-    def settings(self, rounds: int, device: str) -> Settings:
+    def settings(self, rounds: int, device: Device) -> Settings:
         """How it is run; the seed is set later."""
         ours = self.as_published("work")
         return Settings(
@@ -131,7 +131,7 @@ class Variant:
             eval_every=max(1, rounds // TESTS),
             eval_draws=1 if self.as_published("noise") else DRAWS,
             schedule="constant",
-            device=device,  # type: ignore[arg-type]
+            device=device,
         )
 
 
@@ -149,7 +149,7 @@ def run(
     out: Path,
     seeds: Sequence[int] = (0, 1, 2),
     rounds: int = ROUNDS,
-    device: str = "auto",
+    device: Device = "auto",
     say: Say = to_stderr,
     cells: Iterable[str] = ("mnist-small",),
     only: Iterable[str] | None = None,
@@ -179,7 +179,7 @@ def run(
 
 
 def _variant(
-    path: Path, cell: str, variant: Variant, seeds: tuple[int, ...], rounds: int, device: str, say: Say
+    path: Path, cell: str, variant: Variant, seeds: tuple[int, ...], rounds: int, device: Device, say: Say
 ) -> None:
     how, method, what = variant.settings(rounds, device), variant.method, f"{variant.name} on {cell}"
     asked: dict[str, Any] = {

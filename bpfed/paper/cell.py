@@ -21,7 +21,7 @@ from bpfed.comparison.entrants import Entrant, entrants
 from bpfed.data import load
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import pick_device
-from bpfed.engine.settings import Settings
+from bpfed.engine.settings import Device, Settings
 from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
 from bpfed.paper import protocol
@@ -69,18 +69,18 @@ class Cell:
         """The seeds."""
         return tuple(range(protocol.seeds(self.method))) if self.seeds is None else self.seeds
 
-    def settings(self, device: str = "auto") -> Settings:
+    def settings(self, device: Device = "auto") -> Settings:
         """How it is run; the seed is set later."""
         rounds = protocol.rounds(self.cell) if self.rounds is None else self.rounds
         return Settings(
             rounds=rounds,
             eval_every=max(1, rounds // protocol.EVALUATIONS),
             eval_draws=protocol.DRAWS,
-            device=device,  # type: ignore[arg-type]
+            device=device,
             **protocol.RUN,
         )
 
-    def entrant(self, device: str = "auto") -> Entrant:
+    def entrant(self, device: Device = "auto") -> Entrant:
         """Who is run; where a softness is learnt, with as many rehearsals as the protocol says."""
         (found,) = entrants([self.method], self.settings(device))
         if not found.settings.rehearsals:
@@ -123,7 +123,7 @@ class Cell:
 def run(
     cell: Cell,
     results: Path,
-    device: str = "auto",
+    device: Device = "auto",
     say: Callable[[str], None] = print,
     display: CellProgress | None = None,
 ) -> None:

@@ -20,6 +20,7 @@ import torch
 from bpfed.data import Examples, FederatedData, load
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import pick_device
+from bpfed.engine.settings import Device
 from bpfed.errors import unknown
 from bpfed.methods import method as method_of
 from bpfed.methods.base import Method
@@ -102,7 +103,7 @@ def run(
     methods: Sequence[str] = METHODS,
     seeds: int = 3,
     rounds: int | None = None,
-    device: str = "auto",
+    device: Device = "auto",
     say: Say = to_stderr,
 ) -> None:
     """Run every method on both sweeps and write ``OUT/heterogeneity.json`` and ``OUT/scale.json``, method by method.
@@ -124,7 +125,7 @@ def run(
         sweep(out / AXES[name].file, name, chosen, seeds, rounds or AXES[name].rounds, device, say)
 
 
-def sweep(path: Path, axis: str, methods: dict[str, Method], seeds: int, rounds: int, device: str, say: Say) -> None:
+def sweep(path: Path, axis: str, methods: dict[str, Method], seeds: int, rounds: int, device: Device, say: Say) -> None:
     """Run methods over one axis and write the file after each of them; for the arguments see `run`."""
     asked: dict[str, Any] = {
         "axis": axis,
@@ -143,7 +144,9 @@ def sweep(path: Path, axis: str, methods: dict[str, Method], seeds: int, rounds:
     each(methods, f"over {axis}", file.has, found, file.keep, say, file.check_writable)
 
 
-def measure(method: Method, axis: str, seeds: int, rounds: int, device: str, say: Say) -> dict[str, list[list[float]]]:
+def measure(
+    method: Method, axis: str, seeds: int, rounds: int, device: Device, say: Say
+) -> dict[str, list[list[float]]]:
     """Accuracy, NLL and ECE of the last round over all test examples: a list over values of lists over seeds."""
     where = pick_device(device)
     values = AXES[axis].values

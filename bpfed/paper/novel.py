@@ -21,7 +21,7 @@ from bpfed.data import FederatedData, load
 from bpfed.data.cells import CELLS
 from bpfed.engine.federation import Federation
 from bpfed.engine.plan import Plan, plan
-from bpfed.engine.settings import Settings
+from bpfed.engine.settings import Device, Settings
 from bpfed.engine.stepper import Stepper, Work
 from bpfed.errors import UserError, unknown
 from bpfed.files import to_json, write_whole
@@ -91,7 +91,7 @@ def run(
     methods: Sequence[str] = METHODS,
     seeds: int = 3,
     rounds: int = ROUNDS,
-    device: str = "auto",
+    device: Device = "auto",
     say: Say = to_stderr,
     partition: str = "groups",
 ) -> None:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from bpfed.engine.settings import Device
 from bpfed.errors import UserError
 from bpfed.paper.cell import Cell, words
 from bpfed.paper.training import spoken
 
 
-def run(cells: Sequence[Cell], jobs: int, results: Path, device: str, say: Callable[[str], None]) -> None:
+def run(cells: Sequence[Cell], jobs: int, results: Path, device: Device, say: Callable[[str], None]) -> None:
     """Run these cells, ``jobs`` at a time.
 
     Args:
@@ -59,7 +60,7 @@ def run(cells: Sequence[Cell], jobs: int, results: Path, device: str, say: Calla
         )
 
 
-def command(cell: Cell, results: Path, device: str) -> list[str]:
+def command(cell: Cell, results: Path, device: Device) -> list[str]:
     """The command that runs one cell."""
     asked = {
         "cells": cell.cell,

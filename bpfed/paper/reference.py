@@ -23,7 +23,7 @@ from bpfed.callbacks.base import Callback
 from bpfed.data import load
 from bpfed.data.cells import CELLS
 from bpfed.engine.federation import pick_device
-from bpfed.engine.settings import Settings
+from bpfed.engine.settings import Device, Settings
 from bpfed.engine.simulator import RoundInfo
 from bpfed.errors import UserError, unknown
 from bpfed.files import to_json, write_whole
@@ -79,7 +79,7 @@ def network(shape: tuple[int, ...], classes: int, seed: int, one_pool: bool = Tr
         return OnePool(shape[0], classes)
 
 
-def settings(rounds: int = ROUNDS, device: str = "auto") -> Settings:
+def settings(rounds: int = ROUNDS, device: Device = "auto") -> Settings:
     """How the reference runs: batches of 100, ten clients a round, one weight draw in a prediction."""
     # Above some forty rounds even a CPU repays a compiled step.
     return Settings(
@@ -89,7 +89,7 @@ def settings(rounds: int = ROUNDS, device: str = "auto") -> Settings:
         eval_every=min(EVERY, rounds),
         eval_draws=1,
         schedule="constant",
-        device=device,  # type: ignore[arg-type]
+        device=device,
         compile="on" if rounds >= 40 else "auto",
     )
 
@@ -135,7 +135,7 @@ def run(
     out: Path,
     seeds: Sequence[int] = (0,),
     rounds: int = ROUNDS,
-    device: str = "auto",
+    device: Device = "auto",
     say: Say = to_stderr,
     cells: Iterable[str] | None = None,
     methods: Iterable[str] | None = None,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from bpfed.data import FederatedData, load
 from bpfed.data.held import held_out
 from bpfed.engine.federation import pick_device
-from bpfed.engine.settings import Settings
+from bpfed.engine.settings import Device, Settings
 from bpfed.errors import UserError, unknown
 from bpfed.files import to_json, write_whole
 from bpfed.methods import method
@@ -72,7 +72,7 @@ def run(
     name: str = "bpfed-recipe",
     grid: Sequence[Mapping[str, Any]] = GRID,
     rounds: int = ROUNDS[0],
-    device: str = "auto",
+    device: Device = "auto",
     say: Say = to_stderr,
 ) -> None:
     """Search in each cell and write ``OUT/search/METHOD-CELL-ROUNDS.json``; what is there already is left as it is.
@@ -155,7 +155,7 @@ def search(
     grid: Sequence[Mapping[str, Any]] = GRID,
     rounds: int = ROUNDS[0],
     seeds: Sequence[int] = SEEDS,
-    device: str = "auto",
+    device: Device = "auto",
     deal: Callable[[str, int], FederatedData] = validation,
 ) -> dict[str, Any]:
     """Train every setting with every seed; the metrics of the last round and the NLL after a third of the rounds."""
@@ -185,13 +185,13 @@ def search(
     }
 
 
-def _settings(rounds: int, device: str = "auto") -> Settings:
+def _settings(rounds: int, device: Device = "auto") -> Settings:
     """Of every run, but for what is tried and the seed."""
     return Settings(
         rounds=rounds,
         eval_every=max(1, rounds // 3),
         eval_draws=protocol.LAST_DRAWS,
-        device=device,  # type: ignore[arg-type]
+        device=device,
         memory=protocol.MEMORY,
         **protocol.RUN,
     )

@@ -22,7 +22,7 @@ from bpfed.data import Examples, FederatedData, load
 from bpfed.data.cells import CELLS
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation, pick_device
-from bpfed.engine.settings import Settings
+from bpfed.engine.settings import Device, Settings
 from bpfed.errors import unknown
 from bpfed.methods import method as method_of
 from bpfed.methods.base import Method, rows
@@ -50,7 +50,7 @@ def run(
     methods: Sequence[str] = METHODS,
     seeds: int = 3,
     rounds: int = ROUNDS,
-    device: str = "auto",
+    device: Device = "auto",
     say: Say = to_stderr,
 ) -> None:
     """Run every method and write ``OUT/shift.json`` for mnist-small and ``OUT/shift-CELL.json`` for others, method by method.

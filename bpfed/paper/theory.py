@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from bpfed.callbacks.base import Callback
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings
+from bpfed.engine.settings import Device, Settings
 from bpfed.engine.simulator import RoundInfo
 from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
@@ -60,7 +60,7 @@ FILE = "theory.json"
 _OFTEN = 2.0
 
 
-def start(setting: Setting, method: str, n: int, clients: int, seed: int, device: str) -> tuple[Run, Task]:
+def start(setting: Setting, method: str, n: int, clients: int, seed: int, device: Device) -> tuple[Run, Task]:
     """A run before its first round, and its data."""
     made = task(setting, n, clients, seed)
     batch = min(setting.batch, n)
@@ -74,7 +74,7 @@ def start(setting: Setting, method: str, n: int, clients: int, seed: int, device
         eval_every=setting.rounds,
         eval_draws=1,
         compile="off",
-        device=device,  # type: ignore[arg-type]
+        device=device,
     )
     student = _student(setting, seed)
     known = Normal(setting.noise, learnt=False)
@@ -101,7 +101,7 @@ def measure(federation: Federation, made: Task, noise_scale: float, draws: int) 
 
 
 def point(
-    setting: Setting, method: str, n: int, clients: int, seeds: Sequence[int], device: str, say: Say
+    setting: Setting, method: str, n: int, clients: int, seeds: Sequence[int], device: Device, say: Say
 ) -> dict[str, Any]:
     """One point of the curves, all seeds side by side; ``say`` is told of every round."""
     began = time.perf_counter()
@@ -185,7 +185,7 @@ def summary(setting: Setting, points: Sequence[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def run(out: Path, seeds: int, device: str, say: Say, setting: Setting | None = None) -> None:
+def run(out: Path, seeds: int, device: Device, say: Say, setting: Setting | None = None) -> None:
     """Measure all points and write them to ``out``.
 
     Points that ``out`` holds already are kept, and where they have more seeds, so have the others; it is written after

@@ -15,7 +15,7 @@ import torch
 
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.engine.federation import Federation, pick_device
-from bpfed.engine.settings import Settings
+from bpfed.engine.settings import Device, Settings
 from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
 from bpfed.files import said, to_json, write_whole
@@ -74,10 +74,10 @@ def train(
     return federations
 
 
-def settings_of(rounds: int, draws: int, device: str) -> Settings:
+def settings_of(rounds: int, draws: int, device: Device) -> Settings:
     """The protocol's settings, with all clients in a round where there are fewer than its ten participants."""
     fixed = {name: value for name, value in protocol.RUN.items() if name != "participants"}
-    return Settings(rounds=rounds, eval_draws=draws, device=device, **fixed)  # type: ignore[arg-type]
+    return Settings(rounds=rounds, eval_draws=draws, device=device, **fixed)
 
 
 def seeded(settings: Settings, seeds: int) -> list[Settings]:
@@ -255,7 +255,7 @@ def differing(was: dict[str, Any], now: dict[str, Any]) -> str:
     return "; ".join(words)
 
 
-def device_name(device: str) -> str:
+def device_name(device: Device) -> str:
     """The device's own name, as ``NVIDIA H200``, or ``CPU``."""
     chosen = pick_device(device)
     return torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else "CPU"
