@@ -316,7 +316,7 @@ def test_settings_that_cannot_be_tried_are_refused_before_anything_is_loaded(dig
 
 
 def test_all_goes_on_where_a_result_is_kept_and_says_so(monkeypatch, capsys, tmp_path):
-    """The audit's is of other rounds: what follows is run and rendered all the same, and a wrong name still stops at once."""
+    """The audit's is of other rounds: what follows is run and rendered nevertheless; a wrong name stops at once."""
     command, done = Command(capsys), []
     for name in ("_run_cells", "novel", "published", "heterogeneity", "shift", "theory", "_render"):
         monkeypatch.setattr(commands, name, lambda *a, name=name, **k: done.append(name))

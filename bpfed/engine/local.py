@@ -180,7 +180,7 @@ class LocalRound:
         return Finished(upload, finished.personal, {"nll": loss / taken.clamp(min=1.0), **told})
 
     def _begin(self, rows: Rows) -> tuple[State, dict[str, Tensor]]:
-        """Local states of their own, which steps write to, and the method's numbers with the counts that it asks for."""
+        """Local states of their own, which steps write to; the method's numbers, with counts if it asks for them."""
         hyper = rows.hyper | ({"counts": self._counts(rows)} if self.method.counting else {})
         local = self.method.begin(self.model, rows.shared, rows.personal, hyper)
         return tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), local), hyper

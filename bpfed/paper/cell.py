@@ -114,7 +114,8 @@ class Cell:
         settings = _settings(self.entrant())
         if differs := differing(record["settings"], settings):
             raise OtherResult(
-                f"'{self.path(results)}' was made with other settings ({differs}) and is kept; delete it to run the cell again."
+                f"'{self.path(results)}' was made with other settings ({differs}) and is kept; delete it to run "
+                "the cell again."
             )
         done = {found["seed"] for found in record["runs"]}
         return [seed for seed in self.wanted if seed not in done]

@@ -83,8 +83,8 @@ AXES = {
         (0.05, 0.1, 0.3, 1, 10, 1000),
         100,
         dirichlet,
-        f"{SOURCE}, {CLIENTS} clients by Dirichlet(α), about 3500 training examples in all, at most {MOST_TESTS} test examples "
-        "each, 10 clients a round",
+        f"{SOURCE}, {CLIENTS} clients by Dirichlet(α), about 3500 training examples in all, at most {MOST_TESTS} "
+        "test examples each, 10 clients a round",
     ),
     "clients": Axis(
         "scale.json",

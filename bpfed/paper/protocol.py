@@ -81,12 +81,12 @@ def seeds(method: str) -> int:
 
 
 def cells(names: str | Iterable[str] | None = None) -> tuple[str, ...]:
-    """The cells of these names, all six if none is given; ``mnist`` is both of that dataset, ``small`` all small ones."""
+    """The cells of these names, all six if none is given; ``mnist`` is both of that dataset, ``small`` all small."""
     return _chosen("cell", names, tuple(CELLS), lambda cell, word: word in (cell, *cell.split("-")))
 
 
 def methods(names: str | Iterable[str] | None = None) -> tuple[str, ...]:
-    """The methods of these names, all if none is given; ``table`` stands for the paper's nine, and any variant may be named."""
+    """The methods of these names, all if none is given; ``table`` is the paper's nine, and any variant may be named."""
     known: tuple[str, ...] = (*TABLE, *EXTRA)
     names = None if names is None else _words(names)
     for name in names or ():

@@ -1,4 +1,4 @@
-"""The published protocol: BPFed and pFedBayes with the settings of the public reference code, the best of 800 test rounds.
+"""The published protocol: BPFed and pFedBayes with the settings of the public reference code, the best of 800 rounds.
 
 Only the reference picks its round on test data; that figure is given under this protocol's name and no other. The split
 is that code's too (`bpfed.paper.slices`); its data are the same for all seeds. The test is in every tenth round, where

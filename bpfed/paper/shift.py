@@ -53,7 +53,7 @@ def run(
     device: Device = "auto",
     say: Say = to_stderr,
 ) -> None:
-    """Run every method and write ``OUT/shift.json`` for mnist-small and ``OUT/shift-CELL.json`` for others, method by method.
+    """Run every method; write ``OUT/shift.json`` of mnist-small, ``OUT/shift-CELL.json`` of others, method by method.
 
     Args:
         out: Folder of results.
@@ -136,7 +136,7 @@ def shifted(federation: Federation, kind: str, value: float) -> Federation:
 
 
 def rotated(x: Tensor, degrees: float) -> Tensor:
-    """Images ``[E, C, H, W]`` or ``[E, H, W]`` turned anticlockwise about their middle; what comes in from outside is -1."""
+    """Images ``[E, C, H, W]`` or ``[E, H, W]`` turned anticlockwise about their middle; what comes in is -1."""
     if degrees == 0:
         return x
     images = x if x.ndim == 4 else x[:, None]
@@ -175,7 +175,7 @@ def told_apart(federation: Federation, strange: Tensor) -> dict[str, dict[str, f
 
 
 def uncertainties(federation: Federation, client: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Total and epistemic uncertainty of one client's predictions, ``[E]`` each; a single network has none of the latter."""
+    """Total and epistemic uncertainty of one client's predictions, ``[E]`` each; one network has none of the latter."""
     who = torch.tensor([client])
     with torch.no_grad():
         predictive = federation.method.predictive(

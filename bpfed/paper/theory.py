@@ -234,8 +234,8 @@ def verdict(content: dict[str, Any]) -> list[str]:
     for method in by_n["methods"].values():
         within = "no slower than" if method["slope"] <= bound["slope"] else "SLOWER than"
         lines.append(
-            f"{method['title']}: error ~ n^({method['slope']:.2f} ± {method['slope_se']:.2f}), {within} the bound's leading term "
-            f"n^({bound['slope']:.2f}); its r_n is n^({bound['slope_r_n']:.2f})."
+            f"{method['title']}: error ~ n^({method['slope']:.2f} ± {method['slope_se']:.2f}), {within} the bound's "
+            f"leading term n^({bound['slope']:.2f}); its r_n is n^({bound['slope_r_n']:.2f})."
         )
     return lines
 

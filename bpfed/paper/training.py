@@ -247,7 +247,10 @@ def _same(name: str, was: Any, now: Any) -> bool:
 
 
 def differing(was: dict[str, Any], now: dict[str, Any]) -> str:
-    """What of the settings is no longer as it was, in words; one that came later was what it is by default, or what `before` says."""
+    """What of the settings is no longer as it was, in words.
+
+    One that came later was what it is by default, or what `before` says.
+    """
     words = []
     for table in ("method", "run"):
         then = {name: before(name) for name in now[table] if before(name) is not None} | was[table]
