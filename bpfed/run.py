@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 import tomllib
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from bpfed import records
 from bpfed.calibration import Calibration
 from bpfed.callbacks.base import Callback
 from bpfed.client import Client
+from bpfed.console import to_stderr
 from bpfed.data import FederatedData
 from bpfed.data.rows import read_rows
 from bpfed.engine.evaluate import evaluate_clients
@@ -247,11 +247,6 @@ def train_together(runs: Sequence[Run], callbacks: Sequence[Sequence[Callback]])
             for callback in own:
                 callback.stop(run)
     return list(runs)
-
-
-def to_stderr(sentence: str) -> None:
-    """Where sentences for the user go if nobody asked for them."""
-    print(sentence, file=sys.stderr)
 
 
 def once(say: Callable[[str], None]) -> Callable[[str], None]:

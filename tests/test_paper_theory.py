@@ -10,7 +10,7 @@ import torch
 from bpfed.errors import UserError
 from bpfed.gaussian import Gaussian
 from bpfed.methods.base import GaussianPredictive
-from bpfed.paper import theory
+from bpfed.paper import theory, training
 from bpfed.paper.teachers import Setting, Teachers, task
 from bpfed.paper.theory import measure, point, run, slope, start, summary, verdict
 from bpfed.paper.training import OtherResult
@@ -116,8 +116,16 @@ def test_training_brings_the_error_down():
     setting = replace(SMALL, rounds=6, steps=20, lr=0.03)
     untrained, made = start(setting, "bpfed", 20, 2, 0, "cpu")
     before, _ = measure(untrained.federation, made, setting.noise, 4)
-    found = point(setting, "bpfed", 20, 2, [0], "cpu", lambda _: None)
+    found = point(setting, "bpfed", 20, 2, [0], "cpu", lambda _: None, "")
     assert found["hellinger"][0] < 0.7 * before
+
+
+def test_a_point_says_how_far_it_is(monkeypatch):
+    said = []
+    monkeypatch.setattr(training, "PAUSE", 0.0)
+    point(replace(SMALL, rounds=3), "bpfed", 10, 2, [0], "cpu", said.append, "first")
+    assert [sentence.partition(",")[0] for sentence in said] == ["first: round 1 of 3", "first: round 2 of 3"]
+    assert all(sentence.endswith(" s left") for sentence in said)
 
 
 def test_the_slope_of_a_power_and_its_standard_error():
@@ -159,7 +167,7 @@ def test_summary_puts_the_bound_beside_the_curves_and_says_which_falls_faster():
 def test_a_file_is_gone_on_with_point_by_point(tmp_path, monkeypatch):
     out, made = tmp_path / "theory.json", []
 
-    def counted(setting, method, n, clients, seeds, device, say):
+    def counted(setting, method, n, clients, seeds, device, say, what):
         made.append((method, n, clients))
         if len(made) == 3:
             raise KeyboardInterrupt
@@ -202,7 +210,7 @@ def test_a_file_is_gone_on_with_point_by_point(tmp_path, monkeypatch):
 def test_nothing_measured_is_lost_to_fewer_seeds_or_another_setting(tmp_path, monkeypatch):
     out, made = tmp_path / "theory.json", []
 
-    def counted(setting, method, n, clients, seeds, device, say):
+    def counted(setting, method, n, clients, seeds, device, say, what):
         made.append(len(seeds))
         scores = {name: [1 / (n + seed) for seed in seeds] for name in ("hellinger", "of_mean")}
         return {"method": method, "n": n, "clients": clients, **scores, "seconds": 0.0}

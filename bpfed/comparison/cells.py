@@ -24,6 +24,7 @@ from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison import tables
 from bpfed.comparison.entrants import Entrant, entrants
 from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Words, chosen_reference
+from bpfed.console import Say
 from bpfed.data import FederatedData, load
 from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Settings
@@ -36,8 +37,6 @@ from bpfed.report.record import CONFIG, SUMMARY, RunRecord
 from bpfed.run import Run, once, to_stderr, train_together
 from bpfed.schema import ROUNDS, changed
 from bpfed.training import prepare
-
-Say = Callable[[str], None]
 
 #: The files of a comparison's folder beside its cells; the first marks it as one.
 REQUEST, RESULT, MARKDOWN, CSV, REPORT = (

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bpfed.console import Say
 from bpfed.errors import UserError
 from bpfed.flower.processes import Stopped, start, stop, until_told
 from bpfed.flower.worker import listens
@@ -21,8 +22,6 @@ LOCK = 150.0
 BACK_OFF = (2.0, 20.0)
 #: Restarts of a process that lived this long start again with the shortest wait.
 STEADY = 60.0
-
-Say = Callable[[str], None]
 
 
 def watch(

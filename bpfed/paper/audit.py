@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import bpfed
+from bpfed.console import Say, to_stderr
 from bpfed.data.cells import CELLS
 from bpfed.engine.settings import Device, Settings
 from bpfed.errors import unknown
@@ -26,8 +27,9 @@ from bpfed.methods.published import PublishedBPFed
 from bpfed.paper import protocol
 from bpfed.paper.cell import seed_record
 from bpfed.paper.reference import BATCH, PARTITION, best, train
-from bpfed.paper.training import Say, check_same, check_writable, device_name, has_seeds, read, to_stderr
+from bpfed.paper.training import check_same, check_writable, device_name, has_seeds, read
 from bpfed.paper.training import record as recorded
+from bpfed.report.text import duration
 from bpfed.scores import deviation, mean
 
 FILE = "audit.json"
@@ -209,7 +211,7 @@ def _variant(
     whole["cells"].setdefault(cell, {})[variant.name] = made
     write_whole(path, to_json(whole))
     figures = measured(made)
-    say(f"{what}: accuracy {figures['accuracy'][0]:.2f} %, ECE {figures['ece'][0]:.1f} %, {made['seconds']:.0f} s")
+    say(f"{what}: accuracy {figures['accuracy'][0]:.2f} %, ECE {figures['ece'][0]:.1f} %, {duration(made['seconds'])}")
 
 
 def measured(variant: dict[str, Any]) -> dict[str, tuple[float, float]]:

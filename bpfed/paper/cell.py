@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import torch
 import bpfed
 from bpfed.callbacks.base import Callback
 from bpfed.comparison.entrants import Entrant, entrants
+from bpfed.console import Say
 from bpfed.data import load
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import pick_device
@@ -27,6 +28,7 @@ from bpfed.files import to_json, write_whole
 from bpfed.paper import protocol
 from bpfed.paper.training import OtherResult, check_writable, device_name, differing, tests_on
 from bpfed.rehearsal import rehearse
+from bpfed.report.text import duration
 from bpfed.run import Run, train_together
 from bpfed.training import prepare
 
@@ -125,7 +127,7 @@ def run(
     cell: Cell,
     results: Path,
     device: Device = "auto",
-    say: Callable[[str], None] = print,
+    say: Say = print,
     display: CellProgress | None = None,
 ) -> None:
     """Run the seeds of a cell that have no record yet."""
@@ -226,4 +228,6 @@ def words(record: dict[str, Any]) -> str:
     last = [found["last"] for found in record["runs"]]
     accuracy, nll, ece = (sum(found[m] for found in last) / len(last) for m in ("accuracy", "nll", "ece"))
     seeds = f"{len(last)} seed{'s' if len(last) > 1 else ''}"
-    return f"accuracy {100 * accuracy:.2f} %, NLL {nll:.3f}, ECE {100 * ece:.1f} %, {seeds}, {record['seconds']:.0f} s"
+    return (
+        f"accuracy {100 * accuracy:.2f} %, NLL {nll:.3f}, ECE {100 * ece:.1f} %, {seeds}, {duration(record['seconds'])}"
+    )

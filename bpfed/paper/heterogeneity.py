@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bpfed.console import Say, to_stderr
 from bpfed.data import Examples, FederatedData, load
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import pick_device
@@ -24,7 +25,7 @@ from bpfed.engine.settings import Device
 from bpfed.errors import unknown
 from bpfed.methods import method as method_of
 from bpfed.methods.base import Method
-from bpfed.paper.training import Measured, Say, Shared, each, seeded, settings_of, tests_on, to_stderr, train
+from bpfed.paper.training import Measured, Shared, each, seeded, settings_of, tests_on, train
 
 METHODS = ("bpfed-recipe", "bpfed", "fedper", "pfedbayes", "local", "fedavg-ft")
 MEASURES = ("accuracy", "nll", "ece")

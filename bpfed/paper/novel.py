@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from bpfed import adapt as adaptation
 from bpfed import noise
+from bpfed.console import Say, to_stderr
 from bpfed.data import Examples, FederatedData, load
 from bpfed.data.cells import CELLS
 from bpfed.engine.federation import Federation
@@ -32,7 +33,6 @@ from bpfed.noise import Purpose
 from bpfed.paper.training import (
     Measured,
     Progress,
-    Say,
     check_same,
     check_writable,
     device_name,
@@ -42,7 +42,6 @@ from bpfed.paper.training import (
     record,
     seeded,
     settings_of,
-    to_stderr,
     train,
 )
 from bpfed.predict import classify

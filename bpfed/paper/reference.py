@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import bpfed
-from bpfed.callbacks.base import Callback
+from bpfed.console import Say, to_stderr
 from bpfed.data import load
 from bpfed.data.cells import CELLS
 from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Device, Settings
-from bpfed.engine.simulator import RoundInfo
 from bpfed.errors import UserError, unknown
 from bpfed.files import to_json, write_whole
 from bpfed.methods.published import PUBLISHED, PublishedBPFed
@@ -32,16 +31,15 @@ from bpfed.networks import LeNet, default
 from bpfed.paper.cell import seed_record
 from bpfed.paper.slices import load_slices
 from bpfed.paper.training import (
-    Progress,
-    Say,
+    SaidProgress,
     check_same,
     check_writable,
     device_name,
     read,
     record,
     tests_on,
-    to_stderr,
 )
+from bpfed.report.text import duration
 from bpfed.run import Run, train_together
 from bpfed.training import prepare
 
@@ -114,21 +112,7 @@ def train(
         module = network(data.input_shape, data.classes, seed, one_pool)
         data = tests_on(data, pick_device(how.device))
         runs.append(prepare(method, data, replace(how, seed=seed), module))
-    return train_together(runs, [[Told(say, what, how.rounds)], *([] for _ in runs[1:])])
-
-
-class Told(Callback):
-    """Says how far a run is, and how it stood when it was last tested."""
-
-    def __init__(self, say: Say, what: str, rounds: int) -> None:
-        self.progress, self.what = Progress(say, what, rounds), what
-
-    def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
-        """After a round."""
-        if record is not None:
-            accuracy, ece = (100 * record[name]["pooled"] for name in ("accuracy", "ece"))
-            self.progress.what = f"{self.what} (accuracy {accuracy:.2f} %, ECE {ece:.1f} % in round {record['round']})"
-        self.progress.done(run.federation.round)
+    return train_together(runs, [[SaidProgress(say, what, how.rounds)], *([] for _ in runs[1:])])
 
 
 def run(
@@ -196,7 +180,7 @@ def _cell(out: Path, cell: str, name: str, seeds: tuple[int, ...], how: Settings
     tops = [best(kept[seed]) for seed in missing]
     say(
         f"{title} on {cell}: best round's accuracy {100 * sum(t['accuracy'] for t in tops) / len(tops):.2f} %, "
-        f"ECE {100 * sum(t['ece'] for t in tops) / len(tops):.1f} %, {seconds:.0f} s"
+        f"ECE {100 * sum(t['ece'] for t in tops) / len(tops):.1f} %, {duration(seconds)}"
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bpfed.console import Say, to_stderr
 from bpfed.data import FederatedData, load
 from bpfed.data.held import held_out
 from bpfed.engine.federation import pick_device
@@ -25,7 +26,7 @@ from bpfed.files import to_json, write_whole
 from bpfed.methods import method
 from bpfed.paper import protocol, records
 from bpfed.paper.records import numbers
-from bpfed.paper.training import Say, check_same, check_writable, device_name, read, record, tests_on, to_stderr
+from bpfed.paper.training import check_same, check_writable, device_name, read, record, tests_on
 from bpfed.paper.typeset import NOTHING
 from bpfed.run import train_together
 from bpfed.schema import fields_of

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bpfed.console import Say, to_stderr
 from bpfed.data import Examples, FederatedData, load
 from bpfed.data.cells import CELLS
 from bpfed.engine.evaluate import evaluate_clients
@@ -28,7 +29,7 @@ from bpfed.methods import method as method_of
 from bpfed.methods.base import Method, rows
 from bpfed.metrics import ood_auroc
 from bpfed.noise import Purpose
-from bpfed.paper.training import Measured, Progress, Say, Shared, each, seeded, settings_of, tests_on, to_stderr, train
+from bpfed.paper.training import Measured, Progress, Shared, each, seeded, settings_of, tests_on, train
 from bpfed.predict import classify
 from bpfed.report.text import plural
 

@@ -35,10 +35,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpfed.callbacks.base import Callback
+from bpfed.console import Say
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Device, Settings
-from bpfed.engine.simulator import RoundInfo
 from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
 from bpfed.likelihoods import Normal
@@ -47,17 +46,13 @@ from bpfed.methods.base import GaussianPredictive, rows
 from bpfed.networks import mlp
 from bpfed.noise import Purpose
 from bpfed.paper.teachers import Setting, Task, task
-from bpfed.paper.training import check_same, check_writable, read
+from bpfed.paper.training import SaidProgress, check_same, check_writable, read
+from bpfed.report.text import duration
 from bpfed.run import Run, train_together
 from bpfed.theory import epsilon_n, r_n, squared_hellinger
 from bpfed.training import prepare
 
-Say = Callable[[str], None]
-
 FILE = "theory.json"
-
-#: Seconds between two words of progress.
-_OFTEN = 2.0
 
 
 def start(setting: Setting, method: str, n: int, clients: int, seed: int, device: Device) -> tuple[Run, Task]:
@@ -101,12 +96,12 @@ def measure(federation: Federation, made: Task, noise_scale: float, draws: int) 
 
 
 def point(
-    setting: Setting, method: str, n: int, clients: int, seeds: Sequence[int], device: Device, say: Say
+    setting: Setting, method: str, n: int, clients: int, seeds: Sequence[int], device: Device, say: Say, what: str
 ) -> dict[str, Any]:
-    """One point of the curves, all seeds side by side; ``say`` is told of every round."""
+    """One point of the curves, all seeds side by side; ``say`` is told how far it is, under the name ``what``."""
     began = time.perf_counter()
     pairs = [start(setting, method, n, clients, seed, device) for seed in seeds]
-    shown = [[_Said(say)], *([] for _ in seeds[1:])]
+    shown = [[SaidProgress(say, what, setting.rounds)], *([] for _ in seeds[1:])]
     train_together([run for run, _ in pairs], shown)
     found = [measure(run.federation, made, setting.noise, setting.draws) for run, made in pairs]
     return {
@@ -215,14 +210,14 @@ def run(out: Path, seeds: int, device: Device, say: Say, setting: Setting | None
     for done, (method, n, clients) in enumerate(missing):
         title = f"theory: {METHODS[method].title}, n = {n}, {clients} clients (point {done + 1} of {len(missing)}"
         left = (time.perf_counter() - began) / done * (len(missing) - done) if done else None
-        title += ")" if left is None else f", about {max(1, round(left / 60))} min left)"
+        title += ")" if left is None else f", about {duration(left)} left)"
         say(title)
-        found = point(setting, method, n, clients, range(seeds), device, _after(say, title))
+        found = point(setting, method, n, clients, range(seeds), device, say, title)
         points.append(found)
         points.sort(key=lambda p: grid.index((p["method"], p["n"], p["clients"])))
         write_whole(out, to_json(summary(setting, points)))
         mean = sum(found["hellinger"]) / seeds
-        say(f"theory: {METHODS[method].title}, n = {n}, {clients} clients: {mean:.4f} ({found['seconds']:.0f} s)")
+        say(f"theory: {METHODS[method].title}, n = {n}, {clients} clients: {mean:.4f} ({duration(found['seconds'])})")
     for line in verdict(summary(setting, points)):
         say(line)
 
@@ -238,22 +233,6 @@ def verdict(content: dict[str, Any]) -> list[str]:
             f"leading term n^({bound['slope']:.2f}); its r_n is n^({bound['slope_r_n']:.2f})."
         )
     return lines
-
-
-def _after(say: Say, title: str) -> Say:
-    return lambda words: say(f"{title}: {words}")
-
-
-class _Said(Callback):
-    """Says now and then how many rounds are done."""
-
-    def __init__(self, say: Say) -> None:
-        self.say, self.last = say, time.perf_counter()
-
-    def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
-        if time.perf_counter() - self.last >= _OFTEN:
-            self.last = time.perf_counter()
-            self.say(f"round {run.federation.round} of {run.settings.rounds}")
 
 
 def _kept(out: Path, setting: Setting, seeds: int) -> list[dict[str, Any]]:

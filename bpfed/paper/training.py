@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from bpfed.callbacks.base import Callback
+from bpfed.console import Say
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.engine.federation import Federation, pick_device
 from bpfed.engine.settings import Device, Settings
-from bpfed.engine.simulator import Simulator
-from bpfed.errors import UserError
+from bpfed.engine.simulator import RoundInfo, Simulator
+from bpfed.errors import Diverged, UserError
 from bpfed.files import said, to_json, write_whole
 from bpfed.methods.base import Method
 from bpfed.paper import protocol
+from bpfed.report.text import duration
 from bpfed.versions import before
 
-Say = Callable[[str], None]
+if TYPE_CHECKING:
+    from bpfed.run import Run
+
 #: Seconds between two words of progress.
 PAUSE = 10.0
 
@@ -47,8 +51,28 @@ class Progress:
         now = time.perf_counter()
         if now - self.told >= PAUSE and count < self.total:
             left = (now - self.start) / count * (self.total - count)
-            self.say(f"{self.what}: {self.unit} {count} of {self.total}, {spoken(left)} left")
+            self.say(f"{self.what}: {self.unit} {count} of {self.total}, {duration(left)} left")
             self.told = now
+
+
+class SaidProgress(Callback):
+    """Says now and then how far a run is, and how it stood when it was last tested.
+
+    Args:
+        say: Told.
+        what: What is trained, in words.
+        rounds: Of the run.
+    """
+
+    def __init__(self, say: Say, what: str, rounds: int) -> None:
+        self.progress, self.what = Progress(say, what, rounds), what
+
+    def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
+        """After a round."""
+        if record is not None and "accuracy" in record:
+            accuracy, ece = (100 * record[name]["pooled"] for name in ("accuracy", "ece"))
+            self.progress.what = f"{self.what} (accuracy {accuracy:.2f} %, ECE {ece:.1f} % in round {record['round']})"
+        self.progress.done(run.federation.round)
 
 
 def train(
@@ -69,7 +93,7 @@ def train(
     while not all(f.finished for f in federations):
         for info in simulator.round():
             if info is not None and not all(torch.tensor(list(info.values.values())).isfinite()):
-                raise UserError(f"{what}: training diverged in round {federations[0].round}; lower the step size.")
+                raise Diverged(f"{what}: training diverged in round {federations[0].round}; lower the step size.")
         progress.done(federations[0].round)
     return federations
 
@@ -191,7 +215,7 @@ def each(
         found = measure(method)
         seconds = round(time.perf_counter() - start, 1)
         keep(name, method, {**found.scores, "seconds": seconds})
-        say(f"{method.title} {where}: {found.words}, {spoken(seconds)}")
+        say(f"{method.title} {where}: {found.words}, {duration(seconds)}")
 
 
 class Measured(NamedTuple):
@@ -262,13 +286,3 @@ def device_name(device: Device) -> str:
     """The device's own name, as ``NVIDIA H200``, or ``CPU``."""
     chosen = pick_device(device)
     return torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else "CPU"
-
-
-def spoken(seconds: float) -> str:
-    """A time in words, as ``40 s`` or ``3 min``."""
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def to_stderr(sentence: str) -> None:
-    """Say it on stderr."""
-    print(sentence, file=sys.stderr, flush=True)
