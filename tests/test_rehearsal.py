@@ -404,7 +404,7 @@ def test_what_cannot_be_is_refused(command, given, sentence):
 
 @pytest.mark.parametrize("given", [{"softness": 0.5}, {"rehearsals": 1}])
 def test_numbers_have_no_softness(given):
-    with pytest.raises(UserError, match="of class probabilities, but the targets here are numbers"):
+    with pytest.raises(UserError, match="for class probabilities, but the targets here are numbers"):
         bpfed.fit(FedAvg(), regression(sizes=(30, 40)), **given, **TINY)
 
 
