@@ -9,7 +9,9 @@ from bpfed.errors import UserError
 from bpfed.kinds import check_types
 from bpfed.softness import SOFTEST, SUREST
 
-#: So many clients are evaluated where nothing else is said.
+#: Where nothing else is said: so often is a run evaluated at most, beside its first round,
+EVALUATIONS = 20
+#: and so many of its clients are.
 MOST_EVALUATED = 1000
 
 
@@ -33,7 +35,8 @@ class Settings:
         weighting: Weight of an upload in the server's rule: ``equal`` (as in the paper) or ``size``.
         schedule: Step size over the rounds: ``constant``; ``cosine``, which falls along half a cosine; ``auto``, the
             method's own.
-        eval_every: Evaluate every so many rounds, and always after the last; 0: about twenty times in the run.
+        eval_every: Evaluate every so many rounds, and always after the first and the last; 0: ten to twenty times in
+            the run.
         eval_draws: Weight draws averaged in a prediction.
         eval_clients: Evaluate this many clients, drawn once among those with test examples; None: all of them, but at
             most 1 000.
@@ -176,5 +179,5 @@ class Settings:
 
     def evaluated(self, round_: int) -> bool:
         """Whether this round (from 1) is evaluated."""
-        every = self.eval_every or max(1, self.rounds // 20)
+        every = self.eval_every or -(-self.rounds // EVALUATIONS)
         return round_ == self.rounds or round_ % every == 0 or round_ == 1
