@@ -15,7 +15,7 @@ from bpfed.errors import UserError
 class Likelihood(Protocol):
     """What the engine asks of a likelihood. Parameters it has are factors like any weight.
 
-    Predictions need more than −log p: a run takes a `Categorical` for classes and a `Normal` for numbers, or subclasses.
+    Predictions need more than −log p: a run takes `Categorical` for classes and `Normal` for numbers, or subclasses.
     """
 
     def parameters(self) -> dict[str, Tensor]:

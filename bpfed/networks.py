@@ -96,8 +96,8 @@ def make_model(
     if not isinstance(likelihood, Categorical if classes else Normal):
         known, targets = ("Categorical", "classes") if classes else ("Normal", "numbers")
         raise UserError(
-            f"The likelihood is a {type(likelihood).__name__}, but the targets are {targets}, for which predictions are "
-            f"made with bpfed.likelihoods.{known} alone; use it or a subclass, or leave likelihood out."
+            f"The likelihood is a {type(likelihood).__name__}, but the targets are {targets}, for which predictions "
+            f"are made with bpfed.likelihoods.{known} alone; use it or a subclass, or leave likelihood out."
         )
     if module is None:
         module = default(tuple(example.shape[1:]), classes or 1, settings.seed, settings.hidden)

@@ -421,7 +421,9 @@ def test_a_run_that_is_still_rehearsing_says_so(command, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rehearsal.Keeper, "round", stopped)
         assert command(*DIGITS, "--rehearsals", "2").code == 130
-    sentence = "The run in 'a' is still rehearsing, so there is no model yet; go on with it: bpfed run --out a --resume"
+    sentence = (
+        "The run in 'a' is still rehearsing, so there is no model yet; resume it with: bpfed run --out a --resume"
+    )
     Path("new.csv").write_text("x\n1\n")
     for asked in (("report", "a"), ("predict", "a", "--client", "client-01", "--input", "new.csv")):
         assert command(*asked).sentence == sentence

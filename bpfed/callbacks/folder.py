@@ -109,7 +109,7 @@ class Folder(Callback):
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Hold the folder for this process alone, also afterwards; one that was made for nothing is taken away again."""
+        """Hold the folder for this process alone, also afterwards; one made for nothing is taken away again."""
         made = not self.path.exists()
         with said(self.path):
             self.path.mkdir(parents=True, exist_ok=True)

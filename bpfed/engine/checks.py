@@ -19,15 +19,15 @@ def check_data(data: object) -> None:
 
 
 def check_factors(method: Method, model: Model) -> None:
-    """Raise a `UserError` if ``personal`` leaves a method without weights that it needs, by whatever name or pattern."""
+    """Raise a `UserError` if ``personal``, by whatever name or pattern, leaves a method without weights it needs."""
     factors = model.factors
     found = {"shared": factors.shared, "personal": factors.personal}
     for part in method.needs:
         if not found[part]:
             some = "some but not all" if "shared" in method.needs else "some"
             raise UserError(
-                f"personal is {method.personal!r}, which leaves {method.title} without {part} weights; choose {some} of "
-                f"the network's parameters: {first_of(factors.names)}."
+                f"personal is {method.personal!r}, which leaves {method.title} without {part} weights; choose {some} "
+                f"of the network's parameters: {first_of(factors.names)}."
             )
 
 

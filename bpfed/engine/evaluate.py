@@ -70,7 +70,7 @@ def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
 
 
 class _Bounds(NamedTuple):
-    """What calibration says of E examples: the bound of a score, whether it is finite, and a temperature, ``[E]`` each."""
+    """What calibration says of E examples: a score's bound, whether it is finite, a temperature, ``[E]`` each."""
 
     bound: Tensor
     finite: Tensor

@@ -102,9 +102,9 @@ def run(
     Args:
         folder: The server's folder.
         plan: Of the server.
-        say: Told in words what happens.
+        say: Called with each message for the user.
         progress: Called whenever the server has noted its status.
-        waiting: Told in words what is waited for.
+        waiting: Called with a message on what is waited for.
     """
     if (found := finished(folder)) is not None:
         rounds = found.summary["rounds"]

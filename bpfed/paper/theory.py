@@ -195,7 +195,7 @@ def run(out: Path, seeds: int, device: str, say: Say, setting: Setting | None = 
         out: The JSON file.
         seeds: Each has teachers, data and first weights of its own.
         device: ``auto``, ``cpu`` or ``cuda``.
-        say: Told in words how far it has come.
+        say: Called with messages on how far it has come.
     """
     setting = setting or Setting()
     if seeds < 1:

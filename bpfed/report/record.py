@@ -45,7 +45,7 @@ class RunRecord:
         if not (folder / CONFIG).is_file():
             raise no_run(folder)
         if not (folder / SUMMARY).is_file():
-            raise UserError(f"The run in '{folder}' is not finished; go on with it: bpfed run --out {folder} --resume")
+            raise UserError(f"The run in '{folder}' is not finished; resume it with: bpfed run --out {folder} --resume")
         return cls(
             _parsed(folder / CONFIG, tomllib.loads),
             _parsed(folder / METRICS, lambda text: [json.loads(line) for line in text.splitlines()]),
@@ -204,10 +204,11 @@ class RunRecord:
 
 
 def no_run(folder: Path) -> UserError:
-    """What to say of a folder without a configuration: that it is not a run folder, or that its run is still rehearsing."""
+    """What to say of a folder without a configuration: that it is no run folder, or that its run is still rehearsing."""
     if (folder / REHEARSALS / CONFIG).is_file():
         return UserError(
-            f"The run in '{folder}' is still rehearsing, so there is no model yet; go on with it: bpfed run --out {folder} --resume"
+            f"The run in '{folder}' is still rehearsing, so there is no model yet; resume it with: bpfed run --out {folder} "
+            "--resume"
         )
     return UserError(f"'{folder}' is not a run folder: it has no {CONFIG}.")
 
