@@ -265,7 +265,6 @@ def test_sums_products_and_reshapes_are_exact():
         (lambda y, scale: torch.add(y, scale, alpha=2.0), "'add' with alpha"),
         (lambda y, scale: torch.sub(y, scale, alpha=2.0), "'sub' with alpha"),
         (lambda y, scale: torch.div(y, 2.0, rounding_mode="floor"), "'div' with rounding_mode"),
-        (lambda y, scale: torch.mul(y, scale, out=torch.empty_like(y)), "'mul' with out"),
     ],
 )
 def test_what_has_no_rule_is_a_sentence(forward, name):
