@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from bpfed import noise
 from bpfed.card import card, without_examples
-from bpfed.client import Client, check_shape
+from bpfed.client import Client, as_numbers, check_shape
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.preparation import Preparation
 from bpfed.engine.federation import Federation
@@ -158,8 +158,12 @@ def _data(of: FederatedData, name: str, x: Any, y: Any, preparation: Preparation
     kind = torch.int64 if of.task == "classification" else torch.float32
     if x is None:
         x, y = torch.zeros(0, *of.input_shape), torch.zeros(0, dtype=kind)
-    x, y = torch.as_tensor(x, dtype=torch.float32).cpu(), torch.as_tensor(y).cpu()
-    if x.ndim and y.ndim and len(x) != len(y):
+    if not isinstance(name, str):
+        raise UserError(f"name is {name!r}, but must be text.")
+    x, y = as_numbers(x, "inputs", torch.float32).cpu(), as_numbers(y, "targets").cpu()
+    if y.ndim != 1:
+        raise UserError(f"The targets have shape {list(y.shape)}, but must be a list with one for each input.")
+    if x.ndim and len(x) != len(y):
         raise UserError(f"{len(x)} inputs and {len(y)} targets were given; give one target for each input.")
     check_shape(x, of)
     if of.task == "classification" and y.is_floating_point():

@@ -25,7 +25,7 @@ from bpfed.metrics.sums import owners
 
 #: Strength of the prior that holds a temperature near 1: it weighs as much as about this many examples.
 PRIOR = 5.0
-#: Steps of the root search; each at least halves a bracket, so that what is left of it is below any use.
+#: Steps of the root search; each at least halves a bracket, so that what is left of it is negligible.
 STEPS = 60
 
 

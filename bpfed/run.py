@@ -44,7 +44,7 @@ class Run:
         seconds: Time spent, over all sittings.
         compiled: Whether the local step is compiled (known once training has begun).
         calibration: What the run's folder says of its calibration, where the data are not at hand (see `calibrate`).
-        say: Told in words what the user should know.
+        say: Called with each message for the user.
     """
 
     def __init__(self, federation: Federation, say: Callable[[str], None] = lambda sentence: None) -> None:
@@ -108,6 +108,12 @@ class Run:
 
     def client(self, name: str) -> Client:
         """The client of that name."""
+        if not isinstance(name, str):
+            example = str(name) if str(name) in self.data.clients else self.data.clients[0]
+            raise UserError(
+                f"The client is {name!r}, but clients are named by text; use run.client('{example}'), or run.clients() "
+                "for all of them in order."
+            )
         if name not in self.data.clients:
             raise unknown("client", str(name), self.data.clients)
         return Client(self, self.data.clients.index(name))
@@ -169,7 +175,7 @@ class Run:
             folder: Of a finished run; of one that was broken off, what its last checkpoint holds.
             model: The module it was trained with, where that was given.
             likelihood: Likewise, where it was none of `bpfed.likelihoods`.
-            say: Told in words what the user should know; None: these go to stderr.
+            say: Called with each message for the user; None: these go to stderr.
         """
         from bpfed.loaded import load_run
 

@@ -104,7 +104,7 @@ class LocalRound:
         return cls(method, model, x, y, batch, settings.epochs, compiled, width)
 
     def __call__(self, rows: Rows, phases: Sequence[Phase] | None = None) -> Finished:
-        """Train these clients for a round, from what the server sent and what they kept; what is told is per example.
+        """Train these clients for a round, from what the server sent and what they kept; reports are per example.
 
         Args:
             rows: The clients.

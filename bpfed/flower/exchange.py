@@ -49,7 +49,7 @@ class Exchange:
         patterns: What travels.
         form: What sums look like.
         timeout: Seconds that a site has to answer.
-        say: Told in words what happens.
+        say: Called with each message for the user.
     """
 
     journal: Journal

@@ -56,7 +56,7 @@ class Journal:
         config: What is computed.
         fingerprint: Of that.
         sites: What is known of each site, by name.
-        say: Told in words what happens.
+        say: Called with each message for the user.
         rehearsal: Which rehearsal it is, from 1; 0: it is the run itself.
     """
 

@@ -48,7 +48,7 @@ class Meeting:
         keys: The public key of each site, by name; empty: sites are believed.
         fingerprint: Of the configuration.
         timeout: Seconds that a site has to introduce itself.
-        say: Told in words what happens.
+        say: Called with each message for the user.
     """
 
     def __init__(

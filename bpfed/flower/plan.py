@@ -29,7 +29,7 @@ class Plan:
         telemetry: Whether Flower may report its use to its makers and look for updates.
         clip: Of a site's own: with ``noise``, the norm that its update may have.
         noise: Of a site's own: noise on its update before it is sent, in units of ``clip`` (`bpfed.flower.guard`).
-        delta: With noise, the δ that ε is reckoned for.
+        delta: With noise, the δ that ε is computed for.
         epsilon: With noise, the site takes part until this ε is spent; 0: always.
     """
 

@@ -40,7 +40,7 @@ class Server:
         config: What is computed.
         keys: The public key of each site, by name; empty: sites are believed.
         rule: How uploads become the new state.
-        say: Told in words what happens.
+        say: Called with each message for the user.
         sleep: Waits so many seconds.
     """
 

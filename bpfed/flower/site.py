@@ -53,7 +53,7 @@ class Site:
         config: The configuration, its own copy.
         source: Its examples.
         transform: Applied to every upload before it is sent; None: nothing is.
-        say: Told in words what the site's owner should know. None of it is sent.
+        say: Called with each message for the site's owner. None of it is sent.
         own: Run folder for the site's own model once the run is finished; None: none is kept.
     """
 

@@ -18,7 +18,7 @@ def join(folder: Path, plan: Plan, say: Say, data: str | None = None) -> bool:
     Args:
         folder: The site's.
         plan: Of the site.
-        say: Told in words what happens.
+        say: Called with each message for the user.
         data: What its examples are, if that is to be remembered; None: what is remembered.
 
     Returns:

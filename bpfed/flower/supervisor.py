@@ -33,7 +33,7 @@ def watch(
         name: What to call it.
         command: Its command, made again for every start.
         env: Its environment.
-        say: Told in words what happens.
+        say: Called with each message for the user.
         started: Called after each start.
 
     Raises:

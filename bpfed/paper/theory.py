@@ -190,7 +190,7 @@ def run(out: Path, seeds: int, device: Device, say: Say, setting: Setting | None
         out: The JSON file.
         seeds: Each has teachers, data and first weights of its own.
         device: ``auto``, ``cpu`` or ``cuda``.
-        say: Told in words how far it has come.
+        say: Called with messages on how far it has come.
 
     Raises:
         OtherResult: The file is of another setting or of fewer seeds.

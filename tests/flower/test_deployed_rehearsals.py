@@ -366,7 +366,7 @@ def test_where_those_with_examples_were_away_the_run_goes_on_once_they_are_there
 
 
 def test_numbers_have_no_softness_in_a_deployment_either(tmp_path):
-    with pytest.raises(UserError, match="of class probabilities, but the targets here are numbers"):
+    with pytest.raises(UserError, match="for class probabilities, but the targets here are numbers"):
         Deployed(tmp_path, FedAvg(), regression(), **TINY).serve()
     assert not (tmp_path / "server" / "rehearsals").exists()
 
