@@ -1,10 +1,12 @@
 """The commands, as far as they go without processes; and the way between a site's app and its worker."""
 
+import contextlib
 import errno
 import json
 import os
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command import Command, files
@@ -466,6 +469,69 @@ def test_an_app_asks_its_worker(bpfed, tmp_path):
     answer = Answer.read(frame.from_bytes(worker.ask(site, frame.to_bytes(ask), 30.0)), None, None)
     assert (answer.site, answer.refused) == ("client-00", "")
     assert '"classes": 10' in answer.facts
+
+
+@pytest.fixture(params=[1, 180])
+def working(bpfed, tmp_path, request, monkeypatch):
+    """A site of which a worker is running, in a folder of a short or a long path; and what it says."""
+    fed = tmp_path / ("f" * request.param)
+    bpfed.ok("deploy", "init", fed, "--clients", "2")
+    site, said = fed / "site-client-00", []
+    (site / "deploy.toml").write_text((site / "deploy.toml").read_text().replace('data = ""', 'data = "digits"'))
+    assert worker.ask(site, b"", 30.0) is None  # nobody is there, which is no reason to wait
+    monkeypatch.setattr(worker, "PATIENCE", 0.5)
+    umask = os.umask(0)
+    threading.Thread(target=worker.work, args=(site, said.append), daemon=True).start()
+    while not worker.listens(site):
+        pass
+    os.umask(umask)
+    return site, said
+
+
+def test_a_worker_outlives_whatever_its_socket_brings(working):
+    site, said = working
+    silent = socket.socket(socket.AF_UNIX)
+    with worker.address(site) as place:
+        silent.connect(place)  # and never says anything
+    own = open_site(site, print)
+    for spoilt in (
+        b"x",
+        b"\1" + b"\0" * 7 + b"3",
+        (9).to_bytes(8, "little") + b'{"a": [1]}',
+        b"\2" + b"\0" * 7 + b"{}",
+    ):
+        with contextlib.suppress(TimeoutError):
+            worker.ask(site, spoilt, 30.0)
+    answer = worker.ask(site, frame.to_bytes(Ask(own.fingerprint, "ab", 0).write()), 30.0)
+    assert Answer.read(frame.from_bytes(answer), None, None).site == "client-00"
+    silent.close()
+    assert any("could not be handed over (timed out)" in sentence for sentence in said)
+    assert sum("A message could not be read" in sentence for sentence in said) == 3
+
+
+def test_only_its_owner_can_ask_a_worker(working):
+    site, _ = working
+    assert stat.S_IMODE((site / worker.SOCKET).stat().st_mode) == 0o600
+    assert stat.S_ISSOCK((site / worker.SOCKET).stat().st_mode)
+    assert "@" not in "".join(line for line in Path("/proc/net/unix").read_text().splitlines() if "bpfed" in line)
+
+
+def test_an_app_says_nothing_to_the_server_of_what_went_wrong(tmp_path, monkeypatch, capsys):
+    now = time.time()
+    message = SimpleNamespace(metadata=SimpleNamespace(created_at=now, ttl=60.0), content=RecordDict())
+    context = SimpleNamespace(node_config={"folder": str(tmp_path / "secret")})
+    monkeypatch.setattr(client_app, "end_in_time", lambda left: None)
+    for error in (PermissionError(13, "no", "secret"), UserError("secret"), KeyError("secret"), TimeoutError("secret")):
+
+        def fails(*given, error=error):
+            raise error
+
+        monkeypatch.setattr(worker, "ask", fails)
+        with pytest.raises((RuntimeError, TimeoutError)) as raised:
+            client_app._answered(message, context)
+        assert "secret" not in str(raised.value)
+        assert raised.value.__suppress_context__ or raised.value.__context__ is None
+        assert "secret" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
