@@ -85,9 +85,9 @@ def called(ask: Mapping[str, Any], rounds: int | None) -> str:
     if round_ < 0 or rehearsal < 0:
         return "A message"
     if not round_:
-        return "What data there is"
+        return "Greeting"
     if rounds is not None and round_ > rounds:
-        return f"Rehearsal {rehearsal}, what was held out" if rehearsal else "The last round's scores"
+        return f"Rehearsal {rehearsal}, held-out results" if rehearsal else "The last round's scores"
     return f"Rehearsal {rehearsal}, round {round_}" if rehearsal else f"Round {round_}"
 
 

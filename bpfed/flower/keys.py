@@ -82,7 +82,9 @@ def public_keys(server: Path, sites: Sequence[str]) -> dict[str, bytes]:
         try:
             key = serialization.load_ssh_public_key(path.read_bytes())
         except (OSError, ValueError) as error:
-            raise UserError(f"The key of site '{site}', '{path}', cannot be read; make it again.") from error
+            raise UserError(
+                f"The key of site '{site}', '{path}', cannot be read; restore it, or make the deployment again."
+            ) from error
         found[site] = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     return found
 

@@ -17,7 +17,7 @@ from bpfed.config import Config
 from bpfed.flower.pattern import Pattern, Refused, Upload, listed
 from bpfed.methods.base import State
 from bpfed.metrics import Form, Sums
-from bpfed.slopes import Told, fault
+from bpfed.slopes import HeldOutSlopes, fault
 
 #: Raised whenever a message changes its meaning.
 PROTOCOL = 3
@@ -118,7 +118,7 @@ class Answer:
     work: float = 0.0
     upload: Upload | None = None
     sums: Sums | None = None
-    held: Told | None = None
+    held: HeldOutSlopes | None = None
     info: dict[str, float] = field(default_factory=dict)
 
     def write(self, pattern: Pattern | None = None) -> RecordDict:
@@ -253,13 +253,13 @@ def _sums(record: MetricRecord, form: Form) -> Sums:
     return Sums(made.pop("cells"), made.pop("losses"), made)
 
 
-def _held(record: MetricRecord, most: int) -> Told:
+def _held(record: MetricRecord, most: int) -> HeldOutSlopes:
     examples, slopes = record.get("examples"), record.get("slopes")
     if set(record) != {"examples", "slopes"} or type(examples) is not int or not isinstance(slopes, list):
         raise Refused("what it reports on held-out examples cannot be read.")
     if not 0 <= examples <= most:
         raise Refused(f"it reports {examples} held-out examples, but has only {most} in all.")
-    told = Told(examples, torch.tensor(slopes, dtype=torch.float64))
+    told = HeldOutSlopes(examples, torch.tensor(slopes, dtype=torch.float64))
     if why := fault(told):
         raise Refused(why)
     return told

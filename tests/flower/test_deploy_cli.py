@@ -537,11 +537,11 @@ def test_an_app_says_nothing_to_the_server_of_what_went_wrong(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("round_", "rehearsal", "words"),
     [
-        (0, 0, "What data there is"),
+        (0, 0, "Greeting"),
         (4, 0, "Round 4"),
         (5, 0, "The last round's scores"),
         (2, 1, "Rehearsal 1, round 2"),
-        (5, 3, "Rehearsal 3, what was held out"),
+        (5, 3, "Rehearsal 3, held-out results"),
         ("2", 0, "A message"),
         (2, -1, "A message"),
     ],
