@@ -11,6 +11,7 @@ from bpfed.flower.facts import read_facts
 from bpfed.flower.message import Answer, Ask
 from bpfed.flower.pattern import Refused
 from bpfed.flower.post import Post
+from bpfed.flower.words import plain
 
 #: Seconds after which a node that did not introduce itself properly is asked again.
 GREET = 60.0
@@ -113,7 +114,7 @@ class Meeting:
                 if site in self.sites:
                     self.sites[site].refused += 1
                     self.sites[site].why = f"its greeting was refused: {refused}"
-                who = f"site '{site}'" if site else f"node {node}"
+                who = f"site '{plain(site)}'" if site else f"node {node}"
                 self.say(f"The greeting from {who} was refused: {refused}")
 
     def _facts(self, answer: Answer, run: str, node: int, owner: str | None) -> dict[str, Any]:

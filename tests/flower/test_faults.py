@@ -89,6 +89,18 @@ def counted(value):
     return change
 
 
+def hits(value):
+    """As many hits in every bin."""
+
+    def change(record, m):
+        cells = record["sums"]["cells"]
+        bins = len(cells) // 4
+        record["sums"]["cells"] = [*cells[: 2 * bins], *[value] * bins, *cells[3 * bins :]]
+        return record
+
+    return change
+
+
 def told(name, value):
     def change(record, m):
         record["info"][name] = value
@@ -124,6 +136,13 @@ BAD = {
     "a score below 0": (summed("sure", -1.0), "its 'sure' are not sums"),
     "a score beyond measure": (summed("losses", 1e308, 1.0), "its 'losses' are not sums"),
     "more examples than a number can be": (counted(1e99), "the counts in its sums are not numbers of examples"),
+    "more hits than examples": (hits(1e100), "its 'cells' are more than its examples allow"),
+    "more that are sure than examples": (summed("sure", 7.0), "its 'sure' are more than its examples allow"),
+    "more that are right than sure": (summed("sure_right", 6.0), "its 'sure_right' are more than its examples allow"),
+    "more examples than are believed": (field("train", 2**62), "its number of examples or its time is not valid"),
+    "a loss beyond measure": (told("nll", 1e300), "'nll' of its training is not a finite number"),
+    "words that a terminal would obey": (field("refused", "\x1b[2J\nRound 9"), "was not used: ?[2J?Round 9"),
+    "an error of many words": (lambda r, m: Message(Error(0, "boom" * 10**5), reply_to=m), "boom"),
     "parts of examples": (counted(0.5), "the counts in its sums are not numbers of examples"),
     "a loss too many": (
         told("labels", 1.0),
@@ -156,6 +175,7 @@ def test_a_bad_answer_is_refused_named_and_counted_and_the_round_goes_on(fault, 
     server = deployed.serve()
     assert server.sites["site b"].refused == 1
     assert [s for s in deployed.said if "'site b'" in s and words in s]
+    assert all(s.isprintable() and len(s) < 1000 for s in deployed.said)
     assert words in json.loads((tmp_path / "server" / "status.json").read_text())["sites"]["site b"]["why"]
     same(server, *away_gaussian)  # as if it had been away
 
