@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from test_same_numbers import same
 
 from bpfed.errors import UserError
 from bpfed.flower.message import Answer, Ask
+from bpfed.flower.post import GridPost
 from bpfed.flower.states import States
 from bpfed.methods import BPFed, FedAvg, Recipe
 
@@ -178,6 +180,41 @@ def test_a_bad_answer_is_refused_named_and_counted_and_the_round_goes_on(fault, 
     assert all(s.isprintable() and len(s) < 1000 for s in deployed.said)
     assert words in json.loads((tmp_path / "server" / "status.json").read_text())["sites"]["site b"]["why"]
     same(server, *away_gaussian)  # as if it had been away
+
+
+def test_a_reply_that_flower_cannot_read_costs_its_site_only(tmp_path):
+    """Flower takes all replies off at once, and fails with all of them."""
+    deployed = Deployed(tmp_path, FedAvg(), DATA, epochs=1, rounds=ROUNDS, plan={"min_replies": 2})
+    pull, bad = deployed.grid.pull_messages, set()
+
+    def pulled(ids):
+        if bad & set(ids):
+            raise KeyError("no such type of object")
+        return pull(ids)
+
+    spoil(deployed, "site b", lambda r, m: bad.add(m.metadata.message_id), ("1", "2", "3", "4"))
+    deployed.grid.pull_messages = pulled
+    server = deployed.serve()
+    assert server.sites["site b"].refused >= ROUNDS
+    assert "it is not a message of Flower's" in server.sites["site b"].why
+    assert server.journal.counted == {"site a": ROUNDS, "site c": ROUNDS}
+
+
+def test_from_the_first_such_reply_on_each_is_read_by_itself():
+    def broken(ids):
+        asked.append(list(ids))
+        if "b" in ids:
+            raise ValueError("not a message")
+        return [SimpleNamespace(metadata=None, has_error=lambda: False, content=f"of {i}") for i in ids]
+
+    asked = []
+    post = GridPost(SimpleNamespace(pull_messages=broken))
+    found = dict(post._pull(["a", "b", "c"]))
+    assert found == {"a": "of a", "b": "it is not a message of Flower's.", "c": "of c"}
+    assert asked == [["a", "b", "c"], ["a"], ["b"], ["c"]]
+    post.grid.pull_messages = lambda ids: (_ for _ in ()).throw(ConnectionError("gone"))
+    with pytest.raises(ConnectionError):
+        list(post._pull(["a"]))
 
 
 def test_a_site_that_never_answers_costs_its_contribution_only(tmp_path, away):
