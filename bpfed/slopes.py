@@ -23,8 +23,8 @@ PLACES = 257
 STEPS = 50
 
 
-class Told(NamedTuple):
-    """What a client sends about its examples.
+class HeldOutSlopes(NamedTuple):
+    """What a client sends about the examples that it holds out.
 
     Attributes:
         examples: How many there are.
@@ -55,7 +55,7 @@ def slopes(probs: Tensor, y: Tensor) -> Tensor:
     return torch.stack([(torch.softmax(beta * logp, 1) * logp).sum() - right for beta in betas().tolist()]).cpu()
 
 
-def fault(told: Told) -> str:
+def fault(told: HeldOutSlopes) -> str:
     """Why this cannot come from examples; empty if it can."""
     examples, slopes = told
     if slopes.shape != (PLACES,):

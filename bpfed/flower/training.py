@@ -110,7 +110,7 @@ class Training:
         else:
             raise UserError(
                 f"{here} got {len(uploads)} of {len(drawn)} uploads, {least} needed, in {self.plan.attempts} attempts; "
-                "check the sites and start the run again, it goes on from here."
+                "check the sites and start the run again; it resumes from here."
             )
         if tested:
             self._record(scores)
