@@ -55,6 +55,12 @@ def slopes(probs: Tensor, y: Tensor) -> Tensor:
     return torch.stack([(torch.softmax(beta * logp, 1) * logp).sum() - right for beta in betas().tolist()]).cpu()
 
 
+def slopes_of_numbers(squares: Tensor) -> Tensor:
+    """Σ d/dβ of β² z²/2 − log β over examples with these `squared_errors` z², ``[E]``; as `slopes`."""
+    beta = betas()
+    return beta * float(squares.sum()) - len(squares) / beta
+
+
 def fault(told: Told) -> str:
     """Why this cannot come from examples; empty if it can."""
     examples, slopes = told
