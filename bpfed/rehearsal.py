@@ -57,11 +57,24 @@ def rehearse(
     Args:
         runs: Of one method. On a GPU all their rehearsals are trained side by side, elsewhere in turn.
         folders: The runs' own, where rehearsals are kept until a run begins, so that one that was broken off goes on.
+            They are this process's own until their runs end, or something is raised here.
         display: Shows how far they are.
         held: Part of each client's training examples that is held out.
         changes: Settings of rehearsals that differ from the run's.
     """
     waiting = [pair for pair in zip(runs, folders or [None] * len(runs), strict=True) if pending(pair[0].federation)]
+    try:
+        _rehearse(waiting, display, held, changes)
+    except BaseException:
+        for _, folder in waiting:
+            if folder is not None:
+                folder.release()
+        raise
+
+
+def _rehearse(
+    waiting: Sequence[tuple[Run, Folder | None]], display: Progress | None, held: float, changes: dict[str, Any]
+) -> None:
     for run, folder in waiting:
         if folder is not None:
             folder.begin_rehearsals(run)

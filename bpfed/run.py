@@ -108,6 +108,12 @@ class Run:
 
     def client(self, name: str) -> Client:
         """The client of that name."""
+        if not isinstance(name, str):
+            example = str(name) if str(name) in self.data.clients else self.data.clients[0]
+            raise UserError(
+                f"The client is {name!r}, but clients are named by text; use run.client('{example}'), or run.clients() "
+                "for all of them in order."
+            )
         if name not in self.data.clients:
             raise unknown("client", str(name), self.data.clients)
         return Client(self, self.data.clients.index(name))

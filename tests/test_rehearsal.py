@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +25,12 @@ from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
+from bpfed.files import lock, to_toml
 from bpfed.methods import BPFed, FedAvg, Recipe
 from bpfed.rehearsal import APART, as_rehearsal, common
 from bpfed.report.record import softly
 from bpfed.run import Run
+from bpfed.training import prepare
 
 pytestmark = pytest.mark.usefixtures("untraced")
 
@@ -232,6 +236,53 @@ def test_rehearsals_of_another_configuration_are_made_anew(tmp_path, trained):
     assert not (out / "rehearsals").exists()
 
 
+def test_rehearsals_in_progress_are_their_process_s_own(tmp_path, monkeypatch):
+    data, out, keep, refused = classification(sizes=(30, 40)), tmp_path / "a", rehearsal.Keeper.round, []
+
+    def meanwhile(self, run, info, record):
+        keep(self, run, info, record)
+        kept = (out / "rehearsals/config.toml").read_text()
+        with monkeypatch.context() as patch:
+            patch.setattr(rehearsal.Keeper, "round", keep)
+            with pytest.raises(UserError, match="Another process is writing to"):
+                bpfed.fit(FedAvg(lr=0.01), data, rehearsals=1, out=out, **TINY)
+        assert (out / "rehearsals/config.toml").read_text() == kept
+        refused.append(self.path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rehearsal.Keeper, "round", meanwhile)
+        bpfed.fit(FedAvg(), data, rehearsals=1, out=out, **TINY)
+    assert len(refused) == 2
+    os.close(lock(out))  # nobody's any more
+    assert (out / "summary.json").exists()
+
+
+def test_a_folder_is_free_again_when_a_rehearsal_fails(tmp_path):
+    data, out = classification(sizes=(30, 40)), tmp_path / "a"
+    with pytest.raises(UserError, match="In rehearsal 1: Training diverged"):
+        bpfed.fit(FedAvg(lr=1e38), data, rehearsals=1, out=out, **TINY)
+    bpfed.fit(FedAvg(), data, rehearsals=1, out=out, **TINY)
+    with pytest.raises(UserError, match="In rehearsal 1: Training diverged"):
+        bpfed.fit_seeds(FedAvg(lr=1e38), data, (0, 1), out=tmp_path / "b", rehearsals=1, rounds=2)
+    for folder in (out, tmp_path / "b/seed-0", tmp_path / "b/seed-1"):
+        os.close(lock(folder))
+
+
+@pytest.mark.parametrize("old", ["of another run", None])
+def test_rehearsals_that_cannot_be_removed_are_a_sentence(tmp_path, monkeypatch, old):
+    data, out = classification(sizes=(30, 40)), tmp_path / "a"
+    (out / "rehearsals").mkdir(parents=True)
+    config = prepare(FedAvg(), data, Settings(rehearsals=1, rounds=2)).config()
+    (out / "rehearsals/config.toml").write_text(old or to_toml(config))
+
+    def denied(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("bpfed.callbacks.folder.shutil.rmtree", denied)
+    with pytest.raises(UserError, match=r"cannot be written \(Permission denied\)"):
+        bpfed.fit(FedAvg(), data, rehearsals=1, out=out, rounds=2, progress=False)
+
+
 def test_nothing_of_anybody_elses_is_taken_away(tmp_path):
     data = classification(sizes=(30, 40))
     for name in ("a-rehearsals", "a/rehearsals"):
@@ -353,7 +404,7 @@ def test_what_cannot_be_is_refused(command, given, sentence):
 
 @pytest.mark.parametrize("given", [{"softness": 0.5}, {"rehearsals": 1}])
 def test_numbers_have_no_softness(given):
-    with pytest.raises(UserError, match="of class probabilities, but the targets here are numbers"):
+    with pytest.raises(UserError, match="for class probabilities, but the targets here are numbers"):
         bpfed.fit(FedAvg(), regression(sizes=(30, 40)), **given, **TINY)
 
 

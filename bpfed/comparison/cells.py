@@ -25,17 +25,19 @@ from bpfed.comparison import tables
 from bpfed.comparison.entrants import Entrant, entrants
 from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Words, chosen_reference
 from bpfed.data import FederatedData, load
+from bpfed.engine.checks import check_data
 from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Settings
 from bpfed.errors import Diverged, UserError
 from bpfed.files import clear_parts, is_part, lock, said, to_json, to_toml, write_whole
+from bpfed.layout import CONFIG, SUMMARY
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method
 from bpfed.rehearsal import rehearse
-from bpfed.report.record import CONFIG, SUMMARY, RunRecord
+from bpfed.report.record import RunRecord
 from bpfed.run import Run, once, to_stderr, train_together
 from bpfed.schema import ROUNDS, changed
-from bpfed.training import prepare
+from bpfed.training import prepare, seeds_of
 
 Say = Callable[[str], None]
 
@@ -147,7 +149,7 @@ def run_cells(
 
     For the other arguments see `compare`.
     """
-    chosen = _chosen(seeds)
+    chosen = seeds_of(seeds)
     _check(who)
     base = chosen_reference([entrant.name for entrant in who], reference)
     sitting = _Sitting(who, base, model, likelihood, out, display, say, spare)
@@ -353,11 +355,6 @@ def _deal(data: FederatedData | str | Callable[[int], FederatedData]) -> Callabl
         return lambda seed: data
     if isinstance(data, str):
         return lambda seed: load(data, seed=seed)
+    if not callable(data):
+        check_data(data)
     return data
-
-
-def _chosen(seeds: int | Sequence[int]) -> list[int]:
-    chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
-    if not chosen or len(set(chosen)) != len(chosen) or min(chosen) < 0:
-        raise UserError(f"seeds is {seeds}, but must be at least one, none below 0 and none twice.")
-    return chosen

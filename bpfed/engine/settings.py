@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
 from bpfed.errors import UserError
+from bpfed.kinds import check_types
 from bpfed.softness import SOFTEST, SUREST
+
+#: So many clients are evaluated where nothing else is said.
+MOST_EVALUATED = 1000
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Settings:
             method's own.
         eval_every: Evaluate every so many rounds, and always after the last; 0: about twenty times in the run.
         eval_draws: Weight draws averaged in a prediction.
-        eval_clients: Evaluate this many clients, drawn once; None: all, but at most 1 000.
+        eval_clients: Evaluate this many clients, drawn once among those with test examples; None: all of them, but at
+            most 1 000.
         bins: Bins of ECE and MCE.
         calibration: Fraction of each client's training data held back to calibrate predictions (prediction sets, and
             the temperature if ``scaling`` is ``client``), stratified by class; at least one example if the client has
@@ -93,14 +98,7 @@ class Settings:
 
     def check(self, clients: int) -> None:
         """Raise a `UserError` if these settings cannot be run with that many clients."""
-        for name, kind in get_type_hints(Settings).items():
-            value = getattr(self, name)
-            choices = get_args(kind) if get_origin(kind) is Literal else ()
-            if choices and value not in choices:
-                raise UserError(f"{name} is {value!r}, but must be one of: {', '.join(choices)}.")
-            whole = kind is int or (int in get_args(kind) and value is not None)
-            if whole and (not isinstance(value, int) or isinstance(value, bool)):
-                raise UserError(f"{name} is {value!r}, but must be a whole number.")
+        check_types(self)
         for name in ("rounds", "epochs", "batch", "members", "eval_draws", "bins", "memory"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be at least 1.")

@@ -16,6 +16,7 @@ from typing import Any
 from bpfed.config import Config
 from bpfed.data.load import names
 from bpfed.data.table import ENDINGS
+from bpfed.engine.settings import MOST_EVALUATED
 from bpfed.errors import UserError
 from bpfed.files import to_toml, write_whole
 from bpfed.flower import keys, processes, superlink
@@ -28,7 +29,6 @@ from bpfed.flower.supervisor import Say
 from bpfed.layout import CONFIG, REPORT, RUN, SERVER
 from bpfed.names import PREFIX
 from bpfed.report import RunRecord, text
-from bpfed.report.record import LARGEST
 
 #: A run that stops this often without finishing a round is given up.
 RESTARTS = 5
@@ -87,7 +87,7 @@ def finished(folder: Path) -> RunRecord | None:
     if last.get("state") != "finished" or not (folder / RUN / REPORT).is_file():
         return None
     server = open_server(folder, _nobody)
-    wanted = min(server.config.run.eval_clients or LARGEST, len(server.sites))
+    wanted = min(server.config.run.eval_clients or MOST_EVALUATED, len(server.sites))
     metrics = last.get("metrics") or {}
     if server.journal.kept() is None or metrics.get("tested", 0) + metrics.get("untested", 0) < wanted:
         return None

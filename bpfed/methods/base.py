@@ -32,6 +32,7 @@ from bpfed.errors import UserError
 from bpfed.estimators import Batch
 from bpfed.factors import Personal
 from bpfed.gaussian import Gaussian
+from bpfed.kinds import check_types
 from bpfed.model import Model
 
 #: Name of the phase in which a newcomer learns its personal state and the shared factors are frozen.
@@ -175,12 +176,15 @@ class Method(ABC):
     schedule: ClassVar[str] = "constant"
     #: Fields of states that hold standard deviations: what arrives from elsewhere must be above 0 there.
     scales: ClassVar[tuple[str, ...]] = ("sigma",)
+    #: Parts of the network that may not be empty, ``shared`` or ``personal``, whatever ``personal`` says.
+    needs: ClassVar[tuple[str, ...]] = ()
 
     personal: Personal = "head"
     lr: float = 1e-3
 
     def check(self) -> None:
-        """Raise a `UserError` if a setting is out of range or settings contradict each other."""
+        """Raise a `UserError` if a setting is of another type or out of range, or settings contradict each other."""
+        check_types(self)
         if not self.lr >= 0.0:
             raise UserError(f"lr is {self.lr}, but a step size must be 0 or more.")
 

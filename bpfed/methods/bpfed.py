@@ -18,7 +18,7 @@ factors that are points, the two halves in turn (`bpfed.methods.turns`), and IVO
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,14 +144,8 @@ class BPFed(Method):
 
     def check(self) -> None:
         super().check()
-        for what, value, known in (
-            ("estimator", self.estimator, ESTIMATORS),
-            ("way to predict", self.predict, get_args(Predict)),
-            ("optimiser", self.optimiser, get_args(Optimiser)),
-            ("order", self.order, get_args(Order)),
-        ):
-            if value not in known:
-                raise unknown(what, value, known)
+        if self.estimator not in ESTIMATORS:
+            raise unknown("estimator", self.estimator, ESTIMATORS)
         rule(self.rule)
         self.require(
             draws="at least 1",

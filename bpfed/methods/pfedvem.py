@@ -104,6 +104,7 @@ class PFedVEM(Method):
     random_words: ClassVar[str] = "the last layer"
     numbers: ClassVar[tuple[str, ...]] = ("lr", "rho", "sigma", "head_rate")
     population: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("personal",)
 
     rho: float = 1.0
     sigma: float = 0.1

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bpfed.engine.settings import MOST_EVALUATED
 from bpfed.errors import UserError
 from bpfed.layout import CONFIG, EVALUATION, METRICS, REHEARSALS, SUMMARY
 from bpfed.report import text
@@ -19,8 +20,6 @@ from bpfed.report.measures import MEASURES, Measure, measures
 CALIBRATION, JUDGED = frozenset({"ece", "mce"}), 10
 #: So many clients are named in a sentence.
 NAMED = 3
-#: So many clients are tested where nothing else is said.
-LARGEST = 1000
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class RunRecord:
         total = int(self.summary.get("clients", len(self.rows)))
         if tested >= total or not self.rows:
             return ""
-        if total > (self.config.get("run", {}).get("eval_clients") or LARGEST):
+        if total > (self.config.get("run", {}).get("eval_clients") or MOST_EVALUATED):
             return f"{text.count(tested)} of the {text.count(total)} clients were tested."
         verb = "has no test examples and is" if total - tested == 1 else "have no test examples and are"
         return f"{text.plural(total - tested, 'client')} {verb} not counted in any figure."
