@@ -111,9 +111,7 @@ class Regressed:
 
     def at(self, softness: float) -> Regressed:
         """The same with distributions that are wider by this factor, around the same means."""
-        return replace(
-            self, epistemic=softness**2 * self.epistemic, aleatoric=softness**2 * self.aleatoric, nll=None
-        )
+        return replace(self, epistemic=softness**2 * self.epistemic, aleatoric=softness**2 * self.aleatoric, nll=None)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Split-conformal intervals, ``[B]`` and ``[B]``: see `Classified.prediction_set`.

@@ -100,7 +100,7 @@ def stamp() -> bytes:
     return f"{time.strftime('%H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03d} ".encode()
 
 
-class Kept:
+class Supervised:
     """A process that is started again whenever it ends, or hangs (then there is the file ``stuck``), by a thread."""
 
     def __init__(self, command: Sequence[str], env: dict[str, str], say: Say, stuck: Path) -> None:

@@ -219,7 +219,7 @@ def test_a_server_that_was_killed_goes_on_from_its_last_finished_round(moment, t
         deployed.serve()
     deployed.grid.push_messages, deployed.grid.pull_messages = push, pull
     server = deployed.serve()
-    assert any("Going on after round" in s for s in deployed.said)
+    assert any("Resuming after round" in s for s in deployed.said)
     assert [r["round"] for r in server.history] == [1, 2, 3]
     same(server, *simulated(BPFed(), DATA, epochs=1, rounds=ROUNDS))
 
