@@ -93,8 +93,9 @@ class Client:
                 for block in blocks
             ]
         found = _joined(parts)
-        if isinstance(found, Classified) and federation.softness != 1.0:
-            found = replace(found.at(federation.softness), raw=None)
+        if federation.softness != 1.0:
+            found = found.at(federation.softness)
+            found = replace(found, raw=None) if isinstance(found, Classified) else found
         temperature, scores = self._calibration(how, count)
         found = replace(found, scores=scores, unscored=self.unscored)
         return found.at(temperature) if temperature != 1.0 and isinstance(found, Classified) else found

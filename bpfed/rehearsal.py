@@ -1,8 +1,8 @@
 """Rehearsals: before a run, train on a part of every client's examples to learn how sure to be of the rest.
 
-How sure a model should be depends on how noisy its labels are, which nobody knows before. A rehearsal holds out a fifth
-of each client's training examples, trains on the others as the run will, and fits one temperature for all clients, the
-*softness*, to what it says of those held out. The run then trains on all examples and predicts at this softness. No
+How sure a model should be depends on how noisy its targets are, which nobody knows before. A rehearsal holds out a fifth
+of each client's training examples, trains on the others as the run will, and fits one number for all clients, the
+*softness* (`bpfed.softness`), to what it says of those held out. The run then trains on all examples and predicts at this softness. No
 test example takes part.
 """
 

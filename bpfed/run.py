@@ -73,7 +73,7 @@ class Run:
 
     @property
     def softness(self) -> float:
-        """The temperature of all its class probabilities, learnt or given; 1: as they are, above: less sure."""
+        """How soft all its predictions are, learnt or given (`bpfed.softness`); 1: as they are, above: less sure."""
         return self.federation.softness
 
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:

@@ -92,7 +92,7 @@ def run(
         chosen.confirm(trained.config())
         rehearse([trained], [folder], None if quiet else progress)
         if trained.federation.learnt_softness is not None:
-            progress.say(f"Rehearsed: probabilities will have a softness of {softly(trained.softness)}.")
+            progress.say(f"Rehearsed: predictions will have a softness of {softly(trained.softness)}.")
         trained.train(callbacks)
     except KeyboardInterrupt:
         progress.close()

@@ -116,7 +116,7 @@ class Tuning:
 
     @property
     def softness(self) -> float:
-        """The temperature at which its class probabilities suit the held-out labels best; 1 for numbers."""
+        """The softness at which its predictions suit the held-out targets best."""
         return common(run.evaluation.get("fitted_softness", 1.0) for run in self.comparison.records[self.best].values())
 
     @property

@@ -49,8 +49,5 @@ def check_run(
         raise UserError(
             "scaling fits a temperature to class probabilities, but the targets here are numbers; leave it out."
         )
-    if (settings.softness != 1.0 or settings.rehearsals) and task == "regression":
-        word = "softness is" if settings.softness != 1.0 else "rehearsals learn a softness"
-        raise UserError(f"{word} for class probabilities, but the targets here are numbers; leave it out.")
     if settings.scaling == "client" and settings.calibration == 0.0 and not calibrated:
         raise UserError("scaling needs examples to fit a temperature to; set calibration = 0.2 with it.")

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bpfed.calibration import Calibration, common_temperature, fewest, sorted_scores, temperatures, tempered
+from bpfed.calibration import (
+    Calibration,
+    common_stretch,
+    common_temperature,
+    fewest,
+    sorted_scores,
+    squared_errors,
+    temperatures,
+    tempered,
+)
 from bpfed.data.federated import Examples, untested
 from bpfed.engine.baseline import class_shares, mean_targets
 from bpfed.engine.federation import Federation
@@ -24,7 +33,7 @@ from bpfed.methods.base import Predictive, State, rows
 from bpfed.metrics import SURE, Evaluation, evaluate, evaluate_regression
 from bpfed.noise import Purpose, words
 from bpfed.predict import How, classify, regress
-from bpfed.slopes import slopes
+from bpfed.slopes import slopes, slopes_of_numbers
 
 #: Outputs and inputs of one draw that are held at a time, in numbers.
 BLOCK = 8_000_000
@@ -110,7 +119,8 @@ def _score_numbers(
     if bounds is not None:
         half = bounds.bound * scale
         inside, width, bounded = (found.y - mean).abs() <= half, 2.0 * half, bounds.finite
-    return evaluate_regression(
+    squares = squared_errors(mean, scale, found.y)
+    scored = evaluate_regression(
         mean=mean,
         scale=scale,
         nll=nll,
@@ -122,6 +132,8 @@ def _score_numbers(
         bounded=bounded,
         baseline=mean_targets(federation.data.train)[clients].to(federation.device)[owner],
     )
+    fitted = partial(common_stretch, squares)
+    return replace(scored, fitted_softness=fitted, slopes=partial(slopes_of_numbers, squares))
 
 
 def calibrate(
@@ -232,7 +244,7 @@ def _outputs(
     """What `_Predicted` holds, for the examples of S clients, ``[S, B, ...]``."""
     if federation.data.task == "classification":
         return (classify(federation.model, predictive, x, key, draws, how).probs,)
-    found = regress(federation.model, predictive, x, key, draws, y, how)
+    found = regress(federation.model, predictive, x, key, draws, y, how, federation.softness)
     assert found.nll is not None
     return found.mean, found.scale, found.nll
 

@@ -48,8 +48,8 @@ class Settings:
             two or more.
         scaling: ``client``: each client's probabilities become p^(1/T) / Z with a temperature T fitted to its
             calibration examples; ``none``: they stay as they are.
-        softness: Temperature of all clients' class probabilities, which become p^(1/softness) / Z: below 1 more
-            confident, above 1 less.
+        softness: Temperature of all clients' class probabilities, which become p^(1/softness) / Z; or, in regression,
+            factor of all predicted standard deviations. Below 1: more confident; above 1: less.
         rehearsals: How often to train on four fifths of each client's examples before the run, to learn the softness
             from the rest; 3 usually suffices; use more with fewer than 2 000 examples in total. Each takes as long as
             the run. 0: never.

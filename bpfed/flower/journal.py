@@ -88,7 +88,7 @@ class Journal:
         if self.softness is None:
             return ""
         doubt = uncertain(self.softness, self.held, self.config.run.rehearsals)
-        return f"Rehearsed: probabilities will have a softness of {softly(self.softness)}. {doubt}".strip()
+        return f"Rehearsed: predictions will have a softness of {softly(self.softness)}. {doubt}".strip()
 
     def place(self, round_: int) -> str:
         """In words which round of which training, such as ``rehearsal 1 of 3, round 4``."""

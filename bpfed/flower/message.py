@@ -17,7 +17,7 @@ from bpfed.config import Config
 from bpfed.flower.pattern import Pattern, Refused, Upload, listed
 from bpfed.methods.base import State
 from bpfed.metrics import Form, Sums
-from bpfed.slopes import HeldOutSlopes, fault
+from bpfed.slopes import HeldOutSlopes, fault, fault_of_numbers
 
 #: Raised whenever a message changes its meaning.
 PROTOCOL = 3
@@ -148,7 +148,9 @@ class Answer:
         return record
 
     @classmethod
-    def read(cls, record: RecordDict, pattern: Pattern | None, form: Form | None, most_held: int = -1) -> Answer:
+    def read(
+        cls, record: RecordDict, pattern: Pattern | None, form: Form | None, most_held: int = -1, numbers: bool = False
+    ) -> Answer:
         """Of a message, or `Refused`.
 
         Args:
@@ -156,6 +158,7 @@ class Answer:
             pattern: What an upload must look like; None: there must be none.
             form: What sums must look like; None: there must be none.
             most_held: Of how many held-out examples it may tell; below 0: of none.
+            numbers: Whether their targets are numbers.
         """
         allowed = ("answer", *(("upload", "info") if pattern else ()), *(("sums",) if form else ()))
         allowed += ("held",) if most_held >= 0 else ()
@@ -167,7 +170,7 @@ class Answer:
             raise Refused("its number of examples or its time is not valid.")
         upload = Upload(pattern.read(_part(record, "upload", ArrayRecord))) if pattern else None
         sums = _sums(_part(record, "sums", MetricRecord), form) if form else None
-        held = _held(_part(record, "held", MetricRecord), most_held) if most_held >= 0 else None
+        held = _held(_part(record, "held", MetricRecord), most_held, numbers) if most_held >= 0 else None
         info: dict[str, float] = {}
         if pattern and "info" in record:
             for name, value in _part(record, "info", MetricRecord).items():
@@ -276,13 +279,13 @@ def _excess(sums: Sums) -> str | None:
     return next((name for name, limit in most.items() if total[name] > limit + ROUNDING * (1.0 + limit)), None)
 
 
-def _held(record: MetricRecord, most: int) -> HeldOutSlopes:
+def _held(record: MetricRecord, most: int, numbers: bool) -> HeldOutSlopes:
     examples, slopes = record.get("examples"), record.get("slopes")
     if set(record) != {"examples", "slopes"} or type(examples) is not int or not isinstance(slopes, list):
         raise Refused("what it reports on held-out examples cannot be read.")
     if not 0 <= examples <= most:
         raise Refused(f"it reports {examples} held-out examples, but has only {most} in all.")
     told = HeldOutSlopes(examples, torch.tensor(slopes, dtype=torch.float64))
-    if why := fault(told):
+    if why := (fault_of_numbers if numbers else fault)(told):
         raise Refused(why)
     return told

@@ -125,12 +125,12 @@ class RunRecord:
 
     @property
     def softened(self) -> str:
-        """A sentence on the temperature of all class probabilities; empty where they are left as they are."""
+        """A sentence on the softness of all predictions; empty where they are left as they are."""
         if "softness" not in self.summary:
             return ""
         count = self.config.get("run", {}).get("rehearsals", 0)
         learnt = f", learnt in {text.many(count, 'rehearsal')}" if count else ""
-        return f"Probabilities are given with a softness of {softly(self.summary['softness'])}{learnt}."
+        return f"Predictions are given with a softness of {softly(self.summary['softness'])}{learnt}."
 
     @property
     def no_use(self) -> str:

@@ -125,8 +125,6 @@ def test_what_cannot_be_is_said_in_one_sentence(bpfed, tmp_path):
             ("--scaling", "client", "--calibration", "0.2", "--task", "regression"),
             "the targets here are numbers; leave it out.",
         ),
-        (("--rehearsals", "2", "--task", "regression"), "the targets here are numbers; leave it out."),
-        (("--softness", "0.5", "--task", "regression"), "the targets here are numbers; leave it out."),
         (("--method", "local"), "there is nothing to deploy; train each site by itself with 'bpfed run'."),
         (("--participants", "3"), "choose 1 to 2."),
     ],
