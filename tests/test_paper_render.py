@@ -14,7 +14,7 @@ import pytest
 
 from bpfed.errors import UserError
 from bpfed.files import to_json
-from bpfed.paper import figures, lineup, markdown, panel, published
+from bpfed.paper import figures, headline, lineup, markdown, paired, panel, published
 from bpfed.paper.records import read_cell, read_cells
 from bpfed.paper.render import render
 from bpfed.paper.render import tables as render_tables
@@ -316,6 +316,51 @@ def test_readme_has_ours_beside_the_best_of_others(tmp_path: Path) -> None:
     assert lines["accuracy %: best of the other methods here"].startswith("**96.00** | – |")
     assert lines["accuracy %: recipe, two members, rehearsed"].startswith("– | –")
     assert lines["NLL: best of the other methods here"].startswith("**0.250** | – |")
+
+
+@pytest.fixture
+def unevenly_seeded(tmp_path: Path) -> Path:
+    """The recipe has four seeds, of which the third and fourth are easy; the others have the first two or one."""
+    results = tmp_path / "results"
+    put(results, "mnist-small", "bpfed-recipe", [_scored(s, a, 0.3) for s, a in enumerate((0.90, 0.92, 0.99, 0.99))])
+    put(results, "mnist-small", "fedper", [_scored(s, a, 0.4 + 0.02 * s) for s, a in enumerate((0.91, 0.94))])
+    put(results, "mnist-small", "pfedbayes", [_scored(0, 0.93, 0.5)])  # best where it is, and least is known of it
+    put(results, "mnist-small", "fedsoul", [_scored(s, 0.999, 0.01) for s in range(2)])  # uploads moments of heads
+    put(results, "mnist-small", "local", [_scored(7, 0.999, 0.01)])  # no seed in common
+    return results
+
+
+def _scored(seed: int, accuracy: float, nll: float) -> dict[str, Any]:
+    """A run whose NLL was 0.05 lower in the round before the last."""
+    run = seed_result(seed, [0.1, 0.2, 0.3, accuracy])
+    curve = run["curve"] | {"nll": [1.0, 0.9, nll - 0.05, nll]}
+    return run | {"last": run["last"] | {"nll": nll}, "curve": curve}
+
+
+def test_ours_and_others_are_compared_on_the_seeds_that_both_have(unevenly_seeded: Path) -> None:
+    page = paired.differences(Results.read(unevenly_seeded))
+    by_accuracy, points, by_nll, nll, per_cent, stopped = row(page, "MNIST small, `groups`")[1:]
+    assert (by_accuracy, points) == ("pFedBayes (1)", "−3.00")  # 0.90 against 0.93 of seed 0, no standard error
+    assert (by_nll, nll) == ("FedPer (2)", "−0.1100 ± 0.0100")
+    assert per_cent == f"−{100 * (1 - 0.3 / 0.41):.1f} %"
+    assert stopped == f"−{100 * (1 - 0.3 / 0.36):.1f} % (FedPer)"  # the other at its best round, ours at its last
+
+
+def test_the_others_stopped_in_time_stand_beside_our_last_round(unevenly_seeded: Path) -> None:
+    page = paired.stopped(Results.read(unevenly_seeded), "groups")
+    assert row(page, "BPFed recipe, last round")[1:3] == ["0.300", "–"]
+    assert row(page, "FedPer")[1] == "**0.360** (−16.7 %)"
+    assert row(page, "pFedBayes")[1] == "0.450 (−33.3 %)"
+    assert "FedSOUL" not in page
+    assert "Local" not in page
+    assert paired.stopped(Results.read(unevenly_seeded), "random") == ""
+
+
+def test_readme_has_the_seeds_of_the_best_other_method(unevenly_seeded: Path) -> None:
+    page = headline.markdown(Results.read(unevenly_seeded))
+    assert row(page, "accuracy %: recipe")[1] == "90.00"
+    assert row(page, "accuracy %: best of the other methods here")[1] == "93.00"
+    assert row(page, "NLL: best of the other methods here")[1] == "0.410"
 
 
 def test_readme_without_a_place_is_left_alone(results: Path, tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from bpfed.methods import METHODS
 from bpfed.paper import lineup
 from bpfed.paper.markdown import PRINTED, Cells
+from bpfed.paper.paired import RECIPE, nearest
 from bpfed.paper.published import CELLS, TABLES, published
 from bpfed.paper.results import Results
 from bpfed.paper.typeset import figures, strong, table
@@ -16,14 +16,17 @@ from bpfed.scores import BEST_IS_HIGH
 #: The part's name on the page.
 PART = "headline"
 #: Ours, by what they are called in this table.
-OURS = {"recipe": "bpfed-recipe", "recipe, two members, rehearsed": "bpfed-recipe+members+softness"}
+OURS = {"recipe": RECIPE, "recipe, two members, rehearsed": f"{RECIPE}+members+softness"}
 
 #: Of a cell and a measure, a number; NaN where there is none.
 Number = Callable[[str, str], float]
 
 
 def markdown(found: Results) -> str:
-    """Accuracy, ECE and NLL of partition `groups`, a row each; the best of a measure in a cell is bold."""
+    """Accuracy, ECE and NLL of partition `groups`, a row each; the best of a measure in a cell is bold.
+
+    Ours are means over the seeds that the best of the others has too.
+    """
     cells = found.of("paper", "groups")
     rows: list[list[str]] = []
     for measure, word in (("accuracy", "accuracy %"), ("ece", "ECE %"), ("nll", "NLL")):
@@ -43,8 +46,10 @@ def markdown(found: Results) -> str:
 
 def _of(cells: Cells, name: str) -> Number:
     def number(cell: str, measure: str) -> float:
-        record = cells.get(cell, {}).get(name)
-        return math.nan if record is None else record.mean(measure)
+        record, best = cells.get(cell, {}).get(name), nearest(cells.get(cell, {}), measure)
+        if record is not None and best is not None:
+            record = record.only(best.seeds)
+        return math.nan if record is None or not record.runs else record.mean(measure)
 
     return number
 
@@ -56,13 +61,8 @@ def best_printed(cell: str, measure: str) -> float:
 
 def _best_other(cells: Cells, cell: str, measure: str) -> float:
     """The best that is not the recipe and learns from no moments of personal factors, with or without variants."""
-    others = [record for name, record in cells.get(cell, {}).items() if not _ours(name)]
-    return _best([record.mean(measure) for record in others], measure)
-
-
-def _ours(name: str) -> bool:
-    base = name.partition("+")[0]
-    return base == OURS["recipe"] or (base in METHODS and METHODS[base].population)
+    best = nearest(cells.get(cell, {}), measure)
+    return math.nan if best is None else float(best.theirs.mean())
 
 
 def _shown(value: float, measure: str) -> str:

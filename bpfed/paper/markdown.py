@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bpfed.paper import lineup
+from bpfed.paper import lineup, paired
 from bpfed.paper.panel import Line
 from bpfed.paper.published import CELLS, METHODS, TABLES, published
 from bpfed.paper.records import CellRecord
@@ -329,6 +329,9 @@ PARTS: dict[str, Callable[[Results], str]] = {
     "table1-best": lambda found: measure_table(found.of("paper", "groups"), "accuracy", True, CellRecord.best),
     "table1-random": _measured("accuracy", "random", False),
     "reference": reference,
+    "paired": paired.differences,
+    "nll-stopped": lambda found: paired.stopped(found, "groups"),
+    "nll-stopped-random": lambda found: paired.stopped(found, "random"),
     "table2": _measured("ece", "groups", True),
     **{measure: _measured(measure, "groups", False) for measure in ("nll", "brier", "mce")},
     "table2-random": _measured("ece", "random", False),

@@ -96,6 +96,16 @@ class CellRecord:
             return float("nan")
         return float(np.take_along_axis(values, np.nanargmax(accuracy, 1)[:, None], 1).mean())
 
+    def lowest(self, measure: str) -> np.ndarray:
+        """A measure in the tested round of each seed where it is lowest, ``[S]``; NaN where no curve is in the file.
+
+        As in `best`, that round is chosen on test data.
+        """
+        values = self.curve(measure)[1]
+        if not values.size or np.isnan(values).all(1).any():
+            return np.full(len(self.runs), np.nan)
+        return np.nanmin(values, 1)
+
     def reliability(self) -> Reliability | None:
         """The reliability diagram of all seeds' test examples together."""
         if not all(run.get("reliability") for run in self.runs):
