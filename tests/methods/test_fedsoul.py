@@ -5,7 +5,9 @@ import scenarios
 import torch
 from torch import nn
 
-from bpfed import likelihoods, noise
+from bpfed import fit, likelihoods, noise
+from bpfed.engine.server import combined
+from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.estimators import Batch
 from bpfed.gaussian import Gaussian
@@ -22,7 +24,7 @@ def client(method, count=CLIENTS):
     model = scenarios.model_of(scenarios.small_mlp())
     initial, g = method.init(model), scenarios.generator(5)
     heads = Gaussian(0.3 * torch.randn(model.factors.personal, generator=g), torch.full((model.factors.personal,), 0.4))
-    shared = rows(initial.shared._replace(heads=heads), count)
+    shared = rows(Shared.of(initial.shared.body, heads), count)
     state = torch.randn(count, model.factors.personal, generator=g)
     personal = rows(initial.personal, count)
     chain = personal.chain._replace(state=state, number=torch.ones(count, 1))
@@ -85,7 +87,7 @@ def test_chains_settle_at_the_posterior_of_a_linear_head_with_the_common_prior(g
     model, batch, mean, precision = regression(count)
     initial = method.init(model)
     heads = Gaussian(torch.full((FEATURES,), CENTRE), initial.shared.heads.sigma)
-    shared = rows(initial.shared._replace(heads=heads), count)
+    shared = rows(Shared.of(initial.shared.body, heads), count)
     local = method.begin(model, shared, rows(initial.personal, count), scenarios.hyper(method, count))
     for t in range(steps):
         step = batch._replace(key=noise.fold(batch.key, t))
@@ -99,7 +101,7 @@ def test_chains_settle_at_the_posterior_of_a_linear_head_with_the_common_prior(g
     late = local.chain.samples.flatten(0, 1)
     torch.testing.assert_close(late.mean(0), mean, rtol=0, atol=0.01)
     torch.testing.assert_close(late.var(0), torch.full((FEATURES,), variance), rtol=0.12, atol=0)
-    torch.testing.assert_close(finished.upload.heads.mean.mean(0), mean, rtol=0, atol=0.05)
+    torch.testing.assert_close(finished.upload.first.mean(0), mean, rtol=0, atol=0.05)
 
 
 def test_the_newest_states_are_kept_and_drawn_newest_first():
@@ -152,8 +154,8 @@ def test_the_chain_goes_on_where_it_was_and_the_moments_of_its_newest_states_are
         finished = method.finish(model, local, scenarios.hyper(method, CLIENTS))
         personal = finished.personal
     kept = torch.stack(states[::2][-samples:])  # of both rounds
-    torch.testing.assert_close(finished.upload.heads.mean, kept.mean(0))
-    torch.testing.assert_close(finished.upload.heads.sigma, kept.std(0, correction=0))
+    torch.testing.assert_close(finished.upload.first, kept.mean(0))
+    torch.testing.assert_close(finished.upload.second, kept.square().mean(0))
 
 
 # --- the prior --------------------------------------------------------------------------------------------------------
@@ -166,20 +168,20 @@ def test_the_learnt_prior_is_that_of_maximum_marginal_likelihood():
     truth = 0.7 + 0.5 * torch.randn(8, width, generator=g)
     seen = truth + noise_variance**0.5 * torch.randn(8, width, generator=g)
     method = FedSOUL(prior_rate=1.0)
-    shared = Shared(torch.zeros(0), Gaussian(torch.zeros(width), torch.full((width,), 2.0)))
+    shared = Shared.of(torch.zeros(0), Gaussian(torch.zeros(width), torch.full((width,), 2.0)))
     for _ in range(200):  # EM with the exact E step
         m, s = shared.heads
         precision = 1 / noise_variance + 1 / s.square()
         posterior = Gaussian((seen / noise_variance + m / s.square()) / precision, precision.rsqrt().expand(8, -1))
-        shared = method.aggregate(shared, Shared(torch.zeros(8, 0), posterior), torch.ones(8))
+        shared = method.aggregate(shared, Shared.of(torch.zeros(8, 0), posterior), torch.ones(8))
     expected = (seen - seen.mean(0)).square().mean() - noise_variance
     torch.testing.assert_close(shared.heads.mean, seen.mean(0), rtol=0, atol=1e-3)
     torch.testing.assert_close(shared.heads.sigma.square(), expected.expand(width), rtol=1e-3, atol=0)
 
 
 def test_the_server_moves_the_prior_part_of_the_way():
-    old = Shared(torch.zeros(1), Gaussian(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 2.0])))
-    uploads = Shared(
+    old = Shared.of(torch.zeros(1), Gaussian(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 2.0])))
+    uploads = Shared.of(
         torch.tensor([[1.0], [4.0]]), Gaussian(torch.tensor([[0.0, 2.0], [4.0, 2.0]]), torch.tensor([[1.0, 3.0]] * 2))
     )
     found = FedSOUL(prior_rate=0.5).aggregate(old, uploads, torch.tensor([1.0, 1.0]))
@@ -187,6 +189,33 @@ def test_the_server_moves_the_prior_part_of_the_way():
     torch.testing.assert_close(found.heads.mean, torch.tensor([1.5, 1.5]))
     pooled = ((1 + 4) + 9) / 2  # of the two weights: Var + deviation²
     torch.testing.assert_close(found.heads.sigma, torch.full((2,), ((4 + pooled) / 2) ** 0.5))
+
+
+@pytest.mark.parametrize("options", [{"clip": 100.0, "noise": 1e-6}, {"robust": "trimmed:0.1"}])
+def test_one_upload_of_all_keeps_what_clients_differ_by(options):
+    # Noise and robust rules hand the server's rule one upload, as often as there are clients.
+    g, clients, width = scenarios.generator(3), 10, 300
+    means = 0.7 + 0.5 * torch.randn(clients, width, generator=g)
+    uploads = Shared.of(torch.zeros(clients, 1), Gaussian(means, torch.full_like(means, 0.1)))
+    method, old = FedSOUL(), Shared.of(torch.zeros(1), Gaussian(torch.zeros(width), torch.full((width,), 0.3)))
+    plain, found = (
+        combined(method, Settings(**given), old, uploads, torch.ones(clients), clients, torch.randn)
+        for given in ({}, options)
+    )
+    assert float(plain.heads.sigma[0]) == pytest.approx(0.5, abs=0.05)
+    if "noise" in options:
+        torch.testing.assert_close(found.heads, plain.heads, rtol=0, atol=1e-3)
+    else:  # a trimmed mean of squares is lower, but far from the 0.1 of one client
+        assert 0.3 < float(found.heads.sigma[0]) < 0.5
+
+
+def test_a_run_with_hardly_any_noise_is_the_plain_run():
+    quiet = {"rounds": 10, "seed": 0, "eval_every": 10, "progress": False}
+    plain, noisy = (fit("fedsoul", "digits", **quiet, **more) for more in ({}, {"clip": 100.0, "noise": 1e-6}))
+    spread = [float(run.federation.shared.heads.sigma.mean()) for run in (plain, noisy)]
+    assert spread[1] == pytest.approx(spread[0], rel=0.02)
+    nll = [run.history[-1]["nll"]["pooled"] for run in (plain, noisy)]
+    assert nll[1] == pytest.approx(nll[0], rel=0.02)
 
 
 def test_a_newcomer_samples_its_head_on_the_body_as_it_is():

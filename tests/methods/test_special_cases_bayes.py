@@ -99,7 +99,7 @@ def sampled(model, batch, count, steps):
     method = FedSOUL(gamma=0.25, prior_sigma=S)
     initial = method.init(model)
     heads = Gaussian(torch.full((FEATURES,), CENTRE), initial.shared.heads.sigma)
-    shared = rows(initial.shared._replace(heads=heads), count)
+    shared = rows(type(initial.shared).of(initial.shared.body, heads), count)
     local = method.begin(model, shared, rows(initial.personal, count), scenarios.hyper(method, count))
     for t in range(steps):
         step = batch._replace(key=noise.fold(batch.key, t))
