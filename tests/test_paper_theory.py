@@ -9,7 +9,7 @@ import torch
 
 from bpfed.errors import UserError
 from bpfed.gaussian import Gaussian
-from bpfed.methods.base import GaussianPredictive
+from bpfed.methods.base import Course, GaussianPredictive
 from bpfed.paper import theory, training
 from bpfed.paper.teachers import Setting, Teachers, task
 from bpfed.paper.theory import measure, point, run, slope, start, summary, verdict
@@ -89,6 +89,17 @@ def test_the_noise_of_the_targets_is_the_known_one_and_not_learnt():
 def test_local_steps_do_not_depend_on_n(n):
     settings = start(replace(SMALL, steps=4), "bpfed-recipe", n, 2, 0, "cpu")[0].settings
     assert settings.epochs * math.ceil(n / settings.batch) == 4
+
+
+@pytest.mark.parametrize("name", Setting().methods)
+def test_every_point_has_the_experiments_step_size(name):
+    setting = Setting()
+    for _, n, clients in setting.grid():
+        batch = min(setting.batch, n)
+        epochs = max(1, round(setting.steps / math.ceil(n / batch)))
+        course = Course(clients, clients, setting.rounds, epochs)
+        found = setting.method(name).hyper_in(course, torch.full((clients,), float(math.ceil(n / batch))))["lr"]
+        assert found.tolist() == pytest.approx([setting.lr] * len(found))
 
 
 def test_the_error_is_of_draws_and_not_of_their_mean(monkeypatch):
