@@ -178,6 +178,21 @@ def test_cells_searched_with_other_grids_are_joined_by_settings(tmp_path):
     }
 
 
+def test_a_sum_has_its_paired_difference_from_the_first_row(tmp_path):
+    (tmp_path / "search").mkdir()
+    for cell, shift in (("mnist-small", 0.0), ("fmnist-small", 0.1)):
+        first, second = [0.3 + shift, 0.5 + shift], [0.28 + shift, 0.46 + shift]  # 0.02 and 0.04 lower
+        tried = [
+            {"settings": {"anchor": c}, "accuracy": [0.9, 0.9], "nll": nll, "over_confidence": [0.0, 0.0]}
+            for c, nll in ((1, first), (3, second))
+        ]
+        found = {"cell": cell, "rounds": 2, "tried": tried}
+        (tmp_path / "search" / f"mine-{cell}-2.json").write_text(json.dumps(found))
+    first, second = search.markdown(tmp_path).splitlines()[2:]
+    assert first.endswith("| 0.900 |")
+    assert second.endswith("| **0.840** (−0.060 ± 0.014) |")  # each cell's standard error is 0.01
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"cell": "nowhere", "rounds": 2, "tried": []}'])
 def test_a_damaged_search_is_one_sentence(text, tmp_path):
     (tmp_path / "search").mkdir()

@@ -24,7 +24,8 @@ client minimises
    place. (The prior of 2 alone bounds networks with enough data; a convolutional one keeps growing for longer than
    anyone trains, with 125 images as with 2 250.) Multiplied by a client's steps in one round it is at most ``reach``: a
    client that goes far alone leaves the others behind, and averages of such clients are poor. With more than ``NEAR``
-   steps in a round that would be stricter than necessary, so the bound grows with the square root of their number.
+   steps in a round that would be stricter than necessary, so ``reach`` and ``span`` both grow with the square root of
+   their number.
 
 The settings were chosen with 10 clients, all of them in every round, and with 20, half of them. In a federation that is
 ``crowd`` times as large as that, a client carries that much less of the prior of the means, and the precision counts
@@ -129,7 +130,7 @@ class Recipe(Method):
         draws: Weight draws per step.
         path: Upper bound of step size times rounds times local epochs; longer runs take smaller steps.
         reach: Upper bound of step size times a client's steps in one round; clients with more data take smaller steps.
-            Beyond 500 steps it grows with the square root of their number.
+            Beyond 500 steps it grows with the square root of their number, and so does ``span``.
         span: Upper bound of ``reach`` times rounds; with more rounds than ``span / reach``, a client's reach is
             smaller.
         newcomer_lr: Step size with which a client that joins later learns its head.

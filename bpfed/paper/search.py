@@ -1,7 +1,8 @@
-"""The search for the recipe's settings, on validation data cut from the training data; no test example takes part.
+"""The search for the recipe's settings, on validation data cut from the training data.
 
 Of each client's training examples a tenth, of each class alike, is what is scored; the cell's test examples are thrown
-away before anything runs. All settings and all seeds are trained side by side, stacked along the client axis.
+away before anything runs, so no test example of a run's own split takes part. But a seed deals the same pool of images
+anew: most validation examples of these seeds are test examples of the tables' seeds. All settings and all seeds are trained side by side, stacked along the client axis.
 
     bpfed paper search --cells small --method bpfed-recipe --rounds 300
 """
@@ -27,10 +28,10 @@ from bpfed.methods import method
 from bpfed.paper import protocol, records
 from bpfed.paper.records import numbers
 from bpfed.paper.training import check_same, check_writable, device_name, read, record, tests_on
-from bpfed.paper.typeset import NOTHING
+from bpfed.paper.typeset import NOTHING, signed
 from bpfed.run import train_together
 from bpfed.schema import fields_of
-from bpfed.scores import mean
+from bpfed.scores import deviation, mean
 from bpfed.training import prepare
 
 #: The seeds, which no table uses.
@@ -232,36 +233,55 @@ def markdown(results: Path) -> str:
 
 
 class _Tried(NamedTuple):
-    """A setting and the means of its scores over seeds."""
+    """A setting, the means of its scores over seeds, and its NLL with each seed."""
 
     settings: Mapping[str, Any]
     accuracy: float
     nll: float
     over_confidence: float
+    nlls: list[float]
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> _Tried:
-        return cls(row["settings"], *(mean(numbers(row[m]).tolist()) for m in cls._fields[1:]))
+        means = [mean(numbers(row[m]).tolist()) for m in ("accuracy", "nll", "over_confidence")]
+        return cls(row["settings"], *means, numbers(row["nll"]).tolist())
 
     def __str__(self) -> str:
         return f"{100 * self.accuracy:.1f} / {self.nll:.3f} / {100 * self.over_confidence:+.1f}"
 
 
 def _table(name: str, rounds: int, found: Mapping[str, Mapping[str, _Tried]]) -> str:
-    """A series: a row for each setting that some cell was searched with; the sum where all of them were."""
+    """A series: a row for each setting that some cell was searched with; the sum where all of them were, and in
+    brackets its paired difference from the first row's."""
     cells = [cell for cell in protocol.cells() if cell in found]
     rows, sums = [], []
-    for key in dict.fromkeys(key for cell in cells for key in found[cell]):
+    keys = list(dict.fromkeys(key for cell in cells for key in found[cell]))
+    for key in keys:
         own = [found[cell].get(key) for cell in cells]
         there = [tried for tried in own if tried is not None]
         sums.append(sum(tried.nll for tried in there) if len(there) == len(own) else math.nan)
         total = f"{sums[-1]:.3f}" if math.isfinite(sums[-1]) else NOTHING
-        rows.append([_words(there[0].settings), *(NOTHING if tried is None else str(tried) for tried in own), total])
+        shown = [NOTHING if tried is None else str(tried) for tried in own]
+        rows.append([_words(there[0].settings), *shown, total])
     if whole := [i for i, total in enumerate(sums) if math.isfinite(total)]:
         best = min(whole, key=lambda i: float(rows[i][-1]))
         rows[best][-1] = f"**{rows[best][-1]}**"
+    for row, key in zip(rows[1:], keys[1:], strict=True):
+        row[-1] += _paired([(found[cell].get(key), found[cell].get(keys[0])) for cell in cells])
     head = [f"{name}, {rounds} rounds", *cells, "sum of NLLs"]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def _paired(pairs: Sequence[tuple[_Tried | None, _Tried | None]]) -> str:
+    """In brackets the sum over cells of a setting's NLL less the first one's, seed by seed, ± its standard error."""
+    change = variance = 0.0
+    for tried, first in pairs:
+        if tried is None or first is None or len(tried.nlls) != len(first.nlls):
+            return ""
+        own = [a - b for a, b in zip(tried.nlls, first.nlls, strict=True)]
+        change, variance = change + mean(own), variance + deviation(own) ** 2 / len(own)
+    error = f" ± {math.sqrt(variance):.3f}" if math.isfinite(variance) else ""  # of one seed nothing is known
+    return f" ({signed(change, 3)}{error})" if math.isfinite(change) else ""
 
 
 def _key(settings: Mapping[str, Any]) -> str:
