@@ -243,8 +243,8 @@ class _Tried(NamedTuple):
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> _Tried:
-        means = [mean(numbers(row[m]).tolist()) for m in ("accuracy", "nll", "over_confidence")]
-        return cls(row["settings"], *means, numbers(row["nll"]).tolist())
+        accuracy, nlls, gaps = (numbers(row[m]).tolist() for m in ("accuracy", "nll", "over_confidence"))
+        return cls(row["settings"], mean(accuracy), mean(nlls), mean(gaps), nlls)
 
     def __str__(self) -> str:
         return f"{100 * self.accuracy:.1f} / {self.nll:.3f} / {100 * self.over_confidence:+.1f}"
