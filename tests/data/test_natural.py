@@ -70,6 +70,22 @@ def test_users(tmp_path: Path) -> None:
     assert (data.clients, data.labels) == (("user-01", "user-02"), ("Sitting", "Walking"))
     assert data.preparation is not None
     assert data.preparation.input_names == ("X0", "XPEAK missing")  # XPEAK is 3 or nothing
+    later = load("wisdm-later", data_dir=tmp_path, download=False)
+    assert later.preparation is not None
+    assert later.preparation.input_names == data.preparation.input_names
+    assert fingerprint(later) == fingerprint(load("wisdm-later", data_dir=tmp_path, download=False, seed=0))
+
+
+def test_later_rows_are_the_last_of_each_user_and_activity(tmp_path: Path) -> None:
+    write_wisdm(tmp_path / "wisdm")
+    for name, table in tables("wisdm-later", data_dir=tmp_path).items():
+        groups: dict[str, list[str]] = {}
+        for activity, part in zip(table.words("activity"), table.words("split"), strict=True):
+            groups.setdefault(activity, []).append(part)
+        assert len(groups) == 2, name
+        for parts in groups.values():
+            late = int(0.3 * len(parts))
+            assert parts == ["train"] * (len(parts) - late) + ["test"] * late
 
 
 @pytest.mark.parametrize("standardise", ["federated", "local", "none"])
