@@ -6,6 +6,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import NoReturn
@@ -93,9 +94,9 @@ def _rows(path: Path) -> Iterator[tuple[list[str], str, list[list[str]]]]:
     """The header, the delimiter and a chunk of rows; first without rows, then as often as there are some."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            header, delimiter = _header(file, path)
+            header, delimiter, pending = _header(file, path)
             yield header, delimiter, []
-            reader = csv.reader(file, delimiter=delimiter, strict=True)
+            reader = csv.reader(chain(pending, file), delimiter=delimiter, strict=True)
             for rows in _chunks(reader, len(header), path):
                 yield header, delimiter, rows
     except UnicodeDecodeError as error:
@@ -104,7 +105,8 @@ def _rows(path: Path) -> Iterator[tuple[list[str], str, list[list[str]]]]:
         raise UserError(f"'{path}' is damaged near line {reader.line_num + 1} ({error}); fix its quotes.") from error
 
 
-def _header(file: io.TextIOWrapper, path: Path) -> tuple[list[str], str]:
+def _header(file: io.TextIOWrapper, path: Path) -> tuple[list[str], str, list[str]]:
+    """The names of the columns, the delimiter, and lines that were read to find them but are rows."""
     line = file.readline(HEADER)
     while line and not line.strip():
         line = file.readline(HEADER)
@@ -112,19 +114,18 @@ def _header(file: io.TextIOWrapper, path: Path) -> tuple[list[str], str]:
         raise UserError(f"'{path}' is empty; remove it or give it a header and rows.")
     if _CONTROL.search(line):
         raise UserError(f"'{path}' is not a text file; save it as CSV.")
-    cut = {}
-    for delimiter in DELIMITERS:
-        # A name in quotes may run over several lines; the reader asks for as many as it needs.
-        try:
-            cut[delimiter] = next(
-                csv.reader(chain([line], file) if line.count('"') % 2 else [line], delimiter=delimiter)
-            )
-        except (csv.Error, StopIteration) as error:
-            raise UserError(f"The first line of '{path}' is damaged ({error}); fix its quotes.") from error
+    lines = [line]
+    cut = _cuts(lines, file, strict=True)
+    if len(cut) < len(DELIMITERS) and all(len(names) == 1 for names, _ in cut.values()):
         if line.count('"') % 2:
-            break
-    delimiter = max(cut, key=lambda d: len(cut[d]))
-    header = [name.strip() for name in cut[delimiter]]
+            raise UserError(f"The column names of '{path}' are damaged: a quote is not closed; fix it.")
+        cut = _cuts(lines, file, strict=False)  # such as a blank between a closing quote and the delimiter
+    if not cut:
+        raise UserError(f"'{path}' does not begin with a line of column names; save it as CSV with one.")
+    # A wrong delimiter cuts through quotes and leaves them in the names.
+    delimiter = max(cut, key=lambda d: (not any('"' in name for name in cut[d][0]), len(cut[d][0])))
+    names, used = cut[delimiter]
+    header = [name.strip() for name in names]
     if len(header) == 1 and re.search(r"\S[ :^~]+\S", header[0]):
         raise UserError(
             f"'{path}' has only one column, '{header[0][:60]}'; separate its columns by comma, semicolon, tab or bar."
@@ -135,7 +136,26 @@ def _header(file: io.TextIOWrapper, path: Path) -> tuple[list[str], str]:
         raise UserError(f"The first line of '{path}' has numbers instead of column names; add a line of names.")
     if twice:
         raise UserError(f"'{path}' has two columns '{twice[0]}'; rename or remove one.")
-    return header, delimiter
+    return header, delimiter, lines[used:]
+
+
+def _cuts(lines: list[str], file: io.TextIOWrapper, strict: bool) -> dict[str, tuple[list[str], int]]:
+    """What each delimiter makes of the header, and of how many lines; without those that cannot be."""
+    cut = {}
+    for delimiter in DELIMITERS:
+        # A name in quotes may run over several lines; the reader asks for as many as it needs.
+        reader = csv.reader(_kept(lines, file), delimiter=delimiter, strict=strict)
+        with suppress(csv.Error):
+            cut[delimiter] = next(reader), reader.line_num
+    return cut
+
+
+def _kept(lines: list[str], file: io.TextIOWrapper) -> Iterator[str]:
+    """These lines and then those of the file, which are added to them as they are read."""
+    yield from lines
+    for line in file:
+        lines.append(line)
+        yield line
 
 
 def _chunks(reader: Iterator[list[str]], width: int, path: Path) -> Iterator[list[list[str]]]:

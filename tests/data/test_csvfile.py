@@ -97,3 +97,40 @@ def test_a_header_of_counts_is_a_header(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text(",0,1,10,target\n0,5,6,7,a\n")
     assert list(read_table(path).columns) == ["0", "1", "10", "target"]
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_name_may_run_over_lines_whatever_the_delimiter(delimiter: str, end: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    lines = ['a{}"blood', "pressure, systolic; mmHg", '(seated)"{}y', "1{}2{}x", "3{}4{}z"]
+    path.write_text(end.join(line.replace("{}", delimiter) for line in lines) + end, newline="")
+    table = read_table(path)
+    assert list(table.columns) == ["a", f"blood{end}pressure, systolic; mmHg{end}(seated)", "y"]
+    assert (table.columns["a"].tolist(), table.words("y")) == ([1, 3], ["x", "z"])
+
+
+@pytest.mark.parametrize(
+    ("header", "names"),
+    [
+        ('a;"b, in c, or d";y', ["a", "b, in c, or d", "y"]),
+        ('"a";"b, in c, or d";y', ["a", "b, in c, or d", "y"]),
+        ('a;size 5";y', ["a", 'size 5"', "y"]),
+        ('"a" ;"b" ;"y"', ["a", "b", "y"]),
+        ('a ;"b" ;y', ["a", "b", "y"]),
+    ],
+)
+def test_quotes_in_names(header: str, names: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(f"{header}\n1;2;3\n")
+    assert list(read_table(path).columns) == names
+
+
+def test_names_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text('a,"b,y\n1,2,3\n')
+    with pytest.raises(UserError, match=r"The column names of .* are damaged: a quote is not closed"):
+        read_table(path)
+    path.write_text("x" * 200_000)
+    with pytest.raises(UserError, match="does not begin with a line of column names"):
+        read_table(path)
