@@ -16,7 +16,7 @@ from bpfed.engine import checkpoint
 from bpfed.engine.evaluate import calibrate
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
-from bpfed.files import append_line, clear_parts, is_part, lock, said, to_json, to_json_line, to_toml, write_whole
+from bpfed.files import append_line, clear_parts, is_part, lock, to_json, to_json_line, to_toml, write_whole, writing
 from bpfed.layout import (
     CALIBRATION,
     CHECKPOINT,
@@ -91,13 +91,13 @@ class Folder(Callback):
         kept = self.rehearsals / CONFIG
         if self.rehearsals.exists() and not (kept.exists() and kept.read_text() == config):
             shutil.rmtree(self.rehearsals)
-        with said(self.path):
+        with writing(self.path):
             self.rehearsals.mkdir(parents=True, exist_ok=True)
         write_whole(kept, config)
 
     def start(self, run: Run) -> None:
         made = not self.path.exists()
-        with said(self.path):
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         try:
             self._lock = lock(self.path)
@@ -154,7 +154,7 @@ class Folder(Callback):
         if self.resume and not self.rehearsals.exists():
             run.say(f"There is no run in '{self.path}' yet, so it starts from the first round.")
         clear_parts(self.path)
-        with said(self.path):  # the old configuration goes last, for without it this would be no run folder
+        with writing(self.path):  # the old configuration goes last, for without it this would be no run folder
             for old in [p for p in self.path.iterdir() if p.name not in (CONFIG, REHEARSALS)]:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         if run.federation.learnt_softness is not None:

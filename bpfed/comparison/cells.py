@@ -28,7 +28,7 @@ from bpfed.data import FederatedData, load
 from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Settings
 from bpfed.errors import Diverged, UserError
-from bpfed.files import clear_parts, is_part, lock, said, to_json, to_toml, write_whole
+from bpfed.files import clear_parts, is_part, lock, to_json, to_toml, write_whole, writing
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method
 from bpfed.rehearsal import rehearse
@@ -308,7 +308,7 @@ def _kept(out: Path | None, kind: str) -> Iterator[None]:
         yield
         return
     made = not out.exists()
-    with said(out):
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         there = [p.name for p in out.iterdir() if not is_part(p)]
     if there and REQUEST not in there:

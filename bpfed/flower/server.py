@@ -11,7 +11,7 @@ from typing import Any
 from bpfed.config import Config
 from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
-from bpfed.files import said
+from bpfed.files import writing
 from bpfed.flower.checks import check_deployment
 from bpfed.flower.data import agreed, remarks
 from bpfed.flower.journal import Found, Journal
@@ -152,7 +152,7 @@ class Server:
         """Once the run has begun and knows what they found."""
         folder = self.journal.home / REHEARSALS
         if folder.exists():
-            with said(folder):
+            with writing(folder):
                 shutil.rmtree(folder)
 
     def _agreed(self) -> dict[str, Any]:
