@@ -23,7 +23,7 @@ from bpfed.callbacks.folder import Folder, differences
 from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison import tables
 from bpfed.comparison.entrants import Entrant, entrants
-from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Words, chosen_reference
+from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Vocabulary, chosen_reference
 from bpfed.data import FederatedData, load
 from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Settings
@@ -131,7 +131,7 @@ def run_cells(
     display: CellProgress | None = None,
     say: Callable[[str], None] = lambda sentence: None,
     stack: bool | None = None,
-    words: Words = METHODS_AND_SEEDS,
+    words: Vocabulary = METHODS_AND_SEEDS,
     spare: bool = False,
 ) -> Comparison:
     """Run the cells that are not finished, and read those that are.
@@ -334,7 +334,7 @@ def _kind(folder: Path) -> str:
 
 
 def _request(
-    who: Sequence[Entrant], seeds: list[int], reference: str, data: FederatedData, words: Words
+    who: Sequence[Entrant], seeds: list[int], reference: str, data: FederatedData, words: Vocabulary
 ) -> dict[str, Any]:
     """What was asked for, for people to read; what counts is in every cell's own folder."""
     return {

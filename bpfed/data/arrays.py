@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from bpfed.data.federated import Examples, FederatedData, Task
-from bpfed.data.layout import lay_out, streams
+from bpfed.data.ordering import lay_out, streams
 from bpfed.data.remarks import of_one_class, unscaled
 from bpfed.data.split import split
 from bpfed.errors import UserError, unknown

@@ -13,8 +13,8 @@ import torch
 from bpfed.data.columns import doubts
 from bpfed.data.combine import combine
 from bpfed.data.federated import Examples, FederatedData, Task
-from bpfed.data.layout import check_seed
 from bpfed.data.lookalikes import lookalikes
+from bpfed.data.ordering import check_seed
 from bpfed.data.preparation import Preparation, Standardise
 from bpfed.data.remarks import of_one_class
 from bpfed.data.split import split
