@@ -20,7 +20,7 @@ from bpfed.data.remarks import of_one_class
 from bpfed.data.split import split
 from bpfed.data.summary import MOST_WHOLE, SPLIT, check_words, client_summary
 from bpfed.data.table import ENDINGS, Table, Words, read_table
-from bpfed.errors import UserError, quoted
+from bpfed.errors import UserError, hint, quoted
 from bpfed.noise import client_ids
 
 #: Names that a column to predict goes by.
@@ -261,6 +261,6 @@ def _ignored(tables: Mapping[str, Table], ignore: Sequence[str]) -> None:
     known = {name for table in tables.values() for name in table.columns}
     strange = [name for name in ignore if name not in known]
     if len(strange) == 1:
-        next(iter(tables.values())).column(strange[0])
+        raise UserError(f"No client has the column '{strange[0]}' to ignore; {hint(strange[0], known)}")
     if strange:
         raise UserError(f"No client has the columns {quoted(strange)}; choose from: {quoted(sorted(known), SHOWN)}.")

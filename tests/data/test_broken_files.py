@@ -293,7 +293,7 @@ def test_the_other_order_of_columns_is_the_same_data(folder: Path) -> None:
         (GOOD, {"client_column": "sex"}, "is a folder with one file per client"),
         (GOOD, {"clients": 3}, "has its own clients, 1 in number, not 3; omit --clients"),
         (GOOD, {"partition": "iid"}, "has its own clients, so 'iid' does not apply; omit it"),
-        (GOOD, {"ignore": "sexx"}, "has no column 'sexx'; did you mean 'sex'"),
+        (GOOD, {"ignore": "sexx"}, "No client has the column 'sexx' to ignore; did you mean 'sex'"),
         (GOOD, {"ignore": ["sexx", "agee"]}, "No client has the columns 'sexx', 'agee'; choose from: 'age', 'sex', 'y'"),
         (GOOD, {"ignore": ["age,sex"]}, "with a comma in their name, such as 'age,sex', cannot be ignored"),
         (GOOD, {"task": "regression"}, "'y' of 'a' must be numeric, but has 'no'; correct it"),
