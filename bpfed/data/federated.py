@@ -80,7 +80,9 @@ def held_back(sizes: Tensor, fraction: float) -> Tensor:
 
 def untested(name: str) -> UserError:
     """A `UserError` for data of this name without any test example."""
-    return UserError(f"No client of '{name}' has a test example; give it some, e.g. with a test_fraction above 0.")
+    return UserError(
+        f"No client of '{name}' has a test example; give clients more examples, or set a larger test fraction."
+    )
 
 
 @dataclass(frozen=True, repr=False)

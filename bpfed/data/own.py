@@ -132,7 +132,7 @@ def federate(
         seed=seed,
         preparation=preparation,
     ).check()
-    return replace(data, notes=(*lookalikes(preparation), *doubts(tables, preparation), *of_one_class(data)))
+    return replace(data, notes=(*lookalikes(preparation, clients), *doubts(tables, preparation), *of_one_class(data)))
 
 
 def find_target(tables: Mapping[str, Table], target: str | None = None) -> str:
