@@ -111,7 +111,7 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
 
 
 def _numeric(words: Sequence[str], plain: bool = True) -> str | None:
-    """One of the words, if they are several and nearly all look like numbers; with ``plain``, also if all are numbers."""
+    """One of the words, if they are several and nearly all look like numbers; ``plain``: also if all are numbers."""
     such = [word for word in words if _NUMERIC.fullmatch(word)]
     if len(words) < SEVERAL or len(such) < DIFFERENT * len(words):
         return None

@@ -38,14 +38,14 @@ class Separators:
         cells = list(cells)
         text = "\n".join(cells)
         if "," in text and self.decimal is None:
-            for cell in {cell.strip() for cell in cells if "," in cell}:
+            for cell in dict.fromkeys(cell.strip() for cell in cells if "," in cell):
                 if _THOUSANDS.fullmatch(cell):
                     self.comma = self.comma or cell
                     self.rounded |= cell.endswith("0")
                 else:
-                    self.decimal = cell
+                    self.decimal = self.decimal or cell
         if "." in text and not self.fraction:
-            for cell in {cell.strip() for cell in cells if "." in cell}:
+            for cell in dict.fromkeys(cell.strip() for cell in cells if "." in cell):
                 if _THOUSANDS.fullmatch(cell):
                     self.point = self.point or cell
                 else:

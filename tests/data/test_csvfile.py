@@ -142,12 +142,12 @@ def test_names_that_cannot_be_are_refused(tmp_path: Path) -> None:
         (
             "x;y",
             ["986;1", "1,017;2", "1,020;3"],
-            "Column 'x' has a comma for thousands \\('1,0[12][70]'\\) in '.*t.csv'; w",
+            "Column 'x' has a comma for thousands \\('1,017'\\) in '.*t.csv'; w",
         ),
         (
             "x;y",
             ["1.100;0,5", "2.350;1,5"],
-            r"'x' has a point \('(1.100|2.350)'\) where 'y' has a decimal comma \('[01],5'",
+            r"'x' has a point \('1.100'\) where 'y' has a decimal comma \('0,5'",
         ),
         (
             "x;y",
