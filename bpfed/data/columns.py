@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from bpfed.data.mistaken import DATE, NEARLY, as_text, marks_split
 from bpfed.data.preparation import Preparation
 from bpfed.data.summary import SPLIT
 from bpfed.data.table import UNKNOWN, Column, Table, Words
@@ -16,15 +16,10 @@ from bpfed.errors import quoted
 
 #: Words of a column from which on they are very many.
 MANY = 30
-#: Share of values that differ, and number of values, from which on a column may be an identity.
-DIFFERENT, ENOUGH = 0.9, 20
-#: Words of a column from which on it may be numbers that are written as text.
-SEVERAL = 10
-#: The latter for words that others are about to be told.
+#: Number of values from which on a column may be an identity.
+ENOUGH = 20
+#: The same for words that others are about to be told.
 TOLD = 5
-_DATE = re.compile(r"(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{1,2}([-/.])\d{1,2}\3(\d{4}|\d{2}))([T ].*)?")
-#: Numbers with separators, a sign, a currency or a unit: 1,234 or 1 234.5 or −5 or $3.50 or 12 mg/l.
-_NUMERIC = re.compile(r"[-+−'~$€£¥]*\s*\d[\d.,'’_\s]*\s*([^\W\d]{1,5}(/[^\W\d]{1,5})?|[%‰°$€£¥]\w?)?")
 _IDENTITY = re.compile(r"(.*[\W_])?(id|uuid|key|no|nr|code|zip|plz|index)", re.IGNORECASE)
 
 
@@ -63,40 +58,27 @@ def columns(tables: Mapping[str, Table], preparation: Preparation) -> list[Colum
 
 
 def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, ...]:
-    """Which inputs look like dates, identities, names of clients or text, in a sentence; none where none does.
-
-    Before it, a sentence on those that look like numbers written as text, where there are some.
-    """
+    """Which inputs look like dates, identities, names of clients or text, in a sentence; none where none does."""
     if preparation.shape is not None:
         return ()
-    numeric: dict[str, str] = {}
-    if such := _numeric(preparation.labels, plain=False):
-        numeric[preparation.target] = such
     dates, identities, owners, wordy = [], [], [], []
     for feature in (f for f in preparation.features if f.scale):
         held = [table.columns[feature.name] for table in tables.values() if feature.name in table.columns]
+        if as_text(feature.levels) or marks_split(feature.levels):
+            continue  # of which `mistaken` speaks
         named = _IDENTITY.fullmatch(feature.name) is not None
         dated, identity = _of_words(held) if feature.kind == "words" else _of_numbers(held, named)
         if dated:
             dates.append(feature.name)
-        elif such := _numeric(feature.levels):
-            numeric[feature.name] = such
         elif identity:
             identities.append(feature.name)
         elif _whose(held):
             owners.append(feature.name)
         elif len(feature.levels) > MANY:
             wordy.append(feature.name)
-    notes = []
-    if numeric:
-        example = next(iter(numeric.values()))
-        notes.append(
-            f"Words of {quoted(list(numeric))} look like numbers, such as '{example}', but each is a category of its "
-            "own; if they are numbers, write them all as numbers without separators, units or words, such as 1234.5."
-        )
     found = [*dates, *identities, *owners, *wordy]
     if not found:
-        return tuple(notes)
+        return ()
     parts = (
         ("dates", dates),
         ("identifiers (nearly every value is different)", identities),
@@ -107,23 +89,7 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
     left = ",".join((*preparation.ignore, *(name for name in found if "," not in name)))
     how = f"leave them out with --ignore '{left}'" if left else "remove them from the files"
     rename = " (rename any with a comma in its name first)" if left and any("," in n for n in found) else ""
-    return (*notes, f"There seem to be {told}; if these should not be inputs, {how}{rename}.")
-
-
-def _numeric(words: Sequence[str], plain: bool = True) -> str | None:
-    """One of the words, if they are several and nearly all look like numbers; ``plain``: also if all are numbers."""
-    such = [word for word in words if _NUMERIC.fullmatch(word)]
-    if len(words) < SEVERAL or len(such) < DIFFERENT * len(words):
-        return None
-    odd = [word for word in such if not _is_number(word)]
-    return next(iter(odd or (such if plain else ())), None)
-
-
-def _is_number(word: str) -> bool:
-    try:
-        return math.isfinite(float(word))
-    except ValueError:
-        return False
+    return (f"There seem to be {told}; if these should not be inputs, {how}{rename}.",)
 
 
 def telling(table: Table) -> dict[str, list[str]]:
@@ -140,7 +106,7 @@ def _of_words(held: Sequence[Column], enough: int = ENOUGH) -> tuple[bool, bool]
     all_ = set().union(*(column.levels for column in columns))
     if not all_:
         return False, False  # of other clients alone
-    dated = sum(bool(_DATE.fullmatch(word)) for word in all_) >= DIFFERENT * len(all_)
+    dated = sum(bool(DATE.fullmatch(word)) for word in all_) >= NEARLY * len(all_)
     known = sum(int(np.count_nonzero(column.codes != UNKNOWN)) for column in columns)
     return dated, _different(known, len(all_), sum(len(column.levels) for column in columns), len(held), enough)
 
@@ -201,7 +167,7 @@ def _different(known: int, all_: int, own: int, clients: int, enough: int = ENOU
         clients: Number of clients.
         enough: Values that one must have at least.
     """
-    return (known >= enough and all_ >= DIFFERENT * known) or (known >= enough * clients and own >= DIFFERENT * known)
+    return (known >= enough and all_ >= NEARLY * known) or (known >= enough * clients and own >= NEARLY * known)
 
 
 def _counted(values: Sequence[np.ndarray], pooled: np.ndarray) -> bool:

@@ -98,6 +98,39 @@ def test_numbers_written_as_text_are_named(words: list[str], such: str | None) -
 
 
 @pytest.mark.parametrize(
+    ("numbers", "gap"),
+    [
+        (np.where(np.arange(N) % 5 == 0, -999.0, np.arange(N) / 7), "-999"),
+        (np.where(np.arange(N) % 5 == 0, 9999.0, np.arange(N) / 7), "9999"),
+        (np.where(np.arange(N) == 3, -999.0, np.where(np.arange(N) % 2, np.nan, np.arange(N) / 7)), None),  # two in all
+        (np.where(np.arange(N) % 5 == 0, -999.0, -40.0 * np.arange(N)), None),
+        (np.where(np.arange(N) % 5 == 0, 999.0, 5.0), None),  # two values, such as a price
+        (np.arange(N) / 7, None),
+    ],
+)
+def test_numbers_that_stand_for_missing_values_are_named(numbers: np.ndarray, gap: str | None) -> None:
+    notes = [n for n in federate("t", clients(dose=numbers), "y").notes if "may stand for missing values" in n]
+    assert len(notes) == (gap is not None)
+    assert gap is None or notes[0].startswith(f"Numbers such as {gap} in 'dose' are far from all others")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("Split", ["train", "train", "test"], True),
+        ("set", ["Train", "Training", "TEST"], True),
+        ("set", ["train", "bus", "train"], False),
+        ("split", ["train", "train", "test"], False),
+    ],
+)
+def test_a_split_under_another_name_is_named(name: str, words: list[str], said: bool) -> None:
+    notes = federate("t", clients(**{name: words * (N // 3)}), "y").notes
+    assert (
+        any(f"'{name}' has the words of a split, but is used as an input; call it 'split'" in n for n in notes) == said
+    )
+
+
+@pytest.mark.parametrize(
     ("columns", "said"),
     [
         ((["H1"] * N, ["H2"] * N), True),
