@@ -93,7 +93,7 @@ def test_all_methods_of_a_seed_share_its_split_and_seeds_differ(command: Command
     assert prints["fedavg", 1] == prints["fedper", 1]
     assert prints["fedavg", 0] != prints["fedavg", 1]
     assert (
-        "Every seed deals out the same examples again"
+        "Every seed splits the same examples anew"
         in json.loads(Path("a/comparison.json").read_text())["about_differences"]
     )
     outcome = command.ok(*PAIR, "--rounds", "1", "--set", "data.seed=0", "--out", "b")

@@ -276,8 +276,8 @@ def _cell(
     here["run"]["device"] = record.config["run"]["device"]  # where it ran does not matter once it has
     if differs := differences(record.config, here):
         raise UserError(
-            f"'{path}' was run with other settings: {'; '.join(differs)}; choose another --out, or delete that folder to "
-            "run it again."
+            f"'{path}' was run with other settings: {'; '.join(differs)}; choose another --out, or delete that "
+            "folder to run it again."
         )
     return record
 

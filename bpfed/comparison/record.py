@@ -38,7 +38,7 @@ class Vocabulary(NamedTuple):
     time: str = "seed"
     scored: str = "test examples"
     dealt: str = (
-        "Every seed deals out the same examples again, so seeds share examples and are not independent: the intervals are "
+        "Every seed splits the same examples anew, so seeds share examples and are not independent: the intervals are "
         "narrower than for data never seen."
     )
 

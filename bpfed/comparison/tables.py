@@ -81,8 +81,8 @@ def pairing(comparison: Comparison) -> str:
         if not math.isfinite(found.low):
             return words + f"No interval: one {time} with {text.many(found.pairs, 'client')} is too little."
         return words + (
-            f"95 % intervals: bootstrap over the {found.pairs} clients. One {time} says nothing about other splits or other "
-            "training."
+            f"95 % intervals: bootstrap over the {found.pairs} clients. One {time} says nothing about other splits or "
+            "other training."
         )
     dealt = comparison.first.config.get("data", {}).get("seed") != comparison.records[comparison.names[0]][
         seeds[1]
