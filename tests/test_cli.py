@@ -350,7 +350,7 @@ def test_one_is_no_plural(bpfed: Command) -> None:
         "1 prediction of 'bern': p.csv\n"
     )
     compared = bpfed.ok("compare", *data, "--methods", "fedavg,local", "--seeds", "1", "--rounds", "1", "-q").out
-    assert "one seed with 1 client is too little" in " ".join(compared.split())
+    assert "one seed with 1 client is not enough" in " ".join(compared.split())
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])

@@ -185,7 +185,10 @@ class FederatedData:
             if examples is None:
                 continue
             if len(examples.offsets) != len(self) + 1:
-                raise UserError(f"'{self.name}' names {len(self)} clients, but its {part} data is of another number.")
+                raise UserError(
+                    f"'{self.name}' names {len(self)} clients, but its {part} data is of {len(examples.offsets) - 1}; "
+                    "name each client once."
+                )
             if not len(examples.x) == len(examples.y) == int(examples.offsets[-1]):
                 raise UserError(
                     f"'{self.name}' has {len(examples.x)} inputs and {len(examples.y)} targets in its {part} data for "

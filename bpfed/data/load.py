@@ -88,7 +88,7 @@ def load(
             seed=seed,
         )
         if clients not in (None, len(data)):
-            raise UserError(f"'{name}' has its own clients, {len(data)} in number, not {clients}; omit --clients.")
+            raise UserError(f"'{name}' has its own clients ({len(data)}), so it cannot have {clients}; omit --clients.")
         return data
     check_data(name, names())
     scaling = None if standardise == "federated" else standardise

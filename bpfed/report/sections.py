@@ -236,7 +236,7 @@ def _in_use(run: RunRecord) -> str:
         wide = f" and are {text.decimal(width, 2)}{unit} wide on average" if math.isfinite(width) else ""
         words += (
             f" The calibrated 90 % intervals, widened or narrowed by what examples held back say, hold "
-            f"{text.percent(held)} of the targets{wide}; the diagram and the numbers below are of the models’ own."
+            f"{text.percent(held)} of the targets{wide}; the diagram and the numbers below are of the models’ own intervals."
         )
     return f"{words} {run.uncovered}" if run.uncovered else words
 

@@ -318,7 +318,7 @@ def test_the_other_order_of_columns_is_the_same_data(folder: Path) -> None:
         ("", {}, "contains no .csv"),
         (GOOD, {"target": "Age"}, "has no column 'Age'; did you mean 'age'"),
         (GOOD, {"client_column": "sex"}, "is a folder with one file per client"),
-        (GOOD, {"clients": 3}, "has its own clients, 1 in number, not 3; omit --clients"),
+        (GOOD, {"clients": 3}, "has its own clients .1., so it cannot have 3; omit --clients"),
         (GOOD, {"partition": "iid"}, "has its own clients, so 'iid' does not apply; omit it"),
         (GOOD, {"ignore": "sexx"}, "No client has the column 'sexx' to ignore; did you mean 'sex'"),
         (

@@ -147,7 +147,7 @@ def test_inspect_shows_sizes_classes_and_gaps(tmp_path: Path, capsys: pytest.Cap
     assert gaps.split()[1:] == ["·", "100", "·", "·"]
     assert picture.read_bytes().startswith(b"<?xml")
     said = command("data", "inspect", "heart-disease", "--data-dir", tmp_path, "--plot", tmp_path / "plot.txt").sentence
-    assert "end its name in one of .png, .svg, .pdf" in said
+    assert "is not the name of a picture; end it in .png, .svg or .pdf" in said
 
 
 def test_inspect_of_numbers_and_of_many_clients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
