@@ -92,6 +92,8 @@ def federate(
     Each client's part is made by itself (`held_out`, `client_summary`, `Preparation.inputs`), as a deployed site would.
     """
     check_seed(seed)
+    if target is not None and target == client_column:
+        raise UserError(f"Column '{target}' identifies the client, so it cannot be predicted; choose another target.")
     target = find_target(tables, target)
     marked = [client for client, table in tables.items() if SPLIT in table.columns and target != SPLIT]
     if marked and len(marked) < len(tables):

@@ -114,9 +114,10 @@ class Table:
         """Raise a `UserError` unless every row has a value in this column."""
         rows = np.flatnonzero(self.missing(name))
         if len(rows):
+            have, them = ("has", "the row") if len(rows) == 1 else ("have", "them")
             raise UserError(
-                f"{len(rows)} of the {self.rows} rows of '{self.name}' have no '{name}', first in row "
-                f"{rows[0] + 1}; fill it in or remove them."
+                f"{len(rows)} of the {self.rows} rows of '{self.name}' {have} no '{name}', first in row "
+                f"{rows[0] + 1}; fill it in or remove {them}."
             )
 
 

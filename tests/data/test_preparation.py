@@ -212,7 +212,7 @@ def test_new_rows_that_cannot_be(made: Preparation, columns: dict, words: str) -
 def test_targets_that_cannot_be(made: Preparation) -> None:
     for column, words in (
         (Words.of(["maybe"]), "has the 'y' 'maybe', which no training row has; it must be one of 'no', 'yes'"),
-        (Words.of([""]), "1 of the 1 rows of 'new' have no 'y'"),
+        (Words.of([""]), "1 of the 1 rows of 'new' has no 'y', first in row 1; fill it in or remove the row"),
     ):
         with pytest.raises(UserError, match=words):
             made.targets(Table("new", 1, {"y": column}))
