@@ -123,7 +123,7 @@ def _header(file: io.TextIOWrapper, path: Path) -> tuple[list[str], str, list[st
     if not line:
         raise UserError(f"'{path}' is empty; remove it or give it a header and rows.")
     if _CONTROL.search(line):
-        raise UserError(f"'{path}' is not a text file; save it as CSV.")
+        raise _binary(path)
     if re.fullmatch(r'"?sep=.?"?', line.strip(), re.IGNORECASE):
         raise UserError(f"'{path}' begins with the line '{line.strip()}', not with column names; remove that line.")
     lines = [line]
@@ -281,11 +281,21 @@ def _slip(column: Words, such: list[bool], what: str) -> list[str]:
     return [f"{what} except for '{column.levels[column.codes[row]][:40]}' in row {row + 1}"]
 
 
+def _binary(path: Path) -> UserError:
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start.startswith(b"\x1f\x8b"):
+        return UserError(f"'{path}' is compressed by gzip; unpack it.")
+    if start == b"PK\x03\x04":
+        return UserError(f"'{path}' is a ZIP archive or a spreadsheet; unpack it, or save it as CSV.")
+    return UserError(f"'{path}' is not a text file; save it as CSV.")
+
+
 def _not_text(path: Path, error: UnicodeDecodeError) -> NoReturn:
     with path.open("rb") as file:
         start = file.read(HEADER)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise UserError(f"'{path}' is UTF-16; save it as UTF-8.") from error
     if _CONTROL.search(start.decode("latin-1")):
-        raise UserError(f"'{path}' is not a text file; save it as CSV.") from error
+        raise _binary(path) from error
     raise UserError(f"'{path}' is not UTF-8 (byte {error.object[error.start]:#04x}); save it as UTF-8.") from error

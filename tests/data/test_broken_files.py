@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import struct
@@ -41,9 +42,9 @@ def npy(header: str, body: bytes = b"") -> bytes:
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(padded)) + padded + body
 
 
-def zipped(**members: bytes) -> Write:
+def zipped(file: str = "b.npz", **members: bytes) -> Write:
     def write(folder: Path) -> None:
-        with zipfile.ZipFile(folder / "b.npz", "w") as archive:
+        with zipfile.ZipFile(folder / file, "w") as archive:
             for name, content in members.items():
                 archive.writestr(f"{name}.npy", content)
 
@@ -76,6 +77,8 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "wrong delimiter": (text(GOOD.replace(",", " ")), "has only one column, 'age sex y'"),
     "no header": (text("63.0,f,1\n64.5,m,0\n"), "numbers instead of column names"),
     "binary junk": (raw(bytes(range(256)) * 20), "is not a text file"),
+    "compressed": (raw(gzip.compress(GOOD.encode())), "b.csv' is compressed by gzip; unpack it"),
+    "a spreadsheet by another name": (zipped("b.csv", x=b"<xml/>"), "b.csv' is a ZIP archive or a spreadsheet; unpack"),
     "zeros": (raw(bytes(500)), "is not a text file"),
     "junk after a good start": (raw(GOOD.encode() + b"31,\x00\x01,no\n"), "contains bytes that are not text"),
     "an image by another name": (raw(b"\x89PNG\r\n\x1a\n" + bytes(60)), "is not a text file"),
