@@ -296,6 +296,7 @@ def test_data_lists_fetches_and_inspects(bpfed: Command) -> None:
     listed = bpfed.ok("data", "list").out
     assert re.search(r"^ *digits +yes ", listed, re.M)
     assert re.search(r"^ *cifar10-small +no ", listed, re.M)
+    assert re.search(r"^ *dirichlet:0.3 +Each class distributed", listed, re.M)
     assert bpfed.ok("data", "fetch", "digits").out == "'digits' is built in.\n"
     shown = bpfed.ok("data", "inspect", "digits", "--clients", "2").out
     assert re.search(r"client-00 +450 +451 +█+░+ +89 +91 +89 +91 +90 +· +· +· +· +·", shown)
@@ -349,7 +350,7 @@ def test_one_is_no_plural(bpfed: Command) -> None:
         "1 prediction of 'bern': p.csv\n"
     )
     compared = bpfed.ok("compare", *data, "--methods", "fedavg,local", "--seeds", "1", "--rounds", "1", "-q").out
-    assert "one seed with 1 client is too little" in " ".join(compared.split())
+    assert "one seed with 1 client is not enough" in " ".join(compared.split())
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])

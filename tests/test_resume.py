@@ -253,7 +253,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(
             patch.setattr(os, name, full(getattr(os, name)))
         said = command(*SHORT, "--store", store, "--out", "run").sentence
     assert said.startswith("The disk is full: 'run/")
-    assert said.endswith("cannot be written; free some space and continue with --resume.")
+    assert said.endswith("cannot be written; free some space, then repeat the command (for a run, with --resume).")
     if after == 0:
         assert not Path("run").exists()
     else:

@@ -18,7 +18,7 @@ from bpfed.engine import checkpoint
 from bpfed.engine.evaluate import calibrate
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
-from bpfed.files import append_line, clear_parts, is_part, lock, said, to_json, to_json_line, to_toml, write_whole
+from bpfed.files import append_line, clear_parts, is_part, lock, to_json, to_json_line, to_toml, write_whole, writing
 from bpfed.layout import (
     CALIBRATION,
     CHECKPOINT,
@@ -94,7 +94,7 @@ class Folder(Callback):
             if self.resume and (self.path / CONFIG).exists():
                 self._same(run.config())
             kept = self.rehearsals / CONFIG
-            with said(self.path):
+            with writing(self.path):
                 if self.rehearsals.exists() and not (kept.exists() and kept.read_text() == config):
                     shutil.rmtree(self.rehearsals)
                 self.rehearsals.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class Folder(Callback):
     def _held(self) -> Iterator[None]:
         """Hold the folder for this process alone, also afterwards; one made for nothing is taken away again."""
         made = not self.path.exists()
-        with said(self.path):
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         try:
             if self._lock is None:
@@ -170,7 +170,7 @@ class Folder(Callback):
         if self.resume and not self.rehearsals.exists():
             run.say(f"There is no run in '{self.path}' yet, so it starts from the first round.")
         clear_parts(self.path)
-        with said(self.path):  # the old configuration goes last, for without it this would be no run folder
+        with writing(self.path):  # the old configuration goes last, for without it this would be no run folder
             for old in [p for p in self.path.iterdir() if p.name not in (CONFIG, REHEARSALS)]:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         if run.federation.learnt_softness is not None:
@@ -187,7 +187,7 @@ class Folder(Callback):
             write_whole(self.path / DATA, to_json(card(run.data)))
 
     def _forget_rehearsals(self) -> None:
-        with said(self.path):
+        with writing(self.path):
             if self.rehearsals.exists():
                 shutil.rmtree(self.rehearsals)
 

@@ -40,13 +40,18 @@ SIDE_BY_SIDE = 6
 
 @app.command("list", epilog="Example: bpfed data list --data-dir ~/datasets")
 def list_(data_dir: DataDir = None) -> None:
-    """List the datasets and whether their files are present."""
+    """List the datasets, whether their files are present, and the ways to distribute them over clients."""
     from bpfed.data import describe
+    from bpfed.data.partition import KINDS
 
     shown = show.table("name", "present", "what it is", "examples", "clients", right=2)
     for row in describe(data_dir):
         present = Text("yes", "green") if row.present else Text("no", "yellow")
         shown.add_row(row.name, present, row.sentence, f"{row.examples}", f"{row.clients}")
+    show.put(shown)
+    shown = show.table("--partition", "how examples are distributed over clients")
+    for name, kind in KINDS.items():
+        shown.add_row(name if kind.default is None else f"{name}:{kind.default:g}", kind.sentence)
     show.put(shown)
 
 

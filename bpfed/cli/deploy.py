@@ -16,7 +16,7 @@ from bpfed.cli.flags import MethodName, with_schema
 from bpfed.cli.group import Group
 from bpfed.cli.run import overrides
 from bpfed.errors import UserError
-from bpfed.files import said, write_whole
+from bpfed.files import write_whole, writing
 from bpfed.names import check_data, check_method
 from bpfed.report import text
 
@@ -215,7 +215,7 @@ def demo(
     chosen = read(None, [Override(key, str(value)) for key, value in wanted.items()])
     plan = Plan(control.named_sites(chosen, ()), f"127.0.0.1:{processes.free_port()}", timeout=300.0, wait=300.0)
     if earlier:
-        with said(out):
+        with writing(out):
             shutil.rmtree(out)
     _say("Creating certificates and keys.")
     control.make(out, plan, chosen)

@@ -21,7 +21,7 @@ from torch import nn
 from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison.cells import displayed, run_cells
 from bpfed.comparison.entrants import Entrant
-from bpfed.comparison.record import Comparison, Words
+from bpfed.comparison.record import Comparison, Vocabulary
 from bpfed.data import FederatedData, load
 from bpfed.data.held import HELD, held_out
 from bpfed.engine.federation import Federation
@@ -44,7 +44,7 @@ OF_RUN = ("hidden",)
 #: The name of the method as it was given, which is always tried.
 AS_IT_IS = "as-it-is"
 #: What a tuning calls things.
-WORDS = Words(
+WORDS = Vocabulary(
     kind="tuning",
     one="setting",
     time="cut",

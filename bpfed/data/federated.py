@@ -80,7 +80,9 @@ def held_back(sizes: Tensor, fraction: float) -> Tensor:
 
 def untested(name: str) -> UserError:
     """A `UserError` for data of this name without any test example."""
-    return UserError(f"No client of '{name}' has a test example; give it some, e.g. with a test_fraction above 0.")
+    return UserError(
+        f"No client of '{name}' has a test example; give clients more examples, or set a larger test fraction."
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -183,7 +185,10 @@ class FederatedData:
             if examples is None:
                 continue
             if len(examples.offsets) != len(self) + 1:
-                raise UserError(f"'{self.name}' names {len(self)} clients, but its {part} data is of another number.")
+                raise UserError(
+                    f"'{self.name}' names {len(self)} clients, but its {part} data is of {len(examples.offsets) - 1}; "
+                    "name each client once."
+                )
             if not len(examples.x) == len(examples.y) == int(examples.offsets[-1]):
                 raise UserError(
                     f"'{self.name}' has {len(examples.x)} inputs and {len(examples.y)} targets in its {part} data for "

@@ -14,8 +14,8 @@ from bpfed.data import own, sources
 from bpfed.data.cells import CELLS, Cell, deal_cell
 from bpfed.data.federated import Examples, FederatedData, Task
 from bpfed.data.folder import DataDir
-from bpfed.data.layout import client_names, lay_out, streams
 from bpfed.data.natural import NATURAL
+from bpfed.data.ordering import client_names, lay_out, streams
 from bpfed.data.partition import OWN, Partition, parse_partition
 from bpfed.data.preparation import Standardise
 from bpfed.data.remarks import of_one_class
@@ -91,7 +91,7 @@ def load(
             seed=seed,
         )
         if clients not in (None, len(data)):
-            raise UserError(f"'{name}' has its own clients, {len(data)} in number, not {clients}; omit --clients.")
+            raise UserError(f"'{name}' has its own clients ({len(data)}), so it cannot have {clients}; omit --clients.")
         return data
     check_data(name, names())
     scaling = None if standardise == "federated" else standardise

@@ -217,7 +217,11 @@ class Natural:
 
 NATURAL: dict[str, Natural] = {
     "heart-disease": Natural(
-        920, 4, "disease", "Whether heart disease was found, patients of four hospitals, 13 attributes.", HeartFiles()
+        920,
+        4,
+        "disease",
+        "Whether heart disease was found in patients of four hospitals, from 13 attributes.",
+        HeartFiles(),
     ),
     "wisdm": Natural(
         5418, 36, "activity", "What 36 people are doing, 43 features from the phone in their pocket.", WisdmFiles()

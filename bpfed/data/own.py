@@ -13,14 +13,15 @@ import torch
 from bpfed.data.columns import doubts
 from bpfed.data.combine import combine
 from bpfed.data.federated import Examples, FederatedData, Task
-from bpfed.data.layout import check_seed
 from bpfed.data.lookalikes import lookalikes
+from bpfed.data.mistaken import PARTS, mistaken
+from bpfed.data.ordering import check_seed
 from bpfed.data.preparation import Preparation, Standardise
 from bpfed.data.remarks import of_one_class
 from bpfed.data.split import split
 from bpfed.data.summary import MOST_WHOLE, SPLIT, check_words, client_summary
-from bpfed.data.table import ENDINGS, Table, Words, read_table
-from bpfed.errors import UserError, quoted
+from bpfed.data.table import ENDINGS, Table, Words, any_of, read_table
+from bpfed.errors import UserError, hint, quoted
 from bpfed.noise import client_ids
 
 #: Names that a column to predict goes by.
@@ -28,7 +29,6 @@ TARGETS = ("target", "label", "y")
 TEST_FRACTION = 0.3
 #: Columns that an error lists.
 SHOWN = 12
-_PARTS = {"train": False, "training": False, "test": True, "testing": True}
 
 
 def read_clients(path: str | Path, client_column: str | None = None) -> dict[str, Table]:
@@ -92,6 +92,8 @@ def federate(
     Each client's part is made by itself (`held_out`, `client_summary`, `Preparation.inputs`), as a deployed site would.
     """
     check_seed(seed)
+    if target is not None and target == client_column:
+        raise UserError(f"Column '{target}' identifies the client, so it cannot be predicted; choose another target.")
     target = find_target(tables, target)
     marked = [client for client, table in tables.items() if SPLIT in table.columns and target != SPLIT]
     if marked and len(marked) < len(tables):
@@ -132,7 +134,15 @@ def federate(
         seed=seed,
         preparation=preparation,
     ).check()
-    return replace(data, notes=(*lookalikes(preparation), *doubts(tables, preparation), *of_one_class(data)))
+    return replace(
+        data,
+        notes=(
+            *lookalikes(preparation, clients),
+            *mistaken(tables, preparation),
+            *doubts(tables, preparation),
+            *of_one_class(data),
+        ),
+    )
 
 
 def find_target(tables: Mapping[str, Table], target: str | None = None) -> str:
@@ -182,13 +192,13 @@ def held_out(
     """
     if SPLIT in table.columns and target != SPLIT:
         words = [word.casefold() for word in table.words(SPLIT)]
-        strange = next((word for word in words if word not in _PARTS), None)
+        strange = next((word for word in words if word not in PARTS), None)
         if strange is not None:
             raise UserError(
                 f"Column '{SPLIT}' of '{table.name}' marks the test rows and must be 'train' or 'test', not "
                 f"'{strange}'; rename it if it is an input."
             )
-        return np.array([_PARTS[word] for word in words], dtype=bool)
+        return np.array([PARTS[word] for word in words], dtype=bool)
     column = table.column(target)
     strata = np.zeros(table.rows, dtype=np.int64)
     if isinstance(column, Words):
@@ -233,7 +243,7 @@ def _files(folder: Path) -> dict[str, Path]:
         if path.name.startswith(".") or path.suffix.lower() == ".md":
             continue
         if path.suffix.lower() not in ENDINGS:
-            what = "a folder" if path.is_dir() else f"not a {', '.join(ENDINGS)} file"
+            what = "a folder" if path.is_dir() else f"not a {any_of(ENDINGS)} file"
             raise UserError(f"'{path}' is {what}, but everything there must be a client's file; move it elsewhere.")
         name = _checked(path.stem, str(folder))
         if name in found:
@@ -242,7 +252,7 @@ def _files(folder: Path) -> dict[str, Path]:
             )
         found[name] = path
     if not found:
-        raise UserError(f"'{folder}' contains no {', '.join(ENDINGS)} files; put one there for each client.")
+        raise UserError(f"'{folder}' contains no {any_of(ENDINGS)} files; put one there for each client.")
     return found
 
 
@@ -261,6 +271,6 @@ def _ignored(tables: Mapping[str, Table], ignore: Sequence[str]) -> None:
     known = {name for table in tables.values() for name in table.columns}
     strange = [name for name in ignore if name not in known]
     if len(strange) == 1:
-        next(iter(tables.values())).column(strange[0])
+        raise UserError(f"No client has the column '{strange[0]}' to ignore; {hint(strange[0], known)}")
     if strange:
         raise UserError(f"No client has the columns {quoted(strange)}; choose from: {quoted(sorted(known), SHOWN)}.")

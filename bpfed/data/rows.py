@@ -71,7 +71,9 @@ def read_rows(
     if preparation.shape is None:
         lost = [f.name for f in preparation.features if f.name not in table.columns]
         if lost and len(lost) < len(preparation.features):
-            say(f"'{path}' has no column {quoted(lost)}; treated as missing in every row.")
+            what = "column" if len(lost) == 1 else "columns"
+            it = "it is" if len(lost) == 1 else "they are"
+            say(f"'{path}' has no {what} {quoted(lost)}; {it} treated as missing in every row.")
     made = Rows(preparation.inputs(table, client), preparation.targets(table) if labelled else None, preparation)
     for sentence in unfamiliar(preparation, table, client):
         say(sentence)

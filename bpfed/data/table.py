@@ -114,9 +114,10 @@ class Table:
         """Raise a `UserError` unless every row has a value in this column."""
         rows = np.flatnonzero(self.missing(name))
         if len(rows):
+            have, them = ("has", "the row") if len(rows) == 1 else ("have", "them")
             raise UserError(
-                f"{len(rows)} of the {self.rows} rows of '{self.name}' have no '{name}', first in row "
-                f"{rows[0] + 1}; fill it in or remove them."
+                f"{len(rows)} of the {self.rows} rows of '{self.name}' {have} no '{name}', first in row "
+                f"{rows[0] + 1}; fill it in or remove {them}."
             )
 
 
@@ -143,7 +144,7 @@ def read_table(path: str | Path, words: Iterable[str] = ()) -> Table:
     path = Path(path)
     kind = ENDINGS.get(path.suffix.lower())
     if kind is None:
-        raise UserError(f"'{path}' is not a {', '.join(ENDINGS)} file; convert it to one of these.")
+        raise UserError(f"'{path}' is not a {any_of(ENDINGS)} file; convert it to one of these.")
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
@@ -178,6 +179,12 @@ def check_columns(path: Path, names: Iterable[str], known: Iterable[str]) -> Non
         raise UserError(f"'{path}' has no column '{strange[0]}'; {hint(strange[0], known)}")
     if strange:
         raise UserError(f"'{path}' has no columns {quoted(strange)}; choose from: {quoted(known, 12)}.")
+
+
+def any_of(names: Iterable[str]) -> str:
+    """Names as alternatives: ``.csv, .tsv or .npz``."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _kind(mode: int) -> str:

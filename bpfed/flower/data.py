@@ -161,7 +161,7 @@ def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, 
             standardise=asked.standardise,
             ignore=column_names(asked.ignore),
         )
-        inputs = made.shape or (sum(len(f.inputs) for f in made.features),)
+        inputs = made.shape or (len(made.input_names),)
         return {
             "shape": list(inputs),
             "task": made.task,

@@ -12,7 +12,7 @@ from bpfed.config import Config
 from bpfed.data.own import column_names
 from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
-from bpfed.files import said
+from bpfed.files import writing
 from bpfed.flower.checks import check_deployment
 from bpfed.flower.data import agreed, remarks
 from bpfed.flower.journal import Found, Journal
@@ -154,7 +154,7 @@ class Server:
         """Once the run has begun and knows what they found."""
         folder = self.journal.home / REHEARSALS
         if folder.exists():
-            with said(folder):
+            with writing(folder):
                 shutil.rmtree(folder)
 
     def _agreed(self) -> dict[str, Any]:

@@ -61,7 +61,8 @@ def clients(ranking: Sequence[dict[str, Any]], measures: Sequence[Measure], wors
         note += '<p class="note sideways">Scroll right for more columns.</p>'
     return (
         f'{note}<div class="scroll" tabindex="0" role="region" aria-label="Clients">'
-        f'<table class="sortable{" many" if many else ""}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'<table class="sortable{" many" if many else ""}"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 

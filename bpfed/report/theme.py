@@ -83,7 +83,8 @@ tbody th { font-weight: 500; white-space: normal; min-width: 7rem; }
 thead th { background: var(--paper); color: var(--muted); font-weight: 600; border-bottom: 1px solid var(--muted); }
 .scroll { overflow: auto; max-height: 38rem; margin-top: 1rem; border: 1px solid var(--rule); border-radius: .5rem; }
 .scroll thead th {
-  position: sticky; top: 0; padding: 0; box-shadow: inset 0 -1px var(--muted); white-space: normal; vertical-align: bottom;
+  position: sticky; top: 0; padding: 0; box-shadow: inset 0 -1px var(--muted); white-space: normal;
+  vertical-align: bottom;
 }
 .scroll thead button { all: unset; box-sizing: border-box; width: 100%; padding: .45rem .6rem; cursor: pointer; }
 .scroll .many th, .scroll .many td { padding: .3rem .4rem; } .scroll .many thead th { padding: 0; }

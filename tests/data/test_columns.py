@@ -73,6 +73,64 @@ def test_what_looks_like_no_input_is_named(name: str, column: list[str] | np.nda
 
 
 @pytest.mark.parametrize(
+    ("words", "such"),
+    [
+        ([f"{1000 + k:,}" for k in range(N)], "1,000"),
+        ([f"${k}.50" for k in range(N)], "$0.50"),
+        ([f"{k} mg/l" for k in range(N)], "0 mg/l"),
+        ([f"−{k}" for k in range(N)], "−0"),
+        ([f"{k}" for k in range(N)], "0"),  # text, of a file that tells text from numbers
+        ([f"{k}" for k in range(N - 1)] + ["none"], "0"),
+        ([f"{k % 9} mg" for k in range(N)], None),  # nine doses may be categories
+        ([f"{k}-{k + 9}" for k in range(N)], None),
+        ([f"E{k}.9" for k in range(N)], None),
+        ([f"{k:02d}:30" for k in range(N)], None),
+    ],
+)
+def test_numbers_written_as_text_are_named(words: list[str], such: str | None) -> None:
+    said = "Words of 'dose' look like numbers, such as"
+    data = federate("t", clients(dose=words), "y", test_fraction=0.0)
+    found = [note for note in data.notes if note.startswith(said)]
+    assert len(found) == (such is not None)
+    assert such is None or f"such as '{such}', but each is a category of its own" in found[0]
+    target = federate("t", {"a": Table("a", N, {"x": np.arange(N) / 7, "y": Words.of(words)})}, "y", test_fraction=0.0)
+    assert any("Words of 'y' look like numbers" in note for note in target.notes) == (such not in (None, "0"))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "gap"),
+    [
+        (np.where(np.arange(N) % 5 == 0, -999.0, np.arange(N) / 7), "-999"),
+        (np.where(np.arange(N) % 5 == 0, 9999.0, np.arange(N) / 7), "9999"),
+        (np.where(np.arange(N) == 3, -999.0, np.where(np.arange(N) % 2, np.nan, np.arange(N) / 7)), None),  # two in all
+        (np.where(np.arange(N) % 5 == 0, -999.0, -40.0 * np.arange(N)), None),
+        (np.where(np.arange(N) % 5 == 0, 999.0, 5.0), None),  # two values, such as a price
+        (np.arange(N) / 7, None),
+    ],
+)
+def test_numbers_that_stand_for_missing_values_are_named(numbers: np.ndarray, gap: str | None) -> None:
+    notes = [n for n in federate("t", clients(dose=numbers), "y").notes if "may stand for missing values" in n]
+    assert len(notes) == (gap is not None)
+    assert gap is None or notes[0].startswith(f"Numbers such as {gap} in 'dose' are far from all others")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("Split", ["train", "train", "test"], True),
+        ("set", ["Train", "Training", "TEST"], True),
+        ("set", ["train", "bus", "train"], False),
+        ("split", ["train", "train", "test"], False),
+    ],
+)
+def test_a_split_under_another_name_is_named(name: str, words: list[str], said: bool) -> None:
+    notes = federate("t", clients(**{name: words * (N // 3)}), "y").notes
+    assert (
+        any(f"'{name}' has the words of a split, but is used as an input; call it 'split'" in n for n in notes) == said
+    )
+
+
+@pytest.mark.parametrize(
     ("columns", "said"),
     [
         ((["H1"] * N, ["H2"] * N), True),
@@ -92,8 +150,8 @@ def test_what_says_whose_a_row_is_is_named(columns: tuple[list[str] | np.ndarray
         tables[client] = replace(clients(hospital=["x"] * N)["a"], name=client)
         tables[client].columns["hospital"] = own
     sentence = (
-        "There seem to be client names (the same in all rows of a client, but not between clients) in 'hospital'; if these "
-        "should not be inputs, leave them out with --ignore 'hospital'."
+        "There seem to be client names (the same in all rows of a client, but not between clients) in 'hospital'; if "
+        "these should not be inputs, leave them out with --ignore 'hospital'."
     )
     assert federate("t", tables, "y").notes == ((sentence,) if said else ())
 

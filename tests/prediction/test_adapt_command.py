@@ -72,7 +72,7 @@ def test_a_newcomer_without_examples_is_unsure(command: Command, ward: Path) -> 
     [
         ("age,dose,ward\n60,1,east\n", (), "'ward3.csv' has no column 'outcome'"),
         ("age,dose,ward,outcome\n60,1,east,dead\n", (), "'dead', which no training row has"),
-        ("age,dose,ward,outcome\n60,1,east,\n", (), "have no 'outcome'"),
+        ("age,dose,ward,outcome\n60,1,east,\n", (), "has no 'outcome'"),
         ("age,dose,ward,outcome\n60,1,east,ill\n", ("--name", "bern"), "The run already has a client 'bern'"),
         ("age,dose,ward,outcome\n60,1,east,ill\n", ("--name", "a/b"), "cannot be saved in a file of that name"),
         ("age,dose,ward,outcome\n60,1,east,ill\n", ("--steps", "0"), "steps is 0, but must be at least 1"),

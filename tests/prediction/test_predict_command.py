@@ -90,14 +90,14 @@ def test_a_column_that_is_missing_is_said(command: Command, ward: Path) -> None:
     Path("short.csv").write_text("age,ward\n61,east\n40,west\n")
     outcome = command.ok("predict", "run", "--client", "zug", "--input", "short.csv")
     assert len(read(outcome.out)) == 2
-    assert "'short.csv' has no column 'dose'; treated as missing in every row." in outcome.err
+    assert "'short.csv' has no column 'dose'; it is treated as missing in every row." in outcome.err
 
 
 def test_what_training_never_saw_is_said(command: Command, ward: Path) -> None:
     Path("odd.csv").write_text("age,Dose,ward\n61,0,north\n4500,1,north\n-900,0,west\n,1,\n60,0,south\n")
     said = command.ok("predict", "run", "--client", "zug", "--input", "odd.csv").err.splitlines()
     assert said[:4] == [
-        "'odd.csv' has no column 'dose'; treated as missing in every row.",
+        "'odd.csv' has no column 'dose'; it is treated as missing in every row.",
         "'odd.csv' has 'Dose' (training had 'dose'), which is ignored; if that is the same column, spell it as in "
         "training.",
         "'odd.csv' has words that were not seen in training in 'ward' (3 of 5 rows, such as 'north'); the model treats "

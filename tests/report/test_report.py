@@ -158,7 +158,10 @@ def test_clients_that_would_do_as_well_without_a_model_are_named(capsys: pytest.
     tested = [row for row in run.rows if row["test"] >= 10]
     rows = [row | {"shares_nll": (row["nll"] or 0.0) + (row is not tested[0]) * 0.1} for row in run.rows]
     found = replace(run, evaluation=run.evaluation | {"clients": rows})
-    words = f"At 1 of {len(tested)} clients the model does no better than a guess on the test examples: NLL is not below that of always predicting its own class shares"
+    words = (
+        f"At 1 of {len(tested)} clients the model does no better than a guess on the test examples: NLL is not below "
+        "that of always predicting its own class shares"
+    )
     assert found.no_use == f"{words} ({tested[0]['name']})."
     assert found.no_use in plain(Page(render(found)).text)
     show.result(found, Path("report.html"))
