@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shutil
 import sys
@@ -41,7 +42,8 @@ def _flower() -> None:
 
 
 def _say(sentence: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a log on a full disk; a server or site runs on
+        print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)
 
 
 @app.command("init", epilog="Example: bpfed deploy init fed --sites north,south,east --address fed.example.org:8000")
