@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from bpfed.errors import UserError
-from bpfed.files import said
+from bpfed.files import writing
 from bpfed.flower.plan import Plan
 
 #: What runs a command of Flower's so that it can be watched over.
@@ -83,7 +83,7 @@ def start(
 
     file = None
     if log is not None:
-        with said(log):
+        with writing(log):
             file = log.open("ab")
     output = subprocess.PIPE if pipe else file
     try:
