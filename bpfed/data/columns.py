@@ -20,6 +20,8 @@ DIFFERENT, ENOUGH = 0.9, 20
 #: The latter for words that others are about to be told.
 TOLD = 5
 _DATE = re.compile(r"(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{1,2}([-/.])\d{1,2}\3(\d{4}|\d{2}))([T ].*)?")
+_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(([,.'\u2019 \u00a0\u202f])\d{3})(\2\d{3})*([.,]\d+)?")
+_NUMBER = re.compile(r"[+-]?\d+([.,]\d+)?")
 _IDENTITY = re.compile(r"(.*[\W_])?(id|uuid|key|no|nr|code|zip|plz|index)", re.IGNORECASE)
 
 
@@ -58,15 +60,17 @@ def columns(tables: Mapping[str, Table], preparation: Preparation) -> list[Colum
 
 
 def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, ...]:
-    """Which inputs look like dates, identities, names of clients or text, in a sentence; none where none does."""
+    """Which inputs look like dates, identities, names of clients or text, and which like numbers; in a sentence each."""
     if preparation.shape is not None:
         return ()
-    dates, identities, owners, wordy = [], [], [], []
+    dates, identities, owners, wordy, grouped = [], [], [], [], []
     for feature in (f for f in preparation.features if f.scale):
         held = [table.columns[feature.name] for table in tables.values() if feature.name in table.columns]
         named = _IDENTITY.fullmatch(feature.name) is not None
         dated, identity = _of_words(held) if feature.kind == "words" else _of_numbers(held, named)
-        if dated:
+        if feature.kind == "words" and _grouped(feature.levels):
+            grouped.append(feature.name)
+        elif dated:
             dates.append(feature.name)
         elif identity:
             identities.append(feature.name)
@@ -74,9 +78,17 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
             owners.append(feature.name)
         elif len(feature.levels) > MANY:
             wordy.append(feature.name)
+    numbers = (
+        (
+            f"The words of {quoted(grouped)} look like numbers with thousands separators and are treated as categories; "
+            "write them without separators to make them numbers.",
+        )
+        if grouped
+        else ()
+    )
     found = [*dates, *identities, *owners, *wordy]
     if not found:
-        return ()
+        return numbers
     parts = (
         ("dates", dates),
         ("identifiers (nearly every value is different)", identities),
@@ -87,15 +99,22 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
     left = ",".join((*preparation.ignore, *(name for name in found if "," not in name)))
     how = f"leave them out with --ignore '{left}'" if left else "remove them from the files"
     rename = " (rename any with a comma in its name first)" if left and any("," in n for n in found) else ""
-    return (f"There seem to be {told}; if these should not be inputs, {how}{rename}.",)
+    return (*numbers, f"There seem to be {told}; if these should not be inputs, {how}{rename}.")
 
 
 def telling(table: Table) -> dict[str, list[str]]:
     """Columns of words that others should not be told: dates and identifiers, where there are some."""
-    seen = {name: _of_words([column], TOLD) for name, column in table.columns.items() if isinstance(column, Words)}
+    words = {name: column for name, column in table.columns.items() if isinstance(column, Words)}
+    seen = {name: _of_words([column], TOLD) for name, column in words.items()}
     dates = [name for name, (dated, _) in seen.items() if dated]
     identities = [name for name, (dated, identity) in seen.items() if identity and not dated]
-    return {what: names for what, names in (("dates", dates), ("identifiers", identities)) if names}
+    grouped = [name for name in identities if _grouped(words[name].levels)]
+    parts = (
+        ("dates", dates),
+        ("identifiers", [name for name in identities if name not in grouped]),
+        ("numbers with thousands separators", grouped),
+    )
+    return {what: names for what, names in parts if names}
 
 
 def _of_words(held: Sequence[Column], enough: int = ENOUGH) -> tuple[bool, bool]:
@@ -107,6 +126,13 @@ def _of_words(held: Sequence[Column], enough: int = ENOUGH) -> tuple[bool, bool]
     dated = sum(bool(_DATE.fullmatch(word)) for word in all_) >= DIFFERENT * len(all_)
     known = sum(int(np.count_nonzero(column.codes != UNKNOWN)) for column in columns)
     return dated, _different(known, len(all_), sum(len(column.levels) for column in columns), len(held), enough)
+
+
+def _grouped(levels: Sequence[str]) -> bool:
+    """Whether these words are all numbers, some of them with separators between thousands, such as 1,234.50."""
+    return any(map(_THOUSANDS.fullmatch, levels)) and all(
+        _THOUSANDS.fullmatch(level) or _NUMBER.fullmatch(level) for level in levels
+    )
 
 
 def _of_numbers(held: Sequence[Column], named: bool) -> tuple[bool, bool]:

@@ -23,6 +23,9 @@ CHUNK = 2_000
 #: Longest line that is looked at to tell the delimiter.
 HEADER = 1 << 20
 _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
+#: The same in a line, and a point that may be between thousands: ``950,5`` and ``1.234`` in one column.
+_WITH_COMMA = re.compile(r"^[ \t]*([+-]?\d*,\d+)[ \t]*$", re.MULTILINE)
+_GROUPED = re.compile(r"^[ \t]*([+-]?[1-9]\d{0,2}(?:\.\d{3})+)[ \t]*$", re.MULTILINE)
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 
 
@@ -34,11 +37,13 @@ def read_csv(path: Path, words: frozenset[str] = frozenset()) -> Table:
     """
     as_text = set(words)
     while True:
-        found, delimiter = _columns(path, as_text)
+        marks: dict[str, dict[str, str]] = {}
+        found, delimiter = _columns(path, as_text, marks)
         mixed = {name for name, chunks in found.items() if len({isinstance(c, Words) for c in chunks if _some(c)}) > 1}
         if not mixed:
             break
         as_text |= mixed  # numbers at first and words later: only a second look has their text
+    _check_points(marks, path)
     rows = sum(len(c) for c in next(iter(found.values()), []))
     columns = {name: _joined(chunks, name, path, delimiter, name in words) for name, chunks in found.items()}
     _check_slips({name: column for name, column in columns.items() if name not in words}, path, delimiter)
@@ -78,14 +83,16 @@ def read_cells(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _columns(path: Path, as_text: set[str]) -> tuple[dict[str, list[Column]], str]:
-    """The columns in chunks, by name, and the delimiter."""
+def _columns(path: Path, as_text: set[str], marks: dict[str, dict[str, str]]) -> tuple[dict[str, list[Column]], str]:
+    """The columns in chunks, by name, and the delimiter; ``marks`` is filled as `_mark` does."""
     found: dict[str, list[Column]] = {}
     for header, delimiter, rows in _rows(path):
         found = found or {name: [] for name in header if name}
         for name, cells in zip(header, zip(*rows, strict=True), strict=bool(rows)):
             if name:
                 found[name].append(_parsed(cells, delimiter, name in as_text))
+                if delimiter != "," and not isinstance(found[name][-1], Words):
+                    _mark(marks.setdefault(name, {}), cells)
     return found, delimiter
 
 
@@ -145,12 +152,45 @@ def _chunks(reader: Iterator[list[str]], width: int, path: Path) -> Iterator[lis
             rows = [row for row in rows if row]
             wrong = next((row for row in rows if len(row) != width), None)
             if wrong is not None:
+                delimiter = reader.dialect.delimiter  # type: ignore[attr-defined]
                 raise UserError(
-                    f"'{path}' has {width} columns, but {len(wrong)} in the row '{','.join(wrong)[:60]}' before line "
-                    f"{reader.line_num + 1}; correct it."  # type: ignore[attr-defined]
+                    f"'{path}' has {width} columns, but {len(wrong)} in the row '{delimiter.join(wrong)[:60]}' in line "
+                    f"{_line(path, delimiter, width)}; correct it."
                 )
         if rows:
             yield rows
+
+
+def _line(path: Path, delimiter: str, width: int) -> int:
+    """The line of a file in which the first row of another width begins."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter)
+        header, line = False, 1
+        for row in reader:
+            if header and row and len(row) != width:
+                break
+            header = header or any(cell.strip() for cell in row)
+            line = reader.line_num + 1
+        return line
+
+
+def _mark(seen: dict[str, str], cells: Sequence[str]) -> None:
+    """Keep the first of these numbers with a decimal comma, and the first whose points may be between thousands."""
+    text = "\n".join(cells)
+    for kind, sign, pattern in (("comma", ",", _WITH_COMMA), ("grouped", ".", _GROUPED)):
+        if kind not in seen and sign in text and (first := pattern.search(text)):
+            seen[kind] = first[1]
+
+
+def _check_points(marks: Mapping[str, Mapping[str, str]], path: Path) -> None:
+    """Refuse columns in which 1.234 may be a thousand: elsewhere in them, the comma is before the decimals."""
+    for name, seen in marks.items():
+        if len(seen) == 2:
+            raise UserError(
+                f"Column '{name}' of '{path}' has '{seen['comma']}', with a decimal comma, and '{seen['grouped']}', "
+                "where the point may separate thousands or decimals; write all its numbers without thousands "
+                "separators."
+            )
 
 
 def _parsed(cells: Sequence[str], delimiter: str, as_text: bool) -> Column:

@@ -108,6 +108,22 @@ def test_one_client_or_one_row_each_names_nobody() -> None:
     assert federate("t", one, "y", test_fraction=0.0).notes == ()
 
 
+@pytest.mark.parametrize(
+    "cells", [["1,234.50", "999.00", "12,000"], ["1.234,50", "999", "1.234.567"], ["1'234", "2'345"]]
+)
+def test_numbers_with_thousands_separators_are_not_called_identifiers(cells: list[str]) -> None:
+    own = [cells[0].replace("34", f"{k + 10}") for k in range(N - len(cells))]
+    tables = clients(price=[*cells, *own], who=[f"P{k}" for k in range(N)])
+    data = federate("t", tables, "y")
+    assert data.notes == (
+        "The words of 'price' look like numbers with thousands separators and are treated as categories; write them "
+        "without separators to make them numbers.",
+        "There seem to be identifiers (nearly every value is different) in 'who'; if these should not be inputs, leave "
+        "them out with --ignore 'who'.",
+    )
+    assert telling(tables["a"].without(["who"])) == {"numbers with thousands separators": ["price"]}
+
+
 def test_long_tables_of_whole_numbers_cost_no_time() -> None:
     rng, rows = np.random.default_rng(0), 200_000
     wide = {f"c{k}": rng.integers(0, 10**9, rows).astype(float) for k in range(30)}

@@ -97,3 +97,38 @@ def test_a_header_of_counts_is_a_header(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text(",0,1,10,target\n0,5,6,7,a\n")
     assert list(read_table(path).columns) == ["0", "1", "10", "target"]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 1000])
+def test_points_between_thousands_are_not_read_as_decimals(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(csvfile, "CHUNK", chunk)
+    path = tmp_path / "t.csv"
+    path.write_text("rent;b\n999;1\n1.234;2\n950,5;3\n2.345;4\n")
+    with pytest.raises(
+        UserError,
+        match=r"'rent' of .* has '950,5', with a decimal comma, and '1.234', where the point may .* separators\.$",
+    ):
+        read_table(path)
+    for plain in ("999;1\n1.234;2\n2.345;4\n", "999;1\n0.234;2\n950,5;3\n", "1.2345;1\n950,5;2\n1.23;3\n"):
+        path.write_text(f"rent;b\n{plain}")
+        assert isinstance(read_table(path).columns["rent"], np.ndarray)
+    path.write_text("rent,b\n1.234,1\n950.5,2\n")  # no comma can be a decimal one here
+    assert read_table(path).columns["rent"].tolist() == [1.234, 950.5]
+    path.write_text("rent;b\n1.234;1\n950,5;2\n")
+    assert read_table(path, ["rent"]).words("rent") == ["1.234", "950,5"]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_a_row_of_another_width_is_named_by_its_line(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(csvfile, "CHUNK", chunk)
+    path = tmp_path / "t.csv"
+    path.write_text('\na;b\n1;2\n\n"x\ny";2\n1;2;3\n' + "1;2\n" * 60)
+    with pytest.raises(UserError, match=r"has 2 columns, but 3 in the row '1;2;3' in line 7; correct it\.$"):
+        read_table(path)
+    path.write_text("a,b\n1,2,3\n" + "1,2\n" * 60)
+    with pytest.raises(UserError, match=r"in the row '1,2,3' in line 2;"):
+        read_table(path)
