@@ -130,7 +130,7 @@ def prepare(
     """A run before its first round: everything is checked, nothing is written. For the arguments see `fit`."""
     states = folder.states if folder is not None else None
     if not len(data.test.y):
-        raise untested(data.name)
+        raise untested(data)
     run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
     run.federation.learnt_softness = folder.learnt if folder is not None else None
     for note in (*run.federation.model.notes, *data.notes):

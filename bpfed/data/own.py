@@ -119,7 +119,7 @@ def federate(
     empty = [client for client, train, _ in parts if not len(train)]
     if empty:
         raise UserError(f"Client '{empty[0]}' of '{name}' has no training row; remove it or give it one.")
-    check_words([train.without([target, SPLIT, *ignore]) for _, train, _ in parts])
+    check_words([train.without([target, SPLIT, *ignore]) for _, train, _ in parts], ignore)
     summaries = [client_summary(train, target, client=client, task=task, ignore=ignore) for client, train, _ in parts]
     preparation = combine(
         summaries, target, task=task, standardise=standardise, client_column=client_column, ignore=ignore

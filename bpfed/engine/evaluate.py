@@ -52,7 +52,7 @@ def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
     test = federation.data.test
     clients = clients[test.sizes[clients] > 0]
     if not len(clients):
-        raise untested(federation.data.name)
+        raise untested(federation.data)
     tuned = federation.tuned(clients) if federation.untuned else None
     found = _predict(federation, test, clients, tuned)
     calibration = _calibrate(federation, clients, tuned) if federation.data.calibration is not None else None

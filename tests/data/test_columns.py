@@ -13,6 +13,7 @@ from command import Command
 from bpfed.data.columns import columns, doubts, telling
 from bpfed.data.own import federate
 from bpfed.data.table import Table, Words
+from bpfed.errors import UserError
 
 N = 30
 
@@ -197,3 +198,14 @@ def test_inspect_lists_columns_and_folds_many(tmp_path: Path, capsys: pytest.Cap
 def test_words_that_others_should_not_be_told(words: list[str], wanted: str | None) -> None:
     table = Table("a", len(words), {"word": Words.of(words), "number": np.arange(float(len(words)))})
     assert telling(table) == ({} if wanted is None else {wanted: ["word"]})
+
+
+def test_a_refusal_keeps_what_is_ignored_already() -> None:
+    n = 150
+    tables = {
+        "a": Table(
+            "a", n, {c: Words.of([f"{c}{k}" for k in range(n)]) for c in ("id", "seen")} | {"y": np.arange(n) % 2.0}
+        )
+    }
+    with pytest.raises(UserError, match="leave it out with --ignore 'id,seen', or"):
+        federate("t", tables, "y", ignore=["id"])
