@@ -17,6 +17,7 @@ from command import PLAIN, SMALL, Command, files, metrics
 from bpfed.cli import show
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
+from bpfed.errors import UserError
 from bpfed.methods import METHODS, FedAvg, Recipe
 from bpfed.run import Run
 from bpfed.schema import fields_of
@@ -269,8 +270,28 @@ def test_a_report_is_made_again_from_the_files_alone(bpfed: Command) -> None:
     assert files(Path("a")) == before
 
 
+def test_a_report_can_be_written_elsewhere(bpfed: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = bpfed.ok(*PLAIN, "--rounds", "1", "--out", "a")
+    page = Path("a/report.html").read_bytes()
+    figures = first.out.removesuffix("Report: a/report.html\n")
+    assert bpfed.ok("report", "a", "--out", "b/page.html").out == f"{figures}Report: b/page.html\n"
+    assert Path("b/page.html").read_bytes() == page
+
+    def read_only(path: Path, content: bytes | str) -> None:
+        raise UserError(f"'{path}' cannot be written (Permission denied); choose another location.")
+
+    monkeypatch.setattr("bpfed.report.page.write_whole", read_only)
+    refused = bpfed("report", "a")
+    assert (refused.code, refused.out) == (2, figures)
+    assert refused.err == (
+        "bpfed: 'a/report.html' cannot be written (Permission denied); choose another location with --out.\n"
+    )
+
+
 def test_a_report_needs_a_finished_run(bpfed: Command) -> None:
-    assert bpfed("report", "nowhere").sentence == "'nowhere' is not a run folder: it has no config.toml."
+    assert bpfed("report", "nowhere").sentence == "The run folder 'nowhere' does not exist; check the path."
+    Path("empty").mkdir()
+    assert bpfed("report", "empty").sentence == "'empty' is not a run folder: it has no config.toml."
     bpfed.ok(*PLAIN, "--rounds", "1", "--out", "a")
     page = Path("a/report.html").read_bytes()
     Path("a/evaluation.json").write_text("{")

@@ -210,6 +210,8 @@ def no_run(folder: Path) -> UserError:
         return UserError(
             f"The run in '{folder}' is still rehearsing, so there is no model yet; go on with it: bpfed run --out {folder} --resume"
         )
+    if not folder.exists():
+        return UserError(f"The run folder '{folder}' does not exist; check the path.")
     return UserError(f"'{folder}' is not a run folder: it has no {CONFIG}.")
 
 
