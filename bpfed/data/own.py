@@ -33,8 +33,10 @@ SHOWN = 12
 _PARTS = {"train": False, "training": False, "test": True, "testing": True}
 
 
-def read_clients(path: str | Path, client_column: str | None = None) -> dict[str, Table]:
+def read_clients(path: str | Path, client_column: str | None = None, ignore: Sequence[str] = ()) -> dict[str, Table]:
     """The tables of all clients, by name, from a folder with a file for each, or from one file and its client column.
+
+    ``ignore`` are columns that are not inputs (see `read_table`).
 
     Raises:
         UserError: There is no such place, or a file of it cannot be used.
@@ -50,8 +52,8 @@ def read_clients(path: str | Path, client_column: str | None = None) -> dict[str
                 f"'{path}' is a folder with one file per client, so no column identifies the client; omit "
                 "--client-column, or give a single file."
             )
-        return {name: read_table(file) for name, file in _files(path).items()}
-    table = read_table(path)
+        return {name: read_table(file, ignore=ignore) for name, file in _files(path).items()}
+    table = read_table(path, ignore=ignore)
     if client_column is None:
         raise UserError(
             f"'{path}' is a single file; use --client-column to name the column that identifies the client: "

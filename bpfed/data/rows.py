@@ -60,7 +60,8 @@ def read_rows(
     if data.preparation is None:
         return _arrays(data, path, labelled)
     preparation = data.preparation
-    table = read_table(path, preparation.words)
+    needed = {f.name for f in preparation.features} | ({target or preparation.target} if labelled else set())
+    table = read_table(path, preparation.words, used=needed)
     if labelled:
         wanted = target or preparation.target
         table.column(wanted)
