@@ -133,6 +133,8 @@ def prepare(
         raise untested(data)
     run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
     run.federation.learnt_softness = folder.learnt if folder is not None else None
+    if folder is not None:
+        folder.check_rehearsals(run)
     for note in (*run.federation.model.notes, *data.notes):
         say(note)
     held, least = run.data.calibration, fewest(SURE)

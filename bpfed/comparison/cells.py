@@ -19,7 +19,7 @@ from torch import nn
 
 from bpfed import __version__
 from bpfed.callbacks.base import Callback
-from bpfed.callbacks.folder import Folder, differences
+from bpfed.callbacks.folder import Folder, begun, differences
 from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison import tables
 from bpfed.comparison.entrants import Entrant, entrants
@@ -32,7 +32,7 @@ from bpfed.files import clear_parts, is_part, lock, said, to_json, to_toml, writ
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method
 from bpfed.rehearsal import rehearse
-from bpfed.report.record import CONFIG, SUMMARY, RunRecord
+from bpfed.report.record import SUMMARY, RunRecord
 from bpfed.run import Run, once, to_stderr, train_together
 from bpfed.schema import ROUNDS, changed
 from bpfed.training import prepare
@@ -267,7 +267,7 @@ def _cell(
     if out is None:
         return Cell(entrant, prepare(entrant.method, data, settings, model, likelihood, None, say), None)
     path = out / entrant.name / f"seed-{seed}"
-    folder = Folder(path, resume=(path / CONFIG).exists())
+    folder = Folder(path, resume=begun(path))
     run = prepare(entrant.method, data, settings, model, likelihood, folder, say)
     if not (path / SUMMARY).is_file():
         return Cell(entrant, run, folder)
