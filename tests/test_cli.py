@@ -438,3 +438,22 @@ def test_names_are_printed_as_they_are(capsys):
     said = capsys.readouterr().out
     for word in ("folder:hospital", "[bold]a[/bold]", "folder:b", ":smile:", "[red]x[/red]"):
         assert word in said
+
+
+def test_ctrl_c_waits_until_torch_is_there(tmp_path: Path) -> None:
+    """Else its libraries abort the process. Here is another torch, which presses Ctrl-C itself."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, sys\nos.kill(os.getpid(), signal.SIGINT)\nprint('whole', file=sys.stderr)\n"
+    )
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); sys.path.insert(0, sys.argv[1]); "
+    code += "from bpfed.cli import main; main(sys.argv[2:])"
+    for command in (("run", "--data", "digits", "--quiet"), ("predict", "runs/a", "--client", "a", "--input", "a.csv")):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path), *command], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (130, "")
+        lines = done.stderr.strip().splitlines()
+        assert lines[0] == "whole"
+        assert lines[1:] == (
+            ["bpfed: Stopped before the first round; nothing was written."] if command[0] == "run" else []
+        )
