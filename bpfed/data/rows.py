@@ -62,9 +62,10 @@ def read_rows(
     preparation = data.preparation
     needed = {f.name for f in preparation.features} | ({target or preparation.target} if labelled else set())
     table = read_table(path, preparation.words, used=needed)
+    y = None
     if labelled:
         wanted = target or preparation.target
-        table.column(wanted)
+        y = preparation.targets(table, wanted)
         kept = table.without({wanted, preparation.target} - {wanted}).columns
         columns = {preparation.target if name == wanted else name: column for name, column in kept.items()}
         table = replace(table, columns=columns)
@@ -73,7 +74,7 @@ def read_rows(
         lost = [f.name for f in preparation.features if f.name not in table.columns]
         if lost and len(lost) < len(preparation.features):
             say(f"'{path}' has no column {quoted(lost)}; treated as missing in every row.")
-    made = Rows(preparation.inputs(table, client), preparation.targets(table) if labelled else None, preparation)
+    made = Rows(preparation.inputs(table, client), y, preparation)
     for sentence in unfamiliar(preparation, table, client):
         say(sentence)
     return made if preparation.shape is not None else replace(made, unusual=unusual(preparation, table, client))

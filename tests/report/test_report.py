@@ -88,6 +88,10 @@ def test_clients_that_count_in_no_figure_are_told() -> None:
     tested = [row for row in run.rows if row["test"]]
     left_out = replace(run, evaluation=run.evaluation | {"clients": tested})  # as the engine leaves it
     assert left_out.untested == run.untested == "1 client has no test examples and is not counted in any figure."
+    named = replace(left_out, evaluation=left_out.evaluation | {"untested": ["a", "b", "c", "d"]})
+    assert replace(named, summary=run.summary | {"clients": len(tested) + 4}).untested == (
+        "4 clients have no test examples and are not counted in any figure: a, b, c and 1 more."
+    )
     assert replace(left_out, summary=run.summary | {"clients": 9}).untested.startswith(
         "2 clients have no test examples"
     )
