@@ -13,6 +13,7 @@ import torch
 from bpfed.data.columns import doubts
 from bpfed.data.combine import combine
 from bpfed.data.federated import Examples, FederatedData, Task
+from bpfed.data.hints import hints
 from bpfed.data.layout import check_seed
 from bpfed.data.lookalikes import lookalikes
 from bpfed.data.preparation import Preparation, Standardise
@@ -112,6 +113,7 @@ def federate(
     _ignored(tables, ignore)
     for client in clients:
         tables[client].check_filled(target)
+    guessed = task is None
     task = task or settled(tables, target)  # of all clients together: one with few rows could not tell
     parts = []
     for client in clients:
@@ -138,7 +140,8 @@ def federate(
         seed=seed,
         preparation=preparation,
     ).check()
-    return replace(data, notes=(*lookalikes(preparation), *doubts(tables, preparation), *of_one_class(data)))
+    notes = (*lookalikes(preparation), *doubts(tables, preparation), *of_one_class(data))
+    return replace(data, notes=(*notes, *hints(data, summaries, guessed)))
 
 
 def find_target(tables: Mapping[str, Table], target: str | None = None) -> str:

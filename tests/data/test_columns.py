@@ -101,7 +101,8 @@ def test_what_says_whose_a_row_is_is_named(columns: tuple[list[str] | np.ndarray
 
 def test_one_client_or_one_row_each_names_nobody() -> None:
     table = clients(hospital=["H1"] * N)
-    assert federate("t", {"a": table["a"]}, "y").notes == ()
+    (only,) = federate("t", {"a": table["a"]}, "y").notes
+    assert only.startswith("There is only one client")
     one = {
         c: Table(c, 1, {"hospital": Words.of([c]), "age": np.array([a]), "y": Words.of([y])})
         for c, a, y in (("a", 1.0, "no"), ("b", 2.5, "yes"), ("c", 3.5, "no"))
