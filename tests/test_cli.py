@@ -363,7 +363,8 @@ def test_one_is_no_plural(bpfed: Command) -> None:
     run = ("run", "--method", "fedavg", "--epochs", "1", "--rounds", "1", *data, "--out", "a")
     assert "FedAvg on folder:own, 1 client, 1 round, seed 0" in bpfed.ok(*run, "--quiet").out
     again = bpfed.ok("run", "--out", "a", "--resume", "--quiet").err
-    assert again == "The run in 'a' is finished already: its only round is done.\n"
+    assert again.endswith("\nThe run in 'a' is finished already: its only round is done.\n")
+    assert again.startswith("There is only one client, 'bern', so nobody learns from others; ")
     assert Run.load("a").summary().startswith("FedAvg on folder:own: 1 client, round 1, ")
     Path("new.csv").write_text("x\n1\n")
     assert bpfed.ok("predict", "a", "--client", "bern", "--input", "new.csv", "--out", "p.csv").out == (

@@ -179,10 +179,13 @@ def test_only_a_protocol_that_says_something_is_named() -> None:
 
 def test_a_wide_table_has_less_room_for_each_column() -> None:
     run = record()
-    more = {"coverage": 0.9, "set_size": 1.2, "aurc": 0.1, "abstained": 0.3, "answered_accuracy": 0.9}
+    more: dict[str, float] = {"coverage": 0.9}
     wide = replace(run, evaluation=run.evaluation | {"clients": [row | more for row in run.rows]})
     assert 'class="sortable many"' in render(wide)
     assert "Scroll right for more columns" in render(wide)
+    more |= {"set_size": 1.2}
+    widest = replace(run, evaluation=run.evaluation | {"clients": [row | more for row in run.rows]})
+    assert 'class="sortable many most"' in render(widest)
     assert 'class="sortable"' in render(record(task="regression"))
 
 
