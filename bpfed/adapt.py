@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from bpfed import noise
 from bpfed.card import card, without_examples
-from bpfed.client import Client, check_shape
+from bpfed.client import Client, as_numbers, check_shape
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.preparation import Preparation
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound, Rows
 from bpfed.errors import UserError
 from bpfed.files import write_whole
-from bpfed.methods.base import Method, rows
+from bpfed.methods.base import Method, State, rows
 from bpfed.noise import Purpose
 from bpfed.run import Run
 
@@ -89,23 +89,36 @@ def adapt(
     personal = rows(method.newcomer(alone.model, alone.shared), 1)
     if count := len(data.train.y):
         epochs = -(-(STEPS if steps is None else steps) // -(-count // alone.settings.batch))
-        device, key = alone.device, alone.keys(0, Purpose.ADAPTATION, torch.tensor([0]))
+        key = alone.keys(0, Purpose.ADAPTATION, torch.tensor([0]))
         train = LocalRound.of(method, alone.model, data.train, replace(alone.settings, epochs=epochs))
-        newcomer = Rows(
-            shared=rows(alone.shared, 1),
-            personal=personal,
-            hyper={n: torch.full((1,), value, device=device) for n, value in method.hyper().items()},
-            start=torch.zeros(1, dtype=torch.int64, device=device),
-            size=torch.full((1,), count, device=device),
-            shuffle=noise.fold(key, 0),
-            key=noise.fold(key, 1),
-        )
+        newcomer = joining(method, rows(alone.shared, 1), personal, data.train, key)
         personal = train(newcomer, method.adaptation(epochs)).personal
         if not all(bool(t.isfinite().all()) for t in tree_flatten(personal)[0]):
             raise UserError(f"The adaptation of '{name}' diverged; lower the step size, or look for extreme values.")
     alone.store.put(torch.tensor([0]), personal)
     classes = torch.bincount(data.train.y, minlength=data.classes).tolist() if data.classes else [count]
     return NewClient(Run(alone), classes)
+
+
+def joining(method: Method, shared: State, personal: State, examples: Examples, key: Tensor) -> Rows:
+    """Newcomers about to learn, S of them.
+
+    Args:
+        method: As they use it.
+        shared: The state of each one's run, ``[S, ...]`` leaves.
+        personal: What each begins with, likewise.
+        examples: What each learns from.
+        key: Of each one's order and noise, ``[S, 2]``, on the device.
+    """
+    return Rows(
+        shared=shared,
+        personal=personal,
+        hyper={n: torch.full((len(key),), value, device=key.device) for n, value in method.hyper().items()},
+        start=examples.offsets[:-1].to(key.device),
+        size=examples.sizes.to(key.device),
+        shuffle=noise.fold(key, 0),
+        key=noise.fold(key, 1),
+    )
 
 
 def load_newcomer(federation: Federation, path: Path) -> NewClient:
@@ -145,8 +158,12 @@ def _data(of: FederatedData, name: str, x: Any, y: Any, preparation: Preparation
     kind = torch.int64 if of.task == "classification" else torch.float32
     if x is None:
         x, y = torch.zeros(0, *of.input_shape), torch.zeros(0, dtype=kind)
-    x, y = torch.as_tensor(x, dtype=torch.float32).cpu(), torch.as_tensor(y).cpu()
-    if x.ndim and y.ndim and len(x) != len(y):
+    if not isinstance(name, str):
+        raise UserError(f"name is {name!r}, but must be text.")
+    x, y = as_numbers(x, "inputs", torch.float32).cpu(), as_numbers(y, "targets").cpu()
+    if y.ndim != 1:
+        raise UserError(f"The targets have shape {list(y.shape)}, but must be a list with one for each input.")
+    if x.ndim and len(x) != len(y):
         raise UserError(f"{len(x)} inputs and {len(y)} targets were given; give one target for each input.")
     check_shape(x, of)
     if of.task == "classification" and y.is_floating_point():

@@ -25,8 +25,10 @@ from bpfed.metrics.sums import owners
 
 #: Strength of the prior that holds a temperature near 1: it weighs as much as about this many examples.
 PRIOR = 5.0
-#: Steps of the root search; each at least halves a bracket, so that what is left of it is below any use.
+#: Steps of the root search; each at least halves a bracket, so that what is left of it is negligible.
 STEPS = 60
+#: Predicted standard deviations beyond which it makes no difference how far off a target is.
+FARTHEST = 10.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +169,24 @@ def temperatures(probs: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 def common_temperature(probs: Tensor, y: Tensor) -> float:
     """The one temperature that suits all of these examples best, ``[E, K]`` and ``[E]``; see `temperatures`."""
     return float(temperatures(probs, y, torch.tensor([0, len(y)])))
+
+
+def squared_errors(mean: Tensor, scale: Tensor, y: Tensor) -> Tensor:
+    """((y − mean) / scale)², at most `FARTHEST`²; all ``[E]``, the result float64."""
+    return ((y.double() - mean.double()) / scale.double()).square().clamp(max=FARTHEST**2)
+
+
+def common_stretch(squares: Tensor) -> float:
+    """The factor of all predicted standard deviations that suits these targets best; their `squared_errors` z², ``[E]``.
+
+    With β, one over the factor, it minimises the Gaussian negative log-likelihood and the prior of `temperatures`,
+
+        Σ (β² z²/2 − log β)  +  PRIOR · (β − 1 − log β),
+
+    so that β² Σ z² + PRIOR · β = E + PRIOR.
+    """
+    total, weight = float(squares.sum()), len(squares) + PRIOR
+    return (PRIOR + math.sqrt(PRIOR**2 + 4.0 * total * weight)) / (2.0 * weight)
 
 
 def tempered(probs: Tensor, temperature: Tensor | float) -> Tensor:

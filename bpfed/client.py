@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -68,12 +69,13 @@ class Client:
             (or intervals) where the run kept calibration examples.
         """
         federation = self.run.federation
-        if draws is not None and draws < 1:
-            raise UserError(f"draws is {draws}, but must be at least 1.")
+        if draws is not None and not (isinstance(draws, Integral) and draws >= 1):
+            allowed = "at least 1" if isinstance(draws, Integral) else "a whole number"
+            raise UserError(f"draws is {draws!r}, but must be {allowed}.")
         check_how(how)
         if isinstance(x, str | Path):
             x = self.read(x).x
-        x = torch.as_tensor(x, dtype=torch.float32)
+        x = as_numbers(x, "inputs", torch.float32)
         check_shape(x, federation.data)
         if not bool(torch.isfinite(x).all()):
             raise UserError("The inputs hold NaN or infinite values; clean or drop those rows.")
@@ -91,8 +93,9 @@ class Client:
                 for block in blocks
             ]
         found = _joined(parts)
-        if isinstance(found, Classified) and federation.softness != 1.0:
-            found = replace(found.at(federation.softness), raw=None)
+        if federation.softness != 1.0:
+            found = found.at(federation.softness)
+            found = replace(found, raw=None) if isinstance(found, Classified) else found
         temperature, scores = self._calibration(how, count)
         found = replace(found, scores=scores, unscored=self.unscored)
         return found.at(temperature) if temperature != 1.0 and isinstance(found, Classified) else found
@@ -110,8 +113,20 @@ class Client:
         return self._calibrated[at]
 
 
+def as_numbers(values: Any, what: str, kind: torch.dtype | None = None) -> Tensor:
+    """An array or list as a tensor of this type (None: of its own), or a `UserError` that calls it ``what``."""
+    try:
+        return torch.as_tensor(values, dtype=kind)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"The {what} are not an array of numbers; give a tensor, an array or a list of them."
+        ) from error
+
+
 def check_shape(x: Tensor, data: FederatedData) -> None:
     """Raise a `UserError` unless inputs ``[B, ...]`` have the shape of those that a run on this data was trained on."""
+    if not x.ndim:
+        raise UserError("The inputs are a single number; give a batch, with a first axis for its examples.")
     if tuple(x.shape[1:]) != data.input_shape:
         raise UserError(
             f"Inputs have shape {list(x.shape[1:])} each, but those of '{data.name}' have {list(data.input_shape)}."

@@ -1,4 +1,4 @@
-"""Moments of functions of Gaussians: a rectified one, the larger of two, a smooth function, a convolution's neighbours."""
+"""Moments of functions of Gaussians: one rectified, the larger of two, smooth functions, a convolution's neighbours."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rectified(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 def larger(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], covariance: Tensor | float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance of the larger of two Gaussians, given as (mean, variance), and the chance that it is the first."""
+    """Mean and variance of the larger of two Gaussians, each (mean, variance), and the chance that it is the first."""
     gap = a[0] - b[0]
     theta = (a[1] + b[1] - 2.0 * covariance).clamp(min=0.0).sqrt()
     ratio = (gap / theta.clamp(min=1e-18)).clamp(-1e4, 1e4)

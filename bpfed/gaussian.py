@@ -27,6 +27,11 @@ class Gaussian(NamedTuple):
         return torch.addcmul(self.mean, self.sigma, noise)
 
 
+def either(which: Tensor, first: Gaussian, second: Gaussian) -> Gaussian:
+    """The first where ``which``, ``[..., P]`` or ``[..., 1]`` bool, else the second."""
+    return Gaussian(torch.where(which, first.mean, second.mean), torch.where(which, first.sigma, second.sigma))
+
+
 def softplus(rho: Tensor) -> Tensor:
     """σ = log(1 + exp ρ); ρ = −∞ gives σ = 0."""
     return torch.nn.functional.softplus(rho)

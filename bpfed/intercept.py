@@ -31,7 +31,7 @@ def argument(args: Any, kwargs: Any, position: int, name: str) -> Any:
 
 
 def example_keys(key: Tensor, examples: int) -> Tensor:
-    """A key for each example of a batch, ``[2]`` to ``[B, 2]``: an example's noise is its own, however the batch is padded."""
+    """A key for each example of a batch, ``[2]`` to ``[B, 2]``: its noise is its own, however the batch is padded."""
     return noise.fold(key.expand(examples, 2), torch.arange(examples, dtype=torch.int32, device=key.device))
 
 
@@ -141,12 +141,12 @@ def conv2d_as_matmul(
 
 
 class LocalCalls(TorchFunctionMode):
-    """Finds the parameters that `LocalNoise` can handle: weight and bias of a linear map or convolution, used nowhere else.
+    """Finds the parameters that `LocalNoise` can handle: those of a linear map or convolution, used nowhere else.
 
     Args:
         parameters: By name, as the module will use them.
         examples: Batch size of the pass. A layer that runs on several rows of an example (the words of a text) shares
-            its weights between them, so noise drawn for each row would be wrong; it is told by another number of rows.
+            its weights between them, so noise drawn for each row would be wrong; it is known by another number of rows.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], examples: int) -> None:

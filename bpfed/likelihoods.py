@@ -13,7 +13,10 @@ from bpfed.errors import UserError
 
 
 class Likelihood(Protocol):
-    """What the engine asks of a likelihood. Parameters it has are factors like any weight."""
+    """What the engine asks of a likelihood. Parameters it has are factors like any weight.
+
+    Predictions need more than −log p: a run takes `Categorical` for classes and `Normal` for numbers, or subclasses.
+    """
 
     def parameters(self) -> dict[str, Tensor]:
         """Learnt parameters and their initial values, by name (may be empty)."""

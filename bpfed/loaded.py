@@ -61,7 +61,9 @@ class LoadedRun(Run):
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
         if self.federation.finished:
             return self
-        raise UserError(f"The run in '{self.folder}' was loaded without its data; go on with fit(..., resume=True).")
+        raise UserError(
+            f"The run in '{self.folder}' was loaded without its data; resume it with fit(..., resume=True)."
+        )
 
     def config(self) -> dict[str, Any]:
         return tomllib.loads((self.folder / CONFIG).read_text())
@@ -95,7 +97,9 @@ def load_run(
         noted = json.loads((folder / DATA).read_text())
         data = without_examples(noted)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"'{folder / DATA}' is damaged ({error}); delete it and go on with --resume.") from error
+        raise UserError(
+            f"'{folder / DATA}' is damaged ({error}); delete it and resume the run with --resume."
+        ) from error
     settings = chosen.run
     if settings.device == "cuda" and not torch.cuda.is_available():
         settings = replace(settings, device="cpu")
@@ -106,7 +110,7 @@ def load_run(
     found = checkpoint.restore(folder / CHECKPOINT, federation)
     if found is None:
         raise UserError(
-            f"The run in '{folder}' has not done its first round; go on with: bpfed run --out {folder} --resume"
+            f"The run in '{folder}' has not done its first round; resume it with: bpfed run --out {folder} --resume"
         )
     for name in found.damaged:
         say(f"Checkpoint {name} is damaged; the one before is used, of round {found.round}.")
@@ -135,4 +139,4 @@ def _calibration(path: Path) -> Calibration:
     try:
         return Calibration.from_record(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"'{path}' is damaged ({error}); delete it and go on with --resume.") from error
+        raise UserError(f"'{path}' is damaged ({error}); delete it and resume the run with --resume.") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -54,8 +55,6 @@ def default(input_shape: tuple[int, ...], outputs: int, seed: int = 0, hidden: i
     Raises:
         UserError: ``hidden`` is given, and it is LeNet.
     """
-    import numpy as np
-
     images = len(input_shape) == 3 and input_shape[1:] == (32, 32)
     if images and hidden is not None:
         raise UserError(
@@ -88,9 +87,18 @@ def make_model(
         settings: Of which the seed, ``hidden`` and ``members`` matter.
         module: A network; None: the `default` one.
         likelihood: None: categorical for classes, Gaussian with learnt noise for numbers.
+
+    Raises:
+        UserError: The likelihood is of another kind: nobody could predict with it (`bpfed.predict`).
     """
     if likelihood is None:
         likelihood = Categorical(classes) if classes else Normal()
+    if not isinstance(likelihood, Categorical if classes else Normal):
+        known, targets = ("Categorical", "classes") if classes else ("Normal", "numbers")
+        raise UserError(
+            f"The likelihood is a {type(likelihood).__name__}, but the targets are {targets}, for which predictions "
+            f"are made with bpfed.likelihoods.{known} alone; use it or a subclass, or leave likelihood out."
+        )
     if module is None:
         module = default(tuple(example.shape[1:]), classes or 1, settings.seed, settings.hidden)
     return mixture(Model.of(module, likelihood, example, personal), settings.members, settings.seed)

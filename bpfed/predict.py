@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -109,6 +109,10 @@ class Regressed:
         """Predictive standard deviation, ``[..., B]``."""
         return (self.epistemic + self.aleatoric).sqrt()
 
+    def at(self, softness: float) -> Regressed:
+        """The same with distributions that are wider by this factor, around the same means."""
+        return replace(self, epistemic=softness**2 * self.epistemic, aleatoric=softness**2 * self.aleatoric, nll=None)
+
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Split-conformal intervals, ``[B]`` and ``[B]``: see `Classified.prediction_set`.
 
@@ -206,41 +210,55 @@ def regress(
     draws: int,
     y: Tensor | None = None,
     how: How = "sample",
+    softness: float = 1.0,
 ) -> Regressed:
-    """Mean and variance over weight draws; arguments as `classify`, ``y`` is ``[S, B]``."""
+    """Mean and variance over weight draws; arguments as `classify`.
+
+    Args:
+        y: Targets, ``[S, B]``; their predictive density is given if they are.
+        softness: Factor by which the predictive distribution is stretched around its mean.
+    """
     likelihood = model.likelihood
     assert isinstance(likelihood, Normal)
     if how == "single-pass":
-        return _regress_at_once(model, likelihood, predictive, x, key, y)
-    means, noises, densities = [], [], []
+        return _regress_at_once(model, likelihood, predictive, x, key, y, softness)
+    means, log_scales = [], []
     for weights, outputs in _drawn(model, predictive, x, key, draws):
         out = outputs.reshape(len(weights), *x.shape[:2])
         parameters = vmap(vmap(model.one.factors.unflatten))(weights)
         log_scale = torch.as_tensor(likelihood.log_scale(parameters), device=out.device).expand(*out.shape[:2], 1)
         means.append(out)
-        noises.append(torch.exp(2.0 * log_scale).expand_as(out))
-        if y is not None:
-            densities.append(
-                -0.5 * ((y - out).square() / noises[-1] + math.log(2.0 * math.pi)) - log_scale.expand_as(out)
-            )
-    stacked = torch.cat(means)
-    nll = math.log(len(stacked)) - torch.logsumexp(torch.cat(densities), 0) if y is not None else None
-    return Regressed(stacked.mean(0), stacked.var(0, correction=0), torch.cat(noises).mean(0), nll)
+        log_scales.append(log_scale.expand_as(out))
+    stacked, log_scale = torch.cat(means), torch.cat(log_scales)
+    mean, noise = stacked.mean(0), torch.exp(2.0 * log_scale)
+    found = Regressed(mean, stacked.var(0, correction=0), noise.mean(0)).at(softness)
+    if y is None:
+        return found
+    # Where the target is in the distribution before it is stretched.
+    inside = y if softness == 1.0 else mean + (y - mean) / softness
+    densities = -0.5 * ((inside - stacked).square() / noise + math.log(2.0 * math.pi)) - log_scale
+    return replace(found, nll=math.log(softness * len(stacked)) - torch.logsumexp(densities, 0))
 
 
 def _regress_at_once(
-    model: Model, likelihood: Normal, predictive: Predictive, x: Tensor, key: Tensor, y: Tensor | None
+    model: Model,
+    likelihood: Normal,
+    predictive: Predictive,
+    x: Tensor,
+    key: Tensor,
+    y: Tensor | None,
+    softness: float,
 ) -> Regressed:
     """By moments; the predictive density is taken as Gaussian."""
     single = [_one_at_once(model.one, likelihood, member, x, key) for member in _members(model, predictive)]
     means, epistemics, aleatorics = (torch.stack(parts) for parts in zip(*single, strict=True))
     mean, aleatoric = means.mean(0), aleatorics.mean(0)
     epistemic = epistemics.mean(0) + means.var(0, correction=0)
-    nll = None
-    if y is not None:
-        total = epistemic + aleatoric
-        nll = 0.5 * ((y - mean).square() / total + torch.log(2.0 * math.pi * total))
-    return Regressed(mean, epistemic, aleatoric, nll)
+    found = Regressed(mean, epistemic, aleatoric).at(softness)
+    if y is None:
+        return found
+    variance = found.scale.square()
+    return replace(found, nll=0.5 * ((y - mean).square() / variance + torch.log(2.0 * math.pi * variance)))
 
 
 def _one_at_once(

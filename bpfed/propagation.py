@@ -192,28 +192,34 @@ class Propagation(TorchFunctionMode):
             raise _no_rule(func, " while training")
         return input
 
-    def add(self, func: Any, a: Any, b: Any) -> Any:
-        if a is b:
+    def add(self, func: Any, input: Any, other: Any, **form: Any) -> Any:
+        if form:
+            raise _no_rule(func, f" with {', '.join(form)}")
+        if input is other:
             raise _no_rule(func, " of a tensor and itself")
-        output = func(a, b)
-        spreads = [None if v is None else v.expand_as(output) for v in (self.variance(a), self.variance(b))]
+        output = func(input, other)
+        spreads = [None if v is None else v.expand_as(output) for v in (self.variance(input), self.variance(other))]
         return self._random(output, total(*spreads))
 
-    def multiply(self, func: Any, a: Any, b: Any) -> Any:
-        if a is b:
+    def multiply(self, func: Any, input: Any, other: Any, **form: Any) -> Any:
+        if form:
+            raise _no_rule(func, f" with {', '.join(form)}")
+        if input is other:
             raise _no_rule(func, " of a tensor and itself")
-        first, second = self.variance(a), self.variance(b)
+        first, second = self.variance(input), self.variance(other)
         parts = (
-            None if first is None else first * (b * b),
-            None if second is None else second * (a * a),
+            None if first is None else first * (other * other),
+            None if second is None else second * (input * input),
             None if first is None or second is None else first * second,
         )
-        return self._random(func(a, b), total(*parts))
+        return self._random(func(input, other), total(*parts))
 
-    def divide(self, func: Any, a: Any, b: Any) -> Any:
-        if self.variance(b) is not None:
+    def divide(self, func: Any, input: Any, other: Any, **form: Any) -> Any:
+        if form:
+            raise _no_rule(func, f" with {', '.join(form)}")
+        if self.variance(other) is not None:
             raise _no_rule(func, " by a random tensor")
-        return self._random(func(a, b), self.random[id(a)][1] / (b * b))
+        return self._random(func(input, other), self.random[id(input)][1] / (other * other))
 
 
 def _form(

@@ -1,8 +1,8 @@
 """Rehearsals: before a run, train on a part of every client's examples to learn how sure to be of the rest.
 
-How sure a model should be depends on how noisy its labels are, which nobody knows before. A rehearsal holds out a fifth
-of each client's training examples, trains on the others as the run will, and fits one temperature for all clients, the
-*softness*, to what it says of those held out. The run then trains on all examples and predicts at this softness. No
+How sure a model should be depends on how noisy its targets are, which nobody knows before. A rehearsal holds out a fifth
+of each client's training examples, trains on the others as the run will, and fits one number for all clients, the
+*softness* (`bpfed.softness`), to what it says of those held out. The run then trains on all examples and predicts at this softness. No
 test example takes part.
 """
 
@@ -36,8 +36,8 @@ class Keeper(Folder):
         """Nothing."""
 
 
-class Part(NamedTuple):
-    """A rehearsal that is to be: of which run, whose folder is where, and the how-manieth."""
+class Rehearsal(NamedTuple):
+    """A rehearsal that is to be: of which run, whose folder is where, and its number, from 1."""
 
     run: Run
     folder: Folder | None
@@ -57,24 +57,37 @@ def rehearse(
     Args:
         runs: Of one method. On a GPU all their rehearsals are trained side by side, elsewhere in turn.
         folders: The runs' own, where rehearsals are kept until a run begins, so that one that was broken off goes on.
+            They are this process's own until their runs end, or something is raised here.
         display: Shows how far they are.
         held: Part of each client's training examples that is held out.
         changes: Settings of rehearsals that differ from the run's.
     """
     waiting = [pair for pair in zip(runs, folders or [None] * len(runs), strict=True) if pending(pair[0].federation)]
+    try:
+        _rehearse(waiting, display, held, changes)
+    except BaseException:
+        for _, folder in waiting:
+            if folder is not None:
+                folder.release()
+        raise
+
+
+def _rehearse(
+    waiting: Sequence[tuple[Run, Folder | None]], display: Progress | None, held: float, changes: dict[str, Any]
+) -> None:
     for run, folder in waiting:
         if folder is not None:
             folder.begin_rehearsals(run)
     found: dict[int, list[float]] = {id(run): [] for run, _ in waiting}
     seen = dict.fromkeys(found, 0)
-    parts = [Part(run, folder, n) for run, folder in waiting for n in range(1, run.settings.rehearsals + 1)]
-    stacked = bool(parts) and parts[0].run.federation.device.type == "cuda"
-    for together in [parts] if stacked else [[part] for part in parts]:
-        for part, trial in zip(together, _train(together, display, held, changes), strict=True):
-            part.run.seconds += trial.seconds
-            found[id(part.run)].append(trial.detail()["fitted_softness"])
+    planned = [Rehearsal(run, folder, n) for run, folder in waiting for n in range(1, run.settings.rehearsals + 1)]
+    stacked = bool(planned) and planned[0].run.federation.device.type == "cuda"
+    for together in [planned] if stacked else [[one] for one in planned]:
+        for of, trial in zip(together, _train(together, display, held, changes), strict=True):
+            of.run.seconds += trial.seconds
+            found[id(of.run)].append(trial.detail()["fitted_softness"])
             assert trial.evaluation is not None
-            seen[id(part.run)] += trial.evaluation[0].sums.examples  # of those clients that are tested
+            seen[id(of.run)] += trial.evaluation[0].sums.examples  # of those clients that are tested
     for run, _ in waiting:
         run.federation.learnt_softness = common(found[id(run)])
         if sentence := uncertain(run.softness, seen[id(run)], run.settings.rehearsals):
@@ -109,22 +122,22 @@ def as_rehearsal(settings: Settings, number: int) -> Settings:
     return replace(plain, seed=settings.seed + APART * number, eval_every=settings.rounds)
 
 
-def _train(parts: Sequence[Part], display: Progress | None, held: float, changes: dict[str, Any]) -> list[Run]:
+def _train(planned: Sequence[Rehearsal], display: Progress | None, held: float, changes: dict[str, Any]) -> list[Run]:
     """Rehearsals, side by side."""
     trials, callbacks = [], []
-    for part in parts:
-        of, keeper = part.run.federation, None
-        if part.folder is not None:
-            keeper = Keeper(part.folder.rehearsals / str(part.number), resume=True)
-        settings = replace(as_rehearsal(of.settings, part.number), **changes)
+    for each in planned:
+        of, keeper = each.run.federation, None
+        if each.folder is not None:
+            keeper = Keeper(each.folder.rehearsals / str(each.number), resume=True)
+        settings = replace(as_rehearsal(of.settings, each.number), **changes)
         data = replace(held_out(of.data, held, settings.seed), name=of.data.name)  # the display has little room
         states = keeper.states if keeper is not None else None
         trials.append(Run(Federation.of(of.method, data, settings, of.model, states)))
         own: list[Callback] = [keeper] if keeper is not None else []
         callbacks.append(own)
-    stage = f"rehearsal {', '.join(str(n) for n in sorted({part.number for part in parts}))}"
+    stage = f"rehearsal {', '.join(str(n) for n in sorted({each.number for each in planned}))}"
     if display is not None:
-        display.stage = f"{stage} of {parts[0].run.settings.rehearsals}"
+        display.stage = f"{stage} of {planned[0].run.settings.rehearsals}"
         callbacks[0].append(display)
     try:
         return train_together(trials, callbacks)

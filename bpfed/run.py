@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 import tomllib
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from bpfed import records
 from bpfed.calibration import Calibration
 from bpfed.callbacks.base import Callback
 from bpfed.client import Client
+from bpfed.console import to_stderr
 from bpfed.data import FederatedData
 from bpfed.data.rows import read_rows
 from bpfed.engine.evaluate import evaluate_clients
@@ -47,7 +47,7 @@ class Run:
         seconds: Time spent, over all sittings.
         compiled: Whether the local step is compiled (known once training has begun).
         calibration: What the run's folder says of its calibration, where the data are not at hand (see `calibrate`).
-        say: Told in words what the user should know.
+        say: Called with each message for the user.
     """
 
     def __init__(self, federation: Federation, say: Callable[[str], None] = lambda sentence: None) -> None:
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def softness(self) -> float:
-        """The temperature of all its class probabilities, learnt or given; 1: as they are, above: less sure."""
+        """How soft all its predictions are, learnt or given (`bpfed.softness`); 1: as they are, above: less sure."""
         return self.federation.softness
 
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
@@ -111,6 +111,12 @@ class Run:
 
     def client(self, name: str) -> Client:
         """The client of that name."""
+        if not isinstance(name, str):
+            example = str(name) if str(name) in self.data.clients else self.data.clients[0]
+            raise UserError(
+                f"The client is {name!r}, but clients are named by text; use run.client('{example}'), or run.clients() "
+                "for all of them in order."
+            )
         if name not in self.data.clients:
             raise unknown("client", str(name), self.data.clients)
         return Client(self, self.data.clients.index(name))
@@ -172,7 +178,7 @@ class Run:
             folder: Of a finished run; of one that was broken off, what its last checkpoint holds.
             model: The module it was trained with, where that was given.
             likelihood: Likewise, where it was none of `bpfed.likelihoods`.
-            say: Told in words what the user should know; None: these go to stderr.
+            say: Called with each message for the user; None: these go to stderr.
         """
         from bpfed.loaded import load_run
 
@@ -253,11 +259,6 @@ def train_together(runs: Sequence[Run], callbacks: Sequence[Sequence[Callback]])
             for callback in own:
                 callback.stop(run)
     return list(runs)
-
-
-def to_stderr(sentence: str) -> None:
-    """Where sentences for the user go if nobody asked for them."""
-    print(sentence, file=sys.stderr)
 
 
 def once(say: Callable[[str], None]) -> Callable[[str], None]:

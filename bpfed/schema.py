@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError, unknown
+from bpfed.kinds import check_types, is_union, words
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Field:
     @property
     def short(self) -> str:
         """What it may be, in a word, for tables and help."""
-        kinds = [k for k in (get_args(self.kind) if _is_union(self.kind) else (self.kind,)) if k is not NoneType]
+        kinds = [k for k in (get_args(self.kind) if is_union(self.kind) else (self.kind,)) if k is not NoneType]
         if get_origin(kinds[0]) is Literal:
             return "|".join(str(choice) for choice in get_args(kinds[0]))
         return {int: "INT", float: "NUMBER", bool: "true|false", str: "TEXT"}.get(kinds[0], "VALUE")
@@ -101,7 +102,7 @@ def changed(settings: Settings, changes: Mapping[str, Any], fixed: Collection[st
     """The settings with single ones given by name; those of ``fixed`` cannot be.
 
     Raises:
-        UserError: There is no such setting.
+        UserError: There is no such setting, or it is not of its type.
     """
     every = {f.name for f in dataclasses.fields(Settings)}
     known, of_data = every - set(fixed), {f.name for f in dataclasses.fields(DataSettings)} - every
@@ -115,7 +116,9 @@ def changed(settings: Settings, changes: Mapping[str, Any], fixed: Collection[st
                     f"method=bpfed.methods.{such}({name}={changes[name]!r})."
                 )
             raise unknown("setting", name, known)
-    return dataclasses.replace(settings, **changes)
+    found = dataclasses.replace(settings, **changes)
+    check_types(found)
+    return found
 
 
 def _of_methods(name: str) -> str:
@@ -149,19 +152,3 @@ def descriptions(settings: type) -> dict[str, str]:
 def plain(text: str) -> str:
     """A docstring's text without its markup: code in quotes, references bare."""
     return re.sub(r"`([^`]+)`", r"\1", re.sub(r"``([^`]+)``", r"'\1'", text))
-
-
-def words(kind: Any) -> str:
-    """A type as a person would say it."""
-    if _is_union(kind):
-        return " or ".join(words(k) for k in get_args(kind) if k is not NoneType)
-    if get_origin(kind) is Literal:
-        *others, last = (f"'{choice}'" for choice in get_args(kind))
-        return f"{', '.join(others)} or {last}" if others else last
-    if get_origin(kind) in (Sequence, list, tuple):
-        return f"a list of {words(get_args(kind)[0])}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, str(kind))
-
-
-def _is_union(kind: Any) -> bool:
-    return get_origin(kind) in (Union, UnionType)

@@ -1,8 +1,8 @@
-"""One temperature for the examples of clients that never meet, from sums over the examples of each.
+"""One softness for the examples of clients that never meet, from sums over the examples of each.
 
-`bpfed.calibration.temperatures` finds the temperature 1/β at which the slope of a convex loss in β is zero. That slope
-is a sum over examples, so each client can send its part of it, at a few fixed β; the sum of all parts and of the
-prior's changes its sign at the temperature of all examples together.
+`bpfed.calibration.temperatures` and `common_stretch` find the softness 1/β at which the slope of a convex loss in β is
+zero. That slope is a sum over examples, so each client can send its part of it, at a few fixed β; the sum of all parts
+and of the prior's changes its sign at the softness of all examples together.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bpfed.calibration import PRIOR
+from bpfed.calibration import FARTHEST, PRIOR
 from bpfed.metrics import SMALLEST
 from bpfed.softness import SOFTEST, SUREST
 
-#: Places at which slopes are sent. With this many the temperature is off by less than a ten-thousandth.
+#: Places at which slopes are sent. With this many the softness is off by less than a ten-thousandth.
 PLACES = 257
 #: Steps of the root search, each of which halves a bracket.
 STEPS = 50
 
 
-class Told(NamedTuple):
-    """What a client sends about its examples.
+class HeldOutSlopes(NamedTuple):
+    """What a client sends about the examples that it holds out.
 
     Attributes:
         examples: How many there are.
@@ -55,8 +55,14 @@ def slopes(probs: Tensor, y: Tensor) -> Tensor:
     return torch.stack([(torch.softmax(beta * logp, 1) * logp).sum() - right for beta in betas().tolist()]).cpu()
 
 
-def fault(told: Told) -> str:
-    """Why this cannot come from examples; empty if it can."""
+def slopes_of_numbers(squares: Tensor) -> Tensor:
+    """Σ d/dβ of β² z²/2 − log β over examples with these `squared_errors` z², ``[E]``; as `slopes`."""
+    beta = betas()
+    return beta * float(squares.sum()) - len(squares) / beta
+
+
+def fault(told: HeldOutSlopes) -> str:
+    """Why these cannot be `slopes` of so many examples; empty if they can."""
     examples, slopes = told
     if slopes.shape != (PLACES,):
         return f"its slopes are not {PLACES} numbers."
@@ -68,8 +74,21 @@ def fault(told: Told) -> str:
     return ""
 
 
+def fault_of_numbers(told: HeldOutSlopes) -> str:
+    """Why these cannot be `slopes_of_numbers` of so many examples; empty if they can."""
+    examples, slopes = told
+    if slopes.shape != (PLACES,):
+        return f"its slopes are not {PLACES} numbers."
+    beta = betas()
+    data, rest = float(slopes[-1] / beta[-1] + examples / beta[-1].square()), examples / beta  # data is Σ z²
+    possible = -1e-6 * examples <= data <= 1.000001 * FARTHEST**2 * examples
+    if not possible or not bool(((slopes - data * beta + rest).abs() <= 1e-6 * (data * beta + rest)).all()):
+        return f"its slopes are not those of {examples} examples."
+    return ""
+
+
 def fitted(total: Tensor) -> float:
-    """The temperature of all examples whose `slopes` these are in sum, ``[PLACES]``; see `temperatures`.
+    """The softness of all examples whose slopes these are in sum, ``[PLACES]``.
 
     If it would be outside `betas`, the nearer end is returned.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from bpfed.callbacks.folder import Folder
 from bpfed.callbacks.progress import Progress
 from bpfed.data import FederatedData, load
 from bpfed.data.federated import untested
+from bpfed.engine.checks import check_data
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
@@ -52,7 +54,7 @@ def fit(
         data: A federated dataset or the name of one.
         model: Any module; None: a network that suits the data. With ``members`` its weights are the first member's, and
             the others' are drawn by its layers' ``reset_parameters``.
-        likelihood: None: categorical for classes, Gaussian with learnt noise for numbers.
+        likelihood: None: categorical for classes, Gaussian with learnt noise for numbers; one of `bpfed.likelihoods`.
         out: Run folder to keep everything in; None: nothing is written.
         resume: Resume the run in ``out``.
         overwrite: Replace the run in ``out``.
@@ -79,7 +81,7 @@ def fit(
 def fit_seeds(
     method: Method | str | None = None,
     data: FederatedData | str = "digits",
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: int | Sequence[int] = 3,
     *,
     model: nn.Module | None = None,
     likelihood: Likelihood | None = None,
@@ -93,15 +95,18 @@ def fit_seeds(
     """Train the same federation with several seeds side by side, all their clients stacked along one axis.
 
     A named dataset is distributed again for each seed; a given one is the same for all. Each run is what `fit` would
-    give for its seed, and its folder is ``out/seed-0`` and so on. For the other arguments see `fit`.
+    give for its seed, and its folder is ``out/seed-0`` and so on.
+
+    Args:
+        seeds: Which, or how many: 3 is 0, 1 and 2.
+
+    For the other arguments see `fit`.
     """
     base, method = changed(settings or Settings(), changes), method_of(method)
-    if not seeds or len(set(seeds)) != len(seeds):
-        raise UserError(f"seeds is {list(seeds)}, but must contain at least one seed and none twice.")
     tell = once(say or to_stderr)
     runs: list[Run] = []
     folders: list[Folder | None] = []
-    for seed in seeds:
+    for seed in seeds_of(seeds):
         own = replace(base, seed=seed)
         folder = Folder(Path(out) / f"seed-{seed}", resume, overwrite) if out is not None else None
         dealt = load(data, seed=seed) if isinstance(data, str) else data
@@ -109,6 +114,17 @@ def fit_seeds(
         folders.append(folder)
     rehearse(runs, folders)
     return train_together(runs, [[folder] if folder else [] for folder in folders])
+
+
+def seeds_of(seeds: int | Sequence[int]) -> list[int]:
+    """The seeds that are asked for; a number is how many, from 0."""
+    try:
+        chosen = [index(seed) for seed in (range(seeds) if isinstance(seeds, int) else seeds)]
+    except TypeError:
+        chosen = []
+    if not chosen or len(set(chosen)) != len(chosen) or min(chosen) < 0:
+        raise UserError(f"seeds is {seeds!r}, but must be at least one whole number, none below 0 and none twice.")
+    return chosen
 
 
 def method_of(method: Method | str | None) -> Method:
@@ -128,6 +144,7 @@ def prepare(
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Run:
     """A run before its first round: everything is checked, nothing is written. For the arguments see `fit`."""
+    check_data(data)
     states = folder.states if folder is not None else None
     if not len(data.test.y):
         raise untested(data)

@@ -1,4 +1,4 @@
-"""What runs of earlier versions have written: which settings of methods came later, and which are gone."""
+"""What runs of earlier versions have written: which settings of methods came later, and which were removed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from bpfed.errors import UserError
 _RECIPES = ("bpfed-recipe", "bpfed-population")
 #: By the version that brought a setting, for each method that has it: its value that does what was done before.
 CAME: dict[str, dict[str, dict[str, Any]]] = {"0.3.0": {name: {"unseen": 0.0} for name in _RECIPES}}
-#: By the version since when a setting is gone: its value at which it did nothing.
+#: By the version that removed a setting: its value at which it did nothing.
 WENT: dict[str, dict[str, dict[str, Any]]] = {"0.3.0": {name: {"bias_count": 0.0} for name in _RECIPES}}
 
 
 class Gone(UserError):
-    """A setting that did something is gone.
+    """A setting that did something was removed.
 
     Attributes:
         name: Of the setting.
     """
 
     def __init__(self, name: str, version: str, written: str) -> None:
-        super().__init__(f"method.{name} is gone since bpfed {version}; use the run with {written}, or train anew.")
+        super().__init__(
+            f"method.{name} was removed in bpfed {version}; use this run with bpfed {written}, or train again."
+        )
         self.name = name
 
 
@@ -45,7 +47,7 @@ def as_then(written: str, method: str, settings: Mapping[str, Any]) -> dict[str,
 
 
 def before(name: str) -> Any:
-    """What a setting of a method was before it came, if that is not what it is by default; None: nothing is known of it."""
+    """What a setting of a method was before it came, if that is not its default; None: nothing is known of it."""
     found = [values[name] for methods in CAME.values() for values in methods.values() if name in values]
     return found[0] if found else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from scenarios import classification, generator, regression, small_mlp
@@ -158,6 +159,13 @@ X, Y = newcomer()
         ({"x": X, "y": Y + 2}, "labels must run from 0 to 2"),
         ({"x": X, "y": Y.float()}, "give classes from 0 to 2"),
         ({"x": X, "y": Y[:3]}, "8 inputs and 3 targets were given; give one target for each input."),
+        ({"x": X[:1], "y": 1}, "The targets have shape [], but must be a list with one for each input."),
+        ({"x": X, "y": Y[:, None]}, "The targets have shape [8, 1], but must be a list with one for each input."),
+        ({"x": X, "y": ["a"] * 8}, "The targets are not an array of numbers; give a tensor, an array or a list"),
+        ({"x": [["a"] * 4], "y": [1]}, "The inputs are not an array of numbers"),
+        ({"x": 1.0, "y": [1]}, "The inputs are a single number; give a batch"),
+        ({"x": X, "y": Y, "name": 3}, "name is 3, but must be text."),
+        ({"x": X, "y": Y, "lr": "0.1"}, "lr is '0.1', but must be a number."),
         ({"x": X * float("nan"), "y": Y}, "Client 'newcomer' of 'small' has NaN or infinite values"),
         ({"x": X, "y": Y, "name": "site b"}, "The run already has a client 'site b'"),
         ({"x": X, "y": Y, "steps": 0}, "steps is 0, but must be at least 1"),
@@ -170,6 +178,22 @@ def test_a_mistake_is_one_sentence(run: bpfed.Run, arguments: dict, said: str) -
         run.adapt(**{"steps": 5, **arguments})
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"x": [["a"] * 4]}, "The inputs are not an array of numbers; give a tensor, an array or a list of them."),
+        ({"x": np.array([["a"] * 4])}, "The inputs are not an array of numbers"),
+        ({"x": None}, "The inputs are not an array of numbers"),
+        ({"x": torch.tensor(1.0)}, "The inputs are a single number; give a batch"),
+        ({"x": X, "draws": 1.5}, "draws is 1.5, but must be a whole number."),
+    ],
+)
+def test_what_nobody_can_predict_for_is_one_sentence(run: bpfed.Run, arguments: dict, said: str) -> None:
+    with pytest.raises(bpfed.UserError) as error:
+        run.clients()[0].predict(**arguments)
+    assert said in str(error.value)
 
 
 def test_a_newcomer_keeps_no_examples_to_calibrate_with(run: bpfed.Run) -> None:

@@ -297,7 +297,7 @@ def test_a_report_needs_a_finished_run(bpfed: Command) -> None:
     Path("a/evaluation.json").write_text("{")
     assert bpfed("report", "a").sentence.startswith("'a/evaluation.json' is damaged")
     Path("a/summary.json").unlink()
-    assert "is not finished; go on with it: bpfed run --out a --resume" in bpfed("report", "a").sentence
+    assert "is not finished; resume it with: bpfed run --out a --resume" in bpfed("report", "a").sentence
     assert Path("a/report.html").read_bytes() == page
 
 

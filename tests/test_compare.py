@@ -262,7 +262,7 @@ def test_settings_for_all_and_for_one(command: Command, monkeypatch: pytest.Monk
         (["--methods", "fedavgg"], "Unknown method 'fedavgg'; did you mean 'fedavg'?"),
         (["--seeds", "x"], "--seeds: 'x' is not a number or a list of numbers"),
         (["--seeds", "0"], "seeds is 0, but must be at least one"),
-        (["--seeds", "1,1"], "seeds is [1, 1], but must be at least one, none below 0 and none twice."),
+        (["--seeds", "1,1"], "seeds is [1, 1], but must be at least one whole number, none below 0 and none twice."),
         (["--reference", "bpfed"], "The reference 'bpfed' is not one of the methods"),
         (["--rounds", "0"], "rounds is 0, but must be at least 1."),
     ],

@@ -259,6 +259,44 @@ def test_sums_products_and_reshapes_are_exact():
     torch.testing.assert_close(found.covariance.diagonal(dim1=-2, dim2=-1), out.var(0), rtol=0.12, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("forward", "name"),
+    [
+        (lambda y, scale: torch.add(y, scale, alpha=2.0), "'add' with alpha"),
+        (lambda y, scale: torch.sub(y, scale, alpha=2.0), "'sub' with alpha"),
+        (lambda y, scale: torch.div(y, 2.0, rounding_mode="floor"), "'div' with rounding_mode"),
+    ],
+)
+def test_what_has_no_rule_is_a_sentence(forward, name):
+    model = model_of(lambda: Forward(forward), (4,), personal="none")
+    with pytest.raises(UserError, match=f"The module uses {name}, for which there is no rule in a single pass"):
+        moments(model, GaussianPredictive(posterior(model, sigma=0.3)), torch.randn(2, 5, 4))
+
+
+def test_terms_may_be_named():
+    x = torch.randn(2, 5, 4, generator=scenarios.generator(1))
+    found = []
+    for forward in (
+        lambda y, scale: torch.div(torch.mul(torch.sub(y, scale), scale), 2.0),
+        lambda y, scale: torch.div(torch.mul(input=torch.sub(y, other=scale), other=scale), other=2.0),
+    ):
+        model = model_of(lambda forward=forward: Forward(forward), (4,), personal="none")
+        found.append(moments(model, GaussianPredictive(posterior(model, sigma=0.3)), x))
+    assert torch.equal(found[0].mean, found[1].mean)
+    assert torch.equal(found[0].covariance, found[1].covariance)
+
+
+class Forward(nn.Module):
+    """A layer and a scale, put together by a function."""
+
+    def __init__(self, together):
+        super().__init__()
+        self.scale, self.layer, self.together = nn.Parameter(torch.ones(3)), nn.Linear(4, 3), together
+
+    def forward(self, x):
+        return self.together(self.layer(x), self.scale)
+
+
 def test_a_client_alone_and_among_others_is_the_same():
     model = model_of(NETWORKS["max pooling"][0], (2, 6, 6))
     q, x = posterior(model, 3), torch.rand(3, 5, 2, 6, 6, generator=scenarios.generator(1))

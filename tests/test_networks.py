@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from scenarios import classification, images, regression, small_mlp
 
 import bpfed
 from bpfed.data.federated import FederatedData
+from bpfed.errors import UserError
+from bpfed.likelihoods import Categorical, Normal
 from bpfed.methods import FedAvg, Recipe
 from bpfed.networks import LeNet, default
 
@@ -62,3 +65,45 @@ def test_all_methods_of_a_comparison_have_it() -> None:
     for name in found.names:
         config = found.records[name][0].config
         assert (config["run"]["hidden"], config["model"]["weights"]) == (7, 7 * (4 + 1 + 3) + 3)
+
+
+@dataclass(frozen=True)
+class Laplacian:
+    """A likelihood that a user might write."""
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def nll(self, outputs: torch.Tensor, y: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (outputs.reshape(y.shape) - y).abs()
+
+    def check(self, outputs: torch.Tensor) -> None:
+        """Anything."""
+
+
+class Smoothed(Categorical):
+    """Logits again, so that predictions are as always."""
+
+    def nll(self, outputs: torch.Tensor, y: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return 0.9 * super().nll(outputs, y, parameters) - 0.1 * outputs.log_softmax(-1).mean(-1)
+
+
+@pytest.mark.parametrize(
+    ("data", "likelihood", "name"),
+    [
+        (regression(), Laplacian(), "Normal"),
+        (regression(), Categorical(1), "Normal"),
+        (classification(), Laplacian(), "Categorical"),
+        (classification(), Normal(), "Categorical"),
+    ],
+)
+def test_a_likelihood_that_nobody_could_predict_with_is_refused(data: FederatedData, likelihood, name: str) -> None:
+    with pytest.raises(
+        UserError, match=rf"The likelihood is a {type(likelihood).__name__}, .*bpfed\.likelihoods\.{name}"
+    ):
+        bpfed.fit(FedAvg(), data, likelihood=likelihood, **QUICK)
+
+
+def test_a_likelihood_with_the_same_outputs_may_be_ones_own() -> None:
+    run = bpfed.fit(FedAvg(), classification(), likelihood=Smoothed(3), **QUICK)
+    assert run.federation.round == 1

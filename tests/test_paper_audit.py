@@ -30,7 +30,7 @@ def small(monkeypatch):
     return asked
 
 
-# --- the reference's split ------------------------------------------------------------------------------------------------
+# --- the reference's split --------------------------------------------------------------------------------------------
 
 
 def test_slices_are_consecutive_and_each_image_is_with_one_client():
@@ -50,7 +50,7 @@ def test_slices_are_consecutive_and_each_image_is_with_one_client():
     )
 
 
-# --- what is switched -----------------------------------------------------------------------------------------------------
+# --- what is switched -------------------------------------------------------------------------------------------------
 
 
 def test_the_bases_are_the_published_and_the_printed_settings():
@@ -106,7 +106,7 @@ def test_the_published_settings_are_the_reference_codes():
     assert (how.rounds, how.batch, how.participants, how.eval_draws) == (800, 100, 10, 1)
 
 
-# --- what is written and kept ------------------------------------------------------------------------------------------------
+# --- what is written and kept -----------------------------------------------------------------------------------------
 
 
 def test_a_cell_is_written_as_every_other_is_and_not_run_again(tmp_path, small, monkeypatch):
@@ -162,7 +162,7 @@ def test_names_that_do_not_exist_are_refused(tmp_path):
         reference.run(tmp_path, (0,), 1, "cpu", print, methods=["fedavg"])
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def variant(accuracies, eces, seeds=2):

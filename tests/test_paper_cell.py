@@ -19,7 +19,7 @@ from bpfed.errors import UserError
 from bpfed.paper import cell as cells
 from bpfed.paper import protocol, search, summary
 from bpfed.paper.cell import Cell
-from bpfed.paper.training import Kept, there
+from bpfed.paper.training import OtherResult, check_same, has_seeds, read
 
 
 @pytest.fixture
@@ -73,6 +73,25 @@ def test_a_record_of_other_settings_is_refused(digits, tmp_path):
     path.write_text("{")
     with pytest.raises(UserError, match="damaged"):
         tiny().missing(tmp_path)
+
+
+def test_results_that_cannot_be_written_are_known_before_the_training(digits, tmp_path, monkeypatch):
+    monkeypatch.setattr(cells, "train", lambda *a: pytest.fail("Nothing should be trained."))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written \(Not a directory\); choose another location"):
+        cells.run(tiny(), tmp_path / "file", "cpu", lambda sentence: None)
+
+
+def test_a_damaged_result_is_never_measured_again(tmp_path):
+    path = tmp_path / "shift.json"
+    assert read(path) == {}
+    assert read(tmp_path / "shift.json" / "none.json") == {}
+    for text in ("<<<<<<< HEAD\n{}\n=======\n", "[]", ""):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"shift.json' is damaged; restore or delete it\."):
+            read(path)
+    with pytest.raises(UserError, match=r"cannot be read \(Is a directory\)"):
+        read(tmp_path)
 
 
 def test_the_last_round_is_tested_with_more_draws(digits, tmp_path, monkeypatch):
@@ -135,6 +154,38 @@ def test_a_search_is_a_table_with_the_best_sum_marked(digits, tmp_path):
     assert f"T = {best:g} " in marked
 
 
+def searched(folder, cell, **scores):
+    """The file of a search: for each pair of settings and NLL a row."""
+    tried = [
+        {"settings": json.loads(settings), "accuracy": [0.9], "nll": [nll], "over_confidence": [0.0]}
+        for settings, nll in scores["tried"]
+    ]
+    (folder / "search").mkdir(exist_ok=True)
+    found = {"cell": cell, "rounds": 2, "tried": tried}
+    (folder / "search" / f"mine-{cell}-2.json").write_text(json.dumps(found))
+
+
+def test_cells_searched_with_other_grids_are_joined_by_settings(tmp_path):
+    searched(tmp_path, "mnist-small", tried=[('{"anchor": 1, "lr": 0.1}', 0.1), ('{"anchor": 3, "lr": 0.1}', 0.3)])
+    tried = [('{"lr": 0.1, "anchor": 3.0}', 0.4), ('{"anchor": 9, "lr": 0.1}', 0.9), ('{"anchor": 8, "lr": 0.1}', 0.8)]
+    searched(tmp_path, "fmnist-small", tried=tried)
+    rows = dict(line.strip("| ").split(" | ", 1) for line in search.markdown(tmp_path).splitlines()[2:])
+    assert rows == {
+        "c = 1, lr = 0.1": "90.0 / 0.100 / +0.0 | – | –",
+        "c = 3, lr = 0.1": "90.0 / 0.300 / +0.0 | 90.0 / 0.400 / +0.0 | **0.700**",
+        "c = 9, lr = 0.1": "– | 90.0 / 0.900 / +0.0 | –",
+        "c = 8, lr = 0.1": "– | 90.0 / 0.800 / +0.0 | –",
+    }
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"cell": "nowhere", "rounds": 2, "tried": []}'])
+def test_a_damaged_search_is_one_sentence(text, tmp_path):
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search" / "mine-mnist-small-2.json").write_text(text)
+    with pytest.raises(UserError, match=r"mine-mnist-small-2.json' is not"):
+        search.markdown(tmp_path)
+
+
 def test_a_search_calls_the_prior_s_scale_what_it_was(tmp_path):
     """s0 in the first searches, k since then; both are recorded as prior_sigma."""
     tried = [
@@ -155,6 +206,8 @@ def test_mistakes_on_the_command_line_are_one_sentence(tmp_path, capsys):
         (["table1", "--cells", "mnist-tiny"], "mnist-tiny"),
         (["table1", "--methods", "fedprox"], "fedprox"),
         (["table2", "--partitions", "iid"], "iid"),
+        (["table1", "--device", "gpu"], "--device is 'gpu', but must be one of: auto, cpu, cuda."),
+        (["search", "--device", "CUDA"], "--device is 'CUDA'"),
         (["render", "--results", str(tmp_path / "none")], "no results"),
     ):
         assert words in bpfed("paper", *arguments).sentence
@@ -236,13 +289,39 @@ def test_a_search_is_kept_under_its_method_cell_and_rounds(digits, tmp_path):
     assert told[0].startswith("mnist-small, T = 0.1, lr = 0.001: accuracy 0.")
 
 
+def test_a_search_is_not_run_again_and_another_one_does_not_replace_it(digits, tmp_path, monkeypatch):
+    told, grid = [], [{"estimator": "local", "lr": 0.001}]
+    ask = (["mnist-small"], "bpfed-recipe")
+    search.run(tmp_path, *ask, grid, 1, "cpu", told.append)
+    assert told[0].startswith("mnist-small, estimator = local, lr = 0.001: accuracy 0.")
+    before = (tmp_path / "search/bpfed-recipe-mnist-small-1.json").read_bytes()
+    monkeypatch.setattr(search, "search", lambda *a, **k: pytest.fail("It was there already."))
+    search.run(tmp_path, *ask, grid, 1, "cpu", told.append)
+    assert told[-1] == "bpfed-recipe on mnist-small: done already"
+    with pytest.raises(OtherResult, match="holds results for different grid; delete it to re-run"):
+        search.run(tmp_path, *ask, [{"lr": 0.002}], 1, "cpu", told.append)
+    assert (tmp_path / "search/bpfed-recipe-mnist-small-1.json").read_bytes() == before
+
+
+def test_settings_that_cannot_be_tried_are_refused_before_anything_is_loaded(digits, tmp_path):
+    for values, words in (
+        ({"temprature": 0.1}, "Unknown setting 'temprature'; did you mean 'temperature'?"),
+        ({"seed": 1}, "Unknown setting 'seed'"),
+        ({"temperature": "hot"}, "temperature is 'hot', but must be a number."),
+    ):
+        with pytest.raises(UserError) as error:
+            search.run(tmp_path, ["mnist-small"], grid=[{"lr": 0.001}, values], rounds=1, device="cpu")
+        assert words in str(error.value)
+    assert not digits
+
+
 def test_all_goes_on_where_a_result_is_kept_and_says_so(monkeypatch, capsys, tmp_path):
-    """The audit's is of other rounds: what follows is run and rendered all the same, and a wrong name still stops at once."""
+    """The audit's is of other rounds: what follows is run and rendered nevertheless; a wrong name stops at once."""
     command, done = Command(capsys), []
     for name in ("_run_cells", "novel", "published", "heterogeneity", "shift", "theory", "_render"):
         monkeypatch.setattr(commands, name, lambda *a, name=name, **k: done.append(name))
     path = tmp_path / "audit.json"
-    monkeypatch.setattr(commands, "audit", lambda **k: there({"rounds": 60, "seeds": [0]}, {"rounds": 200}, path))
+    monkeypatch.setattr(commands, "audit", lambda **k: check_same({"rounds": 60, "seeds": [0]}, {"rounds": 200}, path))
     assert "holds results for different rounds" in command("paper", "all").sentence
     assert done == ["_run_cells", "novel", "published", "heterogeneity", "shift", "theory", "_render"]
 
@@ -255,16 +334,18 @@ def test_a_result_is_there_with_all_its_seeds_or_more_and_settings_that_came_lat
         return {"seeds": list(range(seeds)), "settings": {"method": {"lr": 0.1, **method}, "run": {}}}
 
     found, path = asked(3), Path("x.json")
-    assert not there({}, asked(3), path)
-    assert [there(found, asked(seeds), path) for seeds in (1, 3, 5)] == [True, True, False]
-    assert there(found, asked(3, momentum=0.5), path)
-    with pytest.raises(Kept, match="different settings"):
-        there(found, asked(3, lr=0.2), path)
-    with pytest.raises(Kept, match="different settings"):  # what was done before it came is not what is done by default
-        there(found, asked(3, unseen=1.0), path)
-    assert there(found, asked(3, unseen=0.0), path)
-    with pytest.raises(Kept, match="different seeds"):
-        there(found, asked(5), path, more=False)
+    check_same({}, asked(3), path)
+    assert not has_seeds({}, asked(3))
+    assert not has_seeds({}, {})
+    assert [has_seeds(found, asked(seeds)) for seeds in (1, 3, 5)] == [True, True, False]
+    for wanted in (asked(1), asked(5), asked(3, momentum=0.5), asked(3, unseen=0.0)):
+        check_same(found, wanted, path)
+    with pytest.raises(OtherResult, match="different settings"):
+        check_same(found, asked(3, lr=0.2), path)
+    with pytest.raises(OtherResult, match="different settings"):  # before it came, not what is done by default was done
+        check_same(found, asked(3, unseen=1.0), path)
+    with pytest.raises(OtherResult, match="different seeds"):
+        check_same(found, asked(5), path, more=False)
 
 
 def test_nothing_is_rendered_from_a_folder_without_results(capsys, tmp_path):

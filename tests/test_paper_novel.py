@@ -65,8 +65,9 @@ def newcomers(counts: tuple[int, ...] = (4, 8), seeds: int = 2) -> list[novel.Ne
 def test_side_by_side_is_what_each_learns_alone(name: str) -> None:
     """Of the recipe, noise is drawn per example of a padded batch, so all have equally many examples there.
 
-    With a population, q starts at its prior: where a feature is dead the gradient is how a difference of nothing was rounded,
-    and Adam takes a whole step along it. There the newcomer is a stack of its own, which rounds as it does alone.
+    With a population, q starts at its prior: where a feature is dead the gradient is how a difference of nothing was
+    rounded, and Adam takes a whole step along it. There the newcomer is a stack of its own, which rounds as it
+    does alone.
     """
     federations, joining = trained(name), newcomers((8,) if name.startswith("bpfed-") else (8, 4))
     newcomer = joining[-1]  # of the second seed

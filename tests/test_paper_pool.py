@@ -1,4 +1,4 @@
-"""Cells in processes of their own: all are run, a failure is that cell's alone, and the command says what was asked for."""
+"""Cells in processes of their own: all are run, a failure is that cell's alone, and the command says what is asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experiment on shifted inputs: the shifts themselves, the AUROC, the file; and what the experiments can do without."""
+"""The experiment on shifted inputs: the shifts, the AUROC, the file; and what the experiments can do without."""
 
 from __future__ import annotations
 

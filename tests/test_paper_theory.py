@@ -10,9 +10,10 @@ import torch
 from bpfed.errors import UserError
 from bpfed.gaussian import Gaussian
 from bpfed.methods.base import GaussianPredictive
-from bpfed.paper import theory
+from bpfed.paper import theory, training
 from bpfed.paper.teachers import Setting, Teachers, task
 from bpfed.paper.theory import measure, point, run, slope, start, summary, verdict
+from bpfed.paper.training import OtherResult
 from bpfed.theory import epsilon_n, r_n
 
 SMALL = Setting(
@@ -115,8 +116,16 @@ def test_training_brings_the_error_down():
     setting = replace(SMALL, rounds=6, steps=20, lr=0.03)
     untrained, made = start(setting, "bpfed", 20, 2, 0, "cpu")
     before, _ = measure(untrained.federation, made, setting.noise, 4)
-    found = point(setting, "bpfed", 20, 2, [0], "cpu", lambda _: None)
+    found = point(setting, "bpfed", 20, 2, [0], "cpu", lambda _: None, "")
     assert found["hellinger"][0] < 0.7 * before
+
+
+def test_a_point_says_how_far_it_is(monkeypatch):
+    said = []
+    monkeypatch.setattr(training, "PAUSE", 0.0)
+    point(replace(SMALL, rounds=3), "bpfed", 10, 2, [0], "cpu", said.append, "first")
+    assert [sentence.partition(",")[0] for sentence in said] == ["first: round 1 of 3", "first: round 2 of 3"]
+    assert all(sentence.endswith(" s left") for sentence in said)
 
 
 def test_the_slope_of_a_power_and_its_standard_error():
@@ -158,7 +167,7 @@ def test_summary_puts_the_bound_beside_the_curves_and_says_which_falls_faster():
 def test_a_file_is_gone_on_with_point_by_point(tmp_path, monkeypatch):
     out, made = tmp_path / "theory.json", []
 
-    def counted(setting, method, n, clients, seeds, device, say):
+    def counted(setting, method, n, clients, seeds, device, say, what):
         made.append((method, n, clients))
         if len(made) == 3:
             raise KeyboardInterrupt
@@ -183,23 +192,45 @@ def test_a_file_is_gone_on_with_point_by_point(tmp_path, monkeypatch):
     run(out, 2, "cpu", lambda _: None, SMALL)
     assert out.read_text() == whole
     assert len(made) == 3 + 4
-    run(out, 1, "cpu", lambda _: None, replace(SMALL, noise=0.5))  # another setting: nothing is kept
-    assert len(made) == 7 + 6
-    content = json.loads(out.read_text())
-    content["setting"]["settings"]["bpfed"]["sigma"] = (
-        0.5  # measured with other defaults of a method: nothing of that one
-    )
+    content = json.loads(whole)
+    content["setting"]["settings"]["bpfed"]["sigma"] = 0.5  # measured with other defaults of a method: nothing of it
     out.write_text(json.dumps(content))
     said.clear()
-    run(out, 1, "cpu", said.append, replace(SMALL, noise=0.5))
-    assert len(made) == 13 + 3
-    assert {method for method, _, _ in made[13:]} == {"bpfed"}
+    run(out, 2, "cpu", said.append, SMALL)
+    assert len(made) == 7 + 3
+    assert {method for method, _, _ in made[7:]} == {"bpfed"}
     assert "3 of 6 points" in said[0]
     out.write_text("{}")
     with pytest.raises(UserError, match="not a results file"):
         run(out, 1, "cpu", lambda _: None, SMALL)
     with pytest.raises(UserError, match="at least 1"):
         run(out, 0, "cpu", lambda _: None, SMALL)
+
+
+def test_nothing_measured_is_lost_to_fewer_seeds_or_another_setting(tmp_path, monkeypatch):
+    out, made = tmp_path / "theory.json", []
+
+    def counted(setting, method, n, clients, seeds, device, say, what):
+        made.append(len(seeds))
+        scores = {name: [1 / (n + seed) for seed in seeds] for name in ("hellinger", "of_mean")}
+        return {"method": method, "n": n, "clients": clients, **scores, "seconds": 0.0}
+
+    monkeypatch.setattr(theory, "point", counted)
+    run(out, 3, "cpu", lambda _: None, SMALL)
+    content = json.loads(out.read_text())
+    out.write_text(json.dumps(content | {"points": content["points"][1:]}))
+    run(out, 2, "cpu", lambda _: None, SMALL)  # fewer than the file has: what is missing gets as many
+    assert json.loads(out.read_text()) == content
+    assert made == [3] * 7
+    whole = out.read_bytes()
+    with pytest.raises(OtherResult, match=r"theory.json' holds results for different noise; delete it to re-run"):
+        run(out, 3, "cpu", lambda _: None, replace(SMALL, noise=0.5))
+    with pytest.raises(OtherResult, match="different seeds"):
+        run(out, 4, "cpu", lambda _: None, SMALL)
+    out.write_bytes(b"{" + whole)
+    with pytest.raises(UserError, match="is damaged; restore or delete it"):
+        run(out, 3, "cpu", lambda _: None, SMALL)
+    assert out.read_bytes() == b"{" + whole
 
 
 def test_a_real_run_writes_every_point(tmp_path):

@@ -139,6 +139,21 @@ def test_a_linear_models_predictive_has_its_closed_form():
     torch.testing.assert_close(found.nll.mean(0), expected, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("how", ["sample", "single-pass"])
+def test_a_softness_stretches_the_predictive_around_its_mean(how):
+    model, key, softness = line(Normal(0.4)), scenarios.keys(1), 3.0
+    q, at = posterior(model, 1), torch.linspace(-40, 40, 20_001)
+    x = torch.tensor([[[1.0, -0.5]]]).expand(1, len(at), 2)
+    plain, soft = (regress(model, q, x, key, 5, at[None], how, s) for s in (1.0, softness))
+    density = (-soft.nll[0].double()).exp()
+    assert torch.trapezoid(density, at).item() == pytest.approx(1.0, abs=1e-3)
+    mean = torch.trapezoid(density * at, at).item()
+    assert mean == pytest.approx(plain.mean[0, 0].item(), abs=1e-3)
+    variance = torch.trapezoid(density * (at - mean) ** 2, at).item()
+    assert variance == pytest.approx(softness**2 * plain.scale[0, 0].square().item(), rel=1e-3)
+    torch.testing.assert_close(soft.scale, softness * plain.scale)
+
+
 def test_a_point_regression_is_the_likelihood_itself():
     model = line(Normal(0.4, learnt=False))
     x, y = torch.randn(2, 5, 2, generator=scenarios.generator()), torch.randn(2, 5, generator=scenarios.generator(1))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +18,7 @@ from scipy.optimize import minimize_scalar
 
 import bpfed
 from bpfed import rehearsal, training
-from bpfed.calibration import common_temperature, tempered
+from bpfed.calibration import common_stretch, common_temperature, squared_errors, tempered
 from bpfed.callbacks import Callback
 from bpfed.callbacks.progress import Progress
 from bpfed.data.held import held_out
@@ -24,10 +27,12 @@ from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
-from bpfed.methods import BPFed, FedAvg, Recipe
+from bpfed.files import lock, to_toml
+from bpfed.methods import BPFed, FedAvg, FedPer, Recipe
 from bpfed.rehearsal import APART, as_rehearsal, common
 from bpfed.report.record import softly
 from bpfed.run import Run
+from bpfed.training import prepare
 
 pytestmark = pytest.mark.usefixtures("untraced")
 
@@ -244,6 +249,53 @@ def test_rehearsals_of_another_configuration_are_made_anew(tmp_path, trained):
     assert not (out / "rehearsals").exists()
 
 
+def test_rehearsals_in_progress_are_their_process_s_own(tmp_path, monkeypatch):
+    data, out, keep, refused = classification(sizes=(30, 40)), tmp_path / "a", rehearsal.Keeper.round, []
+
+    def meanwhile(self, run, info, record):
+        keep(self, run, info, record)
+        kept = (out / "rehearsals/config.toml").read_text()
+        with monkeypatch.context() as patch:
+            patch.setattr(rehearsal.Keeper, "round", keep)
+            with pytest.raises(UserError, match="Another process is writing to"):
+                bpfed.fit(FedAvg(lr=0.01), data, rehearsals=1, out=out, **TINY)
+        assert (out / "rehearsals/config.toml").read_text() == kept
+        refused.append(self.path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rehearsal.Keeper, "round", meanwhile)
+        bpfed.fit(FedAvg(), data, rehearsals=1, out=out, **TINY)
+    assert len(refused) == 2
+    os.close(lock(out))  # nobody's any more
+    assert (out / "summary.json").exists()
+
+
+def test_a_folder_is_free_again_when_a_rehearsal_fails(tmp_path):
+    data, out = classification(sizes=(30, 40)), tmp_path / "a"
+    with pytest.raises(UserError, match="In rehearsal 1: Training diverged"):
+        bpfed.fit(FedAvg(lr=1e38), data, rehearsals=1, out=out, **TINY)
+    bpfed.fit(FedAvg(), data, rehearsals=1, out=out, **TINY)
+    with pytest.raises(UserError, match="In rehearsal 1: Training diverged"):
+        bpfed.fit_seeds(FedAvg(lr=1e38), data, (0, 1), out=tmp_path / "b", rehearsals=1, rounds=2)
+    for folder in (out, tmp_path / "b/seed-0", tmp_path / "b/seed-1"):
+        os.close(lock(folder))
+
+
+@pytest.mark.parametrize("old", ["of another run", None])
+def test_rehearsals_that_cannot_be_removed_are_a_sentence(tmp_path, monkeypatch, old):
+    data, out = classification(sizes=(30, 40)), tmp_path / "a"
+    (out / "rehearsals").mkdir(parents=True)
+    config = prepare(FedAvg(), data, Settings(rehearsals=1, rounds=2)).config()
+    (out / "rehearsals/config.toml").write_text(old or to_toml(config))
+
+    def denied(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("bpfed.callbacks.folder.shutil.rmtree", denied)
+    with pytest.raises(UserError, match=r"cannot be written \(Permission denied\)"):
+        bpfed.fit(FedAvg(), data, rehearsals=1, out=out, rounds=2, progress=False)
+
+
 def test_nothing_of_anybody_elses_is_taken_away(tmp_path):
     data = classification(sizes=(30, 40))
     for name in ("a-rehearsals", "a/rehearsals"):
@@ -322,13 +374,13 @@ def test_which_way_a_softness_goes_is_said(softness, way):
     run = bpfed.fit(FedAvg(), classification(), softness=softness, **TINY)
     number, words = way.split(" ", 1)
     assert run.summary().splitlines()[-1].split(None, 2) == ["softness", number, words]
-    assert run.record().softened == f"Probabilities are given with a softness of {way}."
+    assert run.record().softened == f"Predictions are given with a softness of {way}."
 
 
 def test_a_user_asks_for_rehearsals(command):
     shown = command.ok(*DIGITS, "--rehearsals", "2")
     kept = json.loads(Path("a/summary.json").read_text())
-    sentence = f"Probabilities are given with a softness of {softly(kept['softness'])}, learnt in 2 rehearsals."
+    sentence = f"Predictions are given with a softness of {softly(kept['softness'])}, learnt in 2 rehearsals."
     assert sentence in " ".join(shown.out.split())
     assert sentence in Path("a/report.html").read_text()
     assert [p.name for p in Path().iterdir()] == ["a"]
@@ -363,10 +415,51 @@ def test_what_cannot_be_is_refused(command, given, sentence):
     assert sentence in command(*DIGITS, *given).sentence
 
 
-@pytest.mark.parametrize("given", [{"softness": 0.5}, {"rehearsals": 1}])
-def test_numbers_have_no_softness(given):
-    with pytest.raises(UserError, match="of class probabilities, but the targets here are numbers"):
-        bpfed.fit(FedAvg(), regression(sizes=(30, 40)), **given, **TINY)
+@pytest.mark.parametrize("factor", [0.3, 1.0, 2.5])
+def test_the_softness_behind_numbers_is_found(factor):
+    g = torch.Generator().manual_seed(0)
+    mean, scale = torch.randn(4000, generator=g), torch.rand(4000, generator=g) + 0.1
+    y = mean + factor * scale * torch.randn(4000, generator=g)
+    squares = squared_errors(mean, scale, y)
+    found = common_stretch(squares)
+    assert found == pytest.approx(factor, rel=0.05)
+
+    def loss(width):
+        return (squares / (2.0 * width**2) + math.log(width)).sum().item() + 5.0 * (1.0 / width + math.log(width))
+
+    assert found == pytest.approx(minimize_scalar(loss, bounds=(0.1, 9), method="bounded").x, rel=1e-4)
+
+
+def test_few_numbers_hardly_move_a_softness_and_one_far_off_is_one_example():
+    assert common_stretch(torch.zeros(0)) == 1.0
+    assert common_stretch(torch.zeros(2)) == pytest.approx(5 / 7)  # a prior of five examples
+    at = torch.zeros(100)
+    wild = at.index_fill(0, torch.tensor([0]), 1e12)
+    assert common_stretch(squared_errors(at, at + 1.0, wild)) == common_stretch(
+        squared_errors(at, at + 1.0, wild.sqrt())
+    )
+
+
+def test_a_softness_is_the_factor_of_every_predicted_deviation():
+    data = regression(sizes=(30, 40))
+    hard, soft = (bpfed.fit(BPFed(), data, softness=s, **TINY) for s in (1.0, 2.0))
+    x, _ = data.test.client(0)
+    at_one, at_two = (run.client(data.clients[0]).predict(x) for run in (hard, soft))
+    torch.testing.assert_close(at_two.mean, at_one.mean)
+    torch.testing.assert_close(at_two.scale, 2.0 * at_one.scale)
+    torch.testing.assert_close(at_two.epistemic, 4.0 * at_one.epistemic)
+    scores = [run.evaluation[0] for run in (hard, soft)]
+    assert scores[0]["rmse"].pooled == scores[1]["rmse"].pooled
+    assert scores[0]["nll"].pooled != scores[1]["nll"].pooled
+
+
+def test_numbers_are_rehearsed_too():
+    data = regression(sizes=(60, 80), test=200, noise_scale=0.02)
+    plain, rehearsed = (bpfed.fit(FedPer(), data, rehearsals=r, **(TINY | {"rounds": 20})) for r in (0, 2))
+    assert rehearsed.softness < 0.8  # a noise that starts at 1 is far too wide after few steps
+    assert rehearsed.evaluation[0]["nll"].pooled < plain.evaluation[0]["nll"].pooled
+    assert rehearsed.evaluation[0]["ece"].pooled < plain.evaluation[0]["ece"].pooled
+    assert "Predictions are given with a softness of" in rehearsed.record().softened
 
 
 def test_what_several_cuts_agree_on_is_a_softness_that_may_be() -> None:
@@ -382,7 +475,9 @@ def test_a_run_that_is_still_rehearsing_says_so(command, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rehearsal.Keeper, "round", stopped)
         assert command(*DIGITS, "--rehearsals", "2").code == 130
-    sentence = "The run in 'a' is still rehearsing, so there is no model yet; go on with it: bpfed run --out a --resume"
+    sentence = (
+        "The run in 'a' is still rehearsing, so there is no model yet; resume it with: bpfed run --out a --resume"
+    )
     Path("new.csv").write_text("x\n1\n")
     for asked in (("report", "a"), ("predict", "a", "--client", "client-01", "--input", "new.csv")):
         assert command(*asked).sentence == sentence

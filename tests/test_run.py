@@ -17,6 +17,7 @@ from torch import nn
 import bpfed
 from bpfed.callbacks import Callback
 from bpfed.data.federated import Examples, FederatedData
+from bpfed.engine.settings import Settings
 from bpfed.methods import BPFed, FedAvg
 from bpfed.report import RunRecord
 
@@ -37,6 +38,10 @@ def test_what_can_be_asked_of_a_run(run: bpfed.Run) -> None:
     assert [c.name for c in run.clients()] == list(run.data.clients)
     with pytest.raises(bpfed.UserError, match="Unknown client 'site z'"):
         run.client("site z")
+    with pytest.raises(
+        bpfed.UserError, match=r"The client is 0, but clients are named by text; use run.client\('site a'"
+    ):
+        run.client(0)
 
 
 def test_a_client_predicts_with_its_uncertainty(run: bpfed.Run) -> None:
@@ -221,7 +226,26 @@ def test_the_names_of_the_package() -> None:
         (lambda: bpfed.fit(rounds=1.5), "whole number"),
         (lambda: bpfed.fit(bpfed.methods.BPFed(draws=0)), "draws is 0"),
         (lambda: bpfed.fit(bpfed.methods.BPFed(discount=1.5)), "discount is 1.5"),
-        (lambda: bpfed.fit(bpfed.methods.BPFed(predict="ownn")), "did you mean 'own'"),
+        (
+            lambda: bpfed.fit(bpfed.methods.BPFed(predict="ownn")),
+            "predict is 'ownn', but must be 'own' or 'aggregated'.",
+        ),
+        (lambda: bpfed.fit(bpfed.methods.BPFed(draws=1.5)), "draws is 1.5, but must be a whole number."),
+        (lambda: bpfed.fit(bpfed.methods.BPFed(lr="0.1")), "lr is '0.1', but must be a number."),
+        (lambda: bpfed.fit(bpfed.methods.FedPer(personal=3)), "personal is 3, but must be text or a list of text."),
+        (lambda: bpfed.fit(bpfed.methods.FedAvg(keep_adam="no")), "keep_adam is 'no', but must be true or false."),
+        (lambda: bpfed.fit(bpfed.methods.FedAvg(optimiser=3)), "optimiser is 3, but must be 'adam' or 'sgd'."),
+        (lambda: bpfed.fit(drop_rate="0.1"), "drop_rate is '0.1', but must be a number."),
+        (lambda: bpfed.fit(robust=None), "robust is None, but must be text."),
+        (lambda: bpfed.fit(seed="a"), "seed is 'a', but must be a whole number."),
+        (lambda: bpfed.fit(settings=Settings(rounds=1, tf32="yes")), "tf32 is 'yes', but must be true or false."),
+        (lambda: bpfed.fit("fedavg", torch.zeros(3, 4)), "The data is a Tensor, but must be the name of a dataset"),
+        (lambda: bpfed.tune("fedavg", [1, 2], {"lr": [0.1]}), "make such data of arrays with bpfed.data.from_arrays()"),
+        (lambda: bpfed.compare(["fedavg"], 7), "The data is a int, but must be"),
+        (lambda: bpfed.fit_seeds(seeds=1.5), "seeds is 1.5, but must be at least one whole number"),
+        (lambda: bpfed.fit_seeds(seeds="ab"), "seeds is 'ab', but must be at least one whole number"),
+        (lambda: bpfed.fit_seeds(seeds=0), "seeds is 0, but must be at least one whole number"),
+        (lambda: bpfed.data.load(seed="a"), "seed is 'a', but must be a whole number."),
         (lambda: bpfed.fit(bpfed.methods.BPFed), "bpfed.methods.BPFed()"),
         (lambda: bpfed.fit("fedavgg"), "Unknown method 'fedavgg'; did you mean 'fedavg'?"),
         (lambda: bpfed.fit_seeds("fedavgg"), "Unknown method 'fedavgg'; did you mean 'fedavg'?"),
@@ -268,6 +292,7 @@ def test_a_method_may_be_named():
     named, given = (bpfed.fit(method, data, **QUICK, **said).history[-1] for method in ("fedavg", FedAvg()))
     assert named | {"seconds": 0} == given | {"seconds": 0}
     assert bpfed.fit_seeds("fedavg", data, (0,), **QUICK)[0].federation.method == FedAvg()
+    assert [run.settings.seed for run in bpfed.fit_seeds("fedavg", data, 2, **QUICK)] == [0, 1]
     assert bpfed.tune("fedavg", data, {"lr": [0.1]}, cuts=1, **QUICK, **said).trials["lr=0.1"].method == FedAvg(lr=0.1)
     assert list(bpfed.compare({"mine": "fedavg"}, data, 1, **QUICK, **said).names) == ["mine"]
 

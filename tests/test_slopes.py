@@ -7,8 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bpfed.calibration import common_temperature
-from bpfed.slopes import PLACES, Told, betas, fault, fitted, slopes
+from bpfed.calibration import common_stretch, common_temperature
+from bpfed.slopes import PLACES, HeldOutSlopes, betas, fault, fault_of_numbers, fitted, slopes, slopes_of_numbers
 
 
 def predicted(seed, examples, classes, sharpness, wrong):
@@ -27,7 +27,7 @@ def test_the_temperature_is_that_of_all_examples_together(seed, examples, classe
     probs, y = predicted(seed, examples, classes, sharpness, wrong)
     cut = examples // 3
     told = [slopes(probs[part], y[part]) for part in (slice(cut), slice(cut, None))]
-    assert [fault(Told(n, part)) for part, n in zip(told, (cut, examples - cut), strict=True)] == ["", ""]
+    assert [fault(HeldOutSlopes(n, part)) for part, n in zip(told, (cut, examples - cut), strict=True)] == ["", ""]
     wanted = common_temperature(probs, y)
     assert fitted(told[0] + told[1]) == pytest.approx(min(max(wanted, 0.01), 100.0), rel=1e-4)
 
@@ -45,11 +45,38 @@ def test_a_temperature_beyond_the_places_is_that_of_their_end():
     assert fitted(slopes(wrong, torch.ones(10**4, dtype=torch.int64))) == 100.0
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 400), st.floats(1e-3, 30))
+def test_the_softness_of_numbers_is_that_of_all_examples_together(seed, examples, scale):
+    squares = (scale * torch.randn(examples, generator=torch.Generator().manual_seed(seed))).square().clamp(max=100.0)
+    cut = examples // 3
+    told = [slopes_of_numbers(squares[part].double()) for part in (slice(cut), slice(cut, None))]
+    assert [fault_of_numbers(HeldOutSlopes(n, s)) for s, n in zip(told, (cut, examples - cut), strict=True)] == ["", ""]
+    wanted = common_stretch(squares.double())
+    assert fitted(told[0] + told[1]) == pytest.approx(min(max(wanted, 0.01), 100.0), rel=1e-4)
+
+
+def test_what_cannot_be_slopes_of_numbers_is_told_apart():
+    told = slopes_of_numbers(torch.rand(50, dtype=torch.float64))
+    assert fault_of_numbers(HeldOutSlopes(50, told)) == ""
+    far = betas() * 1e30 - 50 / betas()
+    spoilt = told.clone().index_fill_(0, torch.tensor([3]), math.nan)
+    for wrong, words in (
+        (told[:-1], "not 257 numbers"),
+        (told.flip(0), "not those"),
+        (far, "not those"),
+        (spoilt, "not those"),
+    ):
+        assert words in fault_of_numbers(HeldOutSlopes(50, wrong))
+    assert "not those of 49 examples" in fault_of_numbers(HeldOutSlopes(49, told))
+    assert "not those of 50 examples" in fault_of_numbers(HeldOutSlopes(50, told - 1e4 * betas()))
+
+
 def test_what_cannot_be_slopes_is_told_apart():
     probs, y = predicted(0, 50, 4, 2.0, 0.3)
     told = slopes(probs, y)
     assert (len(told), len(betas())) == (PLACES, PLACES)
-    assert fault(Told(50, told)) == ""
+    assert fault(HeldOutSlopes(50, told)) == ""
     for spoilt, words in (
         (told[:-1], "not 257 numbers"),
         (told.flip(0), "do not rise"),
@@ -57,5 +84,5 @@ def test_what_cannot_be_slopes_is_told_apart():
         (torch.full_like(told, math.nan), "not those of 50 examples"),
         (told.clone().index_fill_(0, torch.tensor([3]), math.inf), "not those of 50 examples"),
     ):
-        assert words in fault(Told(50, spoilt))
-    assert "not those of 0 examples" in fault(Told(0, told))
+        assert words in fault(HeldOutSlopes(50, spoilt))
+    assert "not those of 0 examples" in fault(HeldOutSlopes(0, told))

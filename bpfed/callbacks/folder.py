@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,20 +84,23 @@ class Folder(Callback):
         return learnt(self.path) if self.resume and (self.path / CONFIG).exists() else None
 
     def begin_rehearsals(self, run: Run) -> None:
-        """Before the first rehearsal: those of another configuration are thrown away.
+        """Before the first rehearsal: the folder is this process's own from here on, until `release` or the run's end.
+
+        Rehearsals of another configuration are thrown away.
 
         Raises:
-            UserError: There is another run here, and it is to go on.
+            UserError: There is another run here, and it is to be resumed; or another process writes here.
         """
         config = to_toml(run.config())
-        if self.resume and (self.path / CONFIG).exists():
-            self._same(run.config())
-        kept = self.rehearsals / CONFIG
-        if self.rehearsals.exists() and not (kept.exists() and kept.read_text() == config):
-            shutil.rmtree(self.rehearsals)
-        with said(self.path):
-            self.rehearsals.mkdir(parents=True, exist_ok=True)
-        write_whole(kept, config)
+        with self._held():
+            if self.resume and (self.path / CONFIG).exists():
+                self._same(run.config())
+            kept = self.rehearsals / CONFIG
+            with said(self.path):
+                if self.rehearsals.exists() and not (kept.exists() and kept.read_text() == config):
+                    shutil.rmtree(self.rehearsals)
+                self.rehearsals.mkdir(parents=True, exist_ok=True)
+            write_whole(kept, config)
 
     def check_rehearsals(self, run: Run) -> None:
         """Raise unless what is being rehearsed here, and is to be resumed, is this run; say that it is resumed."""
@@ -109,16 +114,23 @@ class Folder(Callback):
         return (self.rehearsals / CONFIG).exists() and not (self.path / CONFIG).exists()
 
     def start(self, run: Run) -> None:
-        made = not self.path.exists()
-        with said(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock = lock(self.path)
-            self._check()  # once more: another process may have come first
+        with self._held():
             if (self.path / CONFIG).exists() and not self.overwrite:
                 self._go_on(run)
             else:
                 self._begin(run)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold the folder for this process alone, also afterwards; one made for nothing is taken away again."""
+        made = not self.path.exists()
+        with said(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            if self._lock is None:
+                self._lock = lock(self.path)
+            self._check()  # once more: another process may have come first
+            yield
         except BaseException:
             if made and not any(self.path.iterdir()):
                 self.path.rmdir()
@@ -138,6 +150,10 @@ class Folder(Callback):
         write_whole(self.path / SUMMARY, to_json(run.summary_record()))  # last: it marks the run as finished
 
     def stop(self, run: Run) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let other processes write here again."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -187,8 +203,9 @@ class Folder(Callback):
             write_whole(self.path / DATA, to_json(card(run.data)))
 
     def _forget_rehearsals(self) -> None:
-        if self.rehearsals.exists():
-            shutil.rmtree(self.rehearsals)
+        with said(self.path):
+            if self.rehearsals.exists():
+                shutil.rmtree(self.rehearsals)
 
     def _go_on(self, run: Run) -> None:
         self._same(run.config())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import sys
 import time
@@ -15,6 +16,7 @@ from bpfed.cli.flags import MethodName, with_schema
 from bpfed.cli.group import Group
 from bpfed.cli.run import overrides
 from bpfed.errors import UserError
+from bpfed.files import said, write_whole
 from bpfed.names import check_data, check_method
 from bpfed.report import text
 
@@ -27,17 +29,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+#: A file that says that a folder is of a demonstration, which may be replaced; no other is ever deleted.
+DEMO = ".demo"
+
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the deployment.")]
 
 
 def _flower() -> None:
-    try:
-        import cryptography
-        import flwr
-    except ImportError:
-        raise UserError("Deployments need Flower; install it with: pip install 'bpfed[deploy]'") from None
-    assert cryptography
-    assert flwr
+    if not all(importlib.util.find_spec(name) for name in ("cryptography", "flwr")):
+        raise UserError("Deployments need Flower; install it with: pip install 'bpfed[deploy]'")
 
 
 def _say(sentence: str) -> None:
@@ -206,17 +206,20 @@ def demo(
     from bpfed.flower import control, processes
     from bpfed.flower.following import Following
     from bpfed.flower.plan import Plan
-    from bpfed.layout import PLAN, REPORT, RUN, SERVER
+    from bpfed.layout import REPORT, RUN, SERVER
 
-    if out.exists() and any(out.iterdir()):
-        if not (out / SERVER / PLAN).exists():
-            raise UserError(f"'{out}' contains other files; choose another --out.")
-        shutil.rmtree(out)
+    earlier = not control.empty(out)
+    if earlier and not (out / DEMO).is_file():
+        raise UserError(f"'{out}' contains other files; choose another --out.")
     wanted = {"data.name": data, "data.clients": sites, "run.rounds": rounds, "run.eval_every": 1}
     chosen = read(None, [Override(key, str(value)) for key, value in wanted.items()])
     plan = Plan(control.named_sites(chosen, ()), f"127.0.0.1:{processes.free_port()}", timeout=300.0, wait=300.0)
+    if earlier:
+        with said(out):
+            shutil.rmtree(out)
     _say("Creating certificates and keys.")
     control.make(out, plan, chosen)
+    write_whole(out / DEMO, "Made by 'bpfed deploy demo', which replaces this folder when it is run again.\n")
     own = (out / SERVER).resolve()
     try:
         with (

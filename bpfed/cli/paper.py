@@ -1,17 +1,18 @@
-"""``bpfed paper``: the paper's tables and figures, each one command; results are kept as JSON, so nothing is run twice."""
+"""``bpfed paper``: the paper's tables and figures, each one command; results are kept as JSON, nothing is run twice."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 from rich.markdown import Markdown
 
 from bpfed.cli.group import Group
 from bpfed.console import Console
+from bpfed.engine import settings
 from bpfed.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,9 +32,8 @@ Cells = Annotated[
     str | None,
     typer.Option(metavar="A,B", help="Cells, e.g. mnist-small, or mnist, small, large. \\[default: all six]"),
 ]
-ChosenCells = Annotated[
-    str, typer.Option(metavar="A,B", help="Cells, e.g. mnist-small, or mnist, small, large.")
-]  # with a default of its own
+#: The same for commands that have a default of their own.
+ChosenCells = Annotated[str, typer.Option(metavar="A,B", help="Cells, e.g. mnist-small, or mnist, small, large.")]
 Methods = Annotated[
     str | None,
     typer.Option(metavar="A,B", help="Methods, e.g. bpfed,fedper+laplace; table: the paper's nine. \\[default: all]"),
@@ -44,6 +44,14 @@ def _methods(default: str) -> typer.models.OptionInfo:
     """The option of an experiment that takes methods by their names alone, and these where nothing is said."""
     about = f"Methods by name, without variants. \\[default: {default}]"
     return typer.Option(metavar="A,B", help=about)
+
+
+def _device(word: str) -> settings.Device:
+    """The device of that name, looked at before any data are."""
+    known = get_args(settings.Device)
+    if word not in known:
+        raise UserError(f"--device is {word!r}, but must be one of: {', '.join(known)}.")
+    return known[known.index(word)]
 
 
 NovelMethods = Annotated[
@@ -61,7 +69,7 @@ Rounds = Annotated[int | None, typer.Option(min=1, help="Rounds. \\[default: the
 Jobs = Annotated[
     int, typer.Option(min=1, help="Cells at a time, each in a process of its own; a large GPU takes some 14.")
 ]
-Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to run.")]
+Device = Annotated[settings.Device, typer.Option(parser=_device, metavar="auto|cpu|cuda", help="Where to run.")]
 Results = Annotated[Path, typer.Option("--results", help="Folder of results.")]
 Docs = Annotated[Path, typer.Option("--docs", help="Folder of the page of results and its figures.")]
 
@@ -252,7 +260,7 @@ def everything(
 
     A result that answers another request than this one, e.g. with other rounds, is kept, and the rest goes on.
     """
-    from bpfed.paper.training import Kept
+    from bpfed.paper.training import OtherResult
 
     few, kept = seeds or 3, []
     for part in (
@@ -266,11 +274,11 @@ def everything(
     ):
         try:
             part()
-        except Kept as error:
+        except OtherResult as error:
             kept.append(str(error))
     _render(results, docs)
     if kept:
-        raise Kept(" ".join(kept))
+        raise OtherResult(" ".join(kept))
 
 
 @app.command(epilog="Example: bpfed paper render")
@@ -286,7 +294,7 @@ def _run_cells(
     seeds: int | None,
     rounds: int | None,
     jobs: int,
-    device: str,
+    device: settings.Device,
     results: Path,
 ) -> None:
     """Run what is missing of these cells, in turn or several at a time."""
@@ -298,7 +306,7 @@ def _run_cells(
         from bpfed.paper import pool, protocol
         from bpfed.paper.cell import Cell, run
         from bpfed.paper.summary import write
-        from bpfed.paper.training import Kept
+        from bpfed.paper.training import OtherResult
 
         tag = _tag(rounds)
         chosen = None if seeds is None else tuple(range(seeds))
@@ -312,7 +320,7 @@ def _run_cells(
         for cell in todo:  # all are looked at before one is run
             try:
                 missing[cell] = cell.missing(results)
-            except Kept as error:
+            except OtherResult as error:
                 kept.append(str(error))
         left = [cell for cell, seeds_left in missing.items() if seeds_left]
         display.expect([(cell.name, seed) for cell in left for seed in missing[cell]])

@@ -12,6 +12,7 @@ import typer
 from bpfed.cli import show
 from bpfed.cli.flags import ConfigFile, DataDir, MethodName, Quiet, argument, flag, schema_fields, with_schema
 from bpfed.errors import UserError, unknown
+from bpfed.layout import CONFIG, REHEARSALS
 from bpfed.names import check_data, check_method
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def run(
         chosen.confirm(trained.config())
         rehearse([trained], [folder], None if quiet else progress)
         if trained.federation.learnt_softness is not None:
-            progress.say(f"Rehearsed: probabilities will have a softness of {softly(trained.softness)}.")
+            progress.say(f"Rehearsed: predictions will have a softness of {softly(trained.softness)}.")
         trained.train(callbacks)
     except KeyboardInterrupt:
         progress.close()
@@ -118,8 +119,6 @@ def data_word(config: Config) -> str:
 
 def _own(out: Path | None, resume: bool) -> Path | None:
     """The configuration of the run that is resumed; of one that is being rehearsed, it is with the rehearsals."""
-    from bpfed.report.record import CONFIG, REHEARSALS
-
     if not resume or out is None:
         return None
     return next((path for path in (out / CONFIG, out / REHEARSALS / CONFIG) if path.exists()), None)
@@ -166,8 +165,6 @@ def loading(progress: Progress, name: str, data_dir: Path | None) -> None:
 
 
 def _stopped(out: Path | None, data_dir: Path | None, track: list[str]) -> str:
-    from bpfed.report.record import REHEARSALS
-
     if out is None or (config := _own(out, resume=True)) is None:
         return "bpfed: Stopped before the first round; nothing was written."
     if (out / REHEARSALS / config.name).exists() and config.parent == out:  # the run here is to be overwritten

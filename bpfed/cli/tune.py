@@ -152,7 +152,7 @@ def _best(config: Config, found: Tuning) -> dict[str, Any]:
 
 
 def _softens(config: Config) -> bool:
-    """Whether what was learnt of the probabilities is kept: it is, unless each client gets its own temperature."""
+    """Whether what was learnt of how sure to be is kept: it is, unless each client gets its own temperature."""
     return config.run.scaling == "none"
 
 
@@ -205,7 +205,7 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
         console.print("The best setting is not clearly better than the method as it is: the interval includes zero.")
     if softens and found.softness != 1.0:
         console.print(
-            f"{BEST} also has a softness, {softly(found.softness)}, which suits the best setting's probabilities on "
+            f"{BEST} also has a softness, {softly(found.softness)}, which suits the best setting's predictions on "
             "these examples. The figures above are without it."
         )
     again = shlex.join(

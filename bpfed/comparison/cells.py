@@ -24,20 +24,21 @@ from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison import tables
 from bpfed.comparison.entrants import Entrant, entrants
 from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Words, chosen_reference
+from bpfed.console import Say
 from bpfed.data import FederatedData, load
+from bpfed.engine.checks import check_data
 from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Settings
 from bpfed.errors import Diverged, UserError
 from bpfed.files import clear_parts, is_part, lock, said, to_json, to_toml, write_whole
+from bpfed.layout import SUMMARY
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method
 from bpfed.rehearsal import rehearse
-from bpfed.report.record import SUMMARY, RunRecord
+from bpfed.report.record import RunRecord
 from bpfed.run import Run, once, to_stderr, train_together
 from bpfed.schema import ROUNDS, changed
-from bpfed.training import prepare
-
-Say = Callable[[str], None]
+from bpfed.training import prepare, seeds_of
 
 #: The files of a comparison's folder beside its cells; the first marks it as one.
 REQUEST, RESULT, MARKDOWN, CSV, REPORT = (
@@ -147,7 +148,7 @@ def run_cells(
 
     For the other arguments see `compare`.
     """
-    chosen = _chosen(seeds)
+    chosen = seeds_of(seeds)
     _check(who)
     base = chosen_reference([entrant.name for entrant in who], reference)
     sitting = _Sitting(who, base, model, likelihood, out, display, say, spare)
@@ -276,8 +277,8 @@ def _cell(
     here["run"]["device"] = record.config["run"]["device"]  # where it ran does not matter once it has
     if differs := differences(record.config, here):
         raise UserError(
-            f"'{path}' was run with other settings: {'; '.join(differs)}; choose another --out, or delete that folder to "
-            "run it again."
+            f"'{path}' was run with other settings: {'; '.join(differs)}; choose another --out, or delete that folder "
+            "to run it again."
         )
     return record
 
@@ -353,11 +354,6 @@ def _deal(data: FederatedData | str | Callable[[int], FederatedData]) -> Callabl
         return lambda seed: data
     if isinstance(data, str):
         return lambda seed: load(data, seed=seed)
+    if not callable(data):
+        check_data(data)
     return data
-
-
-def _chosen(seeds: int | Sequence[int]) -> list[int]:
-    chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
-    if not chosen or len(set(chosen)) != len(chosen) or min(chosen) < 0:
-        raise UserError(f"seeds is {seeds}, but must be at least one, none below 0 and none twice.")
-    return chosen

@@ -19,6 +19,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "softness": {"run.rehearsals": 3},
     "members": {"run.members": 2},
     "ivon": {"method.optimiser": "ivon"},
+    "sgd": {"method.optimiser": "sgd", "method.lr": 0.03, "method.decay": 3.0, "run.batch": 10},
 }
 
 #: The name that stands for every method.

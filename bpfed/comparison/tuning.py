@@ -1,4 +1,6 @@
-"""Settings chosen on training examples alone: each is trained on a part of them and scored on the rest; no test example takes part.
+"""Settings chosen on training examples alone: each is trained on a part of them and scored on the rest.
+
+No test example takes part.
 
 Of every client's training examples a part is held out, several times, another part each time (*cuts*). All settings get
 the same cuts, so that what they differ by is paired. Chosen is what has the lowest NLL on held-out examples, mean over
@@ -27,7 +29,7 @@ from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError, unknown
 from bpfed.likelihoods import Likelihood
-from bpfed.methods import Method, Recipe
+from bpfed.methods import Method
 from bpfed.networks import HIDDEN
 from bpfed.rehearsal import common
 from bpfed.schema import changed, fields_of
@@ -48,7 +50,8 @@ WORDS = Words(
     one="setting",
     time="cut",
     scored="held-out training examples",
-    dealt="Cuts share most of their training examples and are not independent: the intervals are narrower than for data never seen.",
+    dealt="Cuts share most of their training examples and are not independent: the intervals are narrower than for "
+    "data never seen.",
 )
 
 Grid = Mapping[str, Sequence[Any]]
@@ -114,7 +117,7 @@ class Tuning:
 
     @property
     def softness(self) -> float:
-        """The temperature at which its class probabilities suit the held-out labels best; 1 for numbers."""
+        """The softness at which its predictions suit the held-out targets best."""
         return common(run.evaluation.get("fitted_softness", 1.0) for run in self.comparison.records[self.best].values())
 
     @property
@@ -133,7 +136,7 @@ class Tuning:
 
 
 def trials(method: Method, grid: Grid | None = None, settings: Settings | None = None) -> dict[str, Trial]:
-    """What is tried, by name: the method as it is, and every combination in the grid or, where there is none, temperatures.
+    """What is tried, by name: the method as it is, and every combination in the grid, or temperatures without one.
 
     ``settings`` are those of the run as they are.
 
@@ -146,10 +149,10 @@ def trials(method: Method, grid: Grid | None = None, settings: Settings | None =
     if grid is not None and "hidden" in grid and how.hidden is None:
         how = replace(how, hidden=HIDDEN)  # said, so that it is not tried twice
     found = {AS_IT_IS: Trial(method, how, {})}
-    along = ("anchor",) if grid is None and isinstance(method, Recipe) else ()
     for values in _combinations(method, grid) if grid is not None else _ladder(method):
         of_method = {name: value for name, value in values.items() if name in own}
         of_run = {name: value for name, value in values.items() if name not in own}
+        along = tuple(name for name in values if name != "temperature") if grid is None else ()
         trial = Trial(replace(method, **of_method), replace(how, **of_run), values, along)
         if all(trial[:2] != other[:2] for other in found.values()):
             found[_folder(values, found)] = trial
@@ -163,14 +166,7 @@ def _ladder(method: Method) -> list[dict[str, Any]]:
             f"{method.name} has no temperature, which is what is tried where nothing is said; name what to try, as in "
             "--grid lr=0.001,0.003,0.01."
         )
-    found = []
-    for t in (t for t in TEMPERATURES if t != method.settings()["temperature"]):
-        values = {"temperature": t}
-        # T multiplies the prior of the means too; that one is to stay as strong as it is.
-        if isinstance(method, Recipe):
-            values["anchor"] = float(f"{method.temperature * method.anchor / t:.9g}")
-        found.append(values)
-    return found
+    return [method.at_temperature(t) for t in TEMPERATURES if t != method.settings()["temperature"]]
 
 
 def _combinations(method: Method, grid: Grid) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,8 @@ def load(
     Raises:
         UserError: The name is unknown, the request cannot be met, or the files are missing or damaged.
     """
+    if not isinstance(seed, Integral):
+        raise UserError(f"seed is {seed!r}, but must be a whole number.")
     if is_table(name):
         _natural_only(name, partition)
         data = own.federate(

@@ -13,17 +13,27 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bpfed.calibration import Calibration, common_temperature, fewest, sorted_scores, temperatures, tempered
+from bpfed.calibration import (
+    Calibration,
+    common_stretch,
+    common_temperature,
+    fewest,
+    sorted_scores,
+    squared_errors,
+    temperatures,
+    tempered,
+)
 from bpfed.data.federated import Examples, untested
 from bpfed.engine.baseline import class_shares, mean_targets
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import threads
+from bpfed.engine.settings import MOST_EVALUATED
 from bpfed.errors import UserError
 from bpfed.methods.base import Predictive, State, rows
 from bpfed.metrics import SURE, Evaluation, evaluate, evaluate_regression
 from bpfed.noise import Purpose, words
 from bpfed.predict import How, classify, regress
-from bpfed.slopes import slopes
+from bpfed.slopes import slopes, slopes_of_numbers
 
 #: Outputs and inputs of one draw that are held at a time, in numbers.
 BLOCK = 8_000_000
@@ -31,13 +41,19 @@ BLOCK = 8_000_000
 SMALL = 200_000_000
 
 
-def evaluated_clients(federation: Federation) -> Tensor:
-    """Indices of the clients that are tested, always the same ones of a run, ``[C]``."""
-    wanted = federation.settings.eval_clients or 1000
-    if wanted >= len(federation):
-        return torch.arange(len(federation))
-    ranks = words(federation.settings.seed, 0, Purpose.SAMPLE, federation.ids)
-    return torch.from_numpy(np.sort(np.argpartition(ranks, wanted - 1)[:wanted]).astype(np.int64))
+def evaluated_clients(federation: Federation, among: Tensor | None = None) -> Tensor:
+    """Indices of the clients that are tested, always the same ones of a run, ``[C]``.
+
+    Args:
+        federation: The run.
+        among: Indices of those that can be, in rising order; None: all, where nobody knows who has test examples.
+    """
+    among = torch.arange(len(federation)) if among is None else among
+    wanted = federation.settings.eval_clients or MOST_EVALUATED
+    if wanted >= len(among):
+        return among
+    ranks = words(federation.settings.seed, 0, Purpose.SAMPLE, federation.ids[among.numpy()])
+    return among[torch.from_numpy(np.sort(np.argpartition(ranks, wanted - 1)[:wanted]).astype(np.int64))]
 
 
 def evaluate_clients(federation: Federation) -> tuple[Evaluation, Tensor]:
@@ -48,36 +64,76 @@ def evaluate_clients(federation: Federation) -> tuple[Evaluation, Tensor]:
 
 
 def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
-    clients = evaluated_clients(federation)
     test = federation.data.test
-    clients = clients[test.sizes[clients] > 0]
+    clients = evaluated_clients(federation, (test.sizes > 0).nonzero().flatten())
     if not len(clients):
         raise untested(federation.data)
     tuned = federation.tuned(clients) if federation.untuned else None
     found = _predict(federation, test, clients, tuned)
-    calibration = _calibrate(federation, clients, tuned) if federation.data.calibration is not None else None
-    bins, offsets = federation.settings.bins, found.offsets
-    owner = torch.repeat_interleave(torch.arange(len(clients)), offsets.diff()).to(federation.device)
-    bound = bounded = None
-    if calibration is not None:
-        bound = calibration.thresholds(SURE).to(federation.device)[owner]
-        bounded = (calibration.offsets.diff() >= fewest(SURE)).to(federation.device)[owner]
-    if federation.data.task == "classification":
-        (probs,) = found.outputs
-        sets = 1.0 - probs <= bound[:, None] if bound is not None else None
-        if calibration is not None and federation.settings.scaling == "client":
-            probs = tempered(probs, calibration.temperatures.to(federation.device)[owner])
-        shares = class_shares(federation.data.train, federation.data.classes)[clients].to(federation.device)
-        scored = evaluate(probs, found.y, offsets.to(federation.device), bins, sets, bounded, shares)
-        fitted = partial(common_temperature, probs, found.y)
-        return replace(scored, fitted_softness=fitted, slopes=partial(slopes, probs, found.y)), clients
+    owner = torch.repeat_interleave(torch.arange(len(clients)), found.offsets.diff()).to(federation.device)
+    bounds = None
+    if federation.data.calibration is not None:
+        bounds = _Bounds.of(_calibrate(federation, clients, tuned), owner)
+    score = _score_classes if federation.data.task == "classification" else _score_numbers
+    return score(federation, clients, found, owner, bounds), clients
+
+
+class _Bounds(NamedTuple):
+    """What calibration says of E examples: a score's bound, whether it is finite, a temperature, ``[E]`` each."""
+
+    bound: Tensor
+    finite: Tensor
+    temperature: Tensor
+
+    @classmethod
+    def of(cls, calibration: Calibration, owner: Tensor) -> _Bounds:
+        """For examples of these clients, ``[E]``."""
+        enough = calibration.offsets.diff() >= fewest(SURE)
+        parts = (calibration.thresholds(SURE), enough, calibration.temperatures)
+        return cls(*(part.to(owner.device)[owner] for part in parts))
+
+
+def _score_classes(
+    federation: Federation, clients: Tensor, found: _Predicted, owner: Tensor, bounds: _Bounds | None
+) -> Evaluation:
+    """Scores of class probabilities; ``owner`` is the place of each example's client among ``clients``, ``[E]``."""
+    (probs,) = found.outputs
+    sets = bounded = None
+    if bounds is not None:
+        sets, bounded = 1.0 - probs <= bounds.bound[:, None], bounds.finite
+        if federation.settings.scaling == "client":
+            probs = tempered(probs, bounds.temperature)
+    shares = class_shares(federation.data.train, federation.data.classes)[clients].to(federation.device)
+    offsets = found.offsets.to(federation.device)
+    scored = evaluate(probs, found.y, offsets, federation.settings.bins, sets, bounded, shares)
+    fitted = partial(common_temperature, probs, found.y)
+    return replace(scored, fitted_softness=fitted, slopes=partial(slopes, probs, found.y))
+
+
+def _score_numbers(
+    federation: Federation, clients: Tensor, found: _Predicted, owner: Tensor, bounds: _Bounds | None
+) -> Evaluation:
+    """Scores of predicted numbers; arguments as `_score_classes`."""
     mean, scale, nll = found.outputs
-    half = bound * scale if bound is not None else None
-    inside, width = ((found.y - mean).abs() <= half, 2.0 * half) if half is not None else (None, None)
-    offsets = offsets.to(federation.device)
-    baseline = mean_targets(federation.data.train)[clients].to(federation.device)[owner]
-    more = {"inside": inside, "width": width, "bounded": bounded, "baseline": baseline}
-    return evaluate_regression(mean=mean, scale=scale, nll=nll, y=found.y, offsets=offsets, bins=bins, **more), clients
+    inside = width = bounded = None
+    if bounds is not None:
+        half = bounds.bound * scale
+        inside, width, bounded = (found.y - mean).abs() <= half, 2.0 * half, bounds.finite
+    squares = squared_errors(mean, scale, found.y)
+    scored = evaluate_regression(
+        mean=mean,
+        scale=scale,
+        nll=nll,
+        y=found.y,
+        offsets=found.offsets.to(federation.device),
+        bins=federation.settings.bins,
+        inside=inside,
+        width=width,
+        bounded=bounded,
+        baseline=mean_targets(federation.data.train)[clients].to(federation.device)[owner],
+    )
+    fitted = partial(common_stretch, squares)
+    return replace(scored, fitted_softness=fitted, slopes=partial(slopes_of_numbers, squares))
 
 
 def calibrate(
@@ -188,7 +244,7 @@ def _outputs(
     """What `_Predicted` holds, for the examples of S clients, ``[S, B, ...]``."""
     if federation.data.task == "classification":
         return (classify(federation.model, predictive, x, key, draws, how).probs,)
-    found = regress(federation.model, predictive, x, key, draws, y, how)
+    found = regress(federation.model, predictive, x, key, draws, y, how, federation.softness)
     assert found.nll is not None
     return found.mean, found.scale, found.nll
 

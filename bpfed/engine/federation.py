@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from bpfed import noise
 from bpfed.data.federated import FederatedData
-from bpfed.engine.checks import check_run
+from bpfed.engine.checks import check_data, check_factors, check_run
 from bpfed.engine.local import LocalRound, Rows, chunk_size
 from bpfed.engine.server import combined
 from bpfed.engine.settings import Settings
@@ -79,6 +79,7 @@ class Federation:
         """Before the first round. ``folder`` is where a file of personal states may be kept."""
         if not isinstance(method, Method):
             raise UserError(f"The method is {method!r}, but must be one such as bpfed.methods.BPFed().")
+        check_data(data)
         data.check()
         check_run(method, settings, len(data), data.task, data.calibration is not None)
         if settings.calibration > 0.0:
@@ -103,6 +104,7 @@ class Federation:
         cls, method: Method, data: FederatedData, settings: Settings, model: Model, folder: Path | None = None
     ) -> Federation:
         """All clients and the server in their first states, on the device of ``model``."""
+        check_factors(method, model)
         if settings.clip > 0.0:
             check_updates(method, model)
         initial, device = method.init(model), model.initial.device

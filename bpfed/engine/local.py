@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from bpfed.engine.plan import Plan, cyclic, plan
 from bpfed.engine.settings import Settings
 from bpfed.engine.stepper import Stepper, Work
 from bpfed.likelihoods import Categorical
-from bpfed.methods.base import Finished, Method, Phase, State
+from bpfed.methods.base import ADAPT, Finished, Method, Phase, State
 from bpfed.model import Model
 
 #: Below this many weights in all stacked clients a step runs on one thread.
@@ -104,7 +104,7 @@ class LocalRound:
         return cls(method, model, x, y, batch, settings.epochs, compiled, width)
 
     def __call__(self, rows: Rows, phases: Sequence[Phase] | None = None) -> Finished:
-        """Train these clients for a round, from what the server sent and what they kept; what is told is per example.
+        """Train these clients for a round, from what the server sent and what they kept; reports are per example.
 
         Args:
             rows: The clients.
@@ -128,15 +128,39 @@ class LocalRound:
         back = order.argsort()
         return tree_map(lambda *leaves: torch.cat(leaves)[back], *done)
 
+    def stops(self, rows: Rows, stops: Sequence[int], told: Callable[[int], None] = lambda step: None) -> list[State]:
+        """Let clients take exactly so many steps in the phase `ADAPT`, whether or not these end an epoch.
+
+        Args:
+            rows: The clients, S of them.
+            stops: Numbers of steps in rising order, multiples of the first that is not 0.
+            told: Called with the number of steps that are done, now and then.
+
+        Returns:
+            Personal states (``[S, ...]`` leaves) after each of these numbers.
+        """
+        with torch.no_grad():
+            local, hyper = self._begin(rows)
+            todo, loss = self._first(rows, stops[-1]), torch.zeros(len(rows), device=self.x.device)
+            # As many steps at a time, so that there is one shape to trace.
+            unit, states = next(stop for stop in stops if stop), []
+            for done in range(0, stops[-1] + 1, unit):
+                if done:
+                    part = todo._replace(**{n: getattr(todo, n)[done - unit : done] for n in ("rows", "mask", "key")})
+                    step = torch.zeros(1, dtype=torch.int64, device=self.x.device)
+                    self._stepper(ADAPT, False).run(Work(local, step, loss, self.x, self.y, part, rows.hyper), unit)
+                    told(done)
+                if done in stops:
+                    states.append(tree_map(torch.clone, self.method.finish(self.model, local, hyper).personal))
+        return states
+
     def _train(self, rows: Rows, phases: Sequence[Phase]) -> Finished:
         batches = -(-rows.size // self.batch)
         most = int(batches.max())
         ragged = int(batches.min()) != most
         # Up to a power of two of batches, so that clients of many sizes make a few shapes to trace and not one each.
         longest = max(self.width, self.batch * (1 << (most - 1).bit_length()))
-        hyper = rows.hyper | ({"counts": self._counts(rows)} if self.method.counting else {})
-        local = self.method.begin(self.model, rows.shared, rows.personal, hyper)
-        local = tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), local)
+        local, hyper = self._begin(rows)
         loss = torch.zeros(len(rows), device=self.x.device)
         taken = torch.zeros(len(rows), device=self.x.device)
         before = 0
@@ -155,6 +179,12 @@ class LocalRound:
         told = {name: value / (rows.size * self.model.members) for name, value in finished.info.items()}
         return Finished(upload, finished.personal, {"nll": loss / taken.clamp(min=1.0), **told})
 
+    def _begin(self, rows: Rows) -> tuple[State, dict[str, Tensor]]:
+        """Local states of their own, which steps write to; the method's numbers, with counts if it asks for them."""
+        hyper = rows.hyper | ({"counts": self._counts(rows)} if self.method.counting else {})
+        local = self.method.begin(self.model, rows.shared, rows.personal, hyper)
+        return tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), local), hyper
+
     def _counts(self, rows: Rows) -> Tensor:
         """Examples of each class that the clients train on, ``[S, K]``; of a regression ``[S, 0]``."""
         classes = self.model.likelihood.classes if isinstance(self.model.likelihood, Categorical) else 0
@@ -172,6 +202,16 @@ class LocalRound:
         return plan(
             rows.shuffle, rows.key, rows.start, rows.size, self.batch, before, phase.epochs, longest, self.width
         )
+
+    def _first(self, rows: Rows, steps: int) -> Plan:
+        """The first ``steps`` mini-batches of each client, which has as many epochs as that takes."""
+        parts = []
+        for i, size in enumerate(rows.size.tolist()):
+            own, epochs = slice(i, i + 1), -(-steps // -(-size // self.batch))
+            keys, place = (rows.shuffle[own], rows.key[own]), (rows.start[own], rows.size[own])
+            parts.append(plan(*keys, *place, self.batch, 0, epochs, size, self.width))
+        at, mask, key = (torch.cat([part[i][:steps] for part in parts], 1) for i in range(3))
+        return Plan(at, mask, key, torch.full_like(rows.size, steps).int(), rows.size.float())
 
     def _stepper(self, phase: str, ragged: bool) -> Stepper:
         at = (phase, ragged)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
 from bpfed.errors import UserError
+from bpfed.kinds import check_types
 from bpfed.softness import SOFTEST, SUREST
+
+#: Where a run may be asked to take place; ``auto`` is CUDA where there is one.
+Device = Literal["auto", "cpu", "cuda"]
+#: Where nothing else is said: so often is a run evaluated at most, beside its first round,
+EVALUATIONS = 20
+#: and so many of its clients are.
+MOST_EVALUATED = 1000
 
 
 @dataclass(frozen=True)
@@ -29,17 +37,19 @@ class Settings:
         weighting: Weight of an upload in the server's rule: ``equal`` (as in the paper) or ``size``.
         schedule: Step size over the rounds: ``constant``; ``cosine``, which falls along half a cosine; ``auto``, the
             method's own.
-        eval_every: Evaluate every so many rounds, and always after the last; 0: about twenty times in the run.
+        eval_every: Evaluate every so many rounds, and always after the first and the last; 0: ten to twenty times in
+            the run.
         eval_draws: Weight draws averaged in a prediction.
-        eval_clients: Evaluate this many clients, drawn once; None: all, but at most 1 000.
+        eval_clients: Evaluate this many clients, drawn once among those with test examples; None: all of them, but at
+            most 1 000.
         bins: Bins of ECE and MCE.
         calibration: Fraction of each client's training data held back to calibrate predictions (prediction sets, and
             the temperature if ``scaling`` is ``client``), stratified by class; at least one example if the client has
             two or more.
         scaling: ``client``: each client's probabilities become p^(1/T) / Z with a temperature T fitted to its
             calibration examples; ``none``: they stay as they are.
-        softness: Temperature of all clients' class probabilities, which become p^(1/softness) / Z: below 1 more
-            confident, above 1 less.
+        softness: Temperature of all clients' class probabilities, which become p^(1/softness) / Z; or, in regression,
+            factor of all predicted standard deviations. Below 1: more confident; above 1: less.
         rehearsals: How often to train on four fifths of each client's examples before the run, to learn the softness
             from the rest; 3 usually suffices; use more with fewer than 2 000 examples in total. Each takes as long as
             the run. 0: never.
@@ -84,7 +94,7 @@ class Settings:
     delta: float = 1e-5
     robust: str = "none"
     compression: Literal["none", "half"] = "none"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     tf32: bool = True
     compile: Literal["auto", "on", "off"] = "auto"
     chunk: int | None = None
@@ -93,14 +103,7 @@ class Settings:
 
     def check(self, clients: int) -> None:
         """Raise a `UserError` if these settings cannot be run with that many clients."""
-        for name, kind in get_type_hints(Settings).items():
-            value = getattr(self, name)
-            choices = get_args(kind) if get_origin(kind) is Literal else ()
-            if choices and value not in choices:
-                raise UserError(f"{name} is {value!r}, but must be one of: {', '.join(choices)}.")
-            whole = kind is int or (int in get_args(kind) and value is not None)
-            if whole and (not isinstance(value, int) or isinstance(value, bool)):
-                raise UserError(f"{name} is {value!r}, but must be a whole number.")
+        check_types(self)
         for name in ("rounds", "epochs", "batch", "members", "eval_draws", "bins", "memory"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be at least 1.")
@@ -178,5 +181,5 @@ class Settings:
 
     def evaluated(self, round_: int) -> bool:
         """Whether this round (from 1) is evaluated."""
-        every = self.eval_every or max(1, self.rounds // 20)
+        every = self.eval_every or -(-self.rounds // EVALUATIONS)
         return round_ == self.rounds or round_ % every == 0 or round_ == 1

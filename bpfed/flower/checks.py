@@ -6,7 +6,7 @@ import torch
 
 from bpfed.config import Config
 from bpfed.data.federated import FederatedData, Task
-from bpfed.engine.checks import check_run
+from bpfed.engine.checks import check_factors, check_run
 from bpfed.flower.pattern import patterns
 from bpfed.networks import make_model
 from bpfed.uploads import check_updates
@@ -31,6 +31,7 @@ def check_deployment(config: Config, sites: int, data: FederatedData | None = No
     shape = SHAPE if data is None else data.input_shape
     classes = data.classes if data is not None else 0 if task == "regression" else CLASSES
     model = make_model(torch.zeros(2, *shape), classes, method.personal, settings)
+    check_factors(method, model)
     if settings.clip > 0.0:
         check_updates(method, model)
     patterns(method, model)

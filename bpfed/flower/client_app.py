@@ -6,10 +6,12 @@ none is running (a SuperNode that was started by hand), it does the work itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 import tomllib
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,20 @@ def query(message: Message, context: Context) -> Message:
 
 
 def _answered(message: Message, context: Context) -> Message:
+    """The site's answer. Flower would send the words of any error to the server, so there are none but our own."""
+    try:
+        return _answer(message, context)
+    except TimeoutError as error:
+        say(str(error))
+        raise TimeoutError("The site did not answer in time.") from None
+    except UserError as error:
+        say(str(error))
+    except Exception:
+        say(traceback.format_exc())
+    raise RuntimeError("The site cannot do its part; its own log says why.")
+
+
+def _answer(message: Message, context: Context) -> Message:
     folder = Path(str(context.node_config["folder"]))
     # What is left of the time: a site that has fallen behind must not work on what nobody waits for any more.
     left = message.metadata.created_at + message.metadata.ttl - time.time()
@@ -55,12 +71,7 @@ def _answered(message: Message, context: Context) -> Message:
 
     from bpfed.flower.deployed import open_site
 
-    try:
-        site = open_site(folder, say)
-    except UserError as error:  # Flower would send the error's own words to the server
-        say(str(error))
-        raise RuntimeError("The site cannot do its part; its own log says why.") from None
-    return Message(site.answer(message.content), reply_to=message)
+    return Message(open_site(folder, say).answer(message.content), reply_to=message)
 
 
 def called(ask: Mapping[str, Any], rounds: int | None) -> str:
@@ -74,9 +85,9 @@ def called(ask: Mapping[str, Any], rounds: int | None) -> str:
     if round_ < 0 or rehearsal < 0:
         return "A message"
     if not round_:
-        return "What data there is"
+        return "Greeting"
     if rounds is not None and round_ > rounds:
-        return f"Rehearsal {rehearsal}, what was held out" if rehearsal else "The last round's scores"
+        return f"Rehearsal {rehearsal}, held-out results" if rehearsal else "The last round's scores"
     return f"Rehearsal {rehearsal}, round {round_}" if rehearsal else f"Round {round_}"
 
 
@@ -99,4 +110,5 @@ def age() -> float:
 
 def say(sentence: str) -> None:
     """To the site's own log."""
-    print(f"bpfed: {sentence}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a log on a full disk
+        print(f"bpfed: {sentence}", file=sys.stderr, flush=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -16,19 +18,20 @@ from typing import Any
 from bpfed.config import Config
 from bpfed.data.load import names
 from bpfed.data.table import ENDINGS
+from bpfed.engine.settings import MOST_EVALUATED
 from bpfed.errors import UserError
-from bpfed.files import to_toml, write_whole
+from bpfed.files import PART, said, sync_folder, to_toml, write_whole
 from bpfed.flower import keys, processes, superlink
 from bpfed.flower.app import write_app
 from bpfed.flower.checks import check_deployment
 from bpfed.flower.deployed import open_server
+from bpfed.flower.disk import when_full
 from bpfed.flower.plan import Plan
 from bpfed.flower.status import STATUS, done, where
 from bpfed.flower.supervisor import Say
 from bpfed.layout import CONFIG, REPORT, RUN, SERVER
 from bpfed.names import PREFIX
 from bpfed.report import RunRecord, text
-from bpfed.report.record import LARGEST
 
 #: A run that stops this often without finishing a round is given up.
 RESTARTS = 5
@@ -45,16 +48,49 @@ def site_folder(folder: Path, site: str) -> Path:
     return folder / f"site-{keys.slug(site)}"
 
 
+def empty(folder: Path) -> bool:
+    """Whether there is nothing of that name yet, or a folder without files.
+
+    Raises:
+        UserError: It is no folder, or cannot be looked into.
+    """
+    try:
+        return not folder.exists() or not any(folder.iterdir())
+    except NotADirectoryError:
+        raise UserError(f"'{folder}' is a file; choose a folder for the deployment.") from None
+    except OSError as error:
+        raise UserError(f"'{folder}' cannot be read ({error.strerror}); choose another folder.") from error
+
+
 def make(folder: Path, plan: Plan, config: Config) -> None:
-    """Make the folders of a deployment: certificates, keys, configuration."""
+    """Make the folders of a deployment: certificates, keys, configuration. All are there in the end, or none."""
     plan.check()
-    if folder.exists() and any(folder.iterdir()):
+    if not empty(folder):
         raise UserError(f"'{folder}' holds files already; choose another folder for the deployment.")
-    folders = [site_folder(folder, site) for site in plan.sites]
-    if len(set(folders)) != len(folders):
+    if len({site_folder(folder, site) for site in plan.sites}) != len(plan.sites):
         raise UserError("Two site names differ only in characters not allowed in file names; rename one.")
     check_deployment(config, len(plan.sites))
-    server = folder / SERVER
+    there = folder.exists()  # then it stays the folder that it is: a mount, or somebody's working directory
+    part = (folder if there else folder.parent) / f".{folder.name}.{secrets.token_hex(4)}{PART}"
+    with when_full(folder, "and make the deployment again"), said(folder):
+        part.mkdir(parents=True)
+        try:
+            _fill(part, plan, config)
+            if there:
+                for place in part.iterdir():
+                    place.rename(folder / place.name)
+                part.rmdir()
+            else:
+                part.rename(folder)
+            sync_folder(folder.parent)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+
+
+def _fill(folder: Path, plan: Plan, config: Config) -> None:
+    """Write the folders of a deployment into an empty one."""
+    server, folders = folder / SERVER, [site_folder(folder, site) for site in plan.sites]
     run = {k: v for k, v in vars(config.run).items() if v is not None}
     asked = {k: v for k, v in vars(config.data).items() if v is not None}
     text = to_toml({"data": asked, "method": {"name": config.method.name, **config.method.settings()}, "run": run})
@@ -63,7 +99,7 @@ def make(folder: Path, plan: Plan, config: Config) -> None:
         place.chmod(0o700)
         write_whole(place / CONFIG, text)
     plan.write(server)
-    keys.make_server(server, plan.address.rpartition(":")[0])
+    keys.make_server(server, plan.host)
     for site, place in zip(plan.sites, folders, strict=True):
         replace(plan, site=site).write(place)
         keys.make_site(place, server, site)
@@ -87,7 +123,7 @@ def finished(folder: Path) -> RunRecord | None:
     if last.get("state") != "finished" or not (folder / RUN / REPORT).is_file():
         return None
     server = open_server(folder, _nobody)
-    wanted = min(server.config.run.eval_clients or LARGEST, len(server.sites))
+    wanted = min(server.config.run.eval_clients or MOST_EVALUATED, len(server.sites))
     metrics = last.get("metrics") or {}
     if server.journal.kept() is None or metrics.get("tested", 0) + metrics.get("untested", 0) < wanted:
         return None
@@ -102,9 +138,9 @@ def run(
     Args:
         folder: The server's folder.
         plan: Of the server.
-        say: Told in words what happens.
+        say: Called with each message for the user.
         progress: Called whenever the server has noted its status.
-        waiting: Told in words what is waited for.
+        waiting: Called with a message on what is waited for.
     """
     if (found := finished(folder)) is not None:
         rounds = found.summary["rounds"]

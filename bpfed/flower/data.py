@@ -107,6 +107,10 @@ class File:
         if "preparation" not in common:
             raise Refused("the other sites' data are not tables.")
         preparation = Preparation.from_record(common["preparation"])
+        # This site's own word counts for what it predicts and from what: others can add columns, but not these.
+        own = {f.name for f in preparation.features} & {self.target, SPLIT, *self.ignore}
+        if preparation.target != self.target or own:
+            raise Refused("it would predict another column, or from columns that are left out here.")
         if preparation.standardise == "local":
             preparation = preparation.joined(self.site, self.train)
         return FederatedData(
@@ -139,6 +143,10 @@ def _check_told(table: Table, path: Path, target: str, ignore: tuple[str, ...]) 
 def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, Any]:
     """What the sites' data have in common, from what each told.
 
+    Args:
+        facts: By site, as `bpfed.flower.facts.read_facts` let them in.
+        config: What is computed.
+
     Raises:
         UserError: They cannot be brought together.
     """
@@ -161,9 +169,14 @@ def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, 
             "longest": longest,
             "preparation": replace(made, local={}).record(),
         }
+    if summaries:
+        file, part = (next(site for site, told in facts.items() if ("summary" in told) is own) for own in (True, False))
+        raise UserError(
+            f"Site '{file}' has a file of its own and site '{part}' a part of a named dataset; give all the same kind."
+        )
     first, told = next(iter(facts.items()))
     for site, other in facts.items():
-        if any(told.get(key) != other.get(key) for key in ("shape", "task", "classes")) or "shape" not in other:
+        if any(told[key] != other[key] for key in ("shape", "task", "classes")):
             raise UserError(
                 f"The data of site '{site}' have a different shape or task than those of '{first}'; fix one."
             )
@@ -183,11 +196,11 @@ def remarks(facts: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any]) -
     found = list(lookalikes(preparation))
     lacking: dict[str, list[str]] = {}
     for site, told in facts.items() if preparation.shape is None else ():
-        summary = told.get("summary")  # of a site that came late, nobody has read it yet
+        # Of a site that came late, nobody knows yet whether it has a file.
+        summary = told.get("summary")
         columns = summary.get("columns") if isinstance(summary, dict) else None
-        here = (
-            {spelling(name) for name in columns} if isinstance(columns, dict) else set()
-        )  # spelt otherwise is told above
+        # What is only spelt otherwise is told above.
+        here = {spelling(name) for name in columns} if isinstance(columns, dict) else set()
         for name in (f.name for f in preparation.features if here and spelling(f.name) not in here):
             lacking.setdefault(name, []).append(site)
     if lacking:

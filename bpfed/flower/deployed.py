@@ -29,7 +29,7 @@ def open_site(folder: Path, say: Callable[[str], None], data: str | None = None)
 
     Args:
         folder: The site's.
-        say: Told in words what the site's owner should know.
+        say: Called with each message for the site's owner.
         data: What its examples are from now on, remembered once they could be read; None: what is remembered.
     """
     plan = Plan.read(folder)

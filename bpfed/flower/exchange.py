@@ -49,7 +49,7 @@ class Exchange:
         patterns: What travels.
         form: What sums look like.
         timeout: Seconds that a site has to answer.
-        say: Told in words what happens.
+        say: Called with each message for the user.
     """
 
     journal: Journal
@@ -122,7 +122,7 @@ class Exchange:
                 raise Refused(reply)
             pattern: Pattern | None = self.patterns.upload if asked.train else None
             most = int((self.journal.sites[site].facts or {}).get("train", 0)) if asked.held else -1
-            answer = Answer.read(reply, pattern, self.form if asked.test else None, most)
+            answer = Answer.read(reply, pattern, self.form if asked.test else None, most, self.form.numbers)
             if answer.site != site:
                 raise Refused(f"it calls itself '{answer.site[:40]}'.")
             if answer.refused:

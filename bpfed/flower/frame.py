@@ -27,8 +27,23 @@ def to_bytes(record: RecordDict) -> bytes:
     return b"".join([len(text).to_bytes(8, "little"), text, *blobs])
 
 
+class Unreadable(ValueError):
+    """Bytes that `to_bytes` did not write."""
+
+
 def from_bytes(data: bytes) -> RecordDict:
-    """What `to_bytes` wrote."""
+    """What `to_bytes` wrote.
+
+    Raises:
+        Unreadable: It did not write this.
+    """
+    try:
+        return _record(data)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise Unreadable(f"{type(error).__name__}: {error}") from error
+
+
+def _record(data: bytes) -> RecordDict:
     start = 8 + int.from_bytes(data[:8], "little")
     record = RecordDict()
     for name, (kind, parts) in json.loads(data[8:start]).items():

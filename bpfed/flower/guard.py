@@ -35,7 +35,7 @@ class Guard:
         noise: z, the noise in units of C.
         delta: δ of the ε that is told.
         epsilon: The site takes part until this is spent; 0: always.
-        say: Told in words what has been spent.
+        say: Called with a message on what has been spent.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class Journal:
         config: What is computed.
         fingerprint: Of that.
         sites: What is known of each site, by name.
-        say: Told in words what happens.
+        say: Called with each message for the user.
         rehearsal: Which rehearsal it is, from 1; 0: it is the run itself.
     """
 
@@ -88,7 +88,7 @@ class Journal:
         if self.softness is None:
             return ""
         doubt = uncertain(self.softness, self.held, self.config.run.rehearsals)
-        return f"Rehearsed: probabilities will have a softness of {softly(self.softness)}. {doubt}".strip()
+        return f"Rehearsed: predictions will have a softness of {softly(self.softness)}. {doubt}".strip()
 
     def place(self, round_: int) -> str:
         """In words which round of which training, such as ``rehearsal 1 of 3, round 4``."""
@@ -117,12 +117,12 @@ class Journal:
         restored = checkpoint.restore(self.folder / CHECKPOINT, federation)
         assert restored is not None
         for name in restored.damaged:
-            self.say(f"Checkpoint {name} is damaged; going on from the one before, round {restored.round}.")
+            self.say(f"Checkpoint {name} is damaged; resuming from the one before, round {restored.round}.")
         kept = restored.extra
         self.run, self.seconds, self.history, self.pending = (kept[k] for k in ("run", "seconds", "history", "pending"))
         self.counted, self.softness, self.held = (kept[k] for k in ("counted", "softness", "held"))
         federation.learnt_softness = self.softness
-        self.say(f"Going on after {self.place(restored.round)} of {self.config.run.rounds}.")
+        self.say(f"Resuming after {self.place(restored.round)} of {self.config.run.rounds}.")
 
     def save(self, federation: Federation) -> None:
         """Write a checkpoint."""
@@ -178,7 +178,7 @@ class Journal:
         try:
             return Found(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"'{path}' is damaged ({error}); delete it to find it again.") from error
+            raise UserError(f"'{path}' is damaged ({error}); delete it, and the rehearsal is tested again.") from error
 
     def conclude(self, softness: float, examples: int) -> None:
         """This rehearsal is over, and found such a softness in so many held-out examples."""

@@ -32,7 +32,7 @@ def slug(site: str) -> str:
 
 
 def make_server(folder: Path, host: str) -> None:
-    """A certificate authority and a certificate for a server at this host (and on loopback)."""
+    """A certificate authority and a certificate for a server at this host (and on loopback); see `Plan.host`."""
     authority = ec.generate_private_key(ec.SECP384R1())
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "bpfed deployment")])
     root = _builder(issuer, issuer, authority.public_key())
@@ -47,7 +47,7 @@ def make_server(folder: Path, host: str) -> None:
     names: list[x509.GeneralName] = []
     for name in dict.fromkeys((host, "localhost", "127.0.0.1", "::1")):
         try:
-            names.append(x509.IPAddress(ipaddress.ip_address(name.strip("[]"))))
+            names.append(x509.IPAddress(ipaddress.ip_address(name)))
         except ValueError:
             names.append(x509.DNSName(name))
     server = _builder(subject, issuer, own.public_key())
@@ -82,7 +82,9 @@ def public_keys(server: Path, sites: Sequence[str]) -> dict[str, bytes]:
         try:
             key = serialization.load_ssh_public_key(path.read_bytes())
         except (OSError, ValueError) as error:
-            raise UserError(f"The key of site '{site}', '{path}', cannot be read; make it again.") from error
+            raise UserError(
+                f"The key of site '{site}', '{path}', cannot be read; restore it, or make the deployment again."
+            ) from error
         found[site] = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     return found
 
@@ -117,10 +119,7 @@ def _write_private(
 ) -> None:
     """Readable by its owner alone from the first byte on."""
     data = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
-    with said(path):
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.write(handle, data)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    with said(path), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bpfed.flower.facts import read_facts
 from bpfed.flower.message import Answer, Ask
 from bpfed.flower.pattern import Refused
 from bpfed.flower.post import Post
+from bpfed.flower.words import plain
 
 #: Seconds after which a node that did not introduce itself properly is asked again.
 GREET = 60.0
@@ -48,7 +49,8 @@ class Meeting:
         keys: The public key of each site, by name; empty: sites are believed.
         fingerprint: Of the configuration.
         timeout: Seconds that a site has to introduce itself.
-        say: Told in words what happens.
+        say: Called with each message for the user.
+        ignore: Columns that are no inputs at any site.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class Meeting:
         fingerprint: str,
         timeout: float,
         say: Callable[[str], None],
+        ignore: Collection[str] = (),
     ) -> None:
         self.sites, self.fingerprint, self.timeout, self.say = sites, fingerprint, timeout, say
+        self.ignore = ignore
         self.named = {key: site for site, key in keys.items()}
         self._greeted: dict[int, float] = {}
 
@@ -110,7 +114,7 @@ class Meeting:
                 if site in self.sites:
                     self.sites[site].refused += 1
                     self.sites[site].why = f"its greeting was refused: {refused}"
-                who = f"site '{site}'" if site else f"node {node}"
+                who = f"site '{plain(site)}'" if site else f"node {node}"
                 self.say(f"The greeting from {who} was refused: {refused}")
 
     def _facts(self, answer: Answer, run: str, node: int, owner: str | None) -> dict[str, Any]:
@@ -126,7 +130,4 @@ class Meeting:
             raise Refused("its key is not that site's.")
         if self.sites[claimed].node not in (None, node):
             raise Refused("a site of that name is already online.")
-        facts = json.loads(answer.facts)
-        if not isinstance(facts, dict) or not isinstance(facts.get("train"), int) or facts["train"] < 1:
-            raise Refused("what it sent about its data cannot be read.")
-        return facts
+        return read_facts(answer.facts, claimed, self.ignore)

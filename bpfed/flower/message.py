@@ -17,7 +17,7 @@ from bpfed.config import Config
 from bpfed.flower.pattern import Pattern, Refused, Upload, listed
 from bpfed.methods.base import State
 from bpfed.metrics import Form, Sums
-from bpfed.slopes import Told, fault
+from bpfed.slopes import HeldOutSlopes, fault, fault_of_numbers
 
 #: Raised whenever a message changes its meaning.
 PROTOCOL = 3
@@ -27,6 +27,14 @@ BESIDE = 1 << 20
 MOST = 10**9
 #: Larger sums than this are mistakes, and those of all sites together would be no number.
 LARGEST = 1e100
+#: Larger losses of a training are mistakes, and the mean of all sites' would be no float32.
+LARGEST_LOSS = 1e30
+#: Sums that are of no more examples than another, by name; all others are of no more than there are.
+PARTS = {"sure_right": "sure", "positive_right": "positive", "coverage": "counted"}
+#: Sums of what is at most 1 for an example.
+SHARES = ("sure", "sure_right", "risk", "majority", "positive", "positive_right", "counted", "coverage")
+#: By how much sums may be off, by rounding.
+ROUNDING = 1e-6
 #: Settings of a run that have no part in what a site computes.
 LOCAL_SETTINGS = ("device", "tf32", "compile", "chunk", "memory", "store")
 
@@ -118,7 +126,7 @@ class Answer:
     work: float = 0.0
     upload: Upload | None = None
     sums: Sums | None = None
-    held: Told | None = None
+    held: HeldOutSlopes | None = None
     info: dict[str, float] = field(default_factory=dict)
 
     def write(self, pattern: Pattern | None = None) -> RecordDict:
@@ -140,7 +148,9 @@ class Answer:
         return record
 
     @classmethod
-    def read(cls, record: RecordDict, pattern: Pattern | None, form: Form | None, most_held: int = -1) -> Answer:
+    def read(
+        cls, record: RecordDict, pattern: Pattern | None, form: Form | None, most_held: int = -1, numbers: bool = False
+    ) -> Answer:
         """Of a message, or `Refused`.
 
         Args:
@@ -148,6 +158,7 @@ class Answer:
             pattern: What an upload must look like; None: there must be none.
             form: What sums must look like; None: there must be none.
             most_held: Of how many held-out examples it may tell; below 0: of none.
+            numbers: Whether their targets are numbers.
         """
         allowed = ("answer", *(("upload", "info") if pattern else ()), *(("sums",) if form else ()))
         allowed += ("held",) if most_held >= 0 else ()
@@ -155,15 +166,15 @@ class Answer:
         plain = _plain(record, "answer", _ANSWER)
         if plain["refused"]:
             return cls(**plain)
-        if not (plain["train"] >= 0 and math.isfinite(plain["seconds"]) and math.isfinite(plain["work"])):
+        if not (0 <= plain["train"] <= MOST and math.isfinite(plain["seconds"]) and math.isfinite(plain["work"])):
             raise Refused("its number of examples or its time is not valid.")
         upload = Upload(pattern.read(_part(record, "upload", ArrayRecord))) if pattern else None
         sums = _sums(_part(record, "sums", MetricRecord), form) if form else None
-        held = _held(_part(record, "held", MetricRecord), most_held) if most_held >= 0 else None
+        held = _held(_part(record, "held", MetricRecord), most_held, numbers) if most_held >= 0 else None
         info: dict[str, float] = {}
         if pattern and "info" in record:
             for name, value in _part(record, "info", MetricRecord).items():
-                if isinstance(value, list) or not math.isfinite(value):
+                if isinstance(value, list) or not abs(value) <= LARGEST_LOSS:
                     raise Refused(f"'{name[:40]}' of its training is not a finite number.")
                 info[name] = float(value)
         return cls(**plain, upload=upload, sums=sums, held=held, info=info)
@@ -250,16 +261,31 @@ def _sums(record: MetricRecord, form: Form) -> Sums:
     counts = made["cells"][0]
     if not (bool((counts == counts.round()).all()) and float(counts.sum()) <= MOST):
         raise Refused("the counts in its sums are not numbers of examples.")
-    return Sums(made.pop("cells"), made.pop("losses"), made)
+    found = Sums(made.pop("cells"), made.pop("losses"), made)
+    if (name := _excess(found)) is not None:
+        raise Refused(f"its '{name}' are more than its examples allow.")
+    return found
 
 
-def _held(record: MetricRecord, most: int) -> Told:
+def _excess(sums: Sums) -> str | None:
+    """The name of a sum that is more than so many examples can add up to; None: there is none."""
+    counts, *of_bins = sums.cells
+    if any(bool((row > counts + ROUNDING * (1.0 + counts)).any()) for row in of_bins):
+        return "cells"
+    total = {name: float(part) for name, part in sums.further.items()}
+    most = {name: total[PARTS[name]] if name in PARTS else float(sums.examples) for name in SHARES if name in total}
+    if "in_order" in total:
+        most["in_order"] = total["positive"] * (sums.examples - total["positive"])
+    return next((name for name, limit in most.items() if total[name] > limit + ROUNDING * (1.0 + limit)), None)
+
+
+def _held(record: MetricRecord, most: int, numbers: bool) -> HeldOutSlopes:
     examples, slopes = record.get("examples"), record.get("slopes")
     if set(record) != {"examples", "slopes"} or type(examples) is not int or not isinstance(slopes, list):
         raise Refused("what it reports on held-out examples cannot be read.")
     if not 0 <= examples <= most:
         raise Refused(f"it reports {examples} held-out examples, but has only {most} in all.")
-    told = Told(examples, torch.tensor(slopes, dtype=torch.float64))
-    if why := fault(told):
+    told = HeldOutSlopes(examples, torch.tensor(slopes, dtype=torch.float64))
+    if why := (fault_of_numbers if numbers else fault)(told):
         raise Refused(why)
     return told

@@ -19,17 +19,23 @@ from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_map, tree
 
 from bpfed.compress import Levels, from_levels, to_levels
 from bpfed.errors import UserError, quoted
+from bpfed.flower.words import plain
 from bpfed.methods.base import Finished, Method, State, untrained
 from bpfed.model import Model
 
 #: How tensors are written: flat, little-endian.
 RAW = "bpfed.raw"
+#: Letters of a sentence on a message that are shown.
+SHOWN = 500
 #: Of a tensor of levels (see `bpfed.compress`), the end of the name of their bounds.
 BOUNDS = ".bounds"
 
 
 class Refused(Exception):
-    """A message that is not let in; one sentence says why."""
+    """A message that is not let in; one sentence says why, which may hold words of whoever sent it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(plain(why, SHOWN))
 
 
 @dataclass(frozen=True)

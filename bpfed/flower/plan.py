@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import re
 import tomllib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -10,6 +13,10 @@ from typing import Any
 from bpfed.errors import UserError, hint
 from bpfed.files import to_toml, write_whole
 from bpfed.layout import PLAN, SERVER
+
+_LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+#: What a host may be called.
+HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,7 @@ class Plan:
         telemetry: Whether Flower may report its use to its makers and look for updates.
         clip: Of a site's own: with ``noise``, the norm that its update may have.
         noise: Of a site's own: noise on its update before it is sent, in units of ``clip`` (`bpfed.flower.guard`).
-        delta: With noise, the δ that ε is reckoned for.
+        delta: With noise, the δ that ε is computed for.
         epsilon: With noise, the site takes part until this ε is spent; 0: always.
     """
 
@@ -58,8 +65,10 @@ class Plan:
             if not name.strip() or not name.isprintable() or len(name) > 64 or "/" in name or name.startswith("."):
                 raise UserError(f"{where} has a site called {name!r}; use letters, digits, '-' and '_'.")
         host, _, port = self.address.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
             raise UserError(f"{where} has the address '{self.address}'; write it as host:port.")
+        if why := _no_host(host):
+            raise UserError(f"{where} has the address '{self.address}', {why}")
         for name, least in (
             ("timeout", 1.0),
             ("wait", 0.0),
@@ -88,6 +97,16 @@ class Plan:
             raise UserError(f"{where} has clip or epsilon, but noise = 0, so they would do nothing; set noise too.")
         return self
 
+    @property
+    def host(self) -> str:
+        """Of its address, the name or number; that of IPv6 without brackets."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """Of its address."""
+        return int(self.address.rpartition(":")[2])
+
     def write(self, folder: Path) -> None:
         """Write the file into a folder."""
         write_whole(folder / PLAN, to_toml(asdict(self)))
@@ -110,10 +129,37 @@ class Plan:
             if type(value) is int and wanted is float:
                 found[key] = float(value)
             elif type(value) is not wanted:
-                raise UserError(f"'{path}': {key} is {value!r}, but must be a value such as {known[key].default!r}.")
+                default = ["a", "b"] if key == "sites" else known[key].default
+                raise UserError(
+                    f"'{path}': {key} is {_in_toml(value)}, but must be a value such as {_in_toml(default)}."
+                )
         if "sites" not in found or not all(isinstance(s, str) for s in found["sites"]):
             raise UserError(f'\'{path}\' must list the sites\' names, as in sites = ["a", "b"].')
         return cls(**{**found, "sites": tuple(found["sites"])}).check(f"'{path}'")
+
+
+def _no_host(host: str) -> str:
+    """Why no address and no certificate can name this host; empty: they can."""
+    bare = host.strip("[]")
+    try:
+        six = ipaddress.ip_address(bare).version == 6
+    except ValueError:
+        if HOST.fullmatch(host) and not host.rpartition(".")[2].isdigit():
+            return ""
+        with contextlib.suppress(UnicodeError):
+            if HOST.fullmatch(encoded := host.encode("idna").decode()) and not host.isascii():
+                return f"whose host is not in ASCII; write it as '{encoded}'."
+    else:
+        if host == (f"[{bare}]" if six else bare) and "%" not in bare:
+            return ""
+        if six:
+            return "whose host is an IPv6 address; write it in brackets and without a zone, as in [::1]:8000."
+    return "whose host is neither a name (letters, digits, '-' and '.') nor an IP address; write it as host:port."
+
+
+def _in_toml(value: Any) -> str:
+    """A value as the file has it."""
+    return "a table" if isinstance(value, dict) else to_toml({"": value}).partition(" = ")[2].strip()
 
 
 def server_folder(folder: Path) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bpfed.config import Config
+from bpfed.data.own import column_names
 from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
 from bpfed.files import said
@@ -40,7 +41,7 @@ class Server:
         config: What is computed.
         keys: The public key of each site, by name; empty: sites are believed.
         rule: How uploads become the new state.
-        say: Told in words what happens.
+        say: Called with each message for the user.
         sleep: Waits so many seconds.
     """
 
@@ -58,7 +59,8 @@ class Server:
         self.plan, self.config, self.rule, self.say, self.sleep = plan, config, rule, say, sleep
         self.fingerprint = fingerprint(config)
         self.sites = {site: Seen() for site in plan.sites}
-        self.meeting = Meeting(self.sites, keys or {}, self.fingerprint, plan.timeout, say)
+        ignore = column_names(config.data.ignore)
+        self.meeting = Meeting(self.sites, keys or {}, self.fingerprint, plan.timeout, say, ignore)
         self.journal = self._journal(folder, 0)
         self.rehearsals = [self._journal(folder, number) for number in range(1, config.run.rehearsals + 1)]
         self.status = Status(folder, config.run, self.sites)

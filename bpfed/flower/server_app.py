@@ -14,6 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from bpfed.errors import UserError
 from bpfed.files import append_line
 from bpfed.flower.ending import end_in_time
+from bpfed.flower.words import plain
 
 #: Variable of the environment that names the server's folder. It is the server's machine that decides where files go,
 #: not whoever starts a run.
@@ -38,8 +39,10 @@ def main(grid: Grid, context: Context) -> None:
 
     def say(sentence: str) -> None:
         """Flower keeps what this process prints to itself (``flwr log``), so a file of the server's has it too."""
-        print(f"bpfed: {sentence}", file=sys.stderr, flush=True)
-        with contextlib.suppress(UserError):  # a full disk: what must be kept says so itself
+        sentence = plain(sentence)  # sites' names of columns are in some
+        with contextlib.suppress(UserError, OSError):  # a full disk: what must be kept says so itself
+            print(f"bpfed: {sentence}", file=sys.stderr, flush=True)
+        with contextlib.suppress(UserError):
             append_line(Path(folder) / LOG, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}")
 
     try:

@@ -34,7 +34,7 @@ from bpfed.layout import REHEARSALS
 from bpfed.methods.base import Course, State
 from bpfed.metrics import Evaluation, Form, Sums, evaluate_sums
 from bpfed.rehearsal import as_rehearsal
-from bpfed.slopes import PLACES, Told
+from bpfed.slopes import PLACES, HeldOutSlopes
 from bpfed.softness import SOFTEST, SUREST
 
 #: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same
@@ -53,7 +53,7 @@ class Site:
         config: The configuration, its own copy.
         source: Its examples.
         transform: Applied to every upload before it is sent; None: nothing is.
-        say: Told in words what the site's owner should know. None of it is sent.
+        say: Called with each message for the site's owner. None of it is sent.
         own: Run folder for the site's own model once the run is finished; None: none is kept.
     """
 
@@ -140,7 +140,7 @@ class Site:
         federation.shared = tree_map(lambda t: t.to(federation.device), shared)
         found, row = self._states(ask).at(ask.counted)
         if found != ask.counted:
-            self.say(f"The personal state of round {ask.counted} is lost; going on from that of round {found}.")
+            self.say(f"The personal state of round {ask.counted} is lost; resuming from that of round {found}.")
         layout = Layout(self.config.method.init(federation.model).personal)
         if row is None:
             row = layout.first.cpu()
@@ -198,7 +198,7 @@ class Site:
             self._keep(federation, evaluated)
         return evaluated[0].sums.cpu()
 
-    def _held(self, federation: Federation) -> Told:
+    def _held(self, federation: Federation) -> HeldOutSlopes:
         """At the end of a rehearsal, what the server needs to know of the examples held out, and no more."""
         if not federation.finished:
             raise Refused("it asks for held-out results in the middle of a rehearsal.")
@@ -207,7 +207,7 @@ class Site:
         found = evaluate_clients(federation)[0].slopes if examples else None
         slopes = found() if found is not None else torch.zeros(PLACES, dtype=torch.float64)
         self._work += time.perf_counter() - start
-        return Told(examples, slopes)
+        return HeldOutSlopes(examples, slopes)
 
     def _untested(self, federation: Federation) -> tuple[Evaluation, Tensor]:
         """What is said of a site without test examples: nothing, in the form of something."""

@@ -13,6 +13,7 @@ from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
 from bpfed.flower.journal import Journal, place
 from bpfed.flower.meeting import Seen
+from bpfed.flower.words import plain
 
 STATUS = "status.json"
 
@@ -59,7 +60,11 @@ class Status:
         }
         status = {
             "state": self._state,
-            "error": "" if error is None else str(error) if isinstance(error, UserError) else type(error).__name__,
+            "error": ""
+            if error is None
+            else plain(str(error))
+            if isinstance(error, UserError)
+            else type(error).__name__,
             "by_user_error": isinstance(error, UserError),
             "pid": os.getpid(),
             "at": time.time(),
@@ -68,7 +73,7 @@ class Status:
             "rehearsal": journal.rehearsal,
             "rehearsals": self.settings.rehearsals,
             "learnt": journal.learnt,
-            "notes": self.notes,
+            "notes": [plain(note) for note in self.notes],
             "sites": sites,
             "metrics": journal.history[-1] if journal.history else None,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import ssl
 import time
@@ -42,12 +43,10 @@ def serve(folder: Path, plan: Plan, say: Say) -> None:
 
 def command(folder: Path, plan: Plan) -> list[str]:
     """The command of the server's SuperLink."""
-    host, _, port = plan.address.rpartition(":")
-    bind = host if host in ("127.0.0.1", "localhost", "::1") else "0.0.0.0"
     return [
         *LAUNCH,
         "flower-superlink",
-        *("--host", bind, "--port", port),
+        *("--host", bound_to(plan.host), "--port", str(plan.port)),
         *("--database", str(folder / DATABASE)),
         *("--ssl-ca-certfile", str(folder / keys.AUTHORITY)),
         *("--ssl-certfile", str(folder / keys.SERVER)),
@@ -55,6 +54,15 @@ def command(folder: Path, plan: Plan) -> list[str]:
         "--enable-supernode-auth",
         "--disable-runtime-dependency-installation",
     ]
+
+
+def bound_to(host: str) -> str:
+    """The address that a server listens at, if sites reach it at this host: loopback, or all of the host's own."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host if host == "localhost" else "0.0.0.0"
+    return host if address.is_loopback else "::" if address.version == 6 else "0.0.0.0"
 
 
 def healthy(folder: Path, plan: Plan, within: float) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from bpfed.flower import keys
 from bpfed.flower.plan import Plan
 from bpfed.flower.processes import LAUNCH, Stopped, environment, free_port, until_told
-from bpfed.flower.supervisor import Kept, Say, watch
+from bpfed.flower.supervisor import Say, Supervised, watch
 from bpfed.flower.worker import SOCKET, STUCK
 
 
@@ -18,7 +18,7 @@ def join(folder: Path, plan: Plan, say: Say, data: str | None = None) -> bool:
     Args:
         folder: The site's.
         plan: Of the site.
-        say: Told in words what happens.
+        say: Called with each message for the user.
         data: What its examples are, if that is to be remembered; None: what is remembered.
 
     Returns:
@@ -26,7 +26,7 @@ def join(folder: Path, plan: Plan, say: Say, data: str | None = None) -> bool:
     """
     env = environment(folder / "flwr", plan)
     working = [sys.executable, "-m", "bpfed.flower.worker", str(folder), *([] if data is None else [data])]
-    worker = Kept(working, env, say, folder / STUCK)
+    worker = Supervised(working, env, say, folder / STUCK)
     try:
         with until_told():
             if not worker.first(folder):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bpfed.console import Say
 from bpfed.errors import UserError
 from bpfed.flower.processes import Stopped, start, stop, until_told
 from bpfed.flower.worker import listens
@@ -22,8 +23,6 @@ BACK_OFF = (2.0, 20.0)
 #: Restarts of a process that lived this long start again with the shortest wait.
 STEADY = 60.0
 
-Say = Callable[[str], None]
-
 
 def watch(
     name: str, command: Callable[[], Sequence[str]], env: dict[str, str], say: Say, started: Callable[[], None]
@@ -34,7 +33,7 @@ def watch(
         name: What to call it.
         command: Its command, made again for every start.
         env: Its environment.
-        say: Told in words what happens.
+        say: Called with each message for the user.
         started: Called after each start.
 
     Raises:
@@ -100,7 +99,7 @@ def stamp() -> bytes:
     return f"{time.strftime('%H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03d} ".encode()
 
 
-class Kept:
+class Supervised:
     """A process that is started again whenever it ends, or hangs (then there is the file ``stuck``), by a thread."""
 
     def __init__(self, command: Sequence[str], env: dict[str, str], say: Say, stuck: Path) -> None:

@@ -58,7 +58,7 @@ class Training:
         journal: What is kept of it.
         meet: Sees which sites are there.
         rule: How uploads become the new state.
-        say: Told in words what happens.
+        say: Called with each message for the user.
         sleep: Waits so many seconds.
     """
 
@@ -110,7 +110,7 @@ class Training:
         else:
             raise UserError(
                 f"{here} got {len(uploads)} of {len(drawn)} uploads, {least} needed, in {self.plan.attempts} attempts; "
-                "check the sites and start the run again, it goes on from here."
+                "check the sites and start the run again; it resumes from here."
             )
         if tested:
             self._record(scores)
@@ -176,7 +176,7 @@ class Training:
         self.journal.counted |= dict.fromkeys(order, number)
         self.federation.round = number
         pending: dict[str, Any] = {"participants": len(order)}
-        # Every site has the seed and can reckon who is drawn when, so that secret sampling is not counted on.
+        # Every site has the seed and can compute who is drawn when, so that secret sampling is not counted on.
         epsilon = self.federation.epsilon(secret=False)
         if epsilon is not None:
             pending["epsilon"] = epsilon

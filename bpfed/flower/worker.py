@@ -6,12 +6,12 @@ site's own folder, so a round costs neither the start of torch nor the loading o
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bpfed.errors import UserError
@@ -20,27 +20,33 @@ from bpfed.flower import frame
 SOCKET = "worker.sock"
 #: A file that says that the worker has not answered in time.
 STUCK = "worker.stuck"
-#: Longest path of a socket that systems allow.
+#: Longest path of a socket that systems allow, in bytes.
 LONGEST = 100
+#: Seconds that whoever asks has to send its message, and to take the answer; others wait meanwhile.
+PATIENCE = 60.0
 
 
-def address(folder: Path) -> str:
-    """Where a site's worker listens."""
+@contextlib.contextmanager
+def address(folder: Path) -> Iterator[str]:
+    """Where a site's worker listens, in the site's own folder: who cannot go in there cannot ask it."""
     path = str(folder / SOCKET)
-    # A longer path has a name in the abstract name space (Linux) instead.
-    return path if len(path) < LONGEST else f"\0bpfed-{os.getuid()}-{hash_of(path)}"
-
-
-def hash_of(path: str) -> str:
-    """A short word for a path."""
-    return hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
+    if len(os.fsencode(path)) < LONGEST:
+        yield path
+        return
+    # A longer path is reached through a handle of the folder, so that the socket is in there all the same.
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{handle}/{SOCKET}"
+    finally:
+        os.close(handle)
 
 
 def listens(folder: Path) -> bool:
     """Whether a worker of this site can be asked."""
     with socket.socket(socket.AF_UNIX) as link:
         try:
-            link.connect(address(folder))
+            with address(folder) as place:
+                link.connect(place)
         except OSError:
             return False
     return True
@@ -57,7 +63,8 @@ def ask(folder: Path, data: bytes, timeout: float) -> bytes | None:
         until = time.monotonic() + timeout
         while True:
             try:
-                link.connect(address(folder))
+                with address(folder) as place:
+                    link.connect(place)
                 break
             except FileNotFoundError:
                 return None
@@ -65,13 +72,14 @@ def ask(folder: Path, data: bytes, timeout: float) -> bytes | None:
                 if time.monotonic() > until:
                     raise TimeoutError("The site's worker did not come back.") from None
                 time.sleep(0.2)
-        frame.send(link, data)
         try:
+            frame.send(link, data)
             found = frame.receive(link)
         except ConnectionError:
             found = b""
         except TimeoutError:
-            (folder / STUCK).touch()  # whoever keeps the worker starts another
+            with contextlib.suppress(OSError):  # on a full disk; its words would go to the server
+                (folder / STUCK).touch()  # whoever keeps the worker starts another
             raise
         if not found:
             raise TimeoutError("The site's worker went away.")
@@ -83,28 +91,37 @@ def work(folder: Path, say: Callable[[str], None], data: str | None = None) -> N
     from bpfed.flower.deployed import open_site
 
     site = open_site(folder, say, data)
-    place = address(folder)
-    if not place.startswith("\0"):
-        Path(place).unlink(missing_ok=True)
+    (folder / SOCKET).unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(place)
+        with address(folder) as place:
+            with contextlib.suppress(OSError):  # before there is a file, which not every system can do
+                os.fchmod(listening.fileno(), 0o600)
+            try:
+                listening.bind(place)
+            except FileNotFoundError:  # no handles as files on this system
+                raise UserError(f"'{folder}' has too long a path for a socket; move the site's folder.") from None
+        (folder / SOCKET).chmod(0o600)
         listening.listen(4)
         say(f"Site '{site.name}' is ready.")
         while True:
             link, _ = listening.accept()
             with link:
+                link.settimeout(PATIENCE)
                 try:
                     if asked := frame.receive(link):
                         frame.send(link, frame.to_bytes(site.answer(frame.from_bytes(asked))))
                 except OSError as error:
                     say(f"The answer could not be handed over ({error}).")
+                except frame.Unreadable as error:
+                    say(f"A message could not be read ({error}).")
 
 
 def main() -> None:
     """``python -m bpfed.flower.worker FOLDER [DATA]``."""
 
     def say(sentence: str) -> None:
-        print(f"bpfed: {sentence}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a log on a full disk
+            print(f"bpfed: {sentence}", file=sys.stderr, flush=True)
 
     try:
         work(Path(sys.argv[1]), say, *sys.argv[2:3])

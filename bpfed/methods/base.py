@@ -15,6 +15,10 @@ the phases of `tuning` where a method prepares a client for prediction (fine-tun
 
 All states are NamedTuples of tensors whose first axis is the client (``S`` of them), except what the server holds,
 which has none. Only an upload can travel: what `finish` returns as ``personal`` stays where it was made.
+
+What a state may have or not, by the method's settings, is a tuple of one or of none, not an optional value. The trees
+of torch (`torch.utils._pytree`), by which states are stacked, stored and sent, count None as a leaf, and every function
+of a leaf would have to know of it; an empty tuple is a node without leaves.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from bpfed.errors import UserError
 from bpfed.estimators import Batch
 from bpfed.factors import Personal
 from bpfed.gaussian import Gaussian
+from bpfed.kinds import check_types
 from bpfed.model import Model
 
 #: Name of the phase in which a newcomer learns its personal state and the shared factors are frozen.
@@ -175,12 +180,15 @@ class Method(ABC):
     schedule: ClassVar[str] = "constant"
     #: Fields of states that hold standard deviations: what arrives from elsewhere must be above 0 there.
     scales: ClassVar[tuple[str, ...]] = ("sigma",)
+    #: Parts of the network that may not be empty, ``shared`` or ``personal``, whatever ``personal`` says.
+    needs: ClassVar[tuple[str, ...]] = ()
 
     personal: Personal = "head"
     lr: float = 1e-3
 
     def check(self) -> None:
-        """Raise a `UserError` if a setting is out of range or settings contradict each other."""
+        """Raise a `UserError` if a setting is of another type or out of range, or settings contradict each other."""
+        check_types(self)
         if not self.lr >= 0.0:
             raise UserError(f"lr is {self.lr}, but a step size must be 0 or more.")
 
@@ -213,6 +221,10 @@ class Method(ABC):
     def newcomer(self, model: Model, shared: State) -> State:
         """The personal state of a client without examples, from the server's state (neither has a client axis)."""
         return self.init(model).personal
+
+    def at_temperature(self, temperature: float) -> dict[str, float]:
+        """What to set to try another ``temperature``, where the method has one: it, and what must move along."""
+        return {"temperature": temperature}
 
     def settings(self) -> dict[str, Any]:
         """All settings by name."""

@@ -1,8 +1,7 @@
 """BPFed: shared and personal factors, both Gaussian; last round's posterior is the next round's prior.
 
 Chen, Liu, Cao, Zhang: Bayesian Personalized Federated Learning with Shared and Personalized Uncertainty
-Representations,
-2023. Algorithm 1, Eq. 7-10: a round of client i, with ζ from the server and its own η_i,
+Representations, 2023. Algorithm 1, Eq. 7-10: a round of client i, with ζ from the server and its own η_i,
 
     begin      q = π = (η_i, ζ)
     step       w = μ + σ ⊙ ε, ε ~ N(0, I), M draws (Eq. 7, 8)
@@ -18,7 +17,7 @@ factors that are points, the two halves in turn (`bpfed.methods.turns`), and IVO
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from torch import Tensor
 from bpfed.aggregate import rule
 from bpfed.errors import UserError, unknown
 from bpfed.estimators import ESTIMATORS, Batch, DataTerm, data_term
-from bpfed.gaussian import Gaussian, discounted, kl, kl_gradients_p
+from bpfed.gaussian import Gaussian, discounted, either, kl, kl_gradients_p
 from bpfed.ivon import Momentum, Newton, ivon
 from bpfed.methods.base import Finished, GaussianPredictive, Initial, Method, Phase
 from bpfed.methods.heads import NOISE_SIGMA, of_likelihood, per_head
@@ -144,14 +143,8 @@ class BPFed(Method):
 
     def check(self) -> None:
         super().check()
-        for what, value, known in (
-            ("estimator", self.estimator, ESTIMATORS),
-            ("way to predict", self.predict, get_args(Predict)),
-            ("optimiser", self.optimiser, get_args(Optimiser)),
-            ("order", self.order, get_args(Order)),
-        ):
-            if value not in known:
-                raise unknown(what, value, known)
+        if self.estimator not in ESTIMATORS:
+            raise unknown("estimator", self.estimator, ESTIMATORS)
         rule(self.rule)
         self.require(
             draws="at least 1",
@@ -237,8 +230,7 @@ class BPFed(Method):
     def predictive(self, model: Model, shared: Gaussian, personal: Personal) -> GaussianPredictive:
         weights = join(shared, personal.eta)
         if self.predict == "own" and personal.own:
-            trained = personal.steps[:, :1] > 0
-            weights = Gaussian(*(torch.where(trained, o, w) for o, w in zip(personal.own[0], weights, strict=True)))
+            weights = either(personal.steps[:, :1] > 0, personal.own[0], weights)
         return GaussianPredictive(weights)
 
     def adapting(self) -> BPFed:

@@ -10,9 +10,8 @@ Rounds are those of ``BPFed.dirac(personal="head", keep_adam=False)`` with the h
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
-from bpfed.errors import unknown
 from bpfed.methods.base import ADAPT, TUNE, Phase
 from bpfed.methods.point import Point
 
@@ -33,6 +32,7 @@ class FedBABU(Point):
     paper: ClassVar[str] = "Oh et al. 2022, arXiv 2106.06042"
     shared_words: ClassVar[str] = "all but the last layer"
     personal_words: ClassVar[str] = "the last layer, tuned after training"
+    needs: ClassVar[tuple[str, ...]] = ("shared", "personal")
     starts_over: ClassVar[bool] = True
 
     keep_adam: bool = False
@@ -41,8 +41,6 @@ class FedBABU(Point):
 
     def check(self) -> None:
         super().check()
-        if self.finetune not in get_args(Finetune):
-            raise unknown("part to fine-tune", self.finetune, get_args(Finetune))
         self.require(tune_epochs="0 or more")
 
     def phases(self, epochs: int) -> tuple[Phase, ...]:

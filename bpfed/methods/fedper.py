@@ -23,3 +23,4 @@ class FedPer(Point):
     paper: ClassVar[str] = "Arivazhagan et al. 2019, arXiv 1912.00818"
     shared_words: ClassVar[str] = "all but the last layer"
     personal_words: ClassVar[str] = "the last layer"
+    needs: ClassVar[tuple[str, ...]] = ("shared", "personal")

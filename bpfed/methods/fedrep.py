@@ -35,6 +35,7 @@ class FedRep(Point):
     paper: ClassVar[str] = "Collins et al. 2021, arXiv 2102.07078"
     shared_words: ClassVar[str] = "all but the last layer"
     personal_words: ClassVar[str] = "the last layer, trained first"
+    needs: ClassVar[tuple[str, ...]] = ("shared", "personal")
 
     decay: float = 6.0
     body_epochs: int = 5

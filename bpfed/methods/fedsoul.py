@@ -154,6 +154,7 @@ class FedSOUL(Method):
     random_words: ClassVar[str] = "the last layer"
     numbers: ClassVar[tuple[str, ...]] = ("lr", "gamma", "prior_sigma", "prior_rate")
     population: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("personal",)
     #: φ must come to rest: as it grows, chains of a fixed step size get ever less stable.
     schedule: ClassVar[str] = "cosine"
 

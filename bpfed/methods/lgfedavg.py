@@ -25,5 +25,6 @@ class LGFedAvg(Point):
     paper: ClassVar[str] = "Liang et al. 2020, arXiv 2001.01523"
     shared_words: ClassVar[str] = "the last layer"
     personal_words: ClassVar[str] = "all but the last layer"
+    needs: ClassVar[tuple[str, ...]] = ("shared", "personal")
 
     personal: Personal = "not-head"

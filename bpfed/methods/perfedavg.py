@@ -19,13 +19,12 @@ never sees a label of an example that it is tested on.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bpfed import noise
-from bpfed.errors import unknown
 from bpfed.estimators import Batch, mean_gradient
 from bpfed.methods.base import TUNE, Finished, Phase, Weights
 from bpfed.methods.own import Own, OwnNetwork
@@ -69,8 +68,6 @@ class PerFedAvg(OwnNetwork):
 
     def check(self) -> None:
         super().check()
-        if self.order not in get_args(Order):
-            raise unknown("order", self.order, get_args(Order))
         self.require(inner_lr="0 or more", tuning_epochs="at least 1")
 
     def tuning(self, epochs: int) -> tuple[Phase, ...]:

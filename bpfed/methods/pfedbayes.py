@@ -22,7 +22,7 @@ from bpfed.aggregate import weighted_mean
 from bpfed.errors import UserError, unknown
 from bpfed.estimators import ESTIMATORS, Batch, data_term
 from bpfed.factors import Personal as Parameters
-from bpfed.gaussian import Gaussian, kl, kl_gradients_p, kl_gradients_q, softplus, softplus_inverse
+from bpfed.gaussian import Gaussian, either, kl, kl_gradients_p, kl_gradients_q, softplus, softplus_inverse
 from bpfed.methods.base import ADAPT, Finished, GaussianPredictive, Initial, Method
 from bpfed.methods.variational import Memory, Variational
 from bpfed.model import Model
@@ -143,5 +143,4 @@ class PFedBayes(Method):
 
 def _own(shared: Gaussian, personal: Personal) -> Gaussian:
     """A client's q; where it has taken no step yet, the server's w."""
-    trained = personal.steps > 0
-    return Gaussian(*(torch.where(trained, mine, common) for mine, common in zip(personal.q, shared, strict=True)))
+    return either(personal.steps > 0, personal.q, shared)

@@ -26,7 +26,7 @@ from torch import Tensor
 from bpfed.aggregate import precision, weighted_mean
 from bpfed.errors import UserError
 from bpfed.estimators import Batch, data_term
-from bpfed.gaussian import Gaussian, kl, kl_gradients_q
+from bpfed.gaussian import Gaussian, either, kl, kl_gradients_q
 from bpfed.methods.base import Finished, GaussianPredictive, Initial, Method, Phase
 from bpfed.methods.variational import Memory, Variational
 from bpfed.model import Model
@@ -104,6 +104,7 @@ class PFedVEM(Method):
     random_words: ClassVar[str] = "the last layer"
     numbers: ClassVar[tuple[str, ...]] = ("lr", "rho", "sigma", "head_rate")
     population: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("personal",)
 
     rho: float = 1.0
     sigma: float = 0.1
@@ -147,7 +148,7 @@ class PFedVEM(Method):
         start = Gaussian(shared.head.mean, hyper["sigma"][:, None])
         width = torch.where(trained, personal.rho, shared.head.sigma)
         return Local(
-            q=Variational.at(_either(trained, personal.q, start), kept.head),
+            q=Variational.at(either(trained, personal.q, start), kept.head),
             body=shared.body,
             memory=kept.body,
             prior=Gaussian(shared.head.mean, width),
@@ -185,12 +186,7 @@ class PFedVEM(Method):
 
     def predictive(self, model: Model, shared: Shared, personal: Personal) -> GaussianPredictive:
         # Before a client's first step its head is the prior's, N(w, ρ² I).
-        return GaussianPredictive(_whole(shared.body, _either(personal.rho > 0, personal.q, shared.head)))
-
-
-def _either(which: Tensor, first: Gaussian, second: Gaussian) -> Gaussian:
-    """The first where ``which``, else the second."""
-    return Gaussian(*(torch.where(which, a, b) for a, b in zip(first, second, strict=True)))
+        return GaussianPredictive(_whole(shared.body, either(personal.rho > 0, personal.q, shared.head)))
 
 
 def _whole(body: Tensor, head: Gaussian) -> Gaussian:

@@ -9,13 +9,13 @@ Adam, which divides by the gradient's own size, sees no difference but for its Î
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bpfed.aggregate import weighted_mean
-from bpfed.errors import UserError, unknown
+from bpfed.errors import UserError
 from bpfed.estimators import Batch, mean_gradient
 from bpfed.methods.base import ADAPT, TUNE, Finished, Initial, Method, Phase, PointPredictive, Predictive, Weights
 from bpfed.methods.laplace import CURVATURE, Curvature, laplace
@@ -130,8 +130,6 @@ class Point(Method):
 
     def check(self) -> None:
         super().check()
-        if self.optimiser not in get_args(Optimiser):
-            raise unknown("optimiser", self.optimiser, get_args(Optimiser))
         self.require(momentum="at least 0 and below 1", decay="0 or more", laplace_precision="0 or more")
         default = type(self).personal
         if default in tuple(WHOLE) and self.personal != default:

@@ -65,6 +65,7 @@ class Population(Recipe):
     title: ClassVar[str] = "BPFed population"
     shared_words: ClassVar[str] = "distribution of all but the last layer; a prior of last layers, from their moments"
     population: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("personal",)
 
     temperature: float = 0.1
     anchor: float = 3.0

@@ -20,7 +20,7 @@ so a test at the end of a round is the same, counted one round earlier.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 
 from bpfed import noise
 from bpfed.aggregate import mean, weighted_mean
-from bpfed.errors import UserError, unknown
+from bpfed.errors import UserError
 from bpfed.estimators import Batch, DataTerm, data_term
 from bpfed.factors import Personal as Parameters
 from bpfed.gaussian import Gaussian, kl, kl_gradients_p, kl_gradients_q, softplus, softplus_inverse
@@ -108,14 +108,6 @@ class PublishedBPFed(Method):
 
     def check(self) -> None:
         super().check()
-        for name, choices in (
-            ("divergence", Divergence),
-            ("overwritten", Overwritten),
-            ("averaged", Averaged),
-            ("start", Start),
-        ):
-            if getattr(self, name) not in get_args(choices):
-                raise unknown(f"value of {name}", str(getattr(self, name)), get_args(choices))
         self.require(
             noise_scale="0 or more", batches="0 or more", inner="at least 1", sigma="above 0", draws="at least 1"
         )

@@ -195,6 +195,13 @@ class Recipe(Method):
             newcomer_lr="0 or more",
         )
 
+    def at_temperature(self, temperature: float) -> dict[str, float]:
+        """T multiplies the prior of the means too; that one is to stay as strong as it is."""
+        return {
+            "temperature": temperature,
+            "anchor": float(f"{self.temperature * self.anchor / temperature:.9g}"),
+        }
+
     def structure(self) -> tuple[Any, ...]:
         return (*super().structure(), self.head_gain > 1.0, self.unseen > 0.0)
 

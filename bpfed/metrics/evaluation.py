@@ -81,8 +81,8 @@ class Evaluation:
         bins: Number of bins behind ECE and MCE, without which neither can be compared.
         sums: What all of it is made of. Clients that never meet can have theirs put together by `evaluate_sums`.
         more: What further scores there are, by name; see `evaluate`.
-        fitted_softness: Of class probabilities, finds the temperature at which they would suit these labels best: below
-            1 where they are not sure enough. None where only sums are known.
+        fitted_softness: Finds the softness at which the predictions would suit these targets best: below 1 where they
+            are not sure enough. None where only sums are known.
         slopes: Likewise, what is told of them to find it for clients that never meet (`bpfed.slopes`).
     """
 

@@ -75,6 +75,11 @@ class Form(NamedTuple):
     bins: int
     further: tuple[str, ...]
 
+    @property
+    def numbers(self) -> bool:
+        """Whether they are of a regression."""
+        return self.rows == 1
+
     @classmethod
     def of(cls, classes: int, bins: int, calibrated: bool) -> Form:
         """Of a run with so many classes (0: a regression) and bins, and with calibration examples or without."""

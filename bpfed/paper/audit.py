@@ -18,16 +18,18 @@ from typing import Any
 import torch
 
 import bpfed
+from bpfed.console import Say, to_stderr
 from bpfed.data.cells import CELLS
-from bpfed.engine.settings import Settings
+from bpfed.engine.settings import Device, Settings
 from bpfed.errors import unknown
 from bpfed.files import to_json, write_whole
 from bpfed.methods.published import PublishedBPFed
 from bpfed.paper import protocol
 from bpfed.paper.cell import seed_record
 from bpfed.paper.reference import BATCH, PARTITION, best, train
-from bpfed.paper.training import Say, device_name, read, there, to_stderr
+from bpfed.paper.training import check_same, check_writable, device_name, has_seeds, read
 from bpfed.paper.training import record as recorded
+from bpfed.report.text import duration
 from bpfed.scores import deviation, mean
 
 FILE = "audit.json"
@@ -62,13 +64,17 @@ class Difference:
 # fmt: off
 DIFFERENCES = (
     Difference("noise", "noise ε ~ N(0, 0.001² I)", "noise ε ~ N(0, I)", {"noise_scale": 0.001}, {"noise_scale": 1.0}),
-    Difference("direction", "KL(π ‖ q)", "KL(q ‖ π)", {"divergence": "prior-posterior"}, {"divergence": "posterior-prior"}),
+    Difference("direction", "KL(π ‖ q)", "KL(q ‖ π)",
+               {"divergence": "prior-posterior"}, {"divergence": "posterior-prior"}),
     Difference("weight", "KL weight 5e-5 beside the mean −log p", "KL weight 1/n (data term scaled by n/b)",
                {"kl_weight": 5e-5}, {"kl_weight": None}),
-    Difference("overwritten", "the server overwrites π's shared part, never q", "q = π = (η, ζ) at the start of a round",
+    Difference("overwritten", "the server overwrites π's shared part, never q",
+               "q = π = (η, ζ) at the start of a round",
                {"overwritten": "prior"}, {"overwritten": "both"}),
-    Difference("averaged", "the server averages ρ", "the server averages σ", {"averaged": "rho"}, {"averaged": "sigma"}),
-    Difference("work", "20 unshuffled batches of 100, 5 steps on q to one on π", "10 shuffled epochs of batches of 50, steps in turn",
+    Difference("averaged", "the server averages ρ", "the server averages σ",
+               {"averaged": "rho"}, {"averaged": "sigma"}),
+    Difference("work", "20 unshuffled batches of 100, 5 steps on q to one on π",
+               "10 shuffled epochs of batches of 50, steps in turn",
                {"batches": 20, "inner": 5}, {"batches": 0, "inner": 1}),
     Difference("start", "start μ ~ N(0, 0.1²), ρ ~ N(−3, 0.1²)", "start not said (here the network's own μ, σ = 0.07)",
                {"start": "normal"}, {"start": "network"}),
@@ -120,7 +126,7 @@ class Variant:
         """Whether images meet the larger network."""
         return self.as_published("network")
 
-    def settings(self, rounds: int, device: str) -> Settings:
+    def settings(self, rounds: int, device: Device) -> Settings:
         """How it is run; the seed is set later."""
         ours = self.as_published("work")
         return Settings(
@@ -131,7 +137,7 @@ class Variant:
             eval_every=max(1, rounds // TESTS),
             eval_draws=1 if self.as_published("noise") else DRAWS,
             schedule="constant",
-            device=device,  # type: ignore[arg-type]
+            device=device,
         )
 
 
@@ -149,7 +155,7 @@ def run(
     out: Path,
     seeds: Sequence[int] = (0, 1, 2),
     rounds: int = ROUNDS,
-    device: str = "auto",
+    device: Device = "auto",
     say: Say = to_stderr,
     cells: Iterable[str] = ("mnist-small",),
     only: Iterable[str] | None = None,
@@ -179,7 +185,7 @@ def run(
 
 
 def _variant(
-    path: Path, cell: str, variant: Variant, seeds: tuple[int, ...], rounds: int, device: str, say: Say
+    path: Path, cell: str, variant: Variant, seeds: tuple[int, ...], rounds: int, device: Device, say: Say
 ) -> None:
     how, method, what = variant.settings(rounds, device), variant.method, f"{variant.name} on {cell}"
     asked: dict[str, Any] = {
@@ -190,9 +196,11 @@ def _variant(
     }
     whole = read(path)
     found = whole.get("cells", {}).get(cell, {}).get(variant.name, {})
-    if there(found, asked, path):
+    check_same(found, asked, path)
+    if has_seeds(found, asked):
         say(f"{what}: there already")
         return
+    check_writable(path.parent)
     start = time.perf_counter()
     runs = train(method, cell, how, seeds, say, what, variant.partition, variant.one_pool)
     kept = [{k: v for k, v in seed_record(one).items() if k != "reliability"} for one in runs]
@@ -203,7 +211,7 @@ def _variant(
     whole["cells"].setdefault(cell, {})[variant.name] = made
     write_whole(path, to_json(whole))
     figures = measured(made)
-    say(f"{what}: accuracy {figures['accuracy'][0]:.2f} %, ECE {figures['ece'][0]:.1f} %, {made['seconds']:.0f} s")
+    say(f"{what}: accuracy {figures['accuracy'][0]:.2f} %, ECE {figures['ece'][0]:.1f} %, {duration(made['seconds'])}")
 
 
 def measured(variant: dict[str, Any]) -> dict[str, tuple[float, float]]:

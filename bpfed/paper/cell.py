@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,16 +18,17 @@ import torch
 import bpfed
 from bpfed.callbacks.base import Callback
 from bpfed.comparison.entrants import Entrant, entrants
+from bpfed.console import Say
 from bpfed.data import load
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import pick_device
-from bpfed.engine.settings import Settings
+from bpfed.engine.settings import Device, Settings
 from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
 from bpfed.paper import protocol
-from bpfed.paper.search import HELD, MEMORY
-from bpfed.paper.training import Kept, device_name, differing, tests_on
+from bpfed.paper.training import OtherResult, check_writable, device_name, differing, tests_on
 from bpfed.rehearsal import rehearse
+from bpfed.report.text import duration
 from bpfed.run import Run, train_together
 from bpfed.training import prepare
 
@@ -70,18 +71,18 @@ class Cell:
         """The seeds."""
         return tuple(range(protocol.seeds(self.method))) if self.seeds is None else self.seeds
 
-    def settings(self, device: str = "auto") -> Settings:
+    def settings(self, device: Device = "auto") -> Settings:
         """How it is run; the seed is set later."""
         rounds = protocol.rounds(self.cell) if self.rounds is None else self.rounds
         return Settings(
             rounds=rounds,
             eval_every=max(1, rounds // protocol.EVALUATIONS),
             eval_draws=protocol.DRAWS,
-            device=device,  # type: ignore[arg-type]
+            device=device,
             **protocol.RUN,
         )
 
-    def entrant(self, device: str = "auto") -> Entrant:
+    def entrant(self, device: Device = "auto") -> Entrant:
         """Who is run; where a softness is learnt, with as many rehearsals as the protocol says."""
         (found,) = entrants([self.method], self.settings(device))
         if not found.settings.rehearsals:
@@ -107,15 +108,16 @@ class Cell:
         """The seeds that its record does not hold.
 
         Raises:
-            Kept: The record was made with other settings than it would be now.
+            OtherResult: The record was made with other settings than it would be now.
         """
         record = self.record(results)
         if record is None:
             return list(self.wanted)
         settings = _settings(self.entrant())
         if differs := differing(record["settings"], settings):
-            raise Kept(
-                f"'{self.path(results)}' was made with other settings ({differs}) and is kept; delete it to run the cell again."
+            raise OtherResult(
+                f"'{self.path(results)}' was made with other settings ({differs}) and is kept; delete it to run "
+                "the cell again."
             )
         done = {found["seed"] for found in record["runs"]}
         return [seed for seed in self.wanted if seed not in done]
@@ -124,22 +126,22 @@ class Cell:
 def run(
     cell: Cell,
     results: Path,
-    device: str = "auto",
-    say: Callable[[str], None] = print,
+    device: Device = "auto",
+    say: Say = print,
     display: CellProgress | None = None,
 ) -> None:
     """Run the seeds of a cell that have no record yet."""
     missing = cell.missing(results)
     entrant = cell.entrant(device)
-    stacked = pick_device(device).type == "cuda"
+    stacked, path = pick_device(device).type == "cuda", cell.path(results)
+    if missing:
+        check_writable(path.parent)
     for seeds in [missing] if stacked and missing else [[seed] for seed in missing]:
         if display is not None:
             display.begin(cell.name, f"{entrant.title}, {cell.partition}", seeds)
         start = time.perf_counter()
         runs = train(entrant, cell, seeds, [display] if display is not None else [])
         record = _record(cell, entrant, runs, time.perf_counter() - start, cell.record(results))
-        path = cell.path(results)
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, to_json(record))
         if display is not None:
             display.finished()
@@ -153,7 +155,7 @@ def train(entrant: Entrant, cell: Cell, seeds: Sequence[int], callbacks: Sequenc
         settings = replace(entrant.settings, seed=seed)
         data = load(cell.cell, partition=cell.partition, seed=seed)
         ready.append(prepare(entrant.method, tests_on(data, pick_device(settings.device)), settings))
-    rehearse(ready, held=HELD, eval_draws=protocol.LAST_DRAWS, memory=MEMORY)
+    rehearse(ready, held=protocol.HELD, eval_draws=protocol.LAST_DRAWS, memory=protocol.MEMORY)
     told = [list(callbacks) if i == 0 else [] for i in range(len(ready))]
     return [_last_test(run) for run in train_together(ready, told)]
 
@@ -215,7 +217,7 @@ def _settings(entrant: Entrant) -> dict[str, Any]:
     kept = ("rounds", *protocol.RUN, "eval_draws", "scaling", "calibration")
     run = {name: getattr(entrant.settings, name) for name in kept} | {"last_draws": protocol.LAST_DRAWS}
     if entrant.settings.rehearsals:
-        run |= {"rehearsals": entrant.settings.rehearsals, "held": HELD}
+        run |= {"rehearsals": entrant.settings.rehearsals, "held": protocol.HELD}
     if entrant.settings.members > 1:
         run |= {"members": entrant.settings.members}
     return json.loads(to_json({"method": entrant.method.settings(), "run": run}))
@@ -226,4 +228,6 @@ def words(record: dict[str, Any]) -> str:
     last = [found["last"] for found in record["runs"]]
     accuracy, nll, ece = (sum(found[m] for found in last) / len(last) for m in ("accuracy", "nll", "ece"))
     seeds = f"{len(last)} seed{'s' if len(last) > 1 else ''}"
-    return f"accuracy {100 * accuracy:.2f} %, NLL {nll:.3f}, ECE {100 * ece:.1f} %, {seeds}, {record['seconds']:.0f} s"
+    return (
+        f"accuracy {100 * accuracy:.2f} %, NLL {nll:.3f}, ECE {100 * ece:.1f} %, {seeds}, {duration(record['seconds'])}"
+    )

@@ -1,4 +1,4 @@
-"""The figures, one function each: from what is in the results to a matplotlib figure, or None where nothing is there."""
+"""The figures, one function each: from what is in the results to a matplotlib figure, or None where nothing is."""
 
 from __future__ import annotations
 
@@ -265,28 +265,30 @@ PICTURES = [
     *_each(
         3,
         "convergence",
-        "test accuracy and NLL over rounds on {}, small (left) and large (right); mean over seeds, bands of one deviation",
+        "test accuracy and NLL over rounds on {}, small (left) and large (right); mean over seeds, bands of one "
+        "deviation",
         lambda found, dataset: convergence(found.of("paper", "groups"), dataset),
     ),
     Picture(
         "figure-6-reliability-mnist",
         "reliability",
-        "Figure 6: reliability diagrams and histograms of confidence on MNIST small (above) and large (below); hatched is "
-        "the gap between confidence and accuracy",
+        "Figure 6: reliability diagrams and histograms of confidence on MNIST small (above) and large (below); hatched "
+        "is the gap between confidence and accuracy",
         lambda found: reliability(found.of("paper", "groups"), "mnist"),
     ),
     *_each(
         7,
         "novel",
-        "clients that join a finished run, {}, small (left) and large (right): accuracy over their local steps, and over "
-        "their examples per class",
+        "clients that join a finished run, {}, small (left) and large (right): accuracy over their local steps, and "
+        "over their examples per class",
         lambda found, dataset: novel(found.novel, dataset),
     ),
     Picture(
         "theory",
         "theory",
-        "Mean squared Hellinger error of clients whose functions are known, over their examples (left) and their number "
-        "(right), beside the rates of the bound's terms, which begin where the first method does: only slopes compare",
+        "Mean squared Hellinger error of clients whose functions are known, over their examples (left) and their "
+        "number (right), beside the rates of the bound's terms, which begin where the first method does: only "
+        "slopes compare",
         lambda found: theory(found.theory),
     ),
     Picture(

@@ -55,7 +55,7 @@ def best_printed(cell: str, measure: str) -> float:
 
 
 def _best_other(cells: Cells, cell: str, measure: str) -> float:
-    """The best of those that are neither the recipe nor learn from moments of personal factors, with or without variants."""
+    """The best that is not the recipe and learns from no moments of personal factors, with or without variants."""
     others = [record for name, record in cells.get(cell, {}).items() if not _ours(name)]
     return _best([record.mean(measure) for record in others], measure)
 

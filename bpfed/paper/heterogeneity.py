@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 
+from bpfed.console import Say, to_stderr
 from bpfed.data import Examples, FederatedData, load
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import pick_device
+from bpfed.engine.settings import Device
 from bpfed.errors import unknown
 from bpfed.methods import method as method_of
 from bpfed.methods.base import Method
-from bpfed.paper.training import Measured, Say, Shared, each, seeded, settings_of, tests_on, to_stderr, train
+from bpfed.paper.training import Measured, Shared, each, seeded, settings_of, tests_on, train
 
 METHODS = ("bpfed-recipe", "bpfed", "fedper", "pfedbayes", "local", "fedavg-ft")
 MEASURES = ("accuracy", "nll", "ece")
@@ -82,8 +84,8 @@ AXES = {
         (0.05, 0.1, 0.3, 1, 10, 1000),
         100,
         dirichlet,
-        f"{SOURCE}, {CLIENTS} clients by Dirichlet(α), about 3500 training examples in all, at most {MOST_TESTS} test examples "
-        "each, 10 clients a round",
+        f"{SOURCE}, {CLIENTS} clients by Dirichlet(α), about 3500 training examples in all, at most {MOST_TESTS} "
+        "test examples each, 10 clients a round",
     ),
     "clients": Axis(
         "scale.json",
@@ -102,7 +104,7 @@ def run(
     methods: Sequence[str] = METHODS,
     seeds: int = 3,
     rounds: int | None = None,
-    device: str = "auto",
+    device: Device = "auto",
     say: Say = to_stderr,
 ) -> None:
     """Run every method on both sweeps and write ``OUT/heterogeneity.json`` and ``OUT/scale.json``, method by method.
@@ -124,7 +126,7 @@ def run(
         sweep(out / AXES[name].file, name, chosen, seeds, rounds or AXES[name].rounds, device, say)
 
 
-def sweep(path: Path, axis: str, methods: dict[str, Method], seeds: int, rounds: int, device: str, say: Say) -> None:
+def sweep(path: Path, axis: str, methods: dict[str, Method], seeds: int, rounds: int, device: Device, say: Say) -> None:
     """Run methods over one axis and write the file after each of them; for the arguments see `run`."""
     asked: dict[str, Any] = {
         "axis": axis,
@@ -140,10 +142,12 @@ def sweep(path: Path, axis: str, methods: dict[str, Method], seeds: int, rounds:
         means = ", ".join(f"{100 * sum(a) / len(a):.1f}" for a in scores["accuracy"])
         return Measured(scores, f"accuracy {means} %")
 
-    each(methods, f"over {axis}", file.has, found, file.keep, say)
+    each(methods, f"over {axis}", file.has, found, file.keep, say, file.check_writable)
 
 
-def measure(method: Method, axis: str, seeds: int, rounds: int, device: str, say: Say) -> dict[str, list[list[float]]]:
+def measure(
+    method: Method, axis: str, seeds: int, rounds: int, device: Device, say: Say
+) -> dict[str, list[list[float]]]:
     """Accuracy, NLL and ECE of the last round over all test examples: a list over values of lists over seeds."""
     where = pick_device(device)
     values = AXES[axis].values

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from bpfed import adapt as adaptation
 from bpfed import noise
-from bpfed.data import FederatedData, load
+from bpfed.console import Say, to_stderr
+from bpfed.data import Examples, FederatedData, load
 from bpfed.data.cells import CELLS
 from bpfed.engine.federation import Federation
-from bpfed.engine.plan import Plan, plan
-from bpfed.engine.settings import Settings
-from bpfed.engine.stepper import Stepper, Work
+from bpfed.engine.local import LocalRound
+from bpfed.engine.settings import Device, Settings
 from bpfed.errors import UserError, unknown
 from bpfed.files import to_json, write_whole
 from bpfed.methods import method as method_of
@@ -32,15 +33,15 @@ from bpfed.noise import Purpose
 from bpfed.paper.training import (
     Measured,
     Progress,
-    Say,
+    check_same,
+    check_writable,
     device_name,
     each,
+    has_seeds,
     read,
     record,
     seeded,
     settings_of,
-    there,
-    to_stderr,
     train,
 )
 from bpfed.predict import classify
@@ -54,8 +55,8 @@ EXAMPLES = (1, 2, 5, 10, 25, 50)
 HELD = 5
 #: Local steps after which a newcomer with all its examples is tested, multiples of the first that is not 0. The last is
 #: the whole adaptation; that and the weight draws of a newcomer's prediction are as `bpfed.adapt` has them.
-STOPS = (0, 5, 10, 25, 50, 100, 250, 500)
-DRAWS = 200
+STOPS = (0, 5, 10, 25, 50, 100, 250, adaptation.STEPS)
+DRAWS = adaptation.DRAWS
 MEASURES = ("accuracy", "nll", "ece")
 #: Numbers of inputs that are predicted for at a time, by kind of device.
 BLOCK = {"cpu": 8_000_000, "cuda": 60_000_000}
@@ -89,7 +90,7 @@ def run(
     methods: Sequence[str] = METHODS,
     seeds: int = 3,
     rounds: int = ROUNDS,
-    device: str = "auto",
+    device: Device = "auto",
     say: Say = to_stderr,
     partition: str = "groups",
 ) -> None:
@@ -136,6 +137,7 @@ def _cell(
         return folder / f"{name}.json"
 
     def ready() -> None:
+        check_writable(folder)
         if not deals:
             say(f"{cell}: loading {plural(seeds, 'seed')}")
             deals.extend(load(cell, partition=partition, seed=seed) for seed in range(seeds))
@@ -149,7 +151,9 @@ def _cell(
         write_whole(path(name), to_json({**asked(name, method), "device": device_name(settings.device), **scores}))
 
     def done(name: str, method: Method) -> bool:
-        return there(read(path(name)), asked(name, method), path(name))
+        there = read(path(name))
+        check_same(there, asked(name, method), path(name))
+        return has_seeds(there, asked(name, method))
 
     each(methods, f"on {cell}", done, found, keep, say, ready)
 
@@ -236,34 +240,15 @@ def adapt(
         Personal states (``[S, ...]`` leaves) after each of these numbers.
     """
     first = federations[0]
-    method, model, device = first.method.adapting(), first.model, first.device
+    method = first.method.adapting()
     _stepwise(method)
-    sizes = [len(n.y) for n in newcomers]
-    batch = first.settings.batch
-    x, y = torch.cat([n.x for n in newcomers]).to(device), torch.cat([n.y for n in newcomers]).to(device)
+    examples = Examples.of([(n.x, n.y) for n in newcomers])
+    shared = _stacked([f.shared for f in federations], newcomers)
+    start = _stacked([method.newcomer(f.model, f.shared) for f in federations], newcomers)
     key = _keys(federations, newcomers, Purpose.ADAPTATION)
-    todo = _plan(noise.fold(key, 0), noise.fold(key, 1), sizes, batch, stops[-1])
-    hyper = {n: torch.full((len(sizes),), value, device=device) for n, value in method.hyper().items()}
-    counts = torch.stack([torch.bincount(n.y, minlength=first.data.classes) for n in newcomers]).float().to(device)
-    told = hyper | ({"counts": counts} if method.counting else {})
-    start = [method.newcomer(f.model, f.shared) for f in federations]
-    with torch.no_grad():
-        local = method.begin(
-            model, _stacked([f.shared for f in federations], newcomers), _stacked(start, newcomers), told
-        )
-    local = tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), local)
-    stepper, loss = Stepper(method, model, ADAPT, False, False), torch.zeros(len(sizes), device=device)
-    unit = next(s for s in stops if s)
-    progress = Progress(say, f"{what}: adapting {len(sizes)} newcomers", stops[-1], "step")
-    states: list[State] = []
-    for step in range(0, stops[-1] + 1, unit):
-        if step:
-            part = todo._replace(**{n: getattr(todo, n)[step - unit : step] for n in ("rows", "mask", "key")})
-            none = torch.zeros(1, dtype=torch.int64, device=device)
-            stepper.run(Work(local, none, loss, x, y, part, hyper), unit)
-            progress.done(step)
-        if step in stops:
-            states.append(tree_map(torch.clone, method.finish(model, local, told).personal))
+    progress = Progress(say, f"{what}: adapting {len(newcomers)} newcomers", stops[-1], "step")
+    local = LocalRound.of(method, first.model, examples, first.settings)
+    states = local.stops(adaptation.joining(method, shared, start, examples, key), stops, progress.done)
     if not all(bool(t.isfinite().all()) for t in tree_flatten(states[-1])[0]):
         raise UserError(f"{what}: the adaptation diverged; lower the step size.")
     return states
@@ -321,24 +306,6 @@ def columns(found: Sequence[Evaluation]) -> dict[str, list[float]]:
 
 def _group(newcomer: Newcomer) -> tuple[int, int]:
     return newcomer.run, newcomer.per_class
-
-
-def _plan(shuffle: Tensor, key: Tensor, sizes: Sequence[int], batch: int, steps: int) -> Plan:
-    """The first ``steps`` mini-batches of newcomers with so many examples each, which lie end to end."""
-    size = torch.tensor(sizes, device=key.device)
-    start = size.cumsum(0) - size
-    parts = []
-    for i, count in enumerate(sizes):
-        own, epochs = slice(i, i + 1), -(-steps // -(-count // batch))
-        width = min(batch, max(sizes))
-        parts.append(plan(shuffle[own], key[own], start[own], size[own], batch, 0, epochs, count, width))
-    return Plan(
-        rows=torch.cat([p.rows[:steps] for p in parts], 1),
-        mask=torch.cat([p.mask[:steps] for p in parts], 1),
-        key=torch.cat([p.key[:steps] for p in parts], 1),
-        steps=torch.full_like(size, steps).int(),
-        size=size.float(),
-    )
 
 
 def _keys(federations: Sequence[Federation], newcomers: Sequence[Newcomer], purpose: Purpose) -> Tensor:

@@ -8,16 +8,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from bpfed.console import Say
+from bpfed.engine.settings import Device
 from bpfed.errors import UserError
 from bpfed.paper.cell import Cell, words
-from bpfed.paper.training import spoken
+from bpfed.report.text import duration
 
 
-def run(cells: Sequence[Cell], jobs: int, results: Path, device: str, say: Callable[[str], None]) -> None:
+def run(cells: Sequence[Cell], jobs: int, results: Path, device: Device, say: Say) -> None:
     """Run these cells, ``jobs`` at a time.
 
     Args:
@@ -45,7 +47,7 @@ def run(cells: Sequence[Cell], jobs: int, results: Path, device: str, say: Calla
                     record = cell.record(results)
                     sentence = words(record) if record is not None else "has no record"
                 left = (time.perf_counter() - began) / done * (len(cells) - done)
-                after = f"; about {spoken(left)} left" if done < len(cells) else ""
+                after = f"; about {duration(left)} left" if done < len(cells) else ""
                 say(f"{done}/{len(cells)} {cell.name}: {sentence}{after}")
         except BaseException:
             for future in futures:
@@ -59,7 +61,7 @@ def run(cells: Sequence[Cell], jobs: int, results: Path, device: str, say: Calla
         )
 
 
-def command(cell: Cell, results: Path, device: str) -> list[str]:
+def command(cell: Cell, results: Path, device: Device) -> list[str]:
     """The command that runs one cell."""
     asked = {
         "cells": cell.cell,

@@ -78,7 +78,7 @@ class CellRecord:
         return deviation(self.last(measure).tolist())
 
     def curve(self, measure: str) -> tuple[np.ndarray, np.ndarray]:
-        """The rounds that were tested, ``[T]``, and a measure in each, ``[S, T]``; both empty where there is no curve."""
+        """The rounds that were tested, ``[T]``, and a measure in each, ``[S, T]``; both empty without a curve."""
         curves = [run.get("curve") or {} for run in self.runs]
         if not all(measure in curve and curve["round"] == curves[0]["round"] for curve in curves):
             return np.zeros(0), np.zeros((len(curves), 0))

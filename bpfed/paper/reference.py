@@ -1,4 +1,4 @@
-"""The published protocol: BPFed and pFedBayes with the settings of the public reference code, the best of 800 test rounds.
+"""The published protocol: BPFed and pFedBayes with the settings of the public reference code, the best of 800 rounds.
 
 Only the reference picks its round on test data; that figure is given under this protocol's name and no other. The split
 is that code's too (`bpfed.paper.slices`); its data are the same for all seeds. The test is in every tenth round, where
@@ -19,19 +19,27 @@ import torch
 from torch import Tensor, nn
 
 import bpfed
-from bpfed.callbacks.base import Callback
+from bpfed.console import Say, to_stderr
 from bpfed.data import load
 from bpfed.data.cells import CELLS
 from bpfed.engine.federation import pick_device
-from bpfed.engine.settings import Settings
-from bpfed.engine.simulator import RoundInfo
+from bpfed.engine.settings import Device, Settings
 from bpfed.errors import UserError, unknown
 from bpfed.files import to_json, write_whole
 from bpfed.methods.published import PUBLISHED, PublishedBPFed
 from bpfed.networks import LeNet, default
 from bpfed.paper.cell import seed_record
 from bpfed.paper.slices import load_slices
-from bpfed.paper.training import Progress, Say, device_name, read, record, tests_on, there, to_stderr
+from bpfed.paper.training import (
+    SaidProgress,
+    check_same,
+    check_writable,
+    device_name,
+    read,
+    record,
+    tests_on,
+)
+from bpfed.report.text import duration
 from bpfed.run import Run, train_together
 from bpfed.training import prepare
 
@@ -69,7 +77,7 @@ def network(shape: tuple[int, ...], classes: int, seed: int, one_pool: bool = Tr
         return OnePool(shape[0], classes)
 
 
-def settings(rounds: int = ROUNDS, device: str = "auto") -> Settings:
+def settings(rounds: int = ROUNDS, device: Device = "auto") -> Settings:
     """How the reference runs: batches of 100, ten clients a round, one weight draw in a prediction."""
     # Above some forty rounds even a CPU repays a compiled step.
     return Settings(
@@ -79,7 +87,7 @@ def settings(rounds: int = ROUNDS, device: str = "auto") -> Settings:
         eval_every=min(EVERY, rounds),
         eval_draws=1,
         schedule="constant",
-        device=device,  # type: ignore[arg-type]
+        device=device,
         compile="on" if rounds >= 40 else "auto",
     )
 
@@ -104,28 +112,14 @@ def train(
         module = network(data.input_shape, data.classes, seed, one_pool)
         data = tests_on(data, pick_device(how.device))
         runs.append(prepare(method, data, replace(how, seed=seed), module))
-    return train_together(runs, [[Told(say, what, how.rounds)], *([] for _ in runs[1:])])
-
-
-class Told(Callback):
-    """Says how far a run is, and how it stood when it was last tested."""
-
-    def __init__(self, say: Say, what: str, rounds: int) -> None:
-        self.progress, self.what = Progress(say, what, rounds), what
-
-    def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
-        """After a round."""
-        if record is not None:
-            accuracy, ece = (100 * record[name]["pooled"] for name in ("accuracy", "ece"))
-            self.progress.what = f"{self.what} (accuracy {accuracy:.2f} %, ECE {ece:.1f} % in round {record['round']})"
-        self.progress.done(run.federation.round)
+    return train_together(runs, [[SaidProgress(say, what, how.rounds)], *([] for _ in runs[1:])])
 
 
 def run(
     out: Path,
     seeds: Sequence[int] = (0,),
     rounds: int = ROUNDS,
-    device: str = "auto",
+    device: Device = "auto",
     say: Say = to_stderr,
     cells: Iterable[str] | None = None,
     methods: Iterable[str] | None = None,
@@ -158,13 +152,14 @@ def _cell(out: Path, cell: str, name: str, seeds: tuple[int, ...], how: Settings
     method = PUBLISHED[name]()
     asked = {"cell": cell, "method": name, "settings": record(method, how), "rounds": how.rounds}
     found = read(path)
-    there(found, asked, path)
+    check_same(found, asked, path)
     kept = {one["seed"]: one for one in found.get("runs", [])}
     missing = [seed for seed in seeds if seed not in kept]
     title = {"bpfed": "BPFed", "pfedbayes": "pFedBayes"}[name]
     if not missing:
         say(f"{title} on {cell}: there already")
         return
+    check_writable(path.parent)
     start = time.perf_counter()
     for one in train(method, cell, how, missing, say, f"{title} on {cell}"):
         kept[one.settings.seed] = seed_record(one)
@@ -185,7 +180,7 @@ def _cell(out: Path, cell: str, name: str, seeds: tuple[int, ...], how: Settings
     tops = [best(kept[seed]) for seed in missing]
     say(
         f"{title} on {cell}: best round's accuracy {100 * sum(t['accuracy'] for t in tops) / len(tops):.2f} %, "
-        f"ECE {100 * sum(t['ece'] for t in tops) / len(tops):.1f} %, {seconds:.0f} s"
+        f"ECE {100 * sum(t['ece'] for t in tops) / len(tops):.1f} %, {duration(seconds)}"
     )
 
 

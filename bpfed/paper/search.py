@@ -14,26 +14,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from bpfed.console import Say, to_stderr
 from bpfed.data import FederatedData, load
 from bpfed.data.held import held_out
 from bpfed.engine.federation import pick_device
-from bpfed.engine.settings import Settings
-from bpfed.errors import UserError
+from bpfed.engine.settings import Device, Settings
+from bpfed.errors import UserError, unknown
 from bpfed.files import to_json, write_whole
 from bpfed.methods import method
-from bpfed.paper import protocol
-from bpfed.paper.training import Say, device_name, tests_on, to_stderr
+from bpfed.paper import protocol, records
+from bpfed.paper.records import numbers
+from bpfed.paper.training import check_same, check_writable, device_name, read, record, tests_on
+from bpfed.paper.typeset import NOTHING
 from bpfed.run import train_together
+from bpfed.schema import fields_of
+from bpfed.scores import mean
 from bpfed.training import prepare
 
-#: Part of the training examples that is scored, and the seeds, which no table uses. With a fifth held out, as at first,
-#: what is left is so much less that the model of all the examples comes out surer than the one that was chosen.
-HELD = 0.1
+#: The seeds, which no table uses.
 SEEDS = (11, 12, 13, 14)
-#: MiB for what is trained side by side.
-MEMORY = 16384
 #: What is tried, by default around what was chosen; the rounds are tried twice, since calibration must not depend on
 #: them.
 GRID: tuple[dict[str, float], ...] = tuple(
@@ -42,6 +43,8 @@ GRID: tuple[dict[str, float], ...] = tuple(
     for s in (2.8, 4.0)
 )
 ROUNDS = (100, 300)
+#: Settings that a search has of its own, so none can be tried.
+OWN = ("rounds", "seed", "device")
 #: The settings' short names in the tables.
 WORDS = {
     "temperature": "T",
@@ -55,14 +58,13 @@ WORDS = {
     "mean_sigma": "s_m",
 }
 #: In the first searches ``prior_sigma`` was s0 itself, one for all layers and at most 0.3; since then it is k, and s0
-#: of a layer
-#: is k over the root of its number of inputs.
+#: of a layer is k over the root of its number of inputs.
 LEAST_K = 1.0
 
 
 def validation(cell: str, seed: int, partition: str = "groups") -> FederatedData:
     """The cell with a part of its training examples instead of its test examples."""
-    return held_out(load(cell, partition=partition, seed=seed), HELD, seed)
+    return held_out(load(cell, partition=partition, seed=seed), protocol.HELD, seed)
 
 
 def run(
@@ -71,10 +73,10 @@ def run(
     name: str = "bpfed-recipe",
     grid: Sequence[Mapping[str, Any]] = GRID,
     rounds: int = ROUNDS[0],
-    device: str = "auto",
+    device: Device = "auto",
     say: Say = to_stderr,
 ) -> None:
-    """Search in each cell and write ``OUT/search/METHOD-CELL-ROUNDS.json``.
+    """Search in each cell and write ``OUT/search/METHOD-CELL-ROUNDS.json``; what is there already is left as it is.
 
     Args:
         out: Folder of results.
@@ -84,12 +86,22 @@ def run(
         rounds: Of every run.
         device: ``auto``, ``cpu`` or ``cuda``.
         say: Told what each setting gave.
+
+    Raises:
+        OtherResult: There is a search of something else under that name.
     """
-    for cell in cells:
+    check_grid(name, grid)
+    paths = {cell: out / "search" / f"{name}-{cell}-{rounds}.json" for cell in cells}
+    done = {cell: _done(path, asked(cell, name, grid, rounds)) for cell, path in paths.items()}
+    for cell, path in paths.items():
+        if done[cell]:
+            say(f"{name} on {cell}: done already")
+            continue
+        check_writable(path.parent)
         found = search(cell, name, grid, rounds, device=device)
-        write_whole(out / "search" / f"{name}-{cell}-{rounds}.json", to_json(found))
+        write_whole(path, to_json(found))
         for row in found["tried"]:
-            means = {m: sum(row[m]) / len(row[m]) for m in ("accuracy", "nll", "ece", "over_confidence")}
+            means = {m: mean(row[m]) for m in ("accuracy", "nll", "ece", "over_confidence")}
             say(f"{cell}, {_words(row['settings'])}: {', '.join(f'{m} {v:.4f}' for m, v in means.items())}")
 
 
@@ -108,25 +120,47 @@ def read_grid(text: str) -> list[dict[str, Any]]:
     return grid
 
 
+def check_grid(name: str, grid: Sequence[Mapping[str, Any]]) -> None:
+    """Check that these settings can be tried with a method.
+
+    Raises:
+        UserError: Neither the method nor its run has such a setting, or it is a number and text is given.
+    """
+    known = fields_of(method(name)) | fields_of(Settings)
+    known = {key: field for key, field in known.items() if key not in OWN}
+    for key, value in [pair for values in grid for pair in values.items()]:
+        if key not in known:
+            raise unknown("setting", key, known)
+        if isinstance(value, str) and isinstance(known[key].default, int | float):
+            raise UserError(f"--grid: {key} is {value!r}, but must be {known[key].allowed}.")
+
+
+def asked(
+    cell: str, name: str, grid: Sequence[Mapping[str, Any]], rounds: int, seeds: Sequence[int] = SEEDS
+) -> dict[str, Any]:
+    """What a search is of; its file has all of it but the grid, which is the settings of what was tried."""
+    return {
+        "cell": cell,
+        "method": name,
+        "rounds": rounds,
+        "seeds": list(seeds),
+        "held": protocol.HELD,
+        "settings": record(method(name)(), _settings(rounds)),
+        "grid": [dict(values) for values in grid],
+    }
+
+
 def search(
     cell: str,
     name: str = "bpfed-recipe",
     grid: Sequence[Mapping[str, Any]] = GRID,
     rounds: int = ROUNDS[0],
     seeds: Sequence[int] = SEEDS,
-    device: str = "auto",
+    device: Device = "auto",
     deal: Callable[[str, int], FederatedData] = validation,
 ) -> dict[str, Any]:
     """Train every setting with every seed; the metrics of the last round and the NLL after a third of the rounds."""
-    kinds = {f.name for f in fields(Settings)}
-    base = Settings(
-        rounds=rounds,
-        eval_every=max(1, rounds // 3),
-        eval_draws=protocol.LAST_DRAWS,
-        device=device,  # type: ignore[arg-type]
-        memory=MEMORY,
-        **protocol.RUN,
-    )
+    kinds, base = {f.name for f in fields(Settings)}, _settings(rounds, device)
     where, start = pick_device(device), time.perf_counter()
     runs = []
     dealt = {seed: tests_on(deal(cell, seed), where) for seed in seeds}
@@ -143,16 +177,34 @@ def search(
         gaps = [_over_confidence(run) for run in runs[i * len(seeds) : (i + 1) * len(seeds)]]
         curve = [[round(r["nll"]["pooled"], 4) for r in history] for history in own]
         tried.append({"settings": dict(values), **found, "over_confidence": gaps, "nll_curve": curve})
+    of = asked(cell, name, grid, rounds, seeds)
     return {
-        "cell": cell,
-        "method": name,
-        "rounds": rounds,
-        "seeds": list(seeds),
-        "held": HELD,
+        **{key: value for key, value in of.items() if key != "grid"},
         "device": device_name(device),
         "seconds": round(time.perf_counter() - start, 1),
         "tried": tried,
     }
+
+
+def _settings(rounds: int, device: Device = "auto") -> Settings:
+    """Of every run, but for what is tried and the seed."""
+    return Settings(
+        rounds=rounds,
+        eval_every=max(1, rounds // 3),
+        eval_draws=protocol.LAST_DRAWS,
+        device=device,
+        memory=protocol.MEMORY,
+        **protocol.RUN,
+    )
+
+
+def _done(path: Path, asked: dict[str, Any]) -> bool:
+    """Whether this very search is there."""
+    found = read(path)
+    if found:
+        tried = [row["settings"] for row in found.get("tried", ())]
+        check_same(found | {"grid": tried}, asked, path, more=False)
+    return bool(found)
 
 
 def _over_confidence(run: Any) -> float:
@@ -167,31 +219,66 @@ def markdown(results: Path) -> str:
     """The tables of all searches: one for each series of files ``results/search/SERIES-CELL-ROUNDS.json``."""
     series: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for path in sorted((results / "search").glob("*.json")):
-        found = json.loads(path.read_text())
-        name = path.stem.removesuffix(f"-{found['cell']}-{found['rounds']}")
-        series.setdefault((name, found["rounds"]), {})[found["cell"]] = found
+        found = records.read(path)
+        try:
+            cell, rounds = found["cell"], found["rounds"]
+            tried = {_key(row["settings"]): _Tried.of(row) for row in found["tried"]}
+        except (KeyError, TypeError):
+            tried = {}
+        if not tried or cell not in protocol.cells():
+            raise UserError(f"'{path}' is not the result of a search; restore or delete it.")
+        series.setdefault((path.stem.removesuffix(f"-{cell}-{rounds}"), rounds), {})[cell] = tried
     return "\n\n".join(_table(name, rounds, found) for (name, rounds), found in sorted(series.items()))
 
 
-def _table(name: str, rounds: int, found: Mapping[str, Mapping[str, Any]]) -> str:
+class _Tried(NamedTuple):
+    """A setting and the means of its scores over seeds."""
+
+    settings: Mapping[str, Any]
+    accuracy: float
+    nll: float
+    over_confidence: float
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> _Tried:
+        return cls(row["settings"], *(mean(numbers(row[m]).tolist()) for m in cls._fields[1:]))
+
+    def __str__(self) -> str:
+        return f"{100 * self.accuracy:.1f} / {self.nll:.3f} / {100 * self.over_confidence:+.1f}"
+
+
+def _table(name: str, rounds: int, found: Mapping[str, Mapping[str, _Tried]]) -> str:
+    """A series: a row for each setting that some cell was searched with; the sum where all of them were."""
     cells = [cell for cell in protocol.cells() if cell in found]
-    settings = [row["settings"] for row in found[cells[0]]["tried"]]
-    rows = []
-    for i, values in enumerate(settings):
-        own = [found[cell]["tried"][i] for cell in cells]
-        means = [{m: sum(row[m]) / len(row[m]) for m in ("accuracy", "nll", "over_confidence")} for row in own]
-        figures = [f"{100 * m['accuracy']:.1f} / {m['nll']:.3f} / {100 * m['over_confidence']:+.1f}" for m in means]
-        rows.append([_words(values), *figures, f"{sum(m['nll'] for m in means):.3f}"])
-    best = min(range(len(rows)), key=lambda i: float(rows[i][-1]))
-    rows[best][-1] = f"**{rows[best][-1]}**"
+    rows, sums = [], []
+    for key in dict.fromkeys(key for cell in cells for key in found[cell]):
+        own = [found[cell].get(key) for cell in cells]
+        there = [tried for tried in own if tried is not None]
+        sums.append(sum(tried.nll for tried in there) if len(there) == len(own) else math.nan)
+        total = f"{sums[-1]:.3f}" if math.isfinite(sums[-1]) else NOTHING
+        rows.append([_words(there[0].settings), *(NOTHING if tried is None else str(tried) for tried in own), total])
+    if whole := [i for i, total in enumerate(sums) if math.isfinite(total)]:
+        best = min(whole, key=lambda i: float(rows[i][-1]))
+        rows[best][-1] = f"**{rows[best][-1]}**"
     head = [f"{name}, {rounds} rounds", *cells, "sum of NLLs"]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
 
 
+def _key(settings: Mapping[str, Any]) -> str:
+    """What is the same for the same settings; 10 and 10.0 are."""
+    plain = {name: float(value) if type(value) is int else value for name, value in settings.items()}
+    return json.dumps(plain, sort_keys=True)
+
+
 def _words(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{_word(name, value)} = {value:g}" for name, value in settings.items())
+    return ", ".join(f"{_word(name, value)} = {_text(value)}" for name, value in settings.items())
 
 
-def _word(name: str, value: float) -> str:
+def _text(value: Any) -> str:
+    """A value as the tables have it; text and switches are as they are."""
+    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _word(name: str, value: Any) -> str:
     """A setting's short name."""
     return "s0" if name == "prior_sigma" and value < LEAST_K else WORDS.get(name, name)

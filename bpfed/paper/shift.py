@@ -18,17 +18,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bpfed.console import Say, to_stderr
 from bpfed.data import Examples, FederatedData, load
 from bpfed.data.cells import CELLS
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation, pick_device
-from bpfed.engine.settings import Settings
+from bpfed.engine.settings import Device, Settings
 from bpfed.errors import unknown
 from bpfed.methods import method as method_of
 from bpfed.methods.base import Method, rows
 from bpfed.metrics import ood_auroc
 from bpfed.noise import Purpose
-from bpfed.paper.training import Measured, Progress, Say, Shared, each, seeded, settings_of, tests_on, to_stderr, train
+from bpfed.paper.training import Measured, Progress, Shared, each, seeded, settings_of, tests_on, train
 from bpfed.predict import classify
 from bpfed.report.text import plural
 
@@ -50,10 +51,10 @@ def run(
     methods: Sequence[str] = METHODS,
     seeds: int = 3,
     rounds: int = ROUNDS,
-    device: str = "auto",
+    device: Device = "auto",
     say: Say = to_stderr,
 ) -> None:
-    """Run every method and write ``OUT/shift.json`` for mnist-small and ``OUT/shift-CELL.json`` for others, method by method.
+    """Run every method; write ``OUT/shift.json`` of mnist-small, ``OUT/shift-CELL.json`` of others, method by method.
 
     Args:
         out: Folder of results.
@@ -87,6 +88,7 @@ def _cell(path: Path, cell: str, methods: dict[str, Method], seeds: int, setting
     strange: list[Tensor] = []
 
     def ready() -> None:
+        file.check_writable()
         if not deals:
             say(f"{cell}: loading {plural(file.seeds, 'seed')}")
             device = pick_device(settings.device)
@@ -135,7 +137,7 @@ def shifted(federation: Federation, kind: str, value: float) -> Federation:
 
 
 def rotated(x: Tensor, degrees: float) -> Tensor:
-    """Images ``[E, C, H, W]`` or ``[E, H, W]`` turned anticlockwise about their middle; what comes in from outside is -1."""
+    """Images ``[E, C, H, W]`` or ``[E, H, W]`` turned anticlockwise about their middle; what comes in is -1."""
     if degrees == 0:
         return x
     images = x if x.ndim == 4 else x[:, None]
@@ -174,7 +176,7 @@ def told_apart(federation: Federation, strange: Tensor) -> dict[str, dict[str, f
 
 
 def uncertainties(federation: Federation, client: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Total and epistemic uncertainty of one client's predictions, ``[E]`` each; a single network has none of the latter."""
+    """Total and epistemic uncertainty of one client's predictions, ``[E]`` each; one network has none of the latter."""
     who = torch.tensor([client])
     with torch.no_grad():
         predictive = federation.method.predictive(

@@ -1,10 +1,10 @@
 """The split of the public reference code: consecutive slices of the dataset, and one test file for small and large.
 
 Images of each class are taken in the dataset's own order, so neighbours (in MNIST often of one hand) come to the same
-client, in training and in test. Client u gets the labels 5u to 5u + 4, counted round, of each label the next slice; its
-images are then shuffled and cut, not class by class. And whatever the size of the training set, the test images are
-those of the *large*
-cell: of a small cell's test images some were trained on. None of this is how the protocol ``paper`` splits.
+client, in training and in test. Client u gets the labels 5u to 5u + 4, wrapping around, of each label the next slice;
+its images are then shuffled and cut, not class by class. And whatever the size of the training set, the test images are
+those of the *large* cell: of a small cell's test images some were trained on. None of this is how the protocol
+``paper`` splits.
 """
 
 from __future__ import annotations

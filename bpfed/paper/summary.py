@@ -1,4 +1,4 @@
-"""``results/summary.json``: the figures of all tables in one file, ``[protocol][partition][cell][method]``, fractions."""
+"""``results/summary.json``: the figures of all tables as fractions, ``[protocol][partition][cell][method]``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients whose true functions are known: teacher networks, the data they make, and the setting of the experiment on them.
+"""Clients whose true functions are known: teacher networks, the data they make, and the experiment's setting.
 
 Client i's function f_i is a random body that all clients share and a head of its own, f_i standardised to mean 0 and
 variance 1 over the inputs, x uniform on [−1, 1]^e0. Its targets are f_i(x) + N(0, σ_ε²) with σ_ε known to all.
@@ -84,7 +84,7 @@ class Setting:
         return replace(made, path=1e9, reach=1e9) if isinstance(made, Recipe) else made
 
     def record(self) -> dict[str, Any]:
-        """All of it in plain data, the number of weights T, and each method's settings: a point is kept only under the same."""
+        """All of it in plain data, the number of weights T, each method's settings: a point is kept under the same."""
         settings = {name: self.method(name).settings() for name in self.methods}
         return json.loads(json.dumps(asdict(self) | {"weights": self.shape.weights, "settings": settings}))
 
@@ -135,7 +135,7 @@ class Task(NamedTuple):
 
 
 def task(setting: Setting, n: int, clients: int, seed: int) -> Task:
-    """``clients`` clients with ``n`` examples each; fewer are the first of more, so that points of a curve are paired."""
+    """``clients`` clients with ``n`` examples each; fewer are the first of more, so points of a curve are paired."""
     teachers = Teachers.draw(setting, clients, seed)
     most = max(*setting.examples, setting.fixed, n)
     x = _symmetric(_client_keys(seed, _INPUTS, clients), most, setting.inputs)

@@ -26,7 +26,6 @@ slowest: ε_n² has the highest power of the logarithm.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -36,10 +35,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpfed.callbacks.base import Callback
+from bpfed.console import Say
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings
-from bpfed.engine.simulator import RoundInfo
+from bpfed.engine.settings import Device, Settings
 from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
 from bpfed.likelihoods import Normal
@@ -48,19 +46,16 @@ from bpfed.methods.base import GaussianPredictive, rows
 from bpfed.networks import mlp
 from bpfed.noise import Purpose
 from bpfed.paper.teachers import Setting, Task, task
+from bpfed.paper.training import SaidProgress, check_same, check_writable, read
+from bpfed.report.text import duration
 from bpfed.run import Run, train_together
 from bpfed.theory import epsilon_n, r_n, squared_hellinger
 from bpfed.training import prepare
 
-Say = Callable[[str], None]
-
 FILE = "theory.json"
 
-#: Seconds between two words of progress.
-_OFTEN = 2.0
 
-
-def start(setting: Setting, method: str, n: int, clients: int, seed: int, device: str) -> tuple[Run, Task]:
+def start(setting: Setting, method: str, n: int, clients: int, seed: int, device: Device) -> tuple[Run, Task]:
     """A run before its first round, and its data."""
     made = task(setting, n, clients, seed)
     batch = min(setting.batch, n)
@@ -74,7 +69,7 @@ def start(setting: Setting, method: str, n: int, clients: int, seed: int, device
         eval_every=setting.rounds,
         eval_draws=1,
         compile="off",
-        device=device,  # type: ignore[arg-type]
+        device=device,
     )
     student = _student(setting, seed)
     known = Normal(setting.noise, learnt=False)
@@ -101,12 +96,12 @@ def measure(federation: Federation, made: Task, noise_scale: float, draws: int) 
 
 
 def point(
-    setting: Setting, method: str, n: int, clients: int, seeds: Sequence[int], device: str, say: Say
+    setting: Setting, method: str, n: int, clients: int, seeds: Sequence[int], device: Device, say: Say, what: str
 ) -> dict[str, Any]:
-    """One point of the curves, all seeds side by side; ``say`` is told of every round."""
+    """One point of the curves, all seeds side by side; ``say`` is told how far it is, under the name ``what``."""
     began = time.perf_counter()
     pairs = [start(setting, method, n, clients, seed, device) for seed in seeds]
-    shown = [[_Said(say)], *([] for _ in seeds[1:])]
+    shown = [[SaidProgress(say, what, setting.rounds)], *([] for _ in seeds[1:])]
     train_together([run for run, _ in pairs], shown)
     found = [measure(run.federation, made, setting.noise, setting.draws) for run, made in pairs]
     return {
@@ -185,40 +180,44 @@ def summary(setting: Setting, points: Sequence[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def run(out: Path, seeds: int, device: str, say: Say, setting: Setting | None = None) -> None:
+def run(out: Path, seeds: int, device: Device, say: Say, setting: Setting | None = None) -> None:
     """Measure all points and write them to ``out``.
 
-    Points that ``out`` holds already, of the same setting and at least as many seeds, are kept; it is written after
-    each point.
+    Points that ``out`` holds already are kept, and where they have more seeds, so have the others; it is written after
+    each point. Those of a method whose settings have changed since are measured again.
 
     Args:
         out: The JSON file.
         seeds: Each has teachers, data and first weights of its own.
         device: ``auto``, ``cpu`` or ``cuda``.
-        say: Told in words how far it has come.
+        say: Called with messages on how far it has come.
+
+    Raises:
+        OtherResult: The file is of another setting or of fewer seeds.
     """
     setting = setting or Setting()
     if seeds < 1:
         raise UserError(f"seeds is {seeds}, but must be at least 1.")
     grid, points = setting.grid(), _kept(out, setting, seeds)
     kept = {(p["method"], p["n"], p["clients"]) for p in points}
+    seeds = max([seeds, *(len(p["hellinger"]) for p in points)])
     missing = [at for at in grid if at not in kept]
-    if out.exists() and not kept:
-        say(f"theory: '{out}' was measured with other settings or fewer seeds, and is measured again")
     if kept:
         say(f"theory: {len(kept)} of {len(grid)} points are in '{out}' already")
+    if missing:
+        check_writable(out.parent)
     began = time.perf_counter()
     for done, (method, n, clients) in enumerate(missing):
         title = f"theory: {METHODS[method].title}, n = {n}, {clients} clients (point {done + 1} of {len(missing)}"
         left = (time.perf_counter() - began) / done * (len(missing) - done) if done else None
-        title += ")" if left is None else f", about {max(1, round(left / 60))} min left)"
+        title += ")" if left is None else f", about {duration(left)} left)"
         say(title)
-        found = point(setting, method, n, clients, range(seeds), device, _after(say, title))
+        found = point(setting, method, n, clients, range(seeds), device, say, title)
         points.append(found)
         points.sort(key=lambda p: grid.index((p["method"], p["n"], p["clients"])))
         write_whole(out, to_json(summary(setting, points)))
         mean = sum(found["hellinger"]) / seeds
-        say(f"theory: {METHODS[method].title}, n = {n}, {clients} clients: {mean:.4f} ({found['seconds']:.0f} s)")
+        say(f"theory: {METHODS[method].title}, n = {n}, {clients} clients: {mean:.4f} ({duration(found['seconds'])})")
     for line in verdict(summary(setting, points)):
         say(line)
 
@@ -230,42 +229,27 @@ def verdict(content: dict[str, Any]) -> list[str]:
     for method in by_n["methods"].values():
         within = "no slower than" if method["slope"] <= bound["slope"] else "SLOWER than"
         lines.append(
-            f"{method['title']}: error ~ n^({method['slope']:.2f} ± {method['slope_se']:.2f}), {within} the bound's leading term "
-            f"n^({bound['slope']:.2f}); its r_n is n^({bound['slope_r_n']:.2f})."
+            f"{method['title']}: error ~ n^({method['slope']:.2f} ± {method['slope_se']:.2f}), {within} the bound's "
+            f"leading term n^({bound['slope']:.2f}); its r_n is n^({bound['slope_r_n']:.2f})."
         )
     return lines
 
 
-def _after(say: Say, title: str) -> Say:
-    return lambda words: say(f"{title}: {words}")
-
-
-class _Said(Callback):
-    """Says now and then how many rounds are done."""
-
-    def __init__(self, say: Say) -> None:
-        self.say, self.last = say, time.perf_counter()
-
-    def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
-        if time.perf_counter() - self.last >= _OFTEN:
-            self.last = time.perf_counter()
-            self.say(f"round {run.federation.round} of {run.settings.rounds}")
-
-
 def _kept(out: Path, setting: Setting, seeds: int) -> list[dict[str, Any]]:
-    """The points of a file that need not be measured again, cut to ``seeds`` seeds."""
+    """The points of a file that need not be measured again."""
     if not out.exists():
         return []
+    content, now = read(out), setting.record()
     try:
-        content, now = json.loads(out.read_text()), setting.record()
-        was, methods = content["setting"]["settings"], now["settings"]
-        if {**content["setting"], "settings": methods} != now:
-            return []
-        same = {name for name in methods if was.get(name) == methods[name]}
-        enough = [p for p in content["points"] if p["method"] in same and len(p["hellinger"]) >= seeds]
-        return [p | {name: p[name][:seeds] for name in ("hellinger", "of_mean")} for p in enough]
-    except (ValueError, KeyError, TypeError) as error:
+        was, points = content["setting"], content["points"]
+        have = max([len(p["hellinger"]) for p in points], default=0)
+        same = {name for name in now["settings"] if was["settings"].get(name) == now["settings"][name]}
+        kept = [p for p in points if p["method"] in same and len(p["hellinger"]) == have]
+        asked = {name: value for name, value in now.items() if name != "settings"}
+        check_same(was | {"seeds": range(have)}, asked | {"seeds": range(max(seeds, have))}, out, more=False)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"'{out}' is not a results file of this experiment; remove it or choose another.") from error
+    return kept
 
 
 def _student(setting: Setting, seed: int) -> nn.Module:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
-import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from bpfed.callbacks.base import Callback
+from bpfed.console import Say
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.engine.federation import Federation, pick_device
-from bpfed.engine.settings import Settings
-from bpfed.engine.simulator import Simulator
-from bpfed.errors import UserError
-from bpfed.files import to_json, write_whole
+from bpfed.engine.settings import Device, Settings
+from bpfed.engine.simulator import RoundInfo, Simulator
+from bpfed.errors import Diverged, UserError
+from bpfed.files import said, to_json, write_whole
 from bpfed.methods.base import Method
 from bpfed.paper import protocol
+from bpfed.report.text import duration
 from bpfed.versions import before
 
-Say = Callable[[str], None]
+if TYPE_CHECKING:
+    from bpfed.run import Run
+
 #: Seconds between two words of progress.
 PAUSE = 10.0
 
@@ -46,8 +51,28 @@ class Progress:
         now = time.perf_counter()
         if now - self.told >= PAUSE and count < self.total:
             left = (now - self.start) / count * (self.total - count)
-            self.say(f"{self.what}: {self.unit} {count} of {self.total}, {spoken(left)} left")
+            self.say(f"{self.what}: {self.unit} {count} of {self.total}, {duration(left)} left")
             self.told = now
+
+
+class SaidProgress(Callback):
+    """Says now and then how far a run is, and how it stood when it was last tested.
+
+    Args:
+        say: Told.
+        what: What is trained, in words.
+        rounds: Of the run.
+    """
+
+    def __init__(self, say: Say, what: str, rounds: int) -> None:
+        self.progress, self.what = Progress(say, what, rounds), what
+
+    def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
+        """After a round."""
+        if record is not None and "accuracy" in record:
+            accuracy, ece = (100 * record[name]["pooled"] for name in ("accuracy", "ece"))
+            self.progress.what = f"{self.what} (accuracy {accuracy:.2f} %, ECE {ece:.1f} % in round {record['round']})"
+        self.progress.done(run.federation.round)
 
 
 def train(
@@ -68,15 +93,15 @@ def train(
     while not all(f.finished for f in federations):
         for info in simulator.round():
             if info is not None and not all(torch.tensor(list(info.values.values())).isfinite()):
-                raise UserError(f"{what}: training diverged in round {federations[0].round}; lower the step size.")
+                raise Diverged(f"{what}: training diverged in round {federations[0].round}; lower the step size.")
         progress.done(federations[0].round)
     return federations
 
 
-def settings_of(rounds: int, draws: int, device: str) -> Settings:
+def settings_of(rounds: int, draws: int, device: Device) -> Settings:
     """The protocol's settings, with all clients in a round where there are fewer than its ten participants."""
     fixed = {name: value for name, value in protocol.RUN.items() if name != "participants"}
-    return Settings(rounds=rounds, eval_draws=draws, device=device, **fixed)  # type: ignore[arg-type]
+    return Settings(rounds=rounds, eval_draws=draws, device=device, **fixed)
 
 
 def seeded(settings: Settings, seeds: int) -> list[Settings]:
@@ -93,12 +118,33 @@ def record(method: Method, settings: Settings) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result that was written before; empty if there is none that can be read."""
+    """A result that was written before; empty if there is none.
+
+    Raises:
+        UserError: There is one, but it cannot be read; to measure again and overwrite it could cost hours of work.
+    """
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    return found if isinstance(found, dict) else {}
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read ({error.strerror}); check the folder of results.") from None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"'{path}' is damaged; restore or delete it.")
+    return found
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder, and check that results can be written there before they are worked for.
+
+    Raises:
+        UserError: They cannot be.
+    """
+    with said(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def tests_on(data: FederatedData, device: torch.device) -> FederatedData:
@@ -107,33 +153,37 @@ def tests_on(data: FederatedData, device: torch.device) -> FederatedData:
     return replace(data, test=Examples(test.x.to(device), test.y.to(device), test.offsets))
 
 
-class Kept(UserError):
+class OtherResult(UserError):
     """A finished result is for something else than what is asked for; it is not overwritten."""
 
 
-def there(found: dict[str, Any], asked: dict[str, Any], path: Path, more: bool = True) -> bool:
-    """Whether a result is there, with all seeds that are asked for; ``found`` in ``path``, and empty if not.
+def check_same(found: dict[str, Any], asked: dict[str, Any], path: Path, more: bool = True) -> None:
+    """Check that a result, if there is one, is for what is asked for, so that it may be gone on with.
 
     Args:
-        found: What there is.
+        found: What there is in ``path``; empty: nothing.
         asked: What it should be of; its ``seeds``, if any, are among those of ``found`` or the other way round.
         path: Where it is.
         more: Whether one of too few seeds may be measured again.
 
     Raises:
-        Kept: It is for something else than what is asked for.
+        OtherResult: It is for something else.
     """
     if not found:
-        return False
-    seeds = set(asked.get("seeds", ())) <= set(found.get("seeds", ()))
+        return
     other = [name for name, value in asked.items() if name != "seeds" and not _same(name, found.get(name), value)]
-    if not (seeds or more):
+    if not more and not has_seeds(found, asked):
         other.append("seeds")
     if other:
-        raise Kept(
-            f"'{path}' holds results for different {', '.join(other)}; delete it to re-run, or use another --results folder."
+        raise OtherResult(
+            f"'{path}' holds results for different {', '.join(other)}; delete it to re-run, or use another --results "
+            "folder."
         )
-    return seeds
+
+
+def has_seeds(found: dict[str, Any], asked: dict[str, Any]) -> bool:
+    """Whether there is a result with all seeds that are asked for."""
+    return bool(found) and set(asked.get("seeds", ())) <= set(found.get("seeds", ()))
 
 
 def each(
@@ -165,7 +215,7 @@ def each(
         found = measure(method)
         seconds = round(time.perf_counter() - start, 1)
         keep(name, method, {**found.scores, "seconds": seconds})
-        say(f"{method.title} {where}: {found.words}, {spoken(seconds)}")
+        say(f"{method.title} {where}: {found.words}, {duration(seconds)}")
 
 
 class Measured(NamedTuple):
@@ -185,7 +235,7 @@ class Shared:
         settings: Of every run but for the seed.
 
     Raises:
-        Kept: The file is of something else than what is asked for.
+        OtherResult: The file is of something else than what is asked for.
     """
 
     def __init__(self, path: Path, asked: dict[str, Any], order: Sequence[str], settings: Settings) -> None:
@@ -193,8 +243,12 @@ class Shared:
         self.path, self.order, self.settings = path, order, settings
         self.seeds = max(len(asked["seeds"]), len(found.get("seeds", ())))
         self.asked = asked | {"seeds": list(range(self.seeds))}
-        there(found, self.asked, path, more=False)
+        check_same(found, self.asked, path, more=False)
         self.methods: dict[str, Any] = found.get("methods", {})
+
+    def check_writable(self) -> None:
+        """Check that the file can be written."""
+        check_writable(self.path.parent)
 
     def has(self, name: str, method: Method) -> bool:
         """Whether a method is there with these settings."""
@@ -217,7 +271,10 @@ def _same(name: str, was: Any, now: Any) -> bool:
 
 
 def differing(was: dict[str, Any], now: dict[str, Any]) -> str:
-    """What of the settings is no longer as it was, in words; one that came later was what it is by default, or what `before` says."""
+    """What of the settings is no longer as it was, in words.
+
+    One that came later was what it is by default, or what `before` says.
+    """
     words = []
     for table in ("method", "run"):
         then = {name: before(name) for name in now[table] if before(name) is not None} | was[table]
@@ -225,17 +282,7 @@ def differing(was: dict[str, Any], now: dict[str, Any]) -> str:
     return "; ".join(words)
 
 
-def device_name(device: str) -> str:
+def device_name(device: Device) -> str:
     """The device's own name, as ``NVIDIA H200``, or ``CPU``."""
     chosen = pick_device(device)
     return torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else "CPU"
-
-
-def spoken(seconds: float) -> str:
-    """A time in words, as ``40 s`` or ``3 min``."""
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def to_stderr(sentence: str) -> None:
-    """Say it on stderr."""
-    print(sentence, file=sys.stderr, flush=True)

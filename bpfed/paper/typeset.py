@@ -37,8 +37,8 @@ def placed(page: str, name: str, text: str) -> str:
     place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if len(place.findall(page)) != 1:
         raise UserError(
-            f"A page has no place for '{name}', or more than one; write <!-- {name} --> and <!-- /{name} --> on two lines where it "
-            "belongs."
+            f"A page has no place for '{name}', or more than one; write <!-- {name} --> and <!-- /{name} --> on two "
+            "lines where it belongs."
         )
     return place.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", page)
 

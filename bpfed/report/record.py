@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bpfed.engine.settings import MOST_EVALUATED
 from bpfed.errors import UserError
 from bpfed.layout import CONFIG, EVALUATION, METRICS, REHEARSALS, SUMMARY
 from bpfed.report import text
@@ -19,8 +20,6 @@ from bpfed.report.measures import MEASURES, Measure, measures
 CALIBRATION, JUDGED = frozenset({"ece", "mce"}), 10
 #: So many clients are named in a sentence.
 NAMED = 3
-#: So many clients are tested where nothing else is said.
-LARGEST = 1000
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class RunRecord:
         if not (folder / CONFIG).is_file():
             raise no_run(folder)
         if not (folder / SUMMARY).is_file():
-            raise UserError(f"The run in '{folder}' is not finished; go on with it: bpfed run --out {folder} --resume")
+            raise UserError(f"The run in '{folder}' is not finished; resume it with: bpfed run --out {folder} --resume")
         return cls(
             _parsed(folder / CONFIG, tomllib.loads),
             _parsed(folder / METRICS, lambda text: [json.loads(line) for line in text.splitlines()]),
@@ -94,7 +93,7 @@ class RunRecord:
         total = int(self.summary.get("clients", len(self.rows)))
         if tested >= total or not self.rows:
             return ""
-        if total > (self.config.get("run", {}).get("eval_clients") or LARGEST):
+        if total > (self.config.get("run", {}).get("eval_clients") or MOST_EVALUATED):
             return f"{text.count(tested)} of the {text.count(total)} clients were tested."
         verb = "has no test examples and is" if total - tested == 1 else "have no test examples and are"
         named = self.evaluation.get("untested", [])[:NAMED]
@@ -129,12 +128,12 @@ class RunRecord:
 
     @property
     def softened(self) -> str:
-        """A sentence on the temperature of all class probabilities; empty where they are left as they are."""
+        """A sentence on the softness of all predictions; empty where they are left as they are."""
         if "softness" not in self.summary:
             return ""
         count = self.config.get("run", {}).get("rehearsals", 0)
         learnt = f", learnt in {text.many(count, 'rehearsal')}" if count else ""
-        return f"Probabilities are given with a softness of {softly(self.summary['softness'])}{learnt}."
+        return f"Predictions are given with a softness of {softly(self.summary['softness'])}{learnt}."
 
     @property
     def no_use(self) -> str:
@@ -208,10 +207,11 @@ class RunRecord:
 
 
 def no_run(folder: Path) -> UserError:
-    """What to say of a folder without a configuration: that it is not a run folder, or that its run is still rehearsing."""
+    """What to say of a folder without a configuration: that it is no run folder, or that its run is still rehearsing."""
     if (folder / REHEARSALS / CONFIG).is_file():
         return UserError(
-            f"The run in '{folder}' is still rehearsing, so there is no model yet; go on with it: bpfed run --out {folder} --resume"
+            f"The run in '{folder}' is still rehearsing, so there is no model yet; resume it with: bpfed run --out {folder} "
+            "--resume"
         )
     if not folder.exists():
         return UserError(f"The run folder '{folder}' does not exist; check the path.")

@@ -104,6 +104,21 @@ def test_the_clients_evaluated_are_drawn_once_by_name():
     assert {other.data.clients[i] for i in evaluated_clients(other)} != chosen
 
 
+def test_clients_are_drawn_among_those_with_test_examples():
+    names = tuple(f"person {i}" for i in range(12))
+    data = scenarios.classification((3,) * 12, test=1, names=names)
+    everyone = evaluated_clients(scenarios.start(FedAvg(), data, eval_clients=12)).tolist()
+    for tested in (7, 11):
+        x, y = data.test.client(tested)
+        alone = Examples.of([(x, y) if i == tested else (x[:0], y[:0]) for i in everyone])
+        federation = scenarios.start(FedAvg(), dataclasses.replace(data, test=alone), eval_clients=1)
+        found, clients = evaluate_clients(federation)
+        assert clients.tolist() == [tested]
+        assert found.sizes.tolist() == [1]
+    whole = scenarios.start(FedAvg(), data, eval_clients=5)
+    assert evaluate_clients(whole)[1].tolist() == evaluated_clients(whole).tolist()
+
+
 def test_without_any_test_example_there_is_one_sentence():
     with pytest.raises(UserError, match="No client of 'small' has a test example"):
         evaluate_clients(scenarios.start(FedAvg(), uneven((0, 0, 0, 0, 0))))

@@ -1,15 +1,21 @@
 """The commands, as far as they go without processes; and the way between a site's app and its worker."""
 
+import contextlib
+import errno
 import json
 import os
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command import Command, files
@@ -20,7 +26,7 @@ from loopgrid import LoopGrid, node_of
 from scenarios import images
 
 from bpfed.errors import UserError
-from bpfed.flower import client_app, control, frame, keys, processes, worker
+from bpfed.flower import client_app, control, frame, keys, processes, superlink, worker
 from bpfed.flower.deployed import open_server, open_site
 from bpfed.flower.message import Answer, Ask, fingerprint
 from bpfed.flower.plan import Plan
@@ -119,8 +125,6 @@ def test_what_cannot_be_is_said_in_one_sentence(bpfed, tmp_path):
             ("--scaling", "client", "--calibration", "0.2", "--task", "regression"),
             "the targets here are numbers; leave it out.",
         ),
-        (("--rehearsals", "2", "--task", "regression"), "the targets here are numbers; leave it out."),
-        (("--softness", "0.5", "--task", "regression"), "the targets here are numbers; leave it out."),
         (("--method", "local"), "there is nothing to deploy; train each site by itself with 'bpfed run'."),
         (("--participants", "3"), "choose 1 to 2."),
     ],
@@ -159,6 +163,126 @@ def test_init_knows_the_shape_of_a_named_dataset(tmp_path, monkeypatch):
 def test_names_of_parameters_are_left_to_the_sites_whose_network_has_them(tmp_path):
     config = Deployed(tmp_path, BPFed(personal=("fc3.weight", "fc3.bias"))).config
     control.make(tmp_path / "a", Plan(("a", "b")), config)
+    for place in (tmp_path / "a").iterdir():
+        method = tomllib.loads((place / "config.toml").read_text())["method"]
+        assert method["personal"] == ["fc3.weight", "fc3.bias"]
+
+
+def test_a_demonstration_replaces_only_demonstrations(bpfed, tmp_path, monkeypatch):
+    fed, earlier = tmp_path / "fed", tmp_path / "demo"
+    bpfed.ok("deploy", "init", fed, "--sites", "a,b")
+    before = files(fed)
+    assert bpfed("deploy", "demo", "--out", fed).sentence == f"'{fed}' contains other files; choose another --out."
+    assert files(fed) == before
+
+    def runs(*given):
+        raise UserError("It was run.")
+
+    monkeypatch.setattr(control, "started", runs)
+    for _ in range(2):
+        assert bpfed("deploy", "demo", "--out", earlier, "--sites", "2").err.endswith("bpfed: It was run.\n")
+        assert (earlier / "server" / keys.AUTHORITY_KEY).exists()
+        assert not (earlier / "old").exists()
+        (earlier / "old").write_text("of an earlier one")
+    assert bpfed("deploy", "demo", "--out", earlier, "--sites", "70000").code == 2
+    assert (earlier / "old").exists()  # nothing is deleted for one that cannot be made
+
+
+@pytest.mark.parametrize("command", [("init",), ("demo", "--out")])
+def test_a_file_is_no_folder_for_a_deployment(bpfed, tmp_path, command):
+    (tmp_path / "fed").write_text("mine")
+    said = bpfed("deploy", *command, tmp_path / "fed", *(("--sites", "a,b") if command == ("init",) else ())).sentence
+    assert said == f"'{tmp_path / 'fed'}' is a file; choose a folder for the deployment."
+    assert (tmp_path / "fed").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("münchen.de", "whose host is not in ASCII; write it as 'xn--mnchen-3ya.de'."),
+        (
+            "a b",
+            "whose host is neither a name (letters, digits, '-' and '.') nor an IP address; write it as host:port.",
+        ),
+        ("300.1.1.1", "nor an IP address; write it as host:port."),
+        ("[127.0.0.1]", "nor an IP address; write it as host:port."),
+        ("-x.de", "nor an IP address; write it as host:port."),
+        ("x" * 64, "nor an IP address; write it as host:port."),
+        ("::1", "whose host is an IPv6 address; write it in brackets and without a zone, as in [::1]:8000."),
+        ("[fe80::1%eth0]", "write it in brackets and without a zone, as in [::1]:8000."),
+    ],
+)
+def test_a_host_that_no_certificate_can_name_is_refused_before_anything_is_made(bpfed, tmp_path, host, why):
+    said = bpfed("deploy", "init", tmp_path / "fed", "--sites", "a", "--address", f"{host}:8000").sentence
+    assert said.startswith(f"The deployment has the address '{host}:8000', ")
+    assert said.endswith(why)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("localhost", "localhost"),
+        ("[::1]", "::1"),
+        ("[2001:db8::1]", "::"),
+        ("10.0.0.1", "0.0.0.0"),
+        ("fed.example.org", "0.0.0.0"),
+    ],
+)
+def test_a_server_listens_where_its_sites_look_for_it(bpfed, tmp_path, host, bound):
+    bpfed.ok("deploy", "init", tmp_path / "fed", "--sites", "a,b", "--address", f"{host}:8000")
+    server = tmp_path / "fed" / "server"
+    command = superlink.command(server, Plan.read(server))
+    assert command[command.index("--host") + 1 :][:3] == [bound, "--port", "8000"]
+    names = x509.load_pem_x509_certificate((server / keys.SERVER).read_bytes()).extensions.get_extension_for_class(
+        x509.SubjectAlternativeName
+    )
+    named = [str(name.value) for name in names.value]
+    assert named[0] == host.strip("[]")
+    assert len(named) == len(set(named))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_deployment_is_there_whole_or_not_at_all(bpfed, tmp_path, monkeypatch, there):
+    fed = tmp_path / "fed"
+    if there:
+        fed.mkdir()
+    sync, syncs = os.fsync, []
+
+    def full(handle):
+        syncs.append(os.readlink(f"/proc/self/fd/{handle}"))
+        if syncs[-1].endswith(keys.SERVER_KEY):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(handle)
+
+    init = ("deploy", "init", fed, "--sites", "a,b")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        assert bpfed(*init).sentence == (
+            f"The disk is full: '{fed}' cannot be written; free some space, and make the deployment again."
+        )
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*")] == ([Path("fed")] if there else [])
+    number = fed.stat().st_ino if there else None
+    bpfed.ok(*init)
+    assert sorted(path.name for path in fed.iterdir()) == ["server", "site-a", "site-b"]
+    assert list(tmp_path.iterdir()) == [fed]
+    assert number in (None, fed.stat().st_ino)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("telemetry = 1", "telemetry is 1, but must be a value such as false."),
+        ("timeout = true", "timeout is true, but must be a value such as 600.0."),
+        ('sites = "a"', 'sites is "a", but must be a value such as ["a", "b"].'),
+        ("data = {x = 1}", 'data is a table, but must be a value such as "".'),
+    ],
+)
+def test_a_value_of_another_kind_is_answered_as_the_file_has_it(tmp_path, line, why):
+    (tmp_path / "deploy.toml").write_text(line + "\n")
+    with pytest.raises(UserError, match=re.escape(why)):
+        Plan.read(tmp_path)
 
 
 def test_init_says_what_each_site_is_started_with(bpfed, tmp_path, monkeypatch):
@@ -352,14 +476,77 @@ def test_an_app_asks_its_worker(bpfed, tmp_path):
     assert '"classes": 10' in answer.facts
 
 
+@pytest.fixture(params=[1, 180])
+def working(bpfed, tmp_path, request, monkeypatch):
+    """A site of which a worker is running, in a folder of a short or a long path; and what it says."""
+    fed = tmp_path / ("f" * request.param)
+    bpfed.ok("deploy", "init", fed, "--clients", "2")
+    site, said = fed / "site-client-00", []
+    (site / "deploy.toml").write_text((site / "deploy.toml").read_text().replace('data = ""', 'data = "digits"'))
+    assert worker.ask(site, b"", 30.0) is None  # nobody is there, which is no reason to wait
+    monkeypatch.setattr(worker, "PATIENCE", 0.5)
+    umask = os.umask(0)
+    threading.Thread(target=worker.work, args=(site, said.append), daemon=True).start()
+    while not worker.listens(site):
+        pass
+    os.umask(umask)
+    return site, said
+
+
+def test_a_worker_outlives_whatever_its_socket_brings(working):
+    site, said = working
+    silent = socket.socket(socket.AF_UNIX)
+    with worker.address(site) as place:
+        silent.connect(place)  # and never says anything
+    own = open_site(site, print)
+    for spoilt in (
+        b"x",
+        b"\1" + b"\0" * 7 + b"3",
+        (9).to_bytes(8, "little") + b'{"a": [1]}',
+        b"\2" + b"\0" * 7 + b"{}",
+    ):
+        with contextlib.suppress(TimeoutError):
+            worker.ask(site, spoilt, 30.0)
+    answer = worker.ask(site, frame.to_bytes(Ask(own.fingerprint, "ab", 0).write()), 30.0)
+    assert Answer.read(frame.from_bytes(answer), None, None).site == "client-00"
+    silent.close()
+    assert any("could not be handed over (timed out)" in sentence for sentence in said)
+    assert sum("A message could not be read" in sentence for sentence in said) == 3
+
+
+def test_only_its_owner_can_ask_a_worker(working):
+    site, _ = working
+    assert stat.S_IMODE((site / worker.SOCKET).stat().st_mode) == 0o600
+    assert stat.S_ISSOCK((site / worker.SOCKET).stat().st_mode)
+    assert "@" not in "".join(line for line in Path("/proc/net/unix").read_text().splitlines() if "bpfed" in line)
+
+
+def test_an_app_says_nothing_to_the_server_of_what_went_wrong(tmp_path, monkeypatch, capsys):
+    now = time.time()
+    message = SimpleNamespace(metadata=SimpleNamespace(created_at=now, ttl=60.0), content=RecordDict())
+    context = SimpleNamespace(node_config={"folder": str(tmp_path / "secret")})
+    monkeypatch.setattr(client_app, "end_in_time", lambda left: None)
+    for error in (PermissionError(13, "no", "secret"), UserError("secret"), KeyError("secret"), TimeoutError("secret")):
+
+        def fails(*given, error=error):
+            raise error
+
+        monkeypatch.setattr(worker, "ask", fails)
+        with pytest.raises((RuntimeError, TimeoutError)) as raised:
+            client_app._answered(message, context)
+        assert "secret" not in str(raised.value)
+        assert raised.value.__suppress_context__ or raised.value.__context__ is None
+        assert "secret" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("round_", "rehearsal", "words"),
     [
-        (0, 0, "What data there is"),
+        (0, 0, "Greeting"),
         (4, 0, "Round 4"),
         (5, 0, "The last round's scores"),
         (2, 1, "Rehearsal 1, round 2"),
-        (5, 3, "Rehearsal 3, what was held out"),
+        (5, 3, "Rehearsal 3, held-out results"),
         ("2", 0, "A message"),
         (2, -1, "A message"),
     ],

@@ -62,6 +62,13 @@ def test_the_softness_and_the_scores_are_those_of_the_simulator(method, options,
     as_simulated(server, *simulated(method, DATA, **settings))
 
 
+@pytest.mark.parametrize("method", [Recipe(), FedPer()], ids=lambda method: method.name)
+def test_numbers_are_rehearsed_as_in_the_simulator(method, tmp_path):
+    data = regression(sizes=(30, 40, 21))
+    server = Deployed(tmp_path, method, data, **TINY).serve()
+    as_simulated(server, *simulated(method, data, **TINY))
+
+
 def test_what_was_learnt_is_told_with_the_run_and_sites_predict_with_it(tmp_path, wanted):
     deployed = Deployed(tmp_path, FedAvg(), DATA, **TINY)
     for name, site in deployed.sites.items():
@@ -72,14 +79,14 @@ def test_what_was_learnt_is_told_with_the_run_and_sites_predict_with_it(tmp_path
     assert record.summary["softness"] == server.journal.softness
     assert (
         record.softened
-        == f"Probabilities are given with a softness of {softly(server.journal.softness)}, learnt in 2 rehearsals."
+        == f"Predictions are given with a softness of {softly(server.journal.softness)}, learnt in 2 rehearsals."
     )
     assert record.softened in (tmp_path / "server" / "report.html").read_text()
     assert [r["round"] for r in server.history] == [1, 2]
     told = [s for s in deployed.said if "softness" in s or s.startswith("Rehearsal")]
     assert told[0] == "Rehearsal 1 of 2, round 1 of 2: 3 uploads."
     assert told[-1].startswith(
-        f"Rehearsed: probabilities will have a softness of {softly(server.journal.softness)}. The "
+        f"Rehearsed: predictions will have a softness of {softly(server.journal.softness)}. The "
     )
     assert "is learnt from 36 held-out examples, so it is uncertain; rehearsals = 56 would learn it" in told[-1]
     assert json.loads((tmp_path / "server" / "status.json").read_text())["learnt"] == told[-1]
@@ -363,12 +370,6 @@ def test_where_those_with_examples_were_away_the_run_goes_on_once_they_are_there
         deployed.serve()
     deployed.grid.clients[node] = answer
     as_simulated(deployed.serve(), *simulated(FedAvg(), deployed.data, **TINY))
-
-
-def test_numbers_have_no_softness_in_a_deployment_either(tmp_path):
-    with pytest.raises(UserError, match="of class probabilities, but the targets here are numbers"):
-        Deployed(tmp_path, FedAvg(), regression(), **TINY).serve()
-    assert not (tmp_path / "server" / "rehearsals").exists()
 
 
 def test_of_what_is_held_out_nothing_but_its_number_and_slopes_is_told(tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from test_same_numbers import same
 
 from bpfed.errors import UserError
 from bpfed.flower.message import Answer, Ask
+from bpfed.flower.post import GridPost
 from bpfed.flower.states import States
 from bpfed.methods import BPFed, FedAvg, Recipe
 
@@ -89,6 +91,18 @@ def counted(value):
     return change
 
 
+def hits(value):
+    """As many hits in every bin."""
+
+    def change(record, m):
+        cells = record["sums"]["cells"]
+        bins = len(cells) // 4
+        record["sums"]["cells"] = [*cells[: 2 * bins], *[value] * bins, *cells[3 * bins :]]
+        return record
+
+    return change
+
+
 def told(name, value):
     def change(record, m):
         record["info"][name] = value
@@ -124,6 +138,13 @@ BAD = {
     "a score below 0": (summed("sure", -1.0), "its 'sure' are not sums"),
     "a score beyond measure": (summed("losses", 1e308, 1.0), "its 'losses' are not sums"),
     "more examples than a number can be": (counted(1e99), "the counts in its sums are not numbers of examples"),
+    "more hits than examples": (hits(1e100), "its 'cells' are more than its examples allow"),
+    "more that are sure than examples": (summed("sure", 7.0), "its 'sure' are more than its examples allow"),
+    "more that are right than sure": (summed("sure_right", 6.0), "its 'sure_right' are more than its examples allow"),
+    "more examples than are believed": (field("train", 2**62), "its number of examples or its time is not valid"),
+    "a loss beyond measure": (told("nll", 1e300), "'nll' of its training is not a finite number"),
+    "words that a terminal would obey": (field("refused", "\x1b[2J\nRound 9"), "was not used: ?[2J?Round 9"),
+    "an error of many words": (lambda r, m: Message(Error(0, "boom" * 10**5), reply_to=m), "boom"),
     "parts of examples": (counted(0.5), "the counts in its sums are not numbers of examples"),
     "a loss too many": (
         told("labels", 1.0),
@@ -156,8 +177,44 @@ def test_a_bad_answer_is_refused_named_and_counted_and_the_round_goes_on(fault, 
     server = deployed.serve()
     assert server.sites["site b"].refused == 1
     assert [s for s in deployed.said if "'site b'" in s and words in s]
+    assert all(s.isprintable() and len(s) < 1000 for s in deployed.said)
     assert words in json.loads((tmp_path / "server" / "status.json").read_text())["sites"]["site b"]["why"]
     same(server, *away_gaussian)  # as if it had been away
+
+
+def test_a_reply_that_flower_cannot_read_costs_its_site_only(tmp_path):
+    """Flower takes all replies off at once, and fails with all of them."""
+    deployed = Deployed(tmp_path, FedAvg(), DATA, epochs=1, rounds=ROUNDS, plan={"min_replies": 2})
+    pull, bad = deployed.grid.pull_messages, set()
+
+    def pulled(ids):
+        if bad & set(ids):
+            raise KeyError("no such type of object")
+        return pull(ids)
+
+    spoil(deployed, "site b", lambda r, m: bad.add(m.metadata.message_id), ("1", "2", "3", "4"))
+    deployed.grid.pull_messages = pulled
+    server = deployed.serve()
+    assert server.sites["site b"].refused >= ROUNDS
+    assert "it is not a message of Flower's" in server.sites["site b"].why
+    assert server.journal.counted == {"site a": ROUNDS, "site c": ROUNDS}
+
+
+def test_from_the_first_such_reply_on_each_is_read_by_itself():
+    def broken(ids):
+        asked.append(list(ids))
+        if "b" in ids:
+            raise ValueError("not a message")
+        return [SimpleNamespace(metadata=None, has_error=lambda: False, content=f"of {i}") for i in ids]
+
+    asked = []
+    post = GridPost(SimpleNamespace(pull_messages=broken))
+    found = dict(post._pull(["a", "b", "c"]))
+    assert found == {"a": "of a", "b": "it is not a message of Flower's.", "c": "of c"}
+    assert asked == [["a", "b", "c"], ["a"], ["b"], ["c"]]
+    post.grid.pull_messages = lambda ids: (_ for _ in ()).throw(ConnectionError("gone"))
+    with pytest.raises(ConnectionError):
+        list(post._pull(["a"]))
 
 
 def test_a_site_that_never_answers_costs_its_contribution_only(tmp_path, away):
@@ -219,7 +276,7 @@ def test_a_server_that_was_killed_goes_on_from_its_last_finished_round(moment, t
         deployed.serve()
     deployed.grid.push_messages, deployed.grid.pull_messages = push, pull
     server = deployed.serve()
-    assert any("Going on after round" in s for s in deployed.said)
+    assert any("Resuming after round" in s for s in deployed.said)
     assert [r["round"] for r in server.history] == [1, 2, 3]
     same(server, *simulated(BPFed(), DATA, epochs=1, rounds=ROUNDS))
 

@@ -7,12 +7,14 @@ import pytest
 import torch
 from federations import Deployed
 from flwr.app import Array, ArrayRecord
-from scenarios import classification
+from scenarios import classification, regression
 
+from bpfed.flower.message import SHARES, Answer
 from bpfed.flower.pattern import RAW, Refused, Upload, patterns
 from bpfed.flower.site import Site
 from bpfed.flower.states import States
 from bpfed.methods import BPFed, FedAvg
+from bpfed.metrics import Sums
 
 
 def personal_parts(site, name, run):
@@ -136,6 +138,27 @@ def test_a_personal_tensor_cannot_be_put_into_an_upload(tmp_path):
         site.transform = lambda upload, shared, round_: Upload(upload.state._replace(mean=torch.zeros(999)))
     with pytest.raises(Exception, match="got 0 of 2 uploads"):
         deployed.serve()
+
+
+@pytest.mark.parametrize("regression_", [False, True])
+def test_sums_are_bounded_by_their_examples_and_those_of_real_ones_pass(tmp_path, regression_):
+    data = regression((20, 20)) if regression_ else classification((20, 20), classes=2)
+    deployed = Deployed(tmp_path, FedAvg(), data, rounds=1, calibration=0.5)
+    server = deployed.serve()
+    assert not any(seen.refused for seen in server.sites.values())
+    form = server.training.exchange.form
+    sums = server.journal.evaluation[0].sums
+    own = Sums(sums.cells[:, :1], sums.losses[:, :1], {name: part[:1] for name, part in sums.further.items()})
+
+    def read(changed):
+        return Answer.read(Answer("", "", 1, "a", sums=changed).write(), None, form).sums
+
+    assert read(own).further == own.further
+    bounded = {"counted", "coverage"} | (set() if regression_ else {*SHARES, "in_order"})
+    for name in bounded:
+        spoilt = own._replace(further=own.further | {name: torch.tensor([1000.0], dtype=torch.float64)})
+        with pytest.raises(Refused, match=f"its '{name}' are more than its examples allow"):
+            read(spoilt)
 
 
 @pytest.mark.parametrize(("method", "tensors"), [(BPFed(), 2), (FedAvg(), 1)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +15,6 @@ from bpfed.comparison.page import render
 from bpfed.comparison.versus import pooled
 from bpfed.metrics import evaluate
 from bpfed.report.measures import MEASURES
-from bpfed.report.svg import apart
 
 
 def comparison(
@@ -89,19 +87,6 @@ def test_lines_differ_without_colour() -> None:
     assert len(set(kinds)) == 20
     assert all(one[1] != two[1] for one, two in pairwise(kinds))
     assert versus.STYLE.count("stroke-dasharray") == versus.DASHES - 1
-
-
-@pytest.mark.parametrize(
-    "places", [[10.0, 10.0, 10.0], [0.0, 300.0], [395.0, 396.0, 397.0, 1.0], [50.0 + k for k in range(15)]]
-)
-def test_labels_stand_apart_in_their_order_and_near(places: list[float]) -> None:
-    moved = apart(places, 17, 0, 400)
-    order = sorted(range(len(places)), key=places.__getitem__)
-    assert all(moved[b] - moved[a] >= 17 - 1e-9 for a, b in pairwise(order))
-    assert all(-1e-9 <= m <= 400 + 1e-9 for m in moved)
-    if max(places) < 380 and min(places) > 100:
-        assert math.isclose(sum(moved), sum(places))
-    assert apart([0.0, 300.0], 17, 0, 400) == [0.0, 300.0]
 
 
 def test_reliability_of_several_runs_is_that_of_all_their_examples() -> None:

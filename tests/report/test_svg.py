@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -46,6 +47,36 @@ def test_labels_are_pushed_apart_in_their_order() -> None:
     assert svg.apart([12, 10], 15) == [18.5, 3.5]
     assert svg.apart([10, 12, 50], 15, low=5) == [5, 20, 50]
     assert svg.apart([10, 12, 50], 15, high=40) == [3.5, 18.5, 40]
+
+
+#: Room for labels that are 0.1 apart, from 0 to 1.
+CROWDS = [
+    [0.5, 0.5, 0.5],
+    [0.5, 0.505, 0.51],
+    [0.0, 0.01, 0.99, 1.0],
+    [0.94, 0.95, 0.96, 1.2],
+    [0.99, 0.98, 0.97, 0.02],
+    [0.125 + 0.0025 * k for k in range(9)],
+    [0.2, 0.6],
+    [],
+]
+
+
+@pytest.mark.parametrize("places", CROWDS)
+def test_labels_stand_apart_in_their_order_and_within_limits(places: list[float]) -> None:
+    moved = svg.apart(places, 0.1, 0.0, 1.0)
+    order = sorted(range(len(places)), key=places.__getitem__)
+    assert all(moved[b] - moved[a] >= 0.1 - 1e-12 for a, b in pairwise(order))
+    assert all(-1e-12 <= place <= 1 + 1e-12 for place in moved)
+
+
+def test_labels_stay_near() -> None:
+    """What is apart already does not move, and a crowd with room on either side keeps its centre."""
+    assert svg.apart([0.2, 0.6], 0.1, 0.0, 1.0) == [0.2, 0.6]
+    assert svg.apart([0.0, 300.0], 17, 0, 400) == [0.0, 300.0]
+    assert svg.apart([150.0, 152.0, 154.0], 17, 0, 400) == pytest.approx([135.0, 152.0, 169.0])
+    crowd = [150.0 + k for k in range(15)]
+    assert math.isclose(sum(svg.apart(crowd, 17, 0, 400)), sum(crowd))
 
 
 def test_a_line_is_interrupted_by_what_is_missing() -> None:

@@ -1,0 +1,33 @@
+"""The map of the modules in ``docs/design.md``: nothing is missing, and nothing is named that is not there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "bpfed"
+
+
+def mapped() -> set[str]:
+    """Modules and packages that the page's tables name, as ``engine/plan.py`` and ``data/``.
+
+    In a row a bare name is in the folder of the first one.
+    """
+    page = (ROOT / "docs" / "design.md").read_text().partition("## Map of the modules")[2].partition("\n## ")[0]
+    found = set()
+    for row in page.splitlines():
+        names = re.findall(r"`([\w/]+(?:\.py|/))`", row) if row.startswith("|") else []
+        folder = names[0].rpartition("/")[0] if names and names[0].endswith(".py") else ""
+        found |= {f"{folder}/{name}" if folder and "/" not in name else name for name in names}
+    return found
+
+
+def test_every_module_is_on_the_map() -> None:
+    modules = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
+    named = mapped()
+    assert {m for m in modules if m not in named and f"{m.rpartition('/')[0]}/" not in named} == set()
+
+
+def test_everything_on_the_map_is_there() -> None:
+    assert {name for name in mapped() if not (PACKAGE / name).exists()} == set()
