@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import files
 from scenarios import classification, regression
 from scipy.optimize import minimize_scalar
 
@@ -218,7 +219,18 @@ def test_a_rehearsal_that_is_broken_off_goes_on(tmp_path, trained, monkeypatch):
             bpfed.fit(FedAvg(), data, rehearsals=2, out=out, **TINY)
     assert [p.name for p in out.iterdir()] == ["rehearsals"]
     trained.clear()
-    run = bpfed.fit(FedAvg(), data, rehearsals=2, out=out, **TINY)
+    before = files(out)
+    # As strict as where the run itself has begun.
+    with pytest.raises(UserError, match=r"a' already exists; add --resume to continue it or --overwrite to replace it"):
+        bpfed.fit(FedAvg(), data, rehearsals=2, out=out, **TINY)
+    with pytest.raises(
+        UserError, match=r"has another configuration: run\.rounds is 2 there and 3 here. Resume it with"
+    ):
+        bpfed.fit(FedAvg(), data, rehearsals=2, out=out, resume=True, **TINY | {"rounds": 3})
+    assert files(out) == before
+    said: list[str] = []
+    run = bpfed.fit(FedAvg(), data, rehearsals=2, out=out, resume=True, say=said.append, **TINY)
+    assert said[0] == "Resuming the rehearsals."
     assert trained == [0, 1]
     assert run.federation.softness == whole.federation.softness
     assert json.loads((out / "summary.json").read_text())["nll"]["last"] == whole.history[-1]["nll"]["pooled"]

@@ -350,3 +350,14 @@ def test_what_cannot_be_told_apart_is_said(command, monkeypatch):
     assert alike not in command.ok(*call).out
     monkeypatch.setattr(Difference, "clear", False)
     assert alike in command.ok(*call).out
+
+
+def test_the_difference_shown_is_of_what_is_ranked():
+    found = bpfed.tune(FedAvg(), classification(sizes=(12, 60, 90)), {"lr": [0.0, 0.02, 0.05]}, cuts=2, **TINY)
+    for name in found.trials:
+        difference = found.difference(name)
+        apart = found.comparison.mean(name, "nll") - found.comparison.mean(AS_IT_IS, "nll")
+        assert difference.mean == pytest.approx(apart)
+        assert difference.low <= difference.mean <= difference.high
+    # By which the best is below all others.
+    assert found.difference(found.best).mean == min(found.difference(name).mean for name in found.trials)

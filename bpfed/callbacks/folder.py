@@ -60,6 +60,8 @@ class Folder(Callback):
         self.path, self.resume, self.overwrite = path, resume, overwrite
         self._lock: int | None = None
         self._check()
+        if self._rehearsing and not (resume or overwrite):
+            raise self._exists()
 
     @property
     def states(self) -> Path:
@@ -99,6 +101,17 @@ class Folder(Callback):
                     shutil.rmtree(self.rehearsals)
                 self.rehearsals.mkdir(parents=True, exist_ok=True)
             write_whole(kept, config)
+
+    def check_rehearsals(self, run: Run) -> None:
+        """Raise unless what is being rehearsed here, and is to be resumed, is this run; say that it is resumed."""
+        if self.resume and self._rehearsing:
+            self._same(run.config(), self.rehearsals / CONFIG)
+            run.say("Resuming the rehearsals.")
+
+    @property
+    def _rehearsing(self) -> bool:
+        """Whether a run was begun here and had not finished its rehearsals."""
+        return (self.rehearsals / CONFIG).exists() and not (self.path / CONFIG).exists()
 
     def start(self, run: Run) -> None:
         with self._held():
@@ -161,10 +174,13 @@ class Folder(Callback):
                 f"'{self.path}' contains other files but no run, so nothing is written there; choose another --out."
             )
         if CONFIG in there and not (self.resume or self.overwrite):
-            raise UserError(
-                f"The run folder '{self.path}' already exists; add --resume to continue it or --overwrite to replace "
-                "it, or choose another --out."
-            )
+            raise self._exists()
+
+    def _exists(self) -> UserError:
+        return UserError(
+            f"The run folder '{self.path}' already exists; add --resume to continue it or --overwrite to replace it, or "
+            "choose another --out."
+        )
 
     def _begin(self, run: Run) -> None:
         if self.resume and not self.rehearsals.exists():
@@ -225,8 +241,9 @@ class Folder(Callback):
             )
         return records
 
-    def _same(self, config: dict[str, Any]) -> None:
-        path = self.path / CONFIG
+    def _same(self, config: dict[str, Any], path: Path | None = None) -> None:
+        """Raise unless the run of this configuration may go on here; ``path`` is that of the run that was begun."""
+        path = path or self.path / CONFIG
         try:
             there = tomllib.loads(path.read_text())
         except (OSError, ValueError) as error:
@@ -242,6 +259,11 @@ class Folder(Callback):
                 f"The run in '{self.path}' has another configuration: {'; '.join(differs)}. "
                 "Resume it with its own settings, or choose another --out."
             )
+
+
+def begun(folder: Path) -> bool:
+    """Whether a run was begun in a folder, if only its rehearsals."""
+    return (folder / CONFIG).exists() or (folder / REHEARSALS / CONFIG).exists()
 
 
 def learnt(folder: Path) -> float | None:

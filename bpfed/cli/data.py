@@ -97,8 +97,8 @@ def inspect(
             check_ending(plot)
         chosen = configured(None, overrides(None, [], {**flags, "data": name, "seed": str(seed)}))
         loading(progress, name, data_dir)
-        column = chosen.data.client_column
-        read = tables(name, client_column=column, data_dir=data_dir) if is_table(name) else {}
+        column, ignore = chosen.data.client_column, chosen.data.ignore
+        read = tables(name, client_column=column, data_dir=data_dir, ignore=ignore) if is_table(name) else {}
         data = chosen.load_data(data_dir, read or None)
         gaps = missing(read)
         if plot is not None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from bpfed import __version__
 from bpfed.callbacks.base import Callback
-from bpfed.callbacks.folder import Folder, differences
+from bpfed.callbacks.folder import Folder, begun, differences
 from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison import tables
 from bpfed.comparison.entrants import Entrant, entrants
@@ -31,7 +31,7 @@ from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Settings
 from bpfed.errors import Diverged, UserError
 from bpfed.files import clear_parts, is_part, lock, to_json, to_toml, write_whole, writing
-from bpfed.layout import CONFIG, SUMMARY
+from bpfed.layout import SUMMARY
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method
 from bpfed.rehearsal import rehearse
@@ -268,7 +268,7 @@ def _cell(
     if out is None:
         return Cell(entrant, prepare(entrant.method, data, settings, model, likelihood, None, say), None)
     path = out / entrant.name / f"seed-{seed}"
-    folder = Folder(path, resume=(path / CONFIG).exists())
+    folder = Folder(path, resume=begun(path))
     run = prepare(entrant.method, data, settings, model, likelihood, folder, say)
     if not (path / SUMMARY).is_file():
         return Cell(entrant, run, folder)

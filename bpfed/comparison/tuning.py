@@ -21,6 +21,7 @@ from torch import nn
 from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison.cells import displayed, run_cells
 from bpfed.comparison.entrants import Entrant
+from bpfed.comparison.paired import Difference, difference
 from bpfed.comparison.record import Comparison, Vocabulary
 from bpfed.data import FederatedData, load
 from bpfed.data.held import HELD, held_out
@@ -123,6 +124,15 @@ class Tuning:
     def gain(self) -> float:
         """How much lower its NLL is than that of the method as it was given, in nats."""
         return self.comparison.mean(AS_IT_IS, "nll") - self.comparison.mean(self.best, "nll")
+
+    def difference(self, name: str) -> Difference:
+        """How the NLL that trials are ranked by, over all examples, differs from the method's as it is; paired by cut."""
+        cuts = self.comparison.seeds
+        ours, theirs = (
+            {cut: {"all": nll} for cut, nll in zip(cuts, self.comparison.over_seeds(who, "nll"), strict=True)}
+            for who in (name, AS_IT_IS)
+        )
+        return difference(ours, theirs)
 
 
 def trials(method: Method, grid: Grid | None = None, settings: Settings | None = None) -> dict[str, Trial]:

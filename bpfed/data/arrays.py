@@ -13,6 +13,7 @@ from bpfed.data.federated import Examples, FederatedData, Task
 from bpfed.data.ordering import lay_out, streams
 from bpfed.data.remarks import of_one_class, unscaled
 from bpfed.data.split import split
+from bpfed.data.summary import MOST_WHOLE
 from bpfed.errors import UserError, unknown
 
 
@@ -36,7 +37,8 @@ def from_arrays(
 
     Args:
         x: Inputs, ``[E, ...]`` numbers, or ``[E]`` for one number each.
-        y: Targets, ``[E]``: whole numbers or words are classes, other numbers are a regression.
+        y: Targets, ``[E]``: words and numbers of a whole type are classes, real ones (also 0.0 and 1.0) are a
+            regression.
         ids: Whom each example belongs to, ``[E]`` whole numbers or words. Each id is a client, named by it.
         name: What to call the dataset.
         task: What ``y`` is, where its type does not tell.
@@ -58,6 +60,7 @@ def from_arrays(
         )
     if not len(targets):
         raise UserError(f"'{name}' has no examples; give it at least one.")
+    doubt = _doubt(targets, name) if task is None else ()
     task = task or ("regression" if targets.dtype.kind == "f" else "classification")
     if task == "classification":
         targets, words = _classes(targets, tuple(labels), name)
@@ -81,7 +84,20 @@ def from_arrays(
         classes=len(words),
         labels=words,
     ).check()
-    return replace(data, notes=(*unscaled(data), *of_one_class(data)))
+    return replace(data, notes=(*doubt, *unscaled(data), *of_one_class(data)))
+
+
+def _doubt(y: np.ndarray, name: str) -> tuple[str, ...]:
+    """What to say of targets whose type makes them a regression, though in a table they would be classes."""
+    if y.dtype.kind != "f" or not np.isfinite(y).all():
+        return ()
+    values = np.unique(y)
+    if len(values) > MOST_WHOLE or not (values == np.trunc(values)).all():
+        return ()
+    return (
+        f"The targets of '{name}' are real numbers by type and so a regression, but all are whole ({len(values)} "
+        'different ones); if they are classes, pass task="classification".',
+    )
 
 
 def _array(values: Any, what: str) -> np.ndarray:

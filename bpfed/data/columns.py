@@ -94,10 +94,17 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
 
 def telling(table: Table) -> dict[str, list[str]]:
     """Columns of words that others should not be told: dates and identifiers, where there are some."""
-    seen = {name: _of_words([column], TOLD) for name, column in table.columns.items() if isinstance(column, Words)}
+    words = {name: column for name, column in table.columns.items() if isinstance(column, Words)}
+    seen = {name: _of_words([column], TOLD) for name, column in words.items()}
     dates = [name for name, (dated, _) in seen.items() if dated]
     identities = [name for name, (dated, identity) in seen.items() if identity and not dated]
-    return {what: names for what, names in (("dates", dates), ("identifiers", identities)) if names}
+    numbers = [name for name in identities if as_text(words[name].levels)]
+    parts = (
+        ("dates", dates),
+        ("identifiers", [name for name in identities if name not in numbers]),
+        ("numbers written as text", numbers),
+    )
+    return {what: names for what, names in parts if names}
 
 
 def _of_words(held: Sequence[Column], enough: int = ENOUGH) -> tuple[bool, bool]:

@@ -67,7 +67,7 @@ def combine(
     features = [_feature(name, [column for _, column in told[name]], shape is not None) for name in names]
     crowded = {f.name: len(f.levels) for f in features if len(f.levels) > MOST_LEVELS}
     if crowded:
-        raise too_many(crowded, "all clients together")
+        raise too_many(crowded, "all clients together", ignore)
     made = Preparation(
         target=target,
         task=decided,

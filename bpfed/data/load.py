@@ -81,7 +81,9 @@ def load(
         _natural_only(name, partition)
         data = own.federate(
             name,
-            tables(name, client_column=client_column, data_dir=data_dir, download=download) if read is None else read,
+            tables(name, client_column=client_column, data_dir=data_dir, download=download, ignore=ignore)
+            if read is None
+            else read,
             _target(name, target),
             task=task,
             standardise=standardise,
@@ -110,11 +112,16 @@ def is_table(name: str) -> bool:
 
 
 def tables(
-    name: str, *, client_column: str | None = None, data_dir: DataDir = None, download: bool = True
+    name: str,
+    *,
+    client_column: str | None = None,
+    data_dir: DataDir = None,
+    download: bool = True,
+    ignore: str | Iterable[str] | None = None,
 ) -> dict[str, Table]:
     """The tables of ``folder:PATH`` or of a dataset that is tables, by client; for the arguments see `load`."""
     if name.startswith(PREFIX):
-        return own.read_clients(name.removeprefix(PREFIX), client_column)
+        return own.read_clients(name.removeprefix(PREFIX), client_column, own.column_names(ignore))
     if name not in NATURAL:
         check_data(name, names())
         raise UserError(f"'{name}' is not a table; use {', '.join(NATURAL)} or {PREFIX}PATH.")

@@ -128,7 +128,9 @@ def written(value: float) -> str:
     return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
 
 
-def read_table(path: str | Path, words: Iterable[str] = ()) -> Table:
+def read_table(
+    path: str | Path, words: Iterable[str] = (), *, ignore: Sequence[str] = (), used: Iterable[str] | None = None
+) -> Table:
     """Read a file of rows: CSV or TSV with a header, Parquet, or NPZ.
 
     An NPZ file holds ``x`` ``[n, F]`` numbers or ``[n, h, w]`` or ``[n, h, w, c]`` images, and ``y`` ``[n]``; or one
@@ -137,6 +139,8 @@ def read_table(path: str | Path, words: Iterable[str] = ()) -> Table:
     Args:
         path: The file.
         words: Columns that are words, though all their cells in a text file may look like numbers: ``250.00``, ``007``.
+        ignore: Columns that are not inputs, and may have a type that is not read otherwise, such as dates in Parquet.
+        used: The only columns that are needed; others may have such a type too. None: all but those of ``ignore``.
 
     Raises:
         UserError: It cannot be read, or is not what its ending says.
@@ -156,11 +160,15 @@ def read_table(path: str | Path, words: Iterable[str] = ()) -> Table:
         elif kind == "parquet":
             from bpfed.data.parquet import read_parquet
 
-            table = read_parquet(path)
+            table = read_parquet(path, ignore, used)
         else:
             from bpfed.data.npz import read_npz
 
             table = read_npz(path)
+    except FileNotFoundError as error:
+        if path.is_symlink():
+            raise UserError(f"'{path}' is a link to a file that does not exist; fix it or remove it.") from error
+        raise UserError(f"'{path}' does not exist; check the path.") from error
     except OSError as error:
         raise UserError(f"'{path}' cannot be read ({error.strerror or error}); fix it or remove it.") from error
     except MemoryError as error:

@@ -23,7 +23,7 @@ def headline(run: RunRecord) -> str:
     """The title, where and how it ran, and the figures of the last round."""
     known = {key: v for key, v in run.summary.items() if v not in (None, "") and (key, v) != ("protocol", "own")}
     facts = [words(known[key]) for key, words in _FACTS if key in known]
-    if math.isfinite(seconds := value(run.summary, "seconds")):
+    if 0 < (seconds := value(run.summary, "seconds")) < math.inf:
         facts.append(text.duration(seconds))
     line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
     top = f'<header><h1>{escape(run.title)}</h1><p class="facts">{line}</p></header>'

@@ -102,8 +102,14 @@ def test_the_seed_decides() -> None:
         ([[1.0], [2.0]], np.array([0.5, 1j], dtype=object), [0, 0], {}, "The targets of 'own' are complex numbers"),
         (DATES, [0, 1], [0, 0], {}, "The inputs of 'own' are not all numbers"),
         ([[1.0], [2.0]], [0, 1], [0, 0], {"task": "classify"}, "Unknown task 'classify'; did you mean 'classific"),
-        ([[1.0], [1e300]], [0, 1], [0, 0], {}, "NaN or infinite"),
-        ([[1.0], [2.0]], [0.5, float("nan")], [0, 0], {}, "NaN or infinite"),
+        ([[1.0], [1e300]], [0, 1], [0, 0], {}, r"NaN or infinite values in its .* data, in x\[:, 0\] of 1 of its 1 ex"),
+        (
+            [[1.0], [2.0]],
+            [0.5, float("nan")],
+            [0, 0],
+            {},
+            "NaN or infinite values in its .* data, in y of 1 of its 1 ex",
+        ),
         ([[1.0], [2.0]], [0, 1], ["a", None], {}, "missing values"),
         ([[1.0], [2.0]], [0, 1], [1.0, float("nan")], {}, "has no id"),
         ([[1.0], [2.0]], [0.5, 1.0], [0, 0], {"task": "classification"}, "cannot be classes"),
@@ -185,3 +191,24 @@ def test_datasets_here_are_of_a_networks_size() -> None:
 @pytest.mark.parametrize("name", ["mnist", "fmnist", "heart-disease", "wisdm"])
 def test_datasets_of_files_are_of_a_networks_size(name: str, real_data: str) -> None:
     assert unscaled(load(name, data_dir=real_data, download=False)) == ()
+
+
+def test_whole_numbers_of_a_real_type_are_a_regression_and_said_to_be() -> None:
+    x, ids = np.arange(8.0)[:, None], ["a"] * 4 + ["b"] * 4
+    data = from_arrays(x, np.array([0.0, 1.0] * 4), ids)
+    assert data.task == "regression"
+    assert data.notes == (
+        "The targets of 'own' are real numbers by type and so a regression, but all are whole (2 different ones); if "
+        'they are classes, pass task="classification".',
+    )
+    for y, task in (([0.0, 1.0] * 4, "classification"), ([0.0, 1.0] * 4, "regression"), ([0.5, 1.0] * 4, None)):
+        assert not any("by type" in note for note in from_arrays(x, np.array(y), ids, task=task).notes)  # type: ignore[arg-type]
+
+
+def test_clients_of_one_example_each_cannot_be_tested() -> None:
+    data = from_arrays(np.arange(4.0), [0, 1, 0, 1], [1, 2, 3, 4])
+    with pytest.raises(UserError, match=r"No client of 'own' has a test example, because each has a single one, .*\.$"):
+        bpfed.fit(data=data, rounds=1)
+    data = from_arrays(np.arange(4.0), [0, 1, 0, 1], [1, 1, 2, 2], test_fraction=0.0)
+    with pytest.raises(UserError, match=r"has a test example; give them some, e.g. with --test-fraction 0.3 "):
+        bpfed.fit(data=data, rounds=1)

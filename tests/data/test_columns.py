@@ -13,6 +13,7 @@ from command import Command
 from bpfed.data.columns import columns, doubts, telling
 from bpfed.data.own import federate
 from bpfed.data.table import Table, Words
+from bpfed.errors import UserError
 
 N = 30
 
@@ -158,12 +159,28 @@ def test_what_says_whose_a_row_is_is_named(columns: tuple[list[str] | np.ndarray
 
 def test_one_client_or_one_row_each_names_nobody() -> None:
     table = clients(hospital=["H1"] * N)
-    assert federate("t", {"a": table["a"]}, "y").notes == ()
+    (only,) = federate("t", {"a": table["a"]}, "y").notes
+    assert only.startswith("There is only one client")
     one = {
         c: Table(c, 1, {"hospital": Words.of([c]), "age": np.array([a]), "y": Words.of([y])})
         for c, a, y in (("a", 1.0, "no"), ("b", 2.5, "yes"), ("c", 3.5, "no"))
     }
     assert federate("t", one, "y", test_fraction=0.0).notes == ()
+
+
+@pytest.mark.parametrize(
+    "cells", [["1,234.50", "999.00", "12,000"], ["1.234,50", "999", "1.234.567"], ["1'234", "2'345"]]
+)
+def test_numbers_with_thousands_separators_are_not_called_identifiers(cells: list[str]) -> None:
+    own = [cells[0].replace("34", f"{k + 10}") for k in range(N - len(cells))]
+    tables = clients(price=[*cells, *own], who=[f"P{k}" for k in range(N)])
+    data = federate("t", tables, "y")
+    assert data.notes[0].startswith("Words of 'price' look like numbers, such as '")
+    assert data.notes[1:] == (
+        "There seem to be identifiers (nearly every value is different) in 'who'; if these should not be inputs, leave "
+        "them out with --ignore 'who'.",
+    )
+    assert telling(tables["a"].without(["who"])) == {"numbers written as text": ["price"]}
 
 
 def test_long_tables_of_whole_numbers_cost_no_time() -> None:
@@ -239,3 +256,14 @@ def test_inspect_lists_columns_and_folds_many(tmp_path: Path, capsys: pytest.Cap
 def test_words_that_others_should_not_be_told(words: list[str], wanted: str | None) -> None:
     table = Table("a", len(words), {"word": Words.of(words), "number": np.arange(float(len(words)))})
     assert telling(table) == ({} if wanted is None else {wanted: ["word"]})
+
+
+def test_a_refusal_keeps_what_is_ignored_already() -> None:
+    n = 150
+    tables = {
+        "a": Table(
+            "a", n, {c: Words.of([f"{c}{k}" for k in range(n)]) for c in ("id", "seen")} | {"y": np.arange(n) % 2.0}
+        )
+    }
+    with pytest.raises(UserError, match="leave it out with --ignore 'id,seen', or"):
+        federate("t", tables, "y", ignore=["id"])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from bpfed.data import Preparation, Table, load, read_table
 from bpfed.data.combine import combine
+from bpfed.data.federated import Task
 from bpfed.data.own import federate, held_out
 from bpfed.data.preparation import Standardise
 from bpfed.data.rows import read_rows
@@ -147,6 +148,55 @@ def test_a_clients_split_does_not_depend_on_the_others() -> None:
     together = federate("t", tables, "y", seed=5, standardise="none")
     assert torch.equal(alone.test.client(0)[0], together.test.client(1)[0])
     assert not torch.equal(alone.test.x, federate("t", {"b": tables["b"]}, "y", seed=6, standardise="none").test.x)
+
+
+def stays(n: int, seed: int) -> Table:
+    """Lengths of stay: whole days, most of them few, some many."""
+    rng = np.random.default_rng(seed)
+    days = np.floor(rng.exponential(8.0, n))
+    return Table(f"s{seed}", n, {"a": rng.standard_normal(n), "y": days})
+
+
+def test_the_split_of_a_regression_is_drawn_from_all_rows_also_where_a_client_has_few() -> None:
+    # All clients together have more than 20 lengths of stay, each small one fewer, several of which occur once.
+    tables = {"big": stays(400, 0), **{f"s{k}": stays(40, k) for k in range(1, 40)}}
+    tables["rome"] = Table("rome", 12, {"a": np.arange(12.0), "y": 100_000.0 + 3_517 * np.arange(12)})
+    data = federate("t", tables, "y", seed=1)
+    assert data.task == "regression"
+    train, test = ({c: e.client(i)[1] for i, c in enumerate(data.clients)} for e in (data.train, data.test))
+    assert [len(test["big"]), len(test["s1"]), len(test["rome"])] == [120, 12, 4]
+    small = [c for c in data.clients if c.startswith("s")]
+    tested = torch.cat([test[c] for c in small]).numpy()
+    trained = torch.cat([train[c] for c in small]).numpy()
+    far = np.quantile(np.concatenate([tested, trained]), 0.95)
+    assert 0.03 < (tested > far).mean() < 0.08  # as many long stays as there are, not one in a thousand
+    # The same as if the task had been given.
+    given = federate("t", tables, "y", seed=1, task="regression")
+    assert torch.equal(given.test.y, data.test.y)
+    assert given.preparation == data.preparation
+
+
+def test_a_client_alone_takes_numbers_for_classes_only_where_they_must_be() -> None:
+    def split_of(y: list[int], task: Task | None = None) -> np.ndarray:
+        return held_out(
+            Table("c", len(y), {"a": np.arange(float(len(y))), "y": np.array(y, float)}), "y", "c", task=task
+        )
+
+    for classes in ([0] * 30 + [1] * 20 + [2] * 2, [0, 0, 0, 1], [0] * 5 + [1] * 4 + [2], list(range(10)) * 4):
+        assert (split_of(classes) == split_of(classes, "classification")).all()
+    prices = [1000 * k for k in range(12)]
+    assert split_of(prices).sum() == 4
+    long = [0] * 8 + [1, 1, 2, 2, 2, 2, 5, 5, 5, 6, 6, 7, 7] + [12, 15, 16, 30, 37, 46]
+    assert (split_of(long) == split_of(long, "regression")).all()
+    assert not (split_of(long) == split_of(long, "classification")).all()
+
+
+def test_the_split_of_classes_is_as_it_was() -> None:
+    y = np.array([0, 0, 1, 1, 2, 3, 0, 1, 4, 5, 6, 2.0])
+    tables = {"c": Table("c", 12, {"a": np.arange(12.0), "y": y}), "d": Table("d", 2, {"a": np.ones(2), "y": y[:2]})}
+    data = federate("t", tables, "y", seed=3, standardise="none")
+    assert data.task == "classification"
+    assert sorted(data.test.client(0)[0][:, 0].tolist()) == [1.0, 2.0, 4.0]
 
 
 def test_local_standardisation_is_each_clients_own_and_newcomers_join() -> None:
