@@ -25,7 +25,6 @@ CHUNK = 2_000
 #: Longest line that is looked at to tell the delimiter.
 HEADER = 1 << 20
 _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
-#: The same in a line, and a point that may be between thousands: ``950,5`` and ``1.234`` in one column.
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 
 
