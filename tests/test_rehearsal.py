@@ -258,7 +258,7 @@ def test_rehearsals_in_progress_are_their_process_s_own(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(rehearsal.Keeper, "round", keep)
             with pytest.raises(UserError, match="Another process is writing to"):
-                bpfed.fit(FedAvg(lr=0.01), data, rehearsals=1, out=out, **TINY)
+                bpfed.fit(FedAvg(lr=0.01), data, rehearsals=1, out=out, overwrite=True, **TINY)
         assert (out / "rehearsals/config.toml").read_text() == kept
         refused.append(self.path)
 
@@ -274,7 +274,7 @@ def test_a_folder_is_free_again_when_a_rehearsal_fails(tmp_path):
     data, out = classification(sizes=(30, 40)), tmp_path / "a"
     with pytest.raises(UserError, match="In rehearsal 1: Training diverged"):
         bpfed.fit(FedAvg(lr=1e38), data, rehearsals=1, out=out, **TINY)
-    bpfed.fit(FedAvg(), data, rehearsals=1, out=out, **TINY)
+    bpfed.fit(FedAvg(), data, rehearsals=1, out=out, overwrite=True, **TINY)
     with pytest.raises(UserError, match="In rehearsal 1: Training diverged"):
         bpfed.fit_seeds(FedAvg(lr=1e38), data, (0, 1), out=tmp_path / "b", rehearsals=1, rounds=2)
     for folder in (out, tmp_path / "b/seed-0", tmp_path / "b/seed-1"):
@@ -293,7 +293,7 @@ def test_rehearsals_that_cannot_be_removed_are_a_sentence(tmp_path, monkeypatch,
 
     monkeypatch.setattr("bpfed.callbacks.folder.shutil.rmtree", denied)
     with pytest.raises(UserError, match=r"cannot be written \(Permission denied\)"):
-        bpfed.fit(FedAvg(), data, rehearsals=1, out=out, rounds=2, progress=False)
+        bpfed.fit(FedAvg(), data, rehearsals=1, out=out, overwrite=True, rounds=2, progress=False)
 
 
 def test_nothing_of_anybody_elses_is_taken_away(tmp_path):

@@ -194,9 +194,8 @@ def test_a_user_tunes_and_then_trains_with_what_was_best(command):
     best = tomllib.loads(Path("a/best.toml").read_text())
     softness = best["run"].pop("softness")
     assert softness != 1.0
-    assert (
-        f"best.toml also has a softness, {softly(softness)}, which suits the best setting's probabilities"
-        in " ".join(lines)
+    assert f"best.toml also has a softness, {softly(softness)}, which suits the best setting's predictions" in " ".join(
+        lines
     )
     assert best == {
         "data": {"name": "digits", "clients": 3, "seed": 4},
