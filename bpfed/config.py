@@ -88,11 +88,14 @@ class Config:
     def load_data(self, data_dir: DataDir = None, read: Mapping[str, Table] | None = None) -> FederatedData:
         """Load the data that is asked for; ``read`` are its tables, where they have been read already."""
         from bpfed.data import load
+        from bpfed.data.load import is_table
 
         seed = self.run.seed if self.data.seed is None else self.data.seed
-        return load(
+        # The number that a run noted of its own tables is no request, and if it is another now, they have changed.
+        noted = bool(self.recorded.get("data")) and is_table(self.data.name)
+        data = load(
             self.data.name,
-            clients=self.data.clients,
+            clients=None if noted else self.data.clients,
             partition=self.data.partition,
             seed=seed,
             data_dir=data_dir,
@@ -104,6 +107,12 @@ class Config:
             ignore=self.data.ignore,
             read=read,
         )
+        if noted and self.data.clients not in (None, len(data)):
+            raise UserError(
+                f"'{self.data.name}' has changed since the run of '{self.document.path}' began, when it had "
+                f"{self.data.clients} clients, not {len(data)}; restore it, or start a new run with another --out."
+            )
+        return data
 
     def confirm(self, made: Mapping[str, Any]) -> None:
         """Raise a `UserError` unless a run with configuration ``made`` is what the file's own run was.
@@ -215,6 +224,7 @@ def _merged(
         for key in keys:
             if key not in schema[table]:
                 raise _unknown_key(document.where(table, key), table, key, schema)
+        keys |= {key: _joined(value) for key, value in keys.items() if (table, key) == ("data", "ignore")}
         keys |= _valid(table, keys, schema[table], document)
     for table, key, override in said:
         if override.key == METHOD_KEY:
@@ -315,11 +325,18 @@ def _from_text(override: Override, table: str, field: Field) -> Any:
         return None
     if text.startswith("["):
         text = _parsed(text)
+        text = _joined(text) if (table, field.name) == ("data", "ignore") else text
     adapter: TypeAdapter[Any] = TypeAdapter(field.kind, config=ConfigDict(allow_inf_nan=False))
     try:
         return adapter.validate_python(text)
     except ValidationError:
         raise _wrong(f"{override.flag}: ", table, field, text) from None
+
+
+def _joined(names: Any) -> Any:
+    """A list of columns as the one text that the setting is; anything else as it is."""
+    listed = isinstance(names, list) and all(isinstance(name, str) and "," not in name for name in names)
+    return ",".join(names) if listed else names
 
 
 def _parsed(text: str) -> Any:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from bpfed.errors import UserError
 
@@ -18,29 +18,41 @@ from bpfed.errors import UserError
 PART = ".part"
 
 
+@contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """Write a file under another name beside ``path``, and give it that name only when all of it is on the disk.
+
+    After a crash at any moment ``path`` is the old file or the new one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Write through a temporary file beside it: after a crash at any moment ``path`` is the old file or the new one."""
-    data = content.encode() if isinstance(content, str) else content
-    with said(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+    """Write a file whole or not at all (see `whole`).
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    with writing(path), whole(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def append_line(path: Path, line: str) -> None:
     """Add a line and wait until it is on the disk; if it cannot be added whole, none of it is."""
     data = line.encode() + b"\n"
-    with said(path):
+    with writing(path):
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         before = os.fstat(handle).st_size
         try:
@@ -61,7 +73,7 @@ def is_part(path: Path) -> bool:
 
 def clear_parts(folder: Path) -> None:
     """Remove what killed processes did not finish. Only for who holds the folder's lock."""
-    with said(folder):
+    with writing(folder):
         for path in [p for p in folder.iterdir() if is_part(p)] if folder.is_dir() else []:
             path.unlink(missing_ok=True)
 
@@ -72,7 +84,7 @@ def lock(folder: Path) -> int:
     Raises:
         UserError: Another process has it.
     """
-    with said(folder):
+    with writing(folder):
         handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,14 +108,15 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def said(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Say in one sentence why a file could not be written."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                f"The disk is full: '{path}' cannot be written; free some space and continue with --resume."
+                f"The disk is full: '{path}' cannot be written; free some space, then repeat the command (for a run, "
+                "with --resume)."
             ) from error
         raise UserError(f"'{path}' cannot be written ({error.strerror}); choose another location.") from error
 

@@ -30,6 +30,11 @@ SERVER, RUN = "server", "run"
 EXCHANGES = "exchanges.jsonl"
 
 
+def of_run(folder: Path) -> Path:
+    """The run folder that is meant: of a deployment or of a part of it, the one below; else the folder itself."""
+    return next((place / RUN for place in (folder, folder / SERVER) if (place / PLAN).is_file()), folder)
+
+
 def part(folder: Path) -> str:
     """Which part of a deployment a folder is, or is directly in: ``site`` or ``server``; empty: of none."""
     folder = folder.resolve()

@@ -17,8 +17,8 @@ METHODS = (
     "fedper", "lg-fedavg", "fedrep", "fedsoul", "pfedvem", "ditto", "fedbabu",
 )
 DATASETS = (
-    "digits", "mnist", "fmnist", "cifar10", "heart-disease", "wisdm", "mnist-small", "mnist-large", "fmnist-small",
-    "fmnist-large", "cifar10-small", "cifar10-large",
+    "digits", "mnist", "fmnist", "cifar10", "heart-disease", "wisdm", "wisdm-later", "mnist-small",
+    "mnist-large", "fmnist-small", "fmnist-large", "cifar10-small", "cifar10-large",
 )
 # fmt: on
 #: How a path is told from a dataset's name.

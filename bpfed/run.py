@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from bpfed.adapt import NewClient
     from bpfed.loaded import LoadedRun
 
+#: Clients without test examples that are noted by name.
+UNTESTED = 100
+
 
 class Run:
     """A federation and its history. Made by `fit`.
@@ -193,7 +196,10 @@ class Run:
         names = [self.data.clients[i] for i in clients.tolist()]
         train, held = self.data.train.sizes[clients].tolist(), self.data.calibration
         kept = held.sizes[clients].tolist() if held is not None else None
-        return records.detail(self.federation, evaluation, names, train, kept)
+        found = records.detail(self.federation, evaluation, names, train, kept)
+        if untested := (self.data.test.sizes == 0).nonzero().flatten().tolist():
+            found["untested"] = [self.data.clients[i] for i in untested[:UNTESTED]]
+        return found
 
     def summary_record(self) -> dict[str, Any]:
         """The run in figures, as in ``summary.json``; accuracy and ECE as fractions."""

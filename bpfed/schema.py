@@ -110,10 +110,22 @@ def changed(settings: Settings, changes: Mapping[str, Any], fixed: Collection[st
         if name in of_data:
             raise UserError(f"'{name}' is a data setting; pass it to bpfed.data.load() and use the result as data=.")
         if name not in known:
+            if (such := _of_methods(name)) and name not in every:
+                raise UserError(
+                    f"'{name}' is a setting of the method; give it to the method itself, such as "
+                    f"method=bpfed.methods.{such}({name}={changes[name]!r})."
+                )
             raise unknown("setting", name, known)
     found = dataclasses.replace(settings, **changes)
     check_types(found)
     return found
+
+
+def _of_methods(name: str) -> str:
+    """The class of a method that has this setting; empty: none has."""
+    from bpfed.methods import METHODS  # here, since it imports torch, which whoever made a mistake has imported
+
+    return next((cls.__name__ for cls in METHODS.values() if name in fields_of(cls)), "")
 
 
 def fields_of(settings: type) -> dict[str, Field]:

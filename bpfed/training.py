@@ -147,9 +147,11 @@ def prepare(
     check_data(data)
     states = folder.states if folder is not None else None
     if not len(data.test.y):
-        raise untested(data.name)
+        raise untested(data)
     run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
     run.federation.learnt_softness = folder.learnt if folder is not None else None
+    if folder is not None:
+        folder.check_rehearsals(run)
     for note in (*run.federation.model.notes, *data.notes):
         say(note)
     held, least = run.data.calibration, fewest(SURE)

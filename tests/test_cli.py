@@ -17,6 +17,7 @@ from command import PLAIN, SMALL, Command, files, metrics
 from bpfed.cli import show
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
+from bpfed.errors import UserError
 from bpfed.methods import METHODS, FedAvg, Recipe
 from bpfed.run import Run
 from bpfed.schema import fields_of
@@ -269,8 +270,28 @@ def test_a_report_is_made_again_from_the_files_alone(bpfed: Command) -> None:
     assert files(Path("a")) == before
 
 
+def test_a_report_can_be_written_elsewhere(bpfed: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = bpfed.ok(*PLAIN, "--rounds", "1", "--out", "a")
+    page = Path("a/report.html").read_bytes()
+    figures = first.out.removesuffix("Report: a/report.html\n")
+    assert bpfed.ok("report", "a", "--out", "b/page.html").out == f"{figures}Report: b/page.html\n"
+    assert Path("b/page.html").read_bytes() == page
+
+    def read_only(path: Path, content: bytes | str) -> None:
+        raise UserError(f"'{path}' cannot be written (Permission denied); choose another location.")
+
+    monkeypatch.setattr("bpfed.report.page.write_whole", read_only)
+    refused = bpfed("report", "a")
+    assert (refused.code, refused.out) == (2, figures)
+    assert refused.err == (
+        "bpfed: 'a/report.html' cannot be written (Permission denied); choose another location with --out.\n"
+    )
+
+
 def test_a_report_needs_a_finished_run(bpfed: Command) -> None:
-    assert bpfed("report", "nowhere").sentence == "'nowhere' is not a run folder: it has no config.toml."
+    assert bpfed("report", "nowhere").sentence == "The run folder 'nowhere' does not exist; check the path."
+    Path("empty").mkdir()
+    assert bpfed("report", "empty").sentence == "'empty' is not a run folder: it has no config.toml."
     bpfed.ok(*PLAIN, "--rounds", "1", "--out", "a")
     page = Path("a/report.html").read_bytes()
     Path("a/evaluation.json").write_text("{")
@@ -296,6 +317,7 @@ def test_data_lists_fetches_and_inspects(bpfed: Command) -> None:
     listed = bpfed.ok("data", "list").out
     assert re.search(r"^ *digits +yes ", listed, re.M)
     assert re.search(r"^ *cifar10-small +no ", listed, re.M)
+    assert re.search(r"^ *dirichlet:0.3 +Each class distributed", listed, re.M)
     assert bpfed.ok("data", "fetch", "digits").out == "'digits' is built in.\n"
     shown = bpfed.ok("data", "inspect", "digits", "--clients", "2").out
     assert re.search(r"client-00 +450 +451 +█+░+ +89 +91 +89 +91 +90 +· +· +· +· +·", shown)
@@ -342,14 +364,15 @@ def test_one_is_no_plural(bpfed: Command) -> None:
     run = ("run", "--method", "fedavg", "--epochs", "1", "--rounds", "1", *data, "--out", "a")
     assert "FedAvg on folder:own, 1 client, 1 round, seed 0" in bpfed.ok(*run, "--quiet").out
     again = bpfed.ok("run", "--out", "a", "--resume", "--quiet").err
-    assert again == "The run in 'a' is finished already: its only round is done.\n"
+    assert again.endswith("\nThe run in 'a' is finished already: its only round is done.\n")
+    assert again.startswith("There is only one client, 'bern', so nobody learns from others; ")
     assert Run.load("a").summary().startswith("FedAvg on folder:own: 1 client, round 1, ")
     Path("new.csv").write_text("x\n1\n")
     assert bpfed.ok("predict", "a", "--client", "bern", "--input", "new.csv", "--out", "p.csv").out == (
         "1 prediction of 'bern': p.csv\n"
     )
     compared = bpfed.ok("compare", *data, "--methods", "fedavg,local", "--seeds", "1", "--rounds", "1", "-q").out
-    assert "one seed with 1 client is too little" in " ".join(compared.split())
+    assert "one seed with 1 client is not enough" in " ".join(compared.split())
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
@@ -417,3 +440,22 @@ def test_names_are_printed_as_they_are(capsys):
     said = capsys.readouterr().out
     for word in ("folder:hospital", "[bold]a[/bold]", "folder:b", ":smile:", "[red]x[/red]"):
         assert word in said
+
+
+def test_ctrl_c_waits_until_torch_is_there(tmp_path: Path) -> None:
+    """Else its libraries abort the process. Here is another torch, which presses Ctrl-C itself."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, sys\nos.kill(os.getpid(), signal.SIGINT)\nprint('whole', file=sys.stderr)\n"
+    )
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); sys.path.insert(0, sys.argv[1]); "
+    code += "from bpfed.cli import main; main(sys.argv[2:])"
+    for command in (("run", "--data", "digits", "--quiet"), ("predict", "runs/a", "--client", "a", "--input", "a.csv")):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path), *command], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (130, "")
+        lines = done.stderr.strip().splitlines()
+        assert lines[0] == "whole"
+        assert lines[1:] == (
+            ["bpfed: Stopped before the first round; nothing was written."] if command[0] == "run" else []
+        )

@@ -93,7 +93,7 @@ def test_all_methods_of_a_seed_share_its_split_and_seeds_differ(command: Command
     assert prints["fedavg", 1] == prints["fedper", 1]
     assert prints["fedavg", 0] != prints["fedavg", 1]
     assert (
-        "Every seed deals out the same examples again"
+        "Every seed splits the same examples anew"
         in json.loads(Path("a/comparison.json").read_text())["about_differences"]
     )
     outcome = command.ok(*PAIR, "--rounds", "1", "--set", "data.seed=0", "--out", "b")
@@ -264,6 +264,7 @@ def test_settings_for_all_and_for_one(command: Command, monkeypatch: pytest.Monk
         (["--seeds", "0"], "seeds is 0, but must be at least one"),
         (["--seeds", "1,1"], "seeds is [1, 1], but must be at least one whole number, none below 0 and none twice."),
         (["--reference", "bpfed"], "The reference 'bpfed' is not one of the methods"),
+        (["--partition", ""], "Unknown partition ''"),
         (["--rounds", "0"], "rounds is 0, but must be at least 1."),
     ],
 )

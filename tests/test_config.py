@@ -78,6 +78,13 @@ def test_what_is_typed_becomes_what_the_field_is(write) -> None:
     assert config.data.partition == "shards:2"
 
 
+def test_columns_to_ignore_may_be_a_list(write) -> None:
+    assert read(write('[data]\nignore = ["a", "b c"]')).data.ignore == "a,b c"
+    assert read(None, [Override("data.ignore", '["a", "b"]')]).data.ignore == "a,b"
+    with pytest.raises(UserError, match=r"data\.ignore is .'a', 1., but must be text"):
+        read(write("[data]\nignore = ['a', 1]"))
+
+
 def test_none_is_a_word_where_it_is_one() -> None:
     assert read(None, [Override("method.personal", "none")]).method.personal == "none"
 

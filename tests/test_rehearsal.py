@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import files
 from scenarios import classification, regression
 from scipy.optimize import minimize_scalar
 
@@ -218,7 +219,18 @@ def test_a_rehearsal_that_is_broken_off_goes_on(tmp_path, trained, monkeypatch):
             bpfed.fit(FedAvg(), data, rehearsals=2, out=out, **TINY)
     assert [p.name for p in out.iterdir()] == ["rehearsals"]
     trained.clear()
-    run = bpfed.fit(FedAvg(), data, rehearsals=2, out=out, **TINY)
+    before = files(out)
+    # As strict as where the run itself has begun.
+    with pytest.raises(UserError, match=r"a' already exists; add --resume to continue it or --overwrite to replace it"):
+        bpfed.fit(FedAvg(), data, rehearsals=2, out=out, **TINY)
+    with pytest.raises(
+        UserError, match=r"has another configuration: run\.rounds is 2 there and 3 here. Resume it with"
+    ):
+        bpfed.fit(FedAvg(), data, rehearsals=2, out=out, resume=True, **TINY | {"rounds": 3})
+    assert files(out) == before
+    said: list[str] = []
+    run = bpfed.fit(FedAvg(), data, rehearsals=2, out=out, resume=True, say=said.append, **TINY)
+    assert said[0] == "Resuming the rehearsals."
     assert trained == [0, 1]
     assert run.federation.softness == whole.federation.softness
     assert json.loads((out / "summary.json").read_text())["nll"]["last"] == whole.history[-1]["nll"]["pooled"]
@@ -246,7 +258,7 @@ def test_rehearsals_in_progress_are_their_process_s_own(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(rehearsal.Keeper, "round", keep)
             with pytest.raises(UserError, match="Another process is writing to"):
-                bpfed.fit(FedAvg(lr=0.01), data, rehearsals=1, out=out, **TINY)
+                bpfed.fit(FedAvg(lr=0.01), data, rehearsals=1, out=out, overwrite=True, **TINY)
         assert (out / "rehearsals/config.toml").read_text() == kept
         refused.append(self.path)
 
@@ -262,7 +274,7 @@ def test_a_folder_is_free_again_when_a_rehearsal_fails(tmp_path):
     data, out = classification(sizes=(30, 40)), tmp_path / "a"
     with pytest.raises(UserError, match="In rehearsal 1: Training diverged"):
         bpfed.fit(FedAvg(lr=1e38), data, rehearsals=1, out=out, **TINY)
-    bpfed.fit(FedAvg(), data, rehearsals=1, out=out, **TINY)
+    bpfed.fit(FedAvg(), data, rehearsals=1, out=out, overwrite=True, **TINY)
     with pytest.raises(UserError, match="In rehearsal 1: Training diverged"):
         bpfed.fit_seeds(FedAvg(lr=1e38), data, (0, 1), out=tmp_path / "b", rehearsals=1, rounds=2)
     for folder in (out, tmp_path / "b/seed-0", tmp_path / "b/seed-1"):
@@ -281,7 +293,7 @@ def test_rehearsals_that_cannot_be_removed_are_a_sentence(tmp_path, monkeypatch,
 
     monkeypatch.setattr("bpfed.callbacks.folder.shutil.rmtree", denied)
     with pytest.raises(UserError, match=r"cannot be written \(Permission denied\)"):
-        bpfed.fit(FedAvg(), data, rehearsals=1, out=out, rounds=2, progress=False)
+        bpfed.fit(FedAvg(), data, rehearsals=1, out=out, overwrite=True, rounds=2, progress=False)
 
 
 def test_nothing_of_anybody_elses_is_taken_away(tmp_path):

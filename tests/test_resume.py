@@ -253,7 +253,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(
             patch.setattr(os, name, full(getattr(os, name)))
         said = command(*SHORT, "--store", store, "--out", "run").sentence
     assert said.startswith("The disk is full: 'run/")
-    assert said.endswith("cannot be written; free some space and continue with --resume.")
+    assert said.endswith("cannot be written; free some space, then repeat the command (for a run, with --resume).")
     if after == 0:
         assert not Path("run").exists()
     else:
@@ -265,3 +265,33 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(
     if after == 0:
         assert again.err == "There is no run in 'run' yet, so it starts from the first round.\n"
     assert metrics(Path("run")) == metrics(whole)
+
+
+def test_a_run_whose_tables_have_changed_is_not_told_to_omit_what_it_was_not_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bpfed = Command(capsys)
+    monkeypatch.chdir(tmp_path)
+    Path("sites").mkdir()
+    for site in "abc":
+        Path(f"sites/{site}.csv").write_text("x,y\n" + "1,no\n2,yes\n" * 9)
+    plain = (
+        "run",
+        "--method",
+        "fedavg",
+        "--epochs",
+        "1",
+        "--rounds",
+        "1",
+        "--data",
+        "folder:sites",
+        "--out",
+        "run",
+        "-q",
+    )
+    bpfed.ok(*plain)
+    Path("sites/b.csv").unlink()
+    assert bpfed("run", "--out", "run", "--resume").sentence == (
+        "'folder:sites' has changed since the run of 'run/config.toml' began, when it had 3 clients, not 2; restore it, "
+        "or start a new run with another --out."
+    )

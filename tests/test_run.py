@@ -162,6 +162,10 @@ def without_examples() -> FederatedData:
         ({"data": "digitz"}, "Unknown dataset 'digitz'; did you mean 'digits'?"),
         ({"rouns": 3}, "Unknown setting 'rouns'; did you mean 'rounds'?"),
         (
+            {"method": "fedper", "lr": 0.1},
+            "'lr' is a setting of the method; give it to the method itself, such as method=bpfed.methods.",
+        ),
+        (
             {"partition": "iid"},
             "'partition' is a data setting; pass it to bpfed.data.load() and use the result as data=",
         ),
@@ -291,3 +295,13 @@ def test_a_method_may_be_named():
     assert [run.settings.seed for run in bpfed.fit_seeds("fedavg", data, 2, **QUICK)] == [0, 1]
     assert bpfed.tune("fedavg", data, {"lr": [0.1]}, cuts=1, **QUICK, **said).trials["lr=0.1"].method == FedAvg(lr=0.1)
     assert list(bpfed.compare({"mine": "fedavg"}, data, 1, **QUICK, **said).names) == ["mine"]
+
+
+def test_a_client_without_test_examples_is_named() -> None:
+    whole = classification()
+    parts = [whole.test.client(i) for i in range(len(whole))]
+    parts[1] = (parts[1][0][:0], parts[1][1][:0])
+    run = bpfed.fit(FedAvg(), replace(whole, test=Examples.of(parts)), rounds=1, epochs=1, progress=False)
+    assert run.record().untested == (
+        f"1 client has no test examples and is not counted in any figure: {whole.clients[1]}."
+    )

@@ -194,9 +194,8 @@ def test_a_user_tunes_and_then_trains_with_what_was_best(command):
     best = tomllib.loads(Path("a/best.toml").read_text())
     softness = best["run"].pop("softness")
     assert softness != 1.0
-    assert (
-        f"best.toml also has a softness, {softly(softness)}, which suits the best setting's probabilities"
-        in " ".join(lines)
+    assert f"best.toml also has a softness, {softly(softness)}, which suits the best setting's predictions" in " ".join(
+        lines
     )
     assert best == {
         "data": {"name": "digits", "clients": 3, "seed": 4},
@@ -350,3 +349,14 @@ def test_what_cannot_be_told_apart_is_said(command, monkeypatch):
     assert alike not in command.ok(*call).out
     monkeypatch.setattr(Difference, "clear", False)
     assert alike in command.ok(*call).out
+
+
+def test_the_difference_shown_is_of_what_is_ranked():
+    found = bpfed.tune(FedAvg(), classification(sizes=(12, 60, 90)), {"lr": [0.0, 0.02, 0.05]}, cuts=2, **TINY)
+    for name in found.trials:
+        difference = found.difference(name)
+        apart = found.comparison.mean(name, "nll") - found.comparison.mean(AS_IT_IS, "nll")
+        assert difference.mean == pytest.approx(apart)
+        assert difference.low <= difference.mean <= difference.high
+    # By which the best is below all others.
+    assert found.difference(found.best).mean == min(found.difference(name).mean for name in found.trials)

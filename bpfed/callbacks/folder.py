@@ -18,7 +18,7 @@ from bpfed.engine import checkpoint
 from bpfed.engine.evaluate import calibrate
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
-from bpfed.files import append_line, clear_parts, is_part, lock, said, to_json, to_json_line, to_toml, write_whole
+from bpfed.files import append_line, clear_parts, is_part, lock, to_json, to_json_line, to_toml, write_whole, writing
 from bpfed.layout import (
     CALIBRATION,
     CHECKPOINT,
@@ -60,6 +60,8 @@ class Folder(Callback):
         self.path, self.resume, self.overwrite = path, resume, overwrite
         self._lock: int | None = None
         self._check()
+        if self._rehearsing and not (resume or overwrite):
+            raise self._exists()
 
     @property
     def states(self) -> Path:
@@ -94,11 +96,22 @@ class Folder(Callback):
             if self.resume and (self.path / CONFIG).exists():
                 self._same(run.config())
             kept = self.rehearsals / CONFIG
-            with said(self.path):
+            with writing(self.path):
                 if self.rehearsals.exists() and not (kept.exists() and kept.read_text() == config):
                     shutil.rmtree(self.rehearsals)
                 self.rehearsals.mkdir(parents=True, exist_ok=True)
             write_whole(kept, config)
+
+    def check_rehearsals(self, run: Run) -> None:
+        """Raise unless what is being rehearsed here, and is to be resumed, is this run; say that it is resumed."""
+        if self.resume and self._rehearsing:
+            self._same(run.config(), self.rehearsals / CONFIG)
+            run.say("Resuming the rehearsals.")
+
+    @property
+    def _rehearsing(self) -> bool:
+        """Whether a run was begun here and had not finished its rehearsals."""
+        return (self.rehearsals / CONFIG).exists() and not (self.path / CONFIG).exists()
 
     def start(self, run: Run) -> None:
         with self._held():
@@ -111,7 +124,7 @@ class Folder(Callback):
     def _held(self) -> Iterator[None]:
         """Hold the folder for this process alone, also afterwards; one made for nothing is taken away again."""
         made = not self.path.exists()
-        with said(self.path):
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         try:
             if self._lock is None:
@@ -161,16 +174,19 @@ class Folder(Callback):
                 f"'{self.path}' contains other files but no run, so nothing is written there; choose another --out."
             )
         if CONFIG in there and not (self.resume or self.overwrite):
-            raise UserError(
-                f"The run folder '{self.path}' already exists; add --resume to continue it or --overwrite to replace "
-                "it, or choose another --out."
-            )
+            raise self._exists()
+
+    def _exists(self) -> UserError:
+        return UserError(
+            f"The run folder '{self.path}' already exists; add --resume to continue it or --overwrite to replace it, or "
+            "choose another --out."
+        )
 
     def _begin(self, run: Run) -> None:
         if self.resume and not self.rehearsals.exists():
             run.say(f"There is no run in '{self.path}' yet, so it starts from the first round.")
         clear_parts(self.path)
-        with said(self.path):  # the old configuration goes last, for without it this would be no run folder
+        with writing(self.path):  # the old configuration goes last, for without it this would be no run folder
             for old in [p for p in self.path.iterdir() if p.name not in (CONFIG, REHEARSALS)]:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         if run.federation.learnt_softness is not None:
@@ -187,7 +203,7 @@ class Folder(Callback):
             write_whole(self.path / DATA, to_json(card(run.data)))
 
     def _forget_rehearsals(self) -> None:
-        with said(self.path):
+        with writing(self.path):
             if self.rehearsals.exists():
                 shutil.rmtree(self.rehearsals)
 
@@ -225,8 +241,9 @@ class Folder(Callback):
             )
         return records
 
-    def _same(self, config: dict[str, Any]) -> None:
-        path = self.path / CONFIG
+    def _same(self, config: dict[str, Any], path: Path | None = None) -> None:
+        """Raise unless the run of this configuration may go on here; ``path`` is that of the run that was begun."""
+        path = path or self.path / CONFIG
         try:
             there = tomllib.loads(path.read_text())
         except (OSError, ValueError) as error:
@@ -242,6 +259,11 @@ class Folder(Callback):
                 f"The run in '{self.path}' has another configuration: {'; '.join(differs)}. "
                 "Resume it with its own settings, or choose another --out."
             )
+
+
+def begun(folder: Path) -> bool:
+    """Whether a run was begun in a folder, if only its rehearsals."""
+    return (folder / CONFIG).exists() or (folder / REHEARSALS / CONFIG).exists()
 
 
 def learnt(folder: Path) -> float | None:

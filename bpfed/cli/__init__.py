@@ -11,6 +11,7 @@ import typer
 from bpfed import __version__
 from bpfed.cli import adapt, compare, data, deploy, methods, paper, predict, report, run, tune
 from bpfed.cli.group import Group
+from bpfed.cli.interrupts import imported_whole
 from bpfed.console import Console
 from bpfed.errors import UserError
 
@@ -56,9 +57,13 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no σ gets a question mark, not a traceback
     try:
-        app(arguments)
+        with imported_whole():
+            app(arguments)
     except UserError as error:
         _refuse(str(error))
+    except KeyboardInterrupt:
+        Console(stderr=True).print("bpfed: Stopped.")
+        sys.exit(130)
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for its name
             raise

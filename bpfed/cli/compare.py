@@ -13,7 +13,7 @@ from rich.text import Text
 
 from bpfed.cli import show
 from bpfed.cli.flags import DataDir, Quiet, argument, flag, schema_fields, with_schema
-from bpfed.cli.run import PATIENCE, RUNS, data_word, loading
+from bpfed.cli.run import PATIENCE, RUNS, data_word, loading, overrides
 from bpfed.console import Console
 from bpfed.errors import UserError, hint
 from bpfed.names import check_data, check_method
@@ -119,8 +119,7 @@ def _entrants(
     from bpfed.config import Override, no_prefix, read
 
     names = listed(methods)
-    common = [Override("run.rounds", str(rounds), "--rounds")]
-    common += [Override(key, text, flag(key)) for key, _ in schema_fields() if (text := flags.get(argument(key)))]
+    common = [Override("run.rounds", str(rounds), "--rounds"), *overrides(None, [], flags)]
     own: dict[str, list[Override]] = {}  # by the word before the dot, where that is none of a configuration's tables
     for override in map(_override, settings):
         table, dot, key = override.key.partition(".")

@@ -40,13 +40,18 @@ SIDE_BY_SIDE = 6
 
 @app.command("list", epilog="Example: bpfed data list --data-dir ~/datasets")
 def list_(data_dir: DataDir = None) -> None:
-    """List the datasets and whether their files are present."""
+    """List the datasets, whether their files are present, and the ways to distribute them over clients."""
     from bpfed.data import describe
+    from bpfed.data.partition import KINDS
 
     shown = show.table("name", "present", "what it is", "examples", "clients", right=2)
     for row in describe(data_dir):
         present = Text("yes", "green") if row.present else Text("no", "yellow")
         shown.add_row(row.name, present, row.sentence, f"{row.examples}", f"{row.clients}")
+    show.put(shown)
+    shown = show.table("--partition", "how examples are distributed over clients")
+    for name, kind in KINDS.items():
+        shown.add_row(name if kind.default is None else f"{name}:{kind.default:g}", kind.sentence)
     show.put(shown)
 
 
@@ -92,8 +97,8 @@ def inspect(
             check_ending(plot)
         chosen = configured(None, overrides(None, [], {**flags, "data": name, "seed": str(seed)}))
         loading(progress, name, data_dir)
-        column = chosen.data.client_column
-        read = tables(name, client_column=column, data_dir=data_dir) if is_table(name) else {}
+        column, ignore = chosen.data.client_column, chosen.data.ignore
+        read = tables(name, client_column=column, data_dir=data_dir, ignore=ignore) if is_table(name) else {}
         data = chosen.load_data(data_dir, read or None)
         gaps = missing(read)
         if plot is not None:

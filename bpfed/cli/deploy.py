@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shutil
 import sys
@@ -16,7 +17,7 @@ from bpfed.cli.flags import MethodName, with_schema
 from bpfed.cli.group import Group
 from bpfed.cli.run import overrides
 from bpfed.errors import UserError
-from bpfed.files import said, write_whole
+from bpfed.files import write_whole, writing
 from bpfed.names import check_data, check_method
 from bpfed.report import text
 
@@ -41,7 +42,8 @@ def _flower() -> None:
 
 
 def _say(sentence: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a log on a full disk; a server or site runs on
+        print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)
 
 
 @app.command("init", epilog="Example: bpfed deploy init fed --sites north,south,east --address fed.example.org:8000")
@@ -215,7 +217,7 @@ def demo(
     chosen = read(None, [Override(key, str(value)) for key, value in wanted.items()])
     plan = Plan(control.named_sites(chosen, ()), f"127.0.0.1:{processes.free_port()}", timeout=300.0, wait=300.0)
     if earlier:
-        with said(out):
+        with writing(out):
             shutil.rmtree(out)
     _say("Creating certificates and keys.")
     control.make(out, plan, chosen)

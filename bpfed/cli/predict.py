@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: bpfed predict runs/first --client cleveland --input new.csv --abstain 0.9 --out predictions.csv"
 #: Folder of a run that keeps its newcomers, a file for each.
 ADAPTED = "adapted"
+#: Clients that an error lists.
+SHOWN = 12
 #: How a set without a label is written; an empty cell would look like a missing value.
 EMPTY_SET = "(empty)"
 
@@ -64,6 +66,7 @@ def predict(
         Path | None,
         typer.Option(help="CSV file to write. \\[default: stdout]", show_default=False),
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file in --out.")] = False,
 ) -> None:
     """Predict with one client's model: one line of CSV for each row of the input, in the same order.
 
@@ -71,12 +74,18 @@ def predict(
 
     If the run held back calibration examples, there are also sets of labels or intervals.
 
-    For tables, the column "unusual" names columns with a number far outside the training range or an unseen word.
+    For tables, the column "unusual" names columns with a number far outside the training range, an unseen word, or no
+    value though training always had one.
     """
     from bpfed.callbacks.progress import Progress
 
-    if (client is None) == (adapted is None):
+    if client is not None and adapted is not None:
         raise UserError("Choose whose model to use, with either --client NAME or --adapted FILE.")
+    if out is not None and out.exists():
+        if rows.exists() and out.samefile(rows):
+            raise UserError(f"'{out}' is the input itself, which predictions must not replace; choose another --out.")
+        if not overwrite:
+            raise UserError(f"'{out}' already exists; add --overwrite to replace it, or choose another --out.")
     if not 0.0 < level < 1.0:
         raise UserError(f"--level is {level:g}, but must be above 0 and below 1, such as 0.9.")
     if abstain is not None and not 0.0 <= abstain <= 1.0:
@@ -85,6 +94,8 @@ def predict(
     try:
         progress.doing(f"loading {folder}")
         run = finished_run(folder, progress.say)
+        if client is None and adapted is None:
+            raise UserError(f"Choose whose model to use, with --client, from: {quoted(known(run), SHOWN)}.")
         who = run.newcomer(adapted) if adapted is not None else find(run, str(client))
         from bpfed.data.rows import read_rows
 
@@ -108,13 +119,8 @@ def predict(
     else:
         from bpfed.files import write_whole
 
-        replaced = ", replaced" if out.exists() else ""
         write_whole(out, text)
-        Console().print(
-            f"{many(len(x), 'prediction')} of '{who.name}': {out}{replaced}",
-            style="bold",
-            soft_wrap=True,
-        )
+        Console().print(f"{many(len(x), 'prediction')} of '{who.name}': {out}", style="bold", soft_wrap=True)
 
 
 def _endless(found: Classified | Regressed, level: float, name: str) -> str | None:
@@ -185,12 +191,21 @@ def find(run: LoadedRun, name: str) -> Client:
     """The client of that name: one of the run's own, or a newcomer kept in its folder."""
     if name in run.data.clients:
         return run.client(name)
-    newcomers = {path.stem: path for path in newcomers_of(run.folder).glob("*.safetensors")}
+    newcomers = _newcomers(run)
     if name not in newcomers:
         if (there := _another_site(run.folder, name)) is not None:
             raise there
-        raise unknown("client", name, [*run.data.clients, *newcomers])
+        raise unknown("client", name, known(run))
     return run.newcomer(newcomers[name])
+
+
+def known(run: LoadedRun) -> list[str]:
+    """The names that `find` knows."""
+    return [*run.data.clients, *_newcomers(run)]
+
+
+def _newcomers(run: LoadedRun) -> dict[str, Path]:
+    return {path.stem: path for path in sorted(newcomers_of(run.folder).glob("*.safetensors"))}
 
 
 def _another_site(folder: Path, name: str) -> UserError | None:

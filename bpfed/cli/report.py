@@ -8,14 +8,36 @@ from typing import Annotated
 import typer
 
 from bpfed.cli import show
+from bpfed.errors import UserError
 
 EXAMPLE = "Example: bpfed report runs/first"
 
 
-def report(folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")]) -> None:
+def report(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Folder of a finished run, or of a finished deployment or a part of it."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write. \\[default: report.html in the run folder]", show_default=False)
+    ] = None,
+) -> None:
     """Write report.html of a run again from its files, and print its figures."""
-    from bpfed.layout import REPORT
+    from bpfed.layout import REPORT, SUMMARY, of_run, part
     from bpfed.report import RunRecord, write
 
-    run = RunRecord.read(folder)
-    show.result(run, write(run, folder / REPORT))
+    place = of_run(folder)
+    if not (place / SUMMARY).is_file() and part(folder):
+        raise UserError(
+            f"'{folder}' belongs to a deployment and has no finished run; go on with it on the server's machine, with "
+            "'bpfed deploy run', while the sites are online."
+        )
+    run = RunRecord.read(place)
+    try:
+        written = write(run, out or place / REPORT)
+    except UserError as error:
+        show.result(run)
+        if out is not None or not str(error).endswith("choose another location."):
+            raise
+        raise UserError(f"{str(error).removesuffix('.')} with --out.") from error
+    show.result(run, written)

@@ -55,8 +55,8 @@ def _whole(shown: Table, width: int) -> bool:
     return all(word in there for cell in cells for word in cell.split())
 
 
-def result(run: RunRecord, report: Path) -> None:
-    """What came out of a run, and where its report is."""
+def result(run: RunRecord, report: Path | None = None) -> None:
+    """What came out of a run, and where its report is; None: there is none."""
     shown = table("", "last round", "worst client", "best round", title=run.title, right=3)
     for measure in run.measures:
         name, best = measure.full, run.best(measure.name) if measure.name not in WITHOUT_BEST else None
@@ -75,10 +75,13 @@ def result(run: RunRecord, report: Path) -> None:
     console = Console()
     for note in filter(None, (run.untested, run.seldom, run.uncovered, run.no_use, run.softened)):
         console.print(note.replace("\u202f", " "))
-    console.print(f"Trained for {text.duration(value(run.summary, 'seconds'))} on {run.summary['device']}.")
+    # A deployed site's own run does not know the time; that of all rounds is with the server.
+    lasted = f" for {text.duration(seconds)}" if (seconds := value(run.summary, "seconds")) > 0 else ""
+    console.print(f"Trained{lasted} on {run.summary['device']}.")
     if "epsilon" in run.summary:
         console.print(
             f"Privacy of a client: epsilon {run.summary['epsilon']:.3g}, delta {run.summary['delta']:g}"
             f"{'.' if run.summary['protocol'] == 'deployed' else ', valid only if the seed is secret.'}",
         )
-    console.print(f"Report: {report}", style="bold", soft_wrap=True)
+    if report is not None:
+        console.print(f"Report: {report}", style="bold", soft_wrap=True)

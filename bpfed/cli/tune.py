@@ -175,7 +175,7 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
     for name in comparison.ranking:
         best = "bold green" if name == found.best else ""
         cells = [typed(spread(m, comparison.mean(name, m.name), comparison.sd(name, m.name))) for m in measures]
-        apart = "" if name == AS_IT_IS else typed(gap(MEASURES["nll"], comparison.difference(name)))
+        apart = "" if name == AS_IT_IS else typed(gap(MEASURES["nll"], found.difference(name)))
         cells += [apart, f"{comparison.seconds(name):.1f}"]
         title = comparison.titles[name] if name != AS_IT_IS else f"{reference} as it is, {worded(kept)}"
         shown.add_row(Text(f"{'* ' if best else ''}{title}", best), *(Text(c, best) for c in cells))
@@ -184,7 +184,7 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
     several = len(comparison.seeds) > 1
     console.print(
         f"On held-out training examples{', mean ± standard deviation over cuts' if several else ''}, lowest NLL first. "
-        f"Difference: from {reference} as it is, mean over clients{', with a 95 % interval' if several else ''}. "
+        f"Difference: from {reference} as it is{', with a 95 % interval over cuts' if several else ''}. "
         "No test example was used.",
         style="dim",
     )
@@ -201,7 +201,7 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
             f"{t:g} is the {'lowest' if t == TEMPERATURES[0] else 'highest'} temperature tried without --grid; use "
             "--grid to go further."
         )
-    if found.best != AS_IT_IS and several and not comparison.difference(found.best).clear:
+    if found.best != AS_IT_IS and several and not found.difference(found.best).clear:
         console.print("The best setting is not clearly better than the method as it is: the interval includes zero.")
     if softens and found.softness != 1.0:
         console.print(

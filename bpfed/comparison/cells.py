@@ -19,19 +19,19 @@ from torch import nn
 
 from bpfed import __version__
 from bpfed.callbacks.base import Callback
-from bpfed.callbacks.folder import Folder, differences
+from bpfed.callbacks.folder import Folder, begun, differences
 from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison import tables
 from bpfed.comparison.entrants import Entrant, entrants
-from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Words, chosen_reference
+from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Vocabulary, chosen_reference
 from bpfed.console import Say
 from bpfed.data import FederatedData, load
 from bpfed.engine.checks import check_data
 from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Settings
 from bpfed.errors import Diverged, UserError
-from bpfed.files import clear_parts, is_part, lock, said, to_json, to_toml, write_whole
-from bpfed.layout import CONFIG, SUMMARY
+from bpfed.files import clear_parts, is_part, lock, to_json, to_toml, write_whole, writing
+from bpfed.layout import SUMMARY
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method
 from bpfed.rehearsal import rehearse
@@ -132,7 +132,7 @@ def run_cells(
     display: CellProgress | None = None,
     say: Callable[[str], None] = lambda sentence: None,
     stack: bool | None = None,
-    words: Words = METHODS_AND_SEEDS,
+    words: Vocabulary = METHODS_AND_SEEDS,
     spare: bool = False,
 ) -> Comparison:
     """Run the cells that are not finished, and read those that are.
@@ -268,7 +268,7 @@ def _cell(
     if out is None:
         return Cell(entrant, prepare(entrant.method, data, settings, model, likelihood, None, say), None)
     path = out / entrant.name / f"seed-{seed}"
-    folder = Folder(path, resume=(path / CONFIG).exists())
+    folder = Folder(path, resume=begun(path))
     run = prepare(entrant.method, data, settings, model, likelihood, folder, say)
     if not (path / SUMMARY).is_file():
         return Cell(entrant, run, folder)
@@ -309,7 +309,7 @@ def _kept(out: Path | None, kind: str) -> Iterator[None]:
         yield
         return
     made = not out.exists()
-    with said(out):
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         there = [p.name for p in out.iterdir() if not is_part(p)]
     if there and REQUEST not in there:
@@ -335,7 +335,7 @@ def _kind(folder: Path) -> str:
 
 
 def _request(
-    who: Sequence[Entrant], seeds: list[int], reference: str, data: FederatedData, words: Words
+    who: Sequence[Entrant], seeds: list[int], reference: str, data: FederatedData, words: Vocabulary
 ) -> dict[str, Any]:
     """What was asked for, for people to read; what counts is in every cell's own folder."""
     return {

@@ -88,7 +88,7 @@ def check_common(name: str, common: Mapping[str, Any]) -> None:
     for key, value in changes(name).items():
         if key.startswith("run.") and key in common and str(common[key]).lower() != str(value).lower():
             raise UserError(
-                f"'{name}' stands for {key} = {value}, but {key} is {common[key]} for all here; leave one of the two out."
+                f"'{name}' stands for {key} = {value}, but {key} is {common[key]} for all here; leave one of them out."
             )
 
 

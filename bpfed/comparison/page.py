@@ -172,8 +172,9 @@ def _calibration(comparison: Comparison) -> str:
         small.append(f"<div><h4>{escape(title)}</h4>{drawn}<p>{_leaning(found, intervals)}</p></div>")
     over = f", mean over {comparison.words.time}s ± standard deviation" if len(comparison.seeds) > 1 else ""
     read = (
-        f"Expected calibration error over {comparison.bins} bins{over}. The upright stroke is the floor: what chance alone "
-        "gives perfectly calibrated predictions as sure as these. Bars that end near it cannot be told from perfect."
+        f"Expected calibration error over {comparison.bins} bins{over}. The upright stroke is the floor: what chance "
+        "alone gives perfectly calibrated predictions as sure as these. Bars that end near it are indistinguishable "
+        "from perfect calibration."
     )
     axes = (
         "Across: nominal level of an interval; up: share of targets inside."
@@ -184,7 +185,8 @@ def _calibration(comparison: Comparison) -> str:
         f'<section><h2>Calibration</h2><div class="panels rows">'
         f"{figure('ECE and its floor', versus.bars(rows, ece), read)}</div>"
         f'<h3 style="margin-top:1.4rem">Claimed against observed</h3><div class="small">{"".join(small)}</div>'
-        f'<p class="note">All clients and {comparison.words.time}s pooled. {axes} Below the dotted line is over-confident.</p></section>'
+        f'<p class="note">All clients and {comparison.words.time}s pooled. {axes} Below the dotted line is '
+        "over-confident.</p></section>"
     )
 
 

@@ -22,7 +22,7 @@ COMPARED = ("accuracy", "rmse", "nll", "brier", "ece")
 REFERENCES = ("bpfed-recipe", "bpfed")
 
 
-class Words(NamedTuple):
+class Vocabulary(NamedTuple):
     """What a comparison calls things.
 
     Attributes:
@@ -38,13 +38,13 @@ class Words(NamedTuple):
     time: str = "seed"
     scored: str = "test examples"
     dealt: str = (
-        "Every seed deals out the same examples again, so seeds share examples and are not independent: the intervals are "
+        "Every seed splits the same examples anew, so seeds share examples and are not independent: the intervals are "
         "narrower than for data never seen."
     )
 
 
 #: Of methods, with several seeds.
-METHODS_AND_SEEDS = Words()
+METHODS_AND_SEEDS = Vocabulary()
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,7 +61,7 @@ class Comparison:
     records: dict[str, dict[int, RunRecord]]
     titles: dict[str, str]
     reference: str
-    words: Words = METHODS_AND_SEEDS
+    words: Vocabulary = METHODS_AND_SEEDS
 
     def __repr__(self) -> str:
         scores = ", ".join(f"{name} {self.mean(name, 'nll'):.3f}" for name in self.ranking)

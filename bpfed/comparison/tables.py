@@ -30,7 +30,7 @@ def spread(measure: Measure, centre: float, sd: float) -> str:
 
 
 def gap(measure: Measure, found: Difference) -> str:
-    """``+0.031 (0.012 to 0.050)``; shares in points of a hundred."""
+    """``+0.031 (0.012 to 0.050)``; shares in percentage points."""
     factor, digits = (100.0, 1) if measure.show is text.percent else (1.0, 3)
     centre = signed(factor * found.mean, digits)
     if not math.isfinite(found.low):
@@ -74,15 +74,15 @@ def pairing(comparison: Comparison) -> str:
     if len(seeds) > 1:
         words += f"A client-{time} is one client of one {time}. "
     if any(m.name == "accuracy" for m in comparison.measures):
-        words += "Accuracy in points of a hundred. "
+        words += "Accuracy is in percentage points. "
     if found is None:
         return words.strip()
     if len(seeds) == 1:
         if not math.isfinite(found.low):
-            return words + f"No interval: one {time} with {text.many(found.pairs, 'client')} is too little."
+            return words + f"No interval: one {time} with {text.many(found.pairs, 'client')} is not enough."
         return words + (
-            f"95 % intervals: bootstrap over the {found.pairs} clients. One {time} says nothing about other splits or other "
-            "training."
+            f"95 % intervals: bootstrap over the {found.pairs} clients. One {time} says nothing about other splits or "
+            "other training."
         )
     dealt = comparison.first.config.get("data", {}).get("seed") != comparison.records[comparison.names[0]][
         seeds[1]

@@ -21,7 +21,8 @@ from torch import nn
 from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison.cells import displayed, run_cells
 from bpfed.comparison.entrants import Entrant
-from bpfed.comparison.record import Comparison, Words
+from bpfed.comparison.paired import Difference, difference
+from bpfed.comparison.record import Comparison, Vocabulary
 from bpfed.data import FederatedData, load
 from bpfed.data.held import HELD, held_out
 from bpfed.engine.federation import Federation
@@ -44,7 +45,7 @@ OF_RUN = ("hidden",)
 #: The name of the method as it was given, which is always tried.
 AS_IT_IS = "as-it-is"
 #: What a tuning calls things.
-WORDS = Words(
+WORDS = Vocabulary(
     kind="tuning",
     one="setting",
     time="cut",
@@ -123,6 +124,15 @@ class Tuning:
     def gain(self) -> float:
         """How much lower its NLL is than that of the method as it was given, in nats."""
         return self.comparison.mean(AS_IT_IS, "nll") - self.comparison.mean(self.best, "nll")
+
+    def difference(self, name: str) -> Difference:
+        """How the NLL that trials are ranked by, over all examples, differs from the method's as it is; paired by cut."""
+        cuts = self.comparison.seeds
+        ours, theirs = (
+            {cut: {"all": nll} for cut, nll in zip(cuts, self.comparison.over_seeds(who, "nll"), strict=True)}
+            for who in (name, AS_IT_IS)
+        )
+        return difference(ours, theirs)
 
 
 def trials(method: Method, grid: Grid | None = None, settings: Settings | None = None) -> dict[str, Trial]:

@@ -49,7 +49,9 @@ STYLE = """
 .plot .centre { stroke: var(--ink); stroke-width: 2.6; } .plot .zero { stroke: var(--ink); stroke-width: 1.2; }
 .plot .floor { stroke: var(--second); stroke-width: 2.4; } .plot .solid { fill: var(--ink); }
 .plot .clear { fill: var(--first); stroke: var(--first); }
-.small { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.4rem, 1fr)); gap: 1rem .9rem; margin-top: .8rem; }
+.small {
+  display: grid; grid-template-columns: repeat(auto-fill, minmax(9.4rem, 1fr)); gap: 1rem .9rem; margin-top: .8rem;
+}
 figure + figure { margin-top: 1.4rem; } .panels figure + figure { margin-top: 0; }
 .small h4 {
   margin: 0; font-size: .88rem; font-weight: 600; white-space: nowrap; overflow: hidden; text-overflow: ellipsis;
@@ -57,7 +59,8 @@ figure + figure { margin-top: 1.4rem; } .panels figure + figure { margin-top: 0;
  .small .plot text { font-size: 12px; }
 .small p { margin: 0; font-size: .82rem; color: var(--muted); }
 .panels.rows { grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
-.scroll.whole { max-height: none; } .whole th { white-space: nowrap; } .whole thead th { white-space: normal; vertical-align: bottom; }
+.scroll.whole { max-height: none; } .whole th { white-space: nowrap; }
+.whole thead th { white-space: normal; vertical-align: bottom; }
 .whole th, .whole td { padding: .3rem .5rem; } .scroll.whole thead button { padding: .45rem .5rem; }
 td .sd { color: var(--muted); } td.top { font-weight: 700; } tr.chief > * { background: var(--soft); }
 @media (max-width: 34rem) { figure:has(> .wide) { overflow-x: auto; } .plot.wide { min-width: 42rem; } }
@@ -172,7 +175,7 @@ def strips(rows: Sequence[Row], measure: Measure) -> str:
 
 
 def forest(rows: Sequence[Row], measure: Measure, reference: str, show: Callable[[float], str]) -> str:
-    """A difference for each method, with its interval and the seeds it is made of; filled where the interval leaves out zero."""
+    """A difference for each method, with its interval and its seeds; filled where the interval leaves out zero."""
     ends = [v for row in rows for v in (row.centre, row.low, row.high, *(d for d, _ in row.dots), 0.0)]
     x = svg.fit(ends, *_beside(rows))
 
@@ -238,7 +241,7 @@ def _rows(
     behind: Sequence[str] = (),
     show: Callable[[float], str] | None = None,
 ) -> str:
-    """Rows over a common scale, named on the left and with a number on the right; ``show`` writes the scale's numbers."""
+    """Rows over a common scale, named on the left, with a number on the right; ``show`` writes the scale's numbers."""
     height = TOP + ROW * len(rows)
     ticks = x.ticks(6)
     show = show or svg.tick_text(ticks, measure.show is text.percent)

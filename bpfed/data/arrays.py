@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from bpfed.data.federated import Examples, FederatedData, Task
-from bpfed.data.layout import lay_out, streams
+from bpfed.data.ordering import lay_out, streams
 from bpfed.data.remarks import of_one_class, unscaled
 from bpfed.data.split import split
-from bpfed.errors import UserError
+from bpfed.data.summary import MOST_WHOLE
+from bpfed.errors import UserError, unknown
 
 
 def from_arrays(
@@ -36,7 +37,8 @@ def from_arrays(
 
     Args:
         x: Inputs, ``[E, ...]`` numbers, or ``[E]`` for one number each.
-        y: Targets, ``[E]``: whole numbers or words are classes, other numbers are a regression.
+        y: Targets, ``[E]``: words and numbers of a whole type are classes, real ones (also 0.0 and 1.0) are a
+            regression.
         ids: Whom each example belongs to, ``[E]`` whole numbers or words. Each id is a client, named by it.
         name: What to call the dataset.
         task: What ``y`` is, where its type does not tell.
@@ -46,6 +48,8 @@ def from_arrays(
         test_fraction: That fraction, stratified by class.
         seed: Which examples are drawn.
     """
+    if task is not None and task not in get_args(Task):
+        raise unknown("task", str(task), get_args(Task))
     inputs, targets = _numbers(x, f"The inputs of '{name}'"), _array(y, f"The targets of '{name}'")
     inputs = inputs[:, None] if inputs.ndim == 1 else inputs
     who = _identities(ids, name)
@@ -56,6 +60,7 @@ def from_arrays(
         )
     if not len(targets):
         raise UserError(f"'{name}' has no examples; give it at least one.")
+    doubt = _doubt(targets, name) if task is None else ()
     task = task or ("regression" if targets.dtype.kind == "f" else "classification")
     if task == "classification":
         targets, words = _classes(targets, tuple(labels), name)
@@ -79,27 +84,64 @@ def from_arrays(
         classes=len(words),
         labels=words,
     ).check()
-    return replace(data, notes=(*unscaled(data), *of_one_class(data)))
+    return replace(data, notes=(*doubt, *unscaled(data), *of_one_class(data)))
+
+
+def _doubt(y: np.ndarray, name: str) -> tuple[str, ...]:
+    """What to say of targets whose type makes them a regression, though in a table they would be classes."""
+    if y.dtype.kind != "f" or not np.isfinite(y).all():
+        return ()
+    values = np.unique(y)
+    if len(values) > MOST_WHOLE or not (values == np.trunc(values)).all():
+        return ()
+    return (
+        f"The targets of '{name}' are real numbers by type and so a regression, but all are whole ({len(values)} "
+        'different ones); if they are classes, pass task="classification".',
+    )
 
 
 def _array(values: Any, what: str) -> np.ndarray:
+    if np.ma.is_masked(values):
+        raise _gaps(what)
     try:
-        array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-        if array.dtype.kind != "O":
-            return array
-        # Columns of tables often come as objects; what they hold decides, and if that is no one thing, their words do.
-        if any(value is None or value != value for value in array.flat):
-            raise UserError(f"{what} have missing values; drop those examples or fill them in.")
-        tight = np.asarray(array.tolist())
-        return tight if tight.dtype.kind in "biuf" else array.astype(str)
+        array = _of_tensor(values) if isinstance(values, torch.Tensor) else np.asarray(values)
+        if array.dtype.kind == "O":
+            # Columns of tables often come as objects; what they hold decides; if that is no one thing, their words do.
+            if any(map(_missing, array.flat)):
+                raise _gaps(what)
+            tight = np.asarray(array.tolist())
+            array = tight if tight.dtype.kind in "biufc" else array.astype(str)
     except ValueError as error:
         raise UserError(f"{what} do not all have the same shape; give every example the same shape.") from error
+    if array.dtype.kind == "c":
+        raise UserError(f"{what} are complex numbers; give real numbers instead.")
+    return array
+
+
+def _of_tensor(values: torch.Tensor) -> np.ndarray:
+    # numpy has no bfloat16.
+    return (values.float() if values.dtype == torch.bfloat16 else values).detach().cpu().numpy()
+
+
+def _missing(value: Any) -> bool:
+    """Whether this is None, NaN, or what tables write for a gap: something that is not even unequal to itself."""
+    try:
+        return value is None or bool(value != value)
+    except TypeError:
+        return True
+
+
+def _gaps(what: str) -> UserError:
+    return UserError(f"{what} have missing values; drop those examples or fill them in.")
 
 
 def _numbers(values: Any, what: str) -> np.ndarray:
     try:
+        array = _array(values, what)
+        if array.dtype.kind in "Mm":
+            raise TypeError("dates")
         with np.errstate(over="ignore"):  # too large for float32 is infinite, which the check of the whole will name
-            return _array(values, what).astype(np.float32)
+            return array.astype(np.float32)
     except (TypeError, ValueError) as error:
         raise UserError(f"{what} are not all numbers; turn words and dates into numbers first.") from error
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from bpfed.data.download import DownloadError, Remote, download, whole
+from bpfed.data.download import DownloadError, Remote, download
 from bpfed.data.pickled import read_pickled
 from bpfed.errors import UserError
+from bpfed.files import whole
 
 BATCHES = (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch")
 PIXELS = 3 * 32 * 32

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bpfed.data.mistaken import DATE, NEARLY, as_text, marks_split
 from bpfed.data.preparation import Preparation
 from bpfed.data.summary import SPLIT
 from bpfed.data.table import UNKNOWN, Column, Table, Words
@@ -15,11 +16,10 @@ from bpfed.errors import quoted
 
 #: Words of a column from which on they are very many.
 MANY = 30
-#: Share of values that differ, and number of values, from which on a column may be an identity.
-DIFFERENT, ENOUGH = 0.9, 20
-#: The latter for words that others are about to be told.
+#: Number of values from which on a column may be an identity.
+ENOUGH = 20
+#: The same for words that others are about to be told.
 TOLD = 5
-_DATE = re.compile(r"(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{1,2}([-/.])\d{1,2}\3(\d{4}|\d{2}))([T ].*)?")
 _IDENTITY = re.compile(r"(.*[\W_])?(id|uuid|key|no|nr|code|zip|plz|index)", re.IGNORECASE)
 
 
@@ -64,6 +64,8 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
     dates, identities, owners, wordy = [], [], [], []
     for feature in (f for f in preparation.features if f.scale):
         held = [table.columns[feature.name] for table in tables.values() if feature.name in table.columns]
+        if as_text(feature.levels) or marks_split(feature.levels):
+            continue  # of which `mistaken` speaks
         named = _IDENTITY.fullmatch(feature.name) is not None
         dated, identity = _of_words(held) if feature.kind == "words" else _of_numbers(held, named)
         if dated:
@@ -92,10 +94,17 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
 
 def telling(table: Table) -> dict[str, list[str]]:
     """Columns of words that others should not be told: dates and identifiers, where there are some."""
-    seen = {name: _of_words([column], TOLD) for name, column in table.columns.items() if isinstance(column, Words)}
+    words = {name: column for name, column in table.columns.items() if isinstance(column, Words)}
+    seen = {name: _of_words([column], TOLD) for name, column in words.items()}
     dates = [name for name, (dated, _) in seen.items() if dated]
     identities = [name for name, (dated, identity) in seen.items() if identity and not dated]
-    return {what: names for what, names in (("dates", dates), ("identifiers", identities)) if names}
+    numbers = [name for name in identities if as_text(words[name].levels)]
+    parts = (
+        ("dates", dates),
+        ("identifiers", [name for name in identities if name not in numbers]),
+        ("numbers written as text", numbers),
+    )
+    return {what: names for what, names in parts if names}
 
 
 def _of_words(held: Sequence[Column], enough: int = ENOUGH) -> tuple[bool, bool]:
@@ -104,7 +113,7 @@ def _of_words(held: Sequence[Column], enough: int = ENOUGH) -> tuple[bool, bool]
     all_ = set().union(*(column.levels for column in columns))
     if not all_:
         return False, False  # of other clients alone
-    dated = sum(bool(_DATE.fullmatch(word)) for word in all_) >= DIFFERENT * len(all_)
+    dated = sum(bool(DATE.fullmatch(word)) for word in all_) >= NEARLY * len(all_)
     known = sum(int(np.count_nonzero(column.codes != UNKNOWN)) for column in columns)
     return dated, _different(known, len(all_), sum(len(column.levels) for column in columns), len(held), enough)
 
@@ -165,7 +174,7 @@ def _different(known: int, all_: int, own: int, clients: int, enough: int = ENOU
         clients: Number of clients.
         enough: Values that one must have at least.
     """
-    return (known >= enough and all_ >= DIFFERENT * known) or (known >= enough * clients and own >= DIFFERENT * known)
+    return (known >= enough and all_ >= NEARLY * known) or (known >= enough * clients and own >= NEARLY * known)
 
 
 def _counted(values: Sequence[np.ndarray], pooled: np.ndarray) -> bool:

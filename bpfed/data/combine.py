@@ -7,7 +7,7 @@ from functools import reduce
 from typing import get_args
 
 from bpfed.data.federated import Task
-from bpfed.data.preparation import Feature, Preparation, Standardise, words_for_numbers
+from bpfed.data.preparation import Feature, Preparation, Standardise
 from bpfed.data.summary import MOST_LEVELS, MOST_WHOLE, ColumnSummary, Summary, too_many, too_many_classes
 from bpfed.errors import OTHERS, UserError, first_of, unknown
 
@@ -42,7 +42,10 @@ def combine(
         labels = _ordered(_classes(summaries, aim, target))
     elif aim.words:
         where = next(s for s in summaries if s.target.words and s.target.levels)
-        raise words_for_numbers(target, where.client, (where.target.levels or ("",))[0])
+        raise UserError(
+            f"The target '{target}' of '{where.client}' must be numeric for a regression, but has "
+            f"'{(where.target.levels or ('',))[0]}'; correct it, or use --task classification."
+        )
     elif not aim.scale:
         raise UserError(
             f"The target '{target}' is the same in all rows, so there is nothing to learn; predict another column."
@@ -64,7 +67,7 @@ def combine(
     features = [_feature(name, [column for _, column in told[name]], shape is not None) for name in names]
     crowded = {f.name: len(f.levels) for f in features if len(f.levels) > MOST_LEVELS}
     if crowded:
-        raise too_many(crowded, "all clients together")
+        raise too_many(crowded, "all clients together", ignore)
     made = Preparation(
         target=target,
         task=decided,

@@ -6,12 +6,14 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 
+from bpfed.data.separators import Separators, misread
 from bpfed.data.table import MISSING, UNKNOWN, Column, Table, Words, check_columns
 from bpfed.errors import OTHERS, UserError, first_of
 from bpfed.files import write_whole
@@ -34,11 +36,16 @@ def read_csv(path: Path, words: frozenset[str] = frozenset()) -> Table:
     """
     as_text = set(words)
     while True:
-        found, delimiter = _columns(path, as_text)
+        found, delimiter, separators = _columns(path, as_text)
         mixed = {name for name, chunks in found.items() if len({isinstance(c, Words) for c in chunks if _some(c)}) > 1}
         if not mixed:
             break
         as_text |= mixed  # numbers at first and words later: only a second look has their text
+    if wrong := misread(separators):
+        raise UserError(
+            f"Column {first_of(wrong, ', and ', OTHERS)} in '{path}'; write numbers without separators of "
+            "thousands, and with the same decimal mark throughout."
+        )
     rows = sum(len(c) for c in next(iter(found.values()), []))
     columns = {name: _joined(chunks, name, path, delimiter, name in words) for name, chunks in found.items()}
     _check_slips({name: column for name, column in columns.items() if name not in words}, path, delimiter)
@@ -78,25 +85,29 @@ def read_cells(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _columns(path: Path, as_text: set[str]) -> tuple[dict[str, list[Column]], str]:
-    """The columns in chunks, by name, and the delimiter."""
+def _columns(path: Path, as_text: set[str]) -> tuple[dict[str, list[Column]], str, dict[str, Separators]]:
+    """The columns in chunks, by name; the delimiter; and how numbers are written, where that is not the comma."""
     found: dict[str, list[Column]] = {}
+    separators: dict[str, Separators] = {}
     for header, delimiter, rows in _rows(path):
         found = found or {name: [] for name in header if name}
         for name, cells in zip(header, zip(*rows, strict=True), strict=bool(rows)):
-            if name:
-                found[name].append(_parsed(cells, delimiter, name in as_text))
-    return found, delimiter
+            if not name:
+                continue
+            found[name].append(column := _parsed(cells, delimiter, name in as_text))
+            if delimiter != "," and not isinstance(column, Words):
+                separators.setdefault(name, Separators()).add(cells)
+    return found, delimiter, separators
 
 
 def _rows(path: Path) -> Iterator[tuple[list[str], str, list[list[str]]]]:
     """The header, the delimiter and a chunk of rows; first without rows, then as often as there are some."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            header, delimiter = _header(file, path)
+            header, delimiter, pending = _header(file, path)
             yield header, delimiter, []
-            reader = csv.reader(file, delimiter=delimiter, strict=True)
-            for rows in _chunks(reader, len(header), path):
+            reader = csv.reader(chain(pending, file), delimiter=delimiter, strict=True)
+            for rows in _chunks(reader, delimiter, len(header), path):
                 yield header, delimiter, rows
     except UnicodeDecodeError as error:
         _not_text(path, error)
@@ -104,30 +115,34 @@ def _rows(path: Path) -> Iterator[tuple[list[str], str, list[list[str]]]]:
         raise UserError(f"'{path}' is damaged near line {reader.line_num + 1} ({error}); fix its quotes.") from error
 
 
-def _header(file: io.TextIOWrapper, path: Path) -> tuple[list[str], str]:
+def _header(file: io.TextIOWrapper, path: Path) -> tuple[list[str], str, list[str]]:
+    """The names of the columns, the delimiter, and lines that were read to find them but are rows."""
     line = file.readline(HEADER)
     while line and not line.strip():
         line = file.readline(HEADER)
     if not line:
         raise UserError(f"'{path}' is empty; remove it or give it a header and rows.")
     if _CONTROL.search(line):
-        raise UserError(f"'{path}' is not a text file; save it as CSV.")
-    cut = {}
-    for delimiter in DELIMITERS:
-        # A name in quotes may run over several lines; the reader asks for as many as it needs.
-        try:
-            cut[delimiter] = next(
-                csv.reader(chain([line], file) if line.count('"') % 2 else [line], delimiter=delimiter)
-            )
-        except (csv.Error, StopIteration) as error:
-            raise UserError(f"The first line of '{path}' is damaged ({error}); fix its quotes.") from error
+        raise _binary(path)
+    if re.fullmatch(r'"?sep=.?"?', line.strip(), re.IGNORECASE):
+        raise UserError(f"'{path}' begins with the line '{line.strip()}', not with column names; remove that line.")
+    lines = [line]
+    cut = _cuts(lines, file, strict=True)
+    if len(cut) < len(DELIMITERS) and all(len(names) == 1 for names, _ in cut.values()):
         if line.count('"') % 2:
-            break
-    delimiter = max(cut, key=lambda d: len(cut[d]))
-    header = [name.strip() for name in cut[delimiter]]
+            raise UserError(f"The column names of '{path}' are damaged: a quote is not closed; fix it.")
+        cut = _cuts(lines, file, strict=False)  # such as a blank between a closing quote and the delimiter
+    if not cut:
+        raise UserError(f"'{path}' does not begin with a line of column names; save it as CSV with one.")
+    # A wrong delimiter cuts through quotes and leaves them in the names.
+    delimiter = max(cut, key=lambda d: (not any('"' in name for name in cut[d][0]), len(cut[d][0])))
+    names, used = cut[delimiter]
+    # A line break in a name depends on the program that wrote it, and cannot be typed.
+    header = [re.sub(r"\s*[\r\n]\s*", " ", name.strip()) for name in names]
     if len(header) == 1 and re.search(r"\S[ :^~]+\S", header[0]):
         raise UserError(
-            f"'{path}' has only one column, '{header[0][:60]}'; separate its columns by comma, semicolon, tab or bar."
+            f"The first line of '{path}' has only one column, '{header[0][:60]}'; begin with the column names, "
+            "separated by comma, semicolon, tab or bar."
         )
     twice = [name for name in header if name and header.count(name) > 1]
     # Plain counts (0, 1, 2, ...) are what some programs call columns; other numbers are a row of data.
@@ -135,21 +150,42 @@ def _header(file: io.TextIOWrapper, path: Path) -> tuple[list[str], str]:
         raise UserError(f"The first line of '{path}' has numbers instead of column names; add a line of names.")
     if twice:
         raise UserError(f"'{path}' has two columns '{twice[0]}'; rename or remove one.")
-    return header, delimiter
+    return header, delimiter, lines[used:]
 
 
-def _chunks(reader: Iterator[list[str]], width: int, path: Path) -> Iterator[list[list[str]]]:
+def _cuts(lines: list[str], file: io.TextIOWrapper, strict: bool) -> dict[str, tuple[list[str], int]]:
+    """What each delimiter makes of the header, and of how many lines; without those that cannot be."""
+    cut = {}
+    for delimiter in DELIMITERS:
+        # A name in quotes may run over several lines; the reader asks for as many as it needs.
+        reader = csv.reader(_kept(lines, file), delimiter=delimiter, strict=strict)
+        with suppress(csv.Error):
+            cut[delimiter] = next(reader), reader.line_num
+    return cut
+
+
+def _kept(lines: list[str], file: io.TextIOWrapper) -> Iterator[str]:
+    """These lines and then those of the file, which are added to them as they are read."""
+    yield from lines
+    for line in file:
+        lines.append(line)
+        yield line
+
+
+def _chunks(reader: Iterator[list[str]], delimiter: str, width: int, path: Path) -> Iterator[list[list[str]]]:
     """Rows in chunks, all of the header's width; blank lines are no rows."""
+    before = 0
     while rows := list(islice(reader, CHUNK)):
         if any(len(row) != width for row in rows):
             rows = [row for row in rows if row]
-            wrong = next((row for row in rows if len(row) != width), None)
+            wrong = next((k for k, row in enumerate(rows) if len(row) != width), None)
             if wrong is not None:
                 raise UserError(
-                    f"'{path}' has {width} columns, but {len(wrong)} in the row '{','.join(wrong)[:60]}' before line "
-                    f"{reader.line_num + 1}; correct it."  # type: ignore[attr-defined]
+                    f"'{path}' has {width} columns, but {len(rows[wrong])} in row {before + wrong + 1} "
+                    f"({delimiter.join(rows[wrong])[:60]!r}); correct it."
                 )
         if rows:
+            before += len(rows)
             yield rows
 
 
@@ -245,11 +281,21 @@ def _slip(column: Words, such: list[bool], what: str) -> list[str]:
     return [f"{what} except for '{column.levels[column.codes[row]][:40]}' in row {row + 1}"]
 
 
+def _binary(path: Path) -> UserError:
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start.startswith(b"\x1f\x8b"):
+        return UserError(f"'{path}' is compressed by gzip; unpack it.")
+    if start == b"PK\x03\x04":
+        return UserError(f"'{path}' is a ZIP archive or a spreadsheet; unpack it, or save it as CSV.")
+    return UserError(f"'{path}' is not a text file; save it as CSV.")
+
+
 def _not_text(path: Path, error: UnicodeDecodeError) -> NoReturn:
     with path.open("rb") as file:
         start = file.read(HEADER)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise UserError(f"'{path}' is UTF-16; save it as UTF-8.") from error
     if _CONTROL.search(start.decode("latin-1")):
-        raise UserError(f"'{path}' is not a text file; save it as CSV.") from error
+        raise _binary(path) from error
     raise UserError(f"'{path}' is not UTF-8 (byte {error.object[error.start]:#04x}); save it as UTF-8.") from error

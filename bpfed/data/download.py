@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 from urllib.request import urlopen
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from bpfed.console import Console
+from bpfed.files import whole
 
 CHUNK = 1 << 16
 TIMEOUT = 30.0  # seconds without a byte
@@ -36,19 +33,6 @@ class Remote(NamedTuple):
     url: str
     size: int
     sha256: str | None
-
-
-@contextmanager
-def whole(path: Path) -> Iterator[BinaryIO]:
-    """Write a file under another name and give it its own only when all of it is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        with part.open("wb") as file:
-            yield file
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def download(remote: Remote, path: Path) -> None:

@@ -78,9 +78,30 @@ def held_back(sizes: Tensor, fraction: float) -> Tensor:
     return torch.minimum(held, sizes - 1).clamp(min=0)
 
 
-def untested(name: str) -> UserError:
-    """A `UserError` for data of this name without any test example."""
-    return UserError(f"No client of '{name}' has a test example; give it some, e.g. with a test_fraction above 0.")
+def untested(data: FederatedData) -> UserError:
+    """A `UserError` for data without any test example."""
+    start = f"No client of '{data.name}' has a test example"
+    if data.test_fraction != 0 and bool((data.train.sizes <= 1).all()):
+        return UserError(f"{start}, because each has a single one, which is for training; give some clients more.")
+    if data.test_fraction:
+        return UserError(f"{start}, because each class keeps one for training; give some clients more.")
+    return UserError(f"{start}; give them some, e.g. with --test-fraction 0.3 (in Python: test_fraction=0.3).")
+
+
+def _where(x: Tensor, y: Tensor) -> str:
+    """Which of a client's inputs ``[n, ...]`` or targets ``[n]`` are no numbers, and of how many examples."""
+    odd = ~torch.isfinite(x)
+    rows = odd.flatten(1).any(1) if x.numel() else torch.zeros(len(y), dtype=torch.bool)
+    what = []
+    if rows.any():
+        columns = odd.any(0).nonzero().flatten().tolist() if x.ndim == 2 else []
+        more = f" and {len(columns) - 3} more columns" if len(columns) > 3 else ""
+        name = " and ".join(f"x[:, {k}]" for k in columns[:3]) if columns else "x"
+        what.append(f"in {name}{more} of {int(rows.sum())} of its {len(y)} examples")
+    wrong = int((~torch.isfinite(y)).sum()) if y.is_floating_point() else 0
+    if wrong:
+        what.append(f"in y of {wrong} of its {len(y)} examples")
+    return " and ".join(what)
 
 
 @dataclass(frozen=True, repr=False)
@@ -183,7 +204,10 @@ class FederatedData:
             if examples is None:
                 continue
             if len(examples.offsets) != len(self) + 1:
-                raise UserError(f"'{self.name}' names {len(self)} clients, but its {part} data is of another number.")
+                raise UserError(
+                    f"'{self.name}' names {len(self)} clients, but its {part} data is of {len(examples.offsets) - 1}; "
+                    "name each client once."
+                )
             if not len(examples.x) == len(examples.y) == int(examples.offsets[-1]):
                 raise UserError(
                     f"'{self.name}' has {len(examples.x)} inputs and {len(examples.y)} targets in its {part} data for "
@@ -200,8 +224,8 @@ class FederatedData:
                 row = int(bad.nonzero()[0])
                 who = self.clients[int(torch.searchsorted(examples.offsets, row, right=True)) - 1]
                 raise UserError(
-                    f"Client '{who}' of '{self.name}' has NaN or infinite values in its {part} data; clean or drop "
-                    "those rows."
+                    f"Client '{who}' of '{self.name}' has NaN or infinite values in its {part} data, "
+                    f"{_where(*examples.client(self.clients.index(who)))}; clean or drop those rows."
                 )
             if self.task == "classification" and len(examples.y):
                 low, high = int(examples.y.min()), int(examples.y.max())

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from bpfed.data.federated import Examples, FederatedData
-from bpfed.data.layout import client_names, streams
+from bpfed.data.ordering import client_names, streams
 from bpfed.errors import UserError
 
 TEST_FRACTION = 0.25

@@ -14,8 +14,8 @@ from bpfed.data import own, sources
 from bpfed.data.cells import CELLS, Cell, deal_cell
 from bpfed.data.federated import Examples, FederatedData, Task
 from bpfed.data.folder import DataDir
-from bpfed.data.layout import client_names, lay_out, streams
 from bpfed.data.natural import NATURAL
+from bpfed.data.ordering import client_names, lay_out, streams
 from bpfed.data.partition import OWN, Partition, parse_partition
 from bpfed.data.preparation import Standardise
 from bpfed.data.remarks import of_one_class
@@ -81,7 +81,9 @@ def load(
         _natural_only(name, partition)
         data = own.federate(
             name,
-            tables(name, client_column=client_column, data_dir=data_dir, download=download) if read is None else read,
+            tables(name, client_column=client_column, data_dir=data_dir, download=download, ignore=ignore)
+            if read is None
+            else read,
             _target(name, target),
             task=task,
             standardise=standardise,
@@ -91,7 +93,7 @@ def load(
             seed=seed,
         )
         if clients not in (None, len(data)):
-            raise UserError(f"'{name}' has its own clients, {len(data)} in number, not {clients}; omit --clients.")
+            raise UserError(f"'{name}' has its own clients ({len(data)}), so it cannot have {clients}; omit --clients.")
         return data
     check_data(name, names())
     scaling = None if standardise == "federated" else standardise
@@ -110,11 +112,16 @@ def is_table(name: str) -> bool:
 
 
 def tables(
-    name: str, *, client_column: str | None = None, data_dir: DataDir = None, download: bool = True
+    name: str,
+    *,
+    client_column: str | None = None,
+    data_dir: DataDir = None,
+    download: bool = True,
+    ignore: str | Iterable[str] | None = None,
 ) -> dict[str, Table]:
     """The tables of ``folder:PATH`` or of a dataset that is tables, by client; for the arguments see `load`."""
     if name.startswith(PREFIX):
-        return own.read_clients(name.removeprefix(PREFIX), client_column)
+        return own.read_clients(name.removeprefix(PREFIX), client_column, own.column_names(ignore))
     if name not in NATURAL:
         check_data(name, names())
         raise UserError(f"'{name}' is not a table; use {', '.join(NATURAL)} or {PREFIX}PATH.")

@@ -1,25 +1,29 @@
-"""Lookalikes: names, labels and words that differ only in case or spaces, and so are two where one may be meant."""
+"""Lookalikes: names, labels and words that look the same or nearly so, and are two where one may be meant."""
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable
 
 from bpfed.data.preparation import Preparation
 from bpfed.errors import first_of, quoted
 
 DIFFER = (
-    "differ only in case or spaces and are treated as different; if they are the same, spell them alike in all files."
+    "differ only in case, spaces or the encoding of letters and are treated as different; if they are the same, spell "
+    "them alike in all files."
 )
 
 
 def spelling(word: str) -> str:
     """A word without what lookalikes differ in."""
-    return " ".join(word.split()).casefold()
+    return " ".join(unicodedata.normalize("NFC", word).split()).casefold()
 
 
-def lookalikes(preparation: Preparation) -> tuple[str, ...]:
-    """What to say of columns, of labels, and of the words of columns: a sentence for each where there are some."""
+def lookalikes(preparation: Preparation, clients: Iterable[str] = ()) -> tuple[str, ...]:
+    """What to say of clients, columns, labels, and the words of columns: a sentence for each where there are some."""
     found = []
+    if alike := _alike(clients):
+        found.append(f"Clients {_listed(alike)} {DIFFER}")
     if alike := _alike((preparation.target, *(f.name for f in preparation.features))):
         found.append(f"Columns {_listed(alike)} {DIFFER}")
     if alike := _alike(preparation.labels):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from bpfed.data.download import DownloadError, Remote, download
-from bpfed.data.own import by_column
+from bpfed.data.own import TEST_FRACTION, by_column
+from bpfed.data.summary import SPLIT
 from bpfed.data.table import MISSING, Table, Words
 from bpfed.errors import UserError
 
@@ -91,9 +94,17 @@ ARFF = "WISDM_ar_v1.1_transformed.arff"
 
 @dataclass(frozen=True)
 class WisdmFiles:
-    """WISDM activity prediction 1.1: what people do, from 43 features of the phone's accelerometer."""
+    """WISDM activity prediction 1.1: what people do, from 43 features of the phone's accelerometer.
+
+    A row is ten seconds, and rows are in the order in which they were recorded. Where test rows are drawn at random,
+    most have neighbours of the same minute among the training rows.
+
+    Attributes:
+        later: Whether the test rows are the last three tenths of each user's rows of each activity instead.
+    """
 
     home: str = "wisdm"
+    later: bool = False
 
     @property
     def wanted(self) -> str:
@@ -112,11 +123,24 @@ class WisdmFiles:
             table.column(name)
         users = Words.of([f"user-{int(user):02d}" for user in table.words("user")])
         columns = {**table.without(["UNIQUE_ID", "class"]).columns, "user": users, "activity": table.column("class")}
+        if self.later:
+            owners = list(zip(users.words(), table.words("class"), strict=True))
+            columns[SPLIT] = Words.of(["test" if late else "train" for late in _last(owners, TEST_FRACTION)])
         return by_column(Table(table.name, table.rows, columns), "user")
 
     def fetch(self, root: Path) -> None:
         """Not done: the archive's hash is not known here, and nothing is fetched that cannot be checked."""
         raise DownloadError("is not downloaded by bpfed")
+
+
+def _last(groups: Sequence[Hashable], fraction: float) -> list[bool]:
+    """Whether each row is among the last of its group, that fraction of them (rounded down), ``[n]``."""
+    sizes, before = Counter(groups), Counter[Hashable]()
+    late = []
+    for group in groups:
+        late.append(before[group] >= sizes[group] - int(fraction * sizes[group]))
+        before[group] += 1
+    return late
 
 
 def read_arff(path: Path) -> Table:
@@ -193,9 +217,16 @@ class Natural:
 
 NATURAL: dict[str, Natural] = {
     "heart-disease": Natural(
-        920, 4, "disease", "Whether heart disease was found, patients of four hospitals, 13 attributes.", HeartFiles()
+        920,
+        4,
+        "disease",
+        "Whether heart disease was found in patients of four hospitals, from 13 attributes.",
+        HeartFiles(),
     ),
     "wisdm": Natural(
         5418, 36, "activity", "What 36 people are doing, 43 features from the phone in their pocket.", WisdmFiles()
+    ),
+    "wisdm-later": Natural(
+        5418, 36, "activity", "The same, tested on the last windows of each activity.", WisdmFiles(later=True)
     ),
 }

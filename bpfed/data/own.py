@@ -13,26 +13,31 @@ import torch
 from bpfed.data.columns import doubts
 from bpfed.data.combine import combine
 from bpfed.data.federated import Examples, FederatedData, Task
-from bpfed.data.layout import check_seed
+from bpfed.data.hints import hints
 from bpfed.data.lookalikes import lookalikes
+from bpfed.data.mistaken import PARTS, mistaken
+from bpfed.data.ordering import check_seed
 from bpfed.data.preparation import Preparation, Standardise
 from bpfed.data.remarks import of_one_class
 from bpfed.data.split import split
 from bpfed.data.summary import MOST_WHOLE, SPLIT, check_words, client_summary
-from bpfed.data.table import ENDINGS, Table, Words, read_table
-from bpfed.errors import UserError, quoted
+from bpfed.data.table import ENDINGS, Table, Words, any_of, read_table
+from bpfed.errors import UserError, hint, quoted
 from bpfed.noise import client_ids
 
 #: Names that a column to predict goes by.
 TARGETS = ("target", "label", "y")
 TEST_FRACTION = 0.3
+#: Share of a client's rows whose whole number no other row of it has, up to which these numbers are surely classes.
+ONCE = 0.1
 #: Columns that an error lists.
 SHOWN = 12
-_PARTS = {"train": False, "training": False, "test": True, "testing": True}
 
 
-def read_clients(path: str | Path, client_column: str | None = None) -> dict[str, Table]:
+def read_clients(path: str | Path, client_column: str | None = None, ignore: Sequence[str] = ()) -> dict[str, Table]:
     """The tables of all clients, by name, from a folder with a file for each, or from one file and its client column.
+
+    ``ignore`` are columns that are not inputs (see `read_table`).
 
     Raises:
         UserError: There is no such place, or a file of it cannot be used.
@@ -48,8 +53,8 @@ def read_clients(path: str | Path, client_column: str | None = None) -> dict[str
                 f"'{path}' is a folder with one file per client, so no column identifies the client; omit "
                 "--client-column, or give a single file."
             )
-        return {name: read_table(file) for name, file in _files(path).items()}
-    table = read_table(path)
+        return {name: read_table(file, ignore=ignore) for name, file in _files(path).items()}
+    table = read_table(path, ignore=ignore)
     if client_column is None:
         raise UserError(
             f"'{path}' is a single file; use --client-column to name the column that identifies the client: "
@@ -92,6 +97,8 @@ def federate(
     Each client's part is made by itself (`held_out`, `client_summary`, `Preparation.inputs`), as a deployed site would.
     """
     check_seed(seed)
+    if target is not None and target == client_column:
+        raise UserError(f"Column '{target}' identifies the client, so it cannot be predicted; choose another target.")
     target = find_target(tables, target)
     marked = [client for client, table in tables.items() if SPLIT in table.columns and target != SPLIT]
     if marked and len(marked) < len(tables):
@@ -106,16 +113,19 @@ def federate(
     fraction = TEST_FRACTION if test_fraction is None else test_fraction
     clients = sorted(tables)
     _ignored(tables, ignore)
+    for client in clients:
+        tables[client].check_filled(target)
+    guessed = task is None
+    task = task or settled(tables, target)  # of all clients together: one with few rows could not tell
     parts = []
     for client in clients:
         table = tables[client]
-        table.check_filled(target)
         test = held_out(table, target, client, task=task, test_fraction=fraction, seed=seed)
         parts.append((client, table.take(np.flatnonzero(~test)), table.take(np.flatnonzero(test))))
     empty = [client for client, train, _ in parts if not len(train)]
     if empty:
         raise UserError(f"Client '{empty[0]}' of '{name}' has no training row; remove it or give it one.")
-    check_words([train.without([target, SPLIT, *ignore]) for _, train, _ in parts])
+    check_words([train.without([target, SPLIT, *ignore]) for _, train, _ in parts], ignore)
     summaries = [client_summary(train, target, client=client, task=task, ignore=ignore) for client, train, _ in parts]
     preparation = combine(
         summaries, target, task=task, standardise=standardise, client_column=client_column, ignore=ignore
@@ -132,7 +142,14 @@ def federate(
         seed=seed,
         preparation=preparation,
     ).check()
-    return replace(data, notes=(*lookalikes(preparation), *doubts(tables, preparation), *of_one_class(data)))
+    notes = (
+        *lookalikes(preparation, clients),
+        *mistaken(tables, preparation),
+        *doubts(tables, preparation),
+        *of_one_class(data),
+        *hints(data, summaries, guessed),
+    )
+    return replace(data, notes=notes)
 
 
 def find_target(tables: Mapping[str, Table], target: str | None = None) -> str:
@@ -151,6 +168,16 @@ def find_target(tables: Mapping[str, Table], target: str | None = None) -> str:
                 "inputs."
             )
     return target
+
+
+def settled(tables: Mapping[str, Table], target: str) -> Task | None:
+    """What the target of all clients together is, as `combine` will decide it; None where they do not fit together."""
+    columns = [table.column(target) for table in tables.values()]
+    numbers = [column for column in columns if not isinstance(column, Words)]
+    if len(numbers) < len(columns):
+        return None if numbers else "classification"
+    values = np.unique(np.concatenate([np.unique(column) for column in numbers]))
+    return "classification" if len(values) <= MOST_WHOLE and (values == np.trunc(values)).all() else "regression"
 
 
 def column_names(given: str | Iterable[str] | None) -> list[str]:
@@ -178,24 +205,25 @@ def held_out(
     """Which rows of a client are for testing, ``[n]`` bool: as its column ``split`` says, else drawn.
 
     Drawn is a fraction, of each class alike; each class that the client has keeps a row for training. It depends on the
-    seed and the client's name and rows, not on other clients.
+    seed, the task and the client's name and rows, not on other clients. Without a task, as at a deployed site that
+    knows its own rows alone, whole numbers are classes where they can hardly be anything else (see `_surely_classes`).
     """
     if SPLIT in table.columns and target != SPLIT:
         words = [word.casefold() for word in table.words(SPLIT)]
-        strange = next((word for word in words if word not in _PARTS), None)
+        strange = next((word for word in words if word not in PARTS), None)
         if strange is not None:
             raise UserError(
                 f"Column '{SPLIT}' of '{table.name}' marks the test rows and must be 'train' or 'test', not "
                 f"'{strange}'; rename it if it is an input."
             )
-        return np.array([_PARTS[word] for word in words], dtype=bool)
+        return np.array([PARTS[word] for word in words], dtype=bool)
     column = table.column(target)
     strata = np.zeros(table.rows, dtype=np.int64)
     if isinstance(column, Words):
         strata = column.codes
     elif task != "regression":
         values, codes = np.unique(column, return_inverse=True)
-        if task == "classification" or (len(values) <= MOST_WHOLE and (values == np.trunc(values)).all()):
+        if task == "classification" or _surely_classes(values, np.bincount(codes)):
             strata = codes
     rng = _generator(seed, client, 0)
     test = split(strata, np.zeros(table.rows, dtype=np.int64), test_fraction, rng)
@@ -204,6 +232,17 @@ def held_out(
         if test[members].all():
             test[np.flatnonzero(members)[0]] = False
     return test
+
+
+def _surely_classes(values: np.ndarray, counts: np.ndarray) -> bool:
+    """Whether numbers are classes, given the different ones, ``[k]``, and how often one client has each, ``[k]``.
+
+    The rows of all clients might be a regression. A value that occurs once would go to training, so that where many do,
+    the test would lack what is rare, such as the longest stays; or be empty, where no two prices are the same.
+    """
+    if len(values) > MOST_WHOLE or not (values == np.trunc(values)).all():
+        return False
+    return len(values) <= 2 or np.count_nonzero(counts == 1) <= max(1, ONCE * counts.sum())
 
 
 def examples(preparation: Preparation, tables: Sequence[tuple[str, Table]], seed: int) -> Examples:
@@ -233,7 +272,7 @@ def _files(folder: Path) -> dict[str, Path]:
         if path.name.startswith(".") or path.suffix.lower() == ".md":
             continue
         if path.suffix.lower() not in ENDINGS:
-            what = "a folder" if path.is_dir() else f"not a {', '.join(ENDINGS)} file"
+            what = "a folder" if path.is_dir() else f"not a {any_of(ENDINGS)} file"
             raise UserError(f"'{path}' is {what}, but everything there must be a client's file; move it elsewhere.")
         name = _checked(path.stem, str(folder))
         if name in found:
@@ -242,7 +281,7 @@ def _files(folder: Path) -> dict[str, Path]:
             )
         found[name] = path
     if not found:
-        raise UserError(f"'{folder}' contains no {', '.join(ENDINGS)} files; put one there for each client.")
+        raise UserError(f"'{folder}' contains no {any_of(ENDINGS)} files; put one there for each client.")
     return found
 
 
@@ -261,6 +300,6 @@ def _ignored(tables: Mapping[str, Table], ignore: Sequence[str]) -> None:
     known = {name for table in tables.values() for name in table.columns}
     strange = [name for name in ignore if name not in known]
     if len(strange) == 1:
-        next(iter(tables.values())).column(strange[0])
+        raise UserError(f"No client has the column '{strange[0]}' to ignore; {hint(strange[0], known)}")
     if strange:
         raise UserError(f"No client has the columns {quoted(strange)}; choose from: {quoted(sorted(known), SHOWN)}.")

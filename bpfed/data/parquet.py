@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bpfed.data.table import Column, Table, Words, check_columns
-from bpfed.errors import UserError
+from bpfed.errors import UserError, quoted
 
 #: What pandas calls an index that has no name.
 INDEX = "__index_level_"
 
 
-def read_parquet(path: Path) -> Table:
-    """Read a Parquet file of numbers, words and truth values; nothing nested, no dates."""
+def read_parquet(path: Path, ignore: Sequence[str] = (), used: Iterable[str] | None = None) -> Table:
+    """Read a Parquet file of numbers, words and truth values; nothing nested, no dates, but where these are not used.
+
+    Columns to ``ignore``, and all but those ``used`` (None: all are), may be of any type; they are read as text.
+    """
     read = _read(path)
     names = [name for name in read.column_names if not name.startswith(INDEX)]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise UserError(f"'{path}' has two columns '{twice[0]}'; rename or remove one.")
-    return Table(str(path), read.num_rows, {name: _column(read[name], name, path) for name in names})
+    left = set(ignore) if used is None else set(names) - set(used)
+    found = {name: _column(read[name], name in left) for name in names}
+    if strange := [name for name, column in found.items() if column is None]:
+        what = f"Column '{strange[0]}' of '{path}' has type {read[strange[0]].type}"
+        if len(strange) > 1:
+            what = f"Columns {quoted(strange)} of '{path}' have types such as {read[strange[0]].type}"
+        it, kept = ("it", "is") if len(strange) == 1 else ("them", "are")
+        raise UserError(
+            f"{what}, which {kept} not read; convert {it} to numbers or text, or leave {it} out with --ignore "
+            f"'{','.join((*ignore, *strange))}'."
+        )
+    return Table(str(path), read.num_rows, {name: column for name, column in found.items() if column is not None})
 
 
 def read_cells(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
@@ -54,7 +68,8 @@ def _read(path: Path) -> Any:
         ) from error
 
 
-def _column(column: Any, name: str, path: Path) -> Column:
+def _column(column: Any, any_type: bool) -> Column | None:
+    """A column; None where its type is not read, unless any type is to be, as text."""
     import pyarrow as pa
 
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
@@ -67,4 +82,4 @@ def _column(column: Any, name: str, path: Path) -> Column:
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         values = column.cast(kind).cast(pa.float64(), safe=False)
         return np.asarray(values.to_numpy(), dtype=np.float64)
-    raise UserError(f"Column '{name}' of '{path}' has type {kind}; convert it to numbers or text.")
+    return Words.of(["" if v is None else str(v) for v in column.to_pylist()]) if any_type else None

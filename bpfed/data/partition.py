@@ -22,7 +22,13 @@ OWN = "natural"
 
 
 class Kind(NamedTuple):
-    """A kind of partition: what its number means, the number it has when none is given, and one sentence."""
+    """A kind of partition.
+
+    Attributes:
+        number: The type of its number; None: it has none.
+        default: The number it has when none is given.
+        sentence: What it does, for ``bpfed data list``.
+    """
 
     number: type[int] | type[float] | None
     default: float | None
@@ -30,10 +36,12 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
-    "groups": Kind(int, 5, "The paper's label groups: client u holds the labels k*u to k*u + k - 1, counted round."),
-    "random": Kind(int, 5, "k labels per client drawn at random, every label with equally many clients."),
+    "groups": Kind(
+        int, 5, "The paper's label groups: client u holds the labels k*u to k*u + k - 1, starting over after the last."
+    ),
+    "random": Kind(int, 5, "k labels per client, drawn at random; every label has equally many clients."),
     "dirichlet": Kind(
-        float, 0.3, "Each class distributed in Dirichlet(alpha) proportions; a small alpha is a strong skew."
+        float, 0.3, "Each class distributed in Dirichlet(alpha) proportions; the smaller alpha, the stronger the skew."
     ),
     "shards": Kind(int, 2, "Examples sorted by label and cut into shards, k of them to each client."),
     "iid": Kind(None, None, "Examples distributed evenly, whatever their label."),

@@ -10,6 +10,7 @@ import numpy as np
 
 from bpfed.data.federated import FederatedData
 from bpfed.data.overview import Missing, inspect
+from bpfed.data.table import any_of
 from bpfed.errors import UserError
 from bpfed.files import write_whole
 
@@ -25,7 +26,7 @@ ROW, LETTER = 0.22, 0.075  # inches
 def check_ending(path: Path) -> None:
     """Raise a `UserError` unless a picture can be written under this name."""
     if path.suffix.lower() not in ENDINGS:
-        raise UserError(f"'{path}' cannot be a picture; end its name in one of {', '.join(ENDINGS)}.")
+        raise UserError(f"'{path}' is not the name of a picture; end it in {any_of(ENDINGS)}.")
 
 
 def draw(data: FederatedData, missing: Missing, path: Path) -> None:

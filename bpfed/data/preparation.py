@@ -115,20 +115,25 @@ class Preparation:
         found = [block for f in self.features for block in self._blocks(f, table, local)]
         return torch.from_numpy(np.column_stack(found).astype(np.float32))
 
-    def targets(self, table: Table) -> Tensor:
-        """Targets of these rows: classes ``[n]`` int64, or standardised numbers ``[n]`` float32."""
-        column = table.column(self.target)
-        table.check_filled(self.target)
+    def targets(self, table: Table, target: str | None = None) -> Tensor:
+        """Targets of these rows: classes ``[n]`` int64, or standardised numbers ``[n]`` float32.
+
+        ``target`` is the column that they are in, where it is called otherwise than in training.
+        """
+        target = target or self.target
+        column = table.column(target)
+        table.check_filled(target)
         if self.task == "regression":
             if isinstance(column, Words):
-                raise words_for_numbers(self.target, table.name, column.levels[0])
+                raise words_for_numbers(target, table.name, column.levels[0])
             return torch.from_numpy(((column - self.target_mean) / self.target_scale).astype(np.float32))
         words = column if isinstance(column, Words) else _as_words(column)
         place = {label: i for i, label in enumerate(self.labels)}
         strange = [level for level in words.levels if level not in place]
         if strange:
             raise UserError(
-                f"'{table.name}' has the '{self.target}' '{strange[0]}', which no training row has; it must be one of "
+                f"'{table.name}' has the '{target}' '{strange[0]}', which no training row has"
+                f"{'' if target == self.target else f' as {self.target!r}'}; it must be one of "
                 f"{quoted(self.labels, SHOWN)}."
             )
         return torch.from_numpy(np.array([place[level] for level in words.levels], dtype=np.int64)[words.codes])

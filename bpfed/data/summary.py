@@ -117,7 +117,7 @@ def client_summary(
         shape, columns = tuple(table.images.shape[1:]), of_channels(table.images)
     else:
         left = table.without([target, SPLIT, *ignore])
-        check_words([left])
+        check_words([left], ignore)
         columns = {name: _summary(column, table, name) for name, column in left.columns.items()}
     return Summary(client or table.name, table.rows, columns, aim, shape)
 
@@ -147,8 +147,11 @@ def _column_summary(record: Mapping[str, Any]) -> ColumnSummary:
     return ColumnSummary(**{**record, "levels": None if record["levels"] is None else tuple(record["levels"])})
 
 
-def check_words(tables: Sequence[Table]) -> None:
-    """Refuse columns with more words, in all of these tables, than a category may have; all of them at once."""
+def check_words(tables: Sequence[Table], ignore: Iterable[str] = ()) -> None:
+    """Refuse columns with more words, in all of these tables, than a category may have; all of them at once.
+
+    ``ignore`` are columns that have been left out already, for the advice.
+    """
     levels: dict[str, set[str]] = {}
     crowded: dict[str, dict[str, int]] = {}
     for table in tables:
@@ -162,13 +165,13 @@ def check_words(tables: Sequence[Table]) -> None:
         return
     for where, own_crowd in crowded.items() if len(crowded) == 1 else ():
         if own_crowd.keys() == found.keys():
-            raise too_many(own_crowd, f"'{where}'")
-    raise too_many(found, "all clients together")
+            raise too_many(own_crowd, f"'{where}'", ignore)
+    raise too_many(found, "all clients together", ignore)
 
 
-def too_many(found: Mapping[str, int], where: str) -> UserError:
-    """A `UserError` for columns with more words than a category may have, given with their number."""
-    left = f"--ignore '{','.join(found)}'"
+def too_many(found: Mapping[str, int], where: str, ignore: Iterable[str] = ()) -> UserError:
+    """A `UserError` for columns with more words than a category may have, given with their number; see `check_words`."""
+    left = f"--ignore '{','.join((*ignore, *found))}'"
     if len(found) == 1:
         ((name, number),) = found.items()
         return UserError(

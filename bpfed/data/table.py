@@ -114,9 +114,10 @@ class Table:
         """Raise a `UserError` unless every row has a value in this column."""
         rows = np.flatnonzero(self.missing(name))
         if len(rows):
+            have, them = ("has", "the row") if len(rows) == 1 else ("have", "them")
             raise UserError(
-                f"{len(rows)} of the {self.rows} rows of '{self.name}' have no '{name}', first in row "
-                f"{rows[0] + 1}; fill it in or remove them."
+                f"{len(rows)} of the {self.rows} rows of '{self.name}' {have} no '{name}', first in row "
+                f"{rows[0] + 1}; fill it in or remove {them}."
             )
 
 
@@ -127,7 +128,9 @@ def written(value: float) -> str:
     return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
 
 
-def read_table(path: str | Path, words: Iterable[str] = ()) -> Table:
+def read_table(
+    path: str | Path, words: Iterable[str] = (), *, ignore: Sequence[str] = (), used: Iterable[str] | None = None
+) -> Table:
     """Read a file of rows: CSV or TSV with a header, Parquet, or NPZ.
 
     An NPZ file holds ``x`` ``[n, F]`` numbers or ``[n, h, w]`` or ``[n, h, w, c]`` images, and ``y`` ``[n]``; or one
@@ -136,6 +139,8 @@ def read_table(path: str | Path, words: Iterable[str] = ()) -> Table:
     Args:
         path: The file.
         words: Columns that are words, though all their cells in a text file may look like numbers: ``250.00``, ``007``.
+        ignore: Columns that are not inputs, and may have a type that is not read otherwise, such as dates in Parquet.
+        used: The only columns that are needed; others may have such a type too. None: all but those of ``ignore``.
 
     Raises:
         UserError: It cannot be read, or is not what its ending says.
@@ -143,7 +148,7 @@ def read_table(path: str | Path, words: Iterable[str] = ()) -> Table:
     path = Path(path)
     kind = ENDINGS.get(path.suffix.lower())
     if kind is None:
-        raise UserError(f"'{path}' is not a {', '.join(ENDINGS)} file; convert it to one of these.")
+        raise UserError(f"'{path}' is not a {any_of(ENDINGS)} file; convert it to one of these.")
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
@@ -155,11 +160,15 @@ def read_table(path: str | Path, words: Iterable[str] = ()) -> Table:
         elif kind == "parquet":
             from bpfed.data.parquet import read_parquet
 
-            table = read_parquet(path)
+            table = read_parquet(path, ignore, used)
         else:
             from bpfed.data.npz import read_npz
 
             table = read_npz(path)
+    except FileNotFoundError as error:
+        if path.is_symlink():
+            raise UserError(f"'{path}' is a link to a file that does not exist; fix it or remove it.") from error
+        raise UserError(f"'{path}' does not exist; check the path.") from error
     except OSError as error:
         raise UserError(f"'{path}' cannot be read ({error.strerror or error}); fix it or remove it.") from error
     except MemoryError as error:
@@ -178,6 +187,12 @@ def check_columns(path: Path, names: Iterable[str], known: Iterable[str]) -> Non
         raise UserError(f"'{path}' has no column '{strange[0]}'; {hint(strange[0], known)}")
     if strange:
         raise UserError(f"'{path}' has no columns {quoted(strange)}; choose from: {quoted(known, 12)}.")
+
+
+def any_of(names: Iterable[str]) -> str:
+    """Names as alternatives: ``.csv, .tsv or .npz``."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _kind(mode: int) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,11 +26,13 @@ class Unusual:
         rows: Number of rows n.
         words: Where a word is one that training never saw, ``[n]`` bool by column.
         numbers: Where a number is far off, likewise.
+        missing: Where there is no value though training had one in every row, likewise.
     """
 
     rows: int
     words: dict[str, np.ndarray]
     numbers: dict[str, np.ndarray]
+    missing: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def far(self) -> np.ndarray:
@@ -39,16 +42,22 @@ class Unusual:
     def names(self) -> list[list[str]]:
         """The columns that are unusual in each row."""
         found: list[list[str]] = [[] for _ in range(self.rows)]
-        for name, where in {**self.numbers, **self.words}.items():
-            for row in np.flatnonzero(where).tolist():
-                found[row].append(name)
+        for places in (self.numbers, self.words, self.missing):
+            for name, where in places.items():
+                for row in np.flatnonzero(where).tolist():
+                    found[row].append(name)
         return found
 
 
 def unusual(preparation: Preparation, table: Table, client: str) -> Unusual:
-    """Which rows have words that training never saw, and which have numbers far off; arguments as `unfamiliar`."""
-    words, numbers = {}, {}
-    for feature in (f for f in preparation.features if f.scale and f.name in table.columns):
+    """Which rows have unseen words, numbers far off, or no value where training always had one; see `unfamiliar`."""
+    words, numbers, missing = {}, {}, {}
+    for feature in (f for f in preparation.features if f.scale):
+        # Without an indicator a missing value is an average one, and nothing of the model can tell.
+        if not feature.indicator and (gaps := table.missing(feature.name)).any():
+            missing[feature.name] = gaps
+        if feature.name not in table.columns:
+            continue
         if feature.kind == "words":
             if (new := _new_words(feature, table)).any():
                 words[feature.name] = new
@@ -56,11 +65,11 @@ def unusual(preparation: Preparation, table: Table, client: str) -> Unusual:
             own = preparation.local.get(client, {})
             if (far := _far(table, feature.name, *own.get(feature.name, (feature.mean, feature.scale)))).any():
                 numbers[feature.name] = far
-    return Unusual(table.rows, words, numbers)
+    return Unusual(table.rows, words, numbers, missing)
 
 
 def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]:
-    """A sentence each for misspelt columns, for unseen words, for numbers far off, and for pixels in another unit.
+    """A sentence each for misspelt columns, unseen words, numbers far off, gaps, and for pixels in another unit.
 
     Args:
         preparation: Of training.
@@ -70,9 +79,9 @@ def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]
     if preparation.shape is not None:
         return _unlike(preparation, table, client)
     found = []
-    known = {spelling(f.name): f.name for f in preparation.features if f.name not in table.columns}
+    known = {_letters(f.name): f.name for f in preparation.features if f.name not in table.columns}
     used = {preparation.target, *preparation.ignore, *(f.name for f in preparation.features)}
-    other = {name: known[spelling(name)] for name in table.columns if name not in used and spelling(name) in known}
+    other = {name: known[_letters(name)] for name in table.columns if name not in used and _letters(name) in known}
     if other:
         told = first_of([f"'{name}' (training had '{was}')" for name, was in other.items()])
         found.append(
@@ -90,6 +99,16 @@ def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]
         found.append(
             f"'{table.name}' has numbers more than {FAR:g} standard deviations from the training mean in "
             f"{first_of(numbers)}; the predictions there may mean little."
+        )
+    gaps = [
+        f"'{name}' ({np.count_nonzero(where)} of {table.rows} rows)"
+        for name, where in strange.missing.items()
+        if name in table.columns
+    ]
+    if gaps:
+        found.append(
+            f"'{table.name}' lacks values in {first_of(gaps)}, which no training row did; the model treats them as "
+            "average, so the predictions there may mean little."
         )
     return found
 
@@ -109,6 +128,11 @@ def _unlike(preparation: Preparation, table: Table, client: str) -> list[str]:
                 "predictions mean nothing."
             ]
     return []
+
+
+def _letters(name: str) -> str:
+    """A column's name without what is written differently most often: ``Heart Rate`` and ``heart_rate`` are one."""
+    return re.sub(r"[\W_]+", "", name).casefold() or spelling(name)
 
 
 def _told(table: Table, name: str, where: np.ndarray, number: bool) -> str:

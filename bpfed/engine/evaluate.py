@@ -67,7 +67,7 @@ def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
     test = federation.data.test
     clients = evaluated_clients(federation, (test.sizes > 0).nonzero().flatten())
     if not len(clients):
-        raise untested(federation.data.name)
+        raise untested(federation.data)
     tuned = federation.tuned(clients) if federation.untuned else None
     found = _predict(federation, test, clients, tuned)
     owner = torch.repeat_interleave(torch.arange(len(clients)), found.offsets.diff()).to(federation.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from bpfed.errors import UserError
-from bpfed.files import said
+from bpfed.files import writing
 from bpfed.methods.base import State
 
 
@@ -118,7 +118,7 @@ class FileStore:
     @cached_property
     def _written(self) -> FileIO:
         """The file, open for writing; sparse, blocks are taken as clients take part."""
-        with said(self.path):
+        with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
             file.truncate(self.size)
@@ -149,14 +149,14 @@ class FileStore:
             raise ValueError(f"A state of {rows.shape[1]} numbers does not fit a row of {self.layout.width}.")
         for row, client, slot in zip(rows, clients.tolist(), free.tolist(), strict=False):
             data, at = row.tobytes(), self._at(client, slot)
-            with said(self.path):
+            with writing(self.path):
                 while data:
                     done = os.pwrite(self._written.fileno(), data, at)
                     data, at = data[done:], at + done
         self.slot[clients] = free.to(torch.int8)
 
     def snapshot(self) -> dict[str, Tensor]:
-        with said(self.path):
+        with writing(self.path):
             os.fsync(self._written.fileno())
         self.kept = (self.slot.clone(), self.kept[0])
         return {"slot": self.kept[0], "older": self.kept[1]}

@@ -20,7 +20,7 @@ from bpfed.data.load import names
 from bpfed.data.table import ENDINGS
 from bpfed.engine.settings import MOST_EVALUATED
 from bpfed.errors import UserError
-from bpfed.files import PART, said, sync_folder, to_toml, write_whole
+from bpfed.files import PART, sync_folder, to_toml, write_whole, writing
 from bpfed.flower import keys, processes, superlink
 from bpfed.flower.app import write_app
 from bpfed.flower.checks import check_deployment
@@ -72,7 +72,7 @@ def make(folder: Path, plan: Plan, config: Config) -> None:
     check_deployment(config, len(plan.sites))
     there = folder.exists()  # then it stays the folder that it is: a mount, or somebody's working directory
     part = (folder if there else folder.parent) / f".{folder.name}.{secrets.token_hex(4)}{PART}"
-    with when_full(folder, "and make the deployment again"), said(folder):
+    with when_full(folder, "and make the deployment again"), writing(folder):
         part.mkdir(parents=True)
         try:
             _fill(part, plan, config)

@@ -86,8 +86,8 @@ class File:
 
     def __init__(self, site: str, path: Path, config: Config) -> None:
         self.site, self.config = site, config
-        self.table = read_table(path)
         asked = config.data
+        self.table = read_table(path, ignore=column_names(asked.ignore))
         self.seed = config.run.seed if asked.seed is None else asked.seed
         self.task = asked.task
         self.ignore = tuple(column_names(asked.ignore))
@@ -161,7 +161,7 @@ def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, 
             standardise=asked.standardise,
             ignore=column_names(asked.ignore),
         )
-        inputs = made.shape or (sum(len(f.inputs) for f in made.features),)
+        inputs = made.shape or (len(made.input_names),)
         return {
             "shape": list(inputs),
             "task": made.task,

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from bpfed.errors import UserError
 from bpfed.files import to_json, write_whole
+from bpfed.flower.disk import when_full
 from bpfed.flower.pattern import Upload
 from bpfed.methods.base import Method, State
 from bpfed.privacy import gaussian_epsilon, noised, secret_normal
@@ -61,7 +62,8 @@ class Guard:
                 f"Round {round_} would spend epsilon {spent:.3f} of this site's {self.epsilon:g}, so it does not take "
                 "part; raise epsilon in its deploy.toml to go on."
             )
-        write_whole(self.path, to_json({"releases": count + 1, "squares": squares}))
+        with when_full(self.path, "and the site rejoins by itself"):
+            write_whole(self.path, to_json({"releases": count + 1, "squares": squares}))
         stacked = tree_map(lambda leaf: leaf[None], upload.state)
         sent = noised(self.method, shared, stacked, self.clip, self.noise, secret_normal)
         self.say(f"Round {round_}: epsilon of what this site has sent is {spent:.3f} now, delta {self.delta:g}.")

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from bpfed.errors import UserError
-from bpfed.files import said, write_whole
+from bpfed.files import write_whole, writing
 
 #: Names of files.
 AUTHORITY, AUTHORITY_KEY = "ca.crt", "ca.key"
@@ -119,7 +119,7 @@ def _write_private(
 ) -> None:
     """Readable by its owner alone from the first byte on."""
     data = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
-    with said(path), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    with writing(path), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

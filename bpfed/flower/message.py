@@ -262,13 +262,13 @@ def _sums(record: MetricRecord, form: Form) -> Sums:
     if not (bool((counts == counts.round()).all()) and float(counts.sum()) <= MOST):
         raise Refused("the counts in its sums are not numbers of examples.")
     found = Sums(made.pop("cells"), made.pop("losses"), made)
-    if (name := _excess(found)) is not None:
-        raise Refused(f"its '{name}' are more than its examples allow.")
+    if excess := _excess(found):
+        raise Refused(f"its '{excess}' are more than its examples allow.")
     return found
 
 
-def _excess(sums: Sums) -> str | None:
-    """The name of a sum that is more than so many examples can add up to; None: there is none."""
+def _excess(sums: Sums) -> str:
+    """The name of a sum that is more than so many examples can add up to; empty: there is none."""
     counts, *of_bins = sums.cells
     if any(bool((row > counts + ROUNDING * (1.0 + counts)).any()) for row in of_bins):
         return "cells"
@@ -276,7 +276,7 @@ def _excess(sums: Sums) -> str | None:
     most = {name: total[PARTS[name]] if name in PARTS else float(sums.examples) for name in SHARES if name in total}
     if "in_order" in total:
         most["in_order"] = total["positive"] * (sums.examples - total["positive"])
-    return next((name for name, limit in most.items() if total[name] > limit + ROUNDING * (1.0 + limit)), None)
+    return next((name for name, limit in most.items() if total[name] > limit + ROUNDING * (1.0 + limit)), "")
 
 
 def _held(record: MetricRecord, most: int, numbers: bool) -> HeldOutSlopes:

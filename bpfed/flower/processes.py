@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from bpfed.errors import UserError
+from bpfed.files import writing
 from bpfed.flower.plan import Plan
 
 #: What runs a command of Flower's so that it can be watched over.
@@ -80,7 +81,10 @@ def start(
             if os.getppid() != parent:
                 os._exit(1)
 
-    file = log.open("ab") if log is not None else None
+    file = None
+    if log is not None:
+        with writing(log):
+            file = log.open("ab")
     output = subprocess.PIPE if pipe else file
     try:
         return subprocess.Popen(

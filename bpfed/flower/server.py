@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +13,10 @@ from bpfed.config import Config
 from bpfed.data.own import column_names
 from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
-from bpfed.files import said
+from bpfed.files import writing
 from bpfed.flower.checks import check_deployment
 from bpfed.flower.data import agreed, remarks
+from bpfed.flower.disk import when_full
 from bpfed.flower.journal import Found, Journal
 from bpfed.flower.meeting import Meeting, Seen
 from bpfed.flower.message import fingerprint
@@ -81,21 +83,26 @@ class Server:
         """Run the rounds that are left, and write the report."""
         began = time.perf_counter()
         try:
-            training = self._begin(post)
-            while training.journal.rehearsal:
-                self._rounds(post, training)
-                self._conclude(training, *training.held_out(post))
-                training = self._take_up(training.journal.facts)
-            self._rounds(post, training)
-            training.last_scores(post)
-            record = self.journal.finish(training.federation)
-            self._note("finished")
-            return record
+            with when_full(self.journal.home, "and start the run again; it resumes from its last finished round"):
+                return self._serve(post)
         except BaseException as error:
-            self._note("stopped", error)
+            with contextlib.suppress(UserError):  # on a full disk; what stopped the run is to be known, not this
+                self._note("stopped", error)
             raise
         finally:
             self.say(f"The server ran for {time.perf_counter() - began:.1f} s.")
+
+    def _serve(self, post: Post) -> RunRecord:
+        training = self._begin(post)
+        while training.journal.rehearsal:
+            self._rounds(post, training)
+            self._conclude(training, *training.held_out(post))
+            training = self._take_up(training.journal.facts)
+        self._rounds(post, training)
+        training.last_scores(post)
+        record = self.journal.finish(training.federation)
+        self._note("finished")
+        return record
 
     def _begin(self, post: Post) -> Training:
         """Meet the sites, and take up the run where it is."""
@@ -154,7 +161,7 @@ class Server:
         """Once the run has begun and knows what they found."""
         folder = self.journal.home / REHEARSALS
         if folder.exists():
-            with said(folder):
+            with writing(folder):
                 shutil.rmtree(folder)
 
     def _agreed(self) -> dict[str, Any]:

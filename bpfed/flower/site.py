@@ -24,7 +24,7 @@ from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound
 from bpfed.engine.store import Layout
 from bpfed.errors import UserError
-from bpfed.files import said
+from bpfed.files import writing
 from bpfed.flower.data import Source
 from bpfed.flower.message import MOST, Answer, Ask, fingerprint, shared_of
 from bpfed.flower.own import keep
@@ -247,7 +247,7 @@ class Site:
     def _forget_rehearsals(self) -> None:
         """Once the run itself has begun."""
         if (folder := self.folder / REHEARSALS).exists():
-            with said(folder):
+            with writing(folder):
                 shutil.rmtree(folder)
 
     def _plain(self, ask: Ask, facts: str = "", train: int = 0) -> Answer:

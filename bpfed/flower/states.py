@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import re
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from bpfed.errors import UserError
 from bpfed.files import clear_parts, write_whole
+from bpfed.flower.disk import when_full
 
 #: States of earlier rounds that are kept, for a server that goes back to an older checkpoint.
 KEPT = 3
@@ -63,14 +63,8 @@ class States:
     def _write(self, path: Path, round_: int, row: Tensor) -> None:
         plain = row.detach().cpu().float().contiguous()
         noted = {"site": self.site, "round": str(round_), "sha256": _digest(plain)}
-        try:
+        with when_full(path, "and the site rejoins by itself"):
             write_whole(path, safetensors.torch.save({"personal": plain}, noted))
-        except UserError as error:
-            if getattr(error.__cause__, "errno", 0) not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise UserError(
-                f"The disk is full: '{path}' cannot be written; free some space, and the site rejoins by itself."
-            ) from error.__cause__
 
     def _read(self, round_: int) -> Tensor | None:
         try:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bpfed.errors import UserError
-from bpfed.files import write_whole
+from bpfed.files import to_toml, write_whole
 from bpfed.flower import keys
+from bpfed.flower.disk import when_full
 from bpfed.flower.plan import Plan
 from bpfed.flower.processes import LAUNCH, environment, start_captured
 from bpfed.flower.server_app import FOLDER
@@ -82,12 +83,11 @@ def healthy(folder: Path, plan: Plan, within: float) -> bool:
 def ask(folder: Path, plan: Plan, *arguments: str, timeout: float = 120.0) -> dict[str, Any]:
     """Run a command of ``flwr`` against the deployment's SuperLink and read what it prints."""
     home = folder / "flwr"
-    connection = (
-        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{plan.address}"\n'
-        f'root-certificates = "{folder / keys.AUTHORITY}"\n'
-    )
+    known = to_toml({"address": plan.address, "root-certificates": str(folder / keys.AUTHORITY)})
+    connection = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n{known}'
     if not (home / "config.toml").exists() or (home / "config.toml").read_text() != connection:
-        write_whole(home / "config.toml", connection)
+        with when_full(home, "and try again"):
+            write_whole(home / "config.toml", connection)
     asked = ["flwr", *arguments, CONNECTION, "--format", "json"]
     process = start_captured(asked, environment(home, plan), timeout)
     try:
@@ -97,13 +97,23 @@ def ask(folder: Path, plan: Plan, *arguments: str, timeout: float = 120.0) -> di
     return dict(found)
 
 
+def _noted(path: Path) -> dict[str, Any]:
+    """What was registered, as far as that can be read: a key that is registered again does no harm."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def register(folder: Path, plan: Plan, say: Say) -> None:
     """Let the sites' keys in; the SuperLink's database remembers those that are in."""
     paths = {site: folder / keys.KEYS / f"{keys.slug(site)}.pub" for site in plan.sites}
     noted = folder / REGISTERED
     database = (folder / DATABASE).stat().st_ino
-    known = json.loads(noted.read_text()) if noted.exists() else {}
+    known = _noted(noted)
     known = known if known.get("database") == database else {"database": database}
+    keys.public_keys(folder, plan.sites)  # or it is said which of them cannot be read
     missing = {site: path for site, path in paths.items() if known.get(site) != path.read_text()}
     with ThreadPoolExecutor(4) as pool:
         found = pool.map(lambda path: ask(folder, plan, "supernode", "register", str(path)), missing.values())
@@ -111,5 +121,6 @@ def register(folder: Path, plan: Plan, say: Say) -> None:
         if not answer.get("success") and "already" not in str(answer):
             raise UserError(f"The key of site '{site}' could not be registered: {answer.get('error-message', answer)}")
         known[site] = paths[site].read_text()
-    write_whole(noted, json.dumps(known))
+    with when_full(noted, "and start the server again"):
+        write_whole(noted, json.dumps(known))
     say(f"{text.many(len(plan.sites), 'site')} may join.")

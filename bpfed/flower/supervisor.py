@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -89,8 +90,9 @@ class Echo:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.refused = self.refused or NOT_LET_IN in line
-            sys.stderr.buffer.write(stamp() + line)
-            sys.stderr.buffer.flush()
+            with contextlib.suppress(OSError):  # a log on a full disk; a pipe that nobody reads would stop the process
+                sys.stderr.buffer.write(stamp() + line)
+                sys.stderr.buffer.flush()
 
 
 def stamp() -> bytes:
@@ -125,8 +127,17 @@ class Supervised:
         wait = BACK_OFF[0]
         while not self.over.is_set() and not self.failed:
             began = time.monotonic()
-            self.stuck.unlink(missing_ok=True)
-            process = start(self.command, self.env)
+            try:
+                self.stuck.unlink(missing_ok=True)
+                process = start(self.command, self.env)
+            except UserError as error:
+                self.say(str(error))
+                self.failed = True
+                return
+            except OSError as error:  # too many processes, or no memory for one more
+                self.say(f"The site's worker could not be started ({error.strerror}); trying again.")
+                self.over.wait(BACK_OFF[1])
+                continue
             while process.poll() is None and not self.over.wait(0.2):
                 if self.stuck.exists():
                     process.kill()

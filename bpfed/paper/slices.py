@@ -18,7 +18,7 @@ import torch
 from bpfed.data import sources
 from bpfed.data.cells import CELLS
 from bpfed.data.federated import Examples, FederatedData
-from bpfed.data.layout import client_names
+from bpfed.data.ordering import client_names
 from bpfed.data.sources import Source
 
 LABELS = 5

@@ -19,7 +19,7 @@ from bpfed.engine.federation import Federation, pick_device
 from bpfed.engine.settings import Device, Settings
 from bpfed.engine.simulator import RoundInfo, Simulator
 from bpfed.errors import Diverged, UserError
-from bpfed.files import said, to_json, write_whole
+from bpfed.files import to_json, write_whole, writing
 from bpfed.methods.base import Method
 from bpfed.paper import protocol
 from bpfed.report.text import duration
@@ -142,7 +142,7 @@ def check_writable(folder: Path) -> None:
     Raises:
         UserError: They cannot be.
     """
-    with said(folder):
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
 

@@ -79,8 +79,9 @@ _ALL = (
         "auroc",
         "AUROC",
         text.decimal,
-        "Chance that an example of the second class is given a higher probability of it than one of the first; 0.5 is no better than "
-        "guessing. Computed for each client alone: with all examples pooled, differences between clients would count as skill.",
+        "Chance that an example of the second class is given a higher probability of it than one of the first; 0.5 is "
+        "no better than guessing. Computed for each client alone: with all examples pooled, differences between "
+        "clients would count as skill.",
         title="AUROC, mean of clients",
     ),
     Measure(

@@ -96,7 +96,10 @@ class RunRecord:
         if total > (self.config.get("run", {}).get("eval_clients") or MOST_EVALUATED):
             return f"{text.count(tested)} of the {text.count(total)} clients were tested."
         verb = "has no test examples and is" if total - tested == 1 else "have no test examples and are"
-        return f"{text.plural(total - tested, 'client')} {verb} not counted in any figure."
+        named = self.evaluation.get("untested", [])[:NAMED]
+        more = f" and {text.count(total - tested - NAMED)} more" if total - tested > len(named) else ""
+        who = f": {', '.join(map(str, named))}{more}" if named else ""
+        return f"{text.plural(total - tested, 'client')} {verb} not counted in any figure{who}."
 
     @property
     def seldom(self) -> str:
@@ -210,6 +213,8 @@ def no_run(folder: Path) -> UserError:
             f"The run in '{folder}' is still rehearsing, so there is no model yet; resume it with: bpfed run --out {folder} "
             "--resume"
         )
+    if not folder.exists():
+        return UserError(f"The run folder '{folder}' does not exist; check the path.")
     return UserError(f"'{folder}' is not a run folder: it has no {CONFIG}.")
 
 

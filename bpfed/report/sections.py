@@ -23,7 +23,7 @@ def headline(run: RunRecord) -> str:
     """The title, where and how it ran, and the figures of the last round."""
     known = {key: v for key, v in run.summary.items() if v not in (None, "") and (key, v) != ("protocol", "own")}
     facts = [words(known[key]) for key, words in _FACTS if key in known]
-    if math.isfinite(seconds := value(run.summary, "seconds")):
+    if 0 < (seconds := value(run.summary, "seconds")) < math.inf:
         facts.append(text.duration(seconds))
     line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
     top = f'<header><h1>{escape(run.title)}</h1><p class="facts">{line}</p></header>'
@@ -34,16 +34,16 @@ def headline(run: RunRecord) -> str:
     basis = f", over {text.plural(total, 'test example')} of {text.plural(len(tested), 'client')}" if tested else ""
     tiles = [_tile(run, measure, total) for measure in run.measures if measure.name not in DETAILS]
     guessing = (
-        " Guessing means always predicting the most frequent class (accuracy) or the class shares (NLL) of a client's own "
-        "training examples."
+        " Guessing means always predicting the most frequent class (accuracy) or the class shares (NLL) of a client's "
+        "own training examples."
         if math.isfinite(run.last("majority"))
         else ""
     )
     return (
         f'{top}<div class="tiles">{"".join(tiles)}{_worst_tile(run)}</div>'
         f'<p class="note">The large figures are those of the last round ({run.history[-1]["round"]}){basis}, all '
-        f"examples pooled.{guessing} The best round was picked by looking at the test data, so it is optimistic; it is given because "
-        "papers often report it.</p>"
+        f"examples pooled.{guessing} The best round was picked by looking at the test data, so it is "
+        "optimistic; it is given because papers often report it.</p>"
     )
 
 
@@ -235,8 +235,8 @@ def _in_use(run: RunRecord) -> str:
         unit = " standard deviations" if run.standardised else ""
         wide = f" and are {text.decimal(width, 2)}{unit} wide on average" if math.isfinite(width) else ""
         words += (
-            f" The calibrated 90 % intervals, widened or narrowed by what examples held back say, hold {text.percent(held)} "
-            f"of the targets{wide}; the diagram and the numbers below are of the models’ own."
+            f" The calibrated 90 % intervals, widened or narrowed by what examples held back say, hold "
+            f"{text.percent(held)} of the targets{wide}; the diagram and the numbers below are of the models’ own intervals."
         )
     return f"{words} {run.uncovered}" if run.uncovered else words
 

@@ -155,7 +155,7 @@ def axes(
 
 
 def apart(places: Sequence[float], gap: float, low: float = -math.inf, high: float = math.inf) -> list[float]:
-    """The places nearest to these (by squares) that are ``gap`` apart, in the same order, and within these limits if there is room."""
+    """The places nearest to these (by squares), in the same order, ``gap`` apart, within these limits if possible."""
     order = sorted(range(len(places)), key=places.__getitem__)
     groups: list[list[float]] = []  # sum and number of places that move as one, their gaps taken off
     for rank, k in enumerate(order):

@@ -12,8 +12,8 @@ from bpfed.report.measures import Measure
 from bpfed.report.plots import wilson
 from bpfed.report.record import CALIBRATION, JUDGED, judged, value
 
-#: With more columns than this, each has less room.
-ROOMY = 9
+#: With more columns than this, each has less room; and with more than that, much less.
+ROOMY, CROWDED = 9, 13
 #: With more clients than this, only the worst and the best halves of this number are shown.
 LONGEST = 200
 
@@ -57,11 +57,12 @@ def clients(ranking: Sequence[dict[str, Any]], measures: Sequence[Measure], wors
     )
     body = "".join(_row(row, columns, main, full, row["name"] in worst) for row in shown)
     many = len(columns) > ROOMY
+    kind = " many most" if len(columns) > CROWDED else " many" if many else ""
     if many:
         note += '<p class="note sideways">Scroll right for more columns.</p>'
     return (
         f'{note}<div class="scroll" tabindex="0" role="region" aria-label="Clients">'
-        f'<table class="sortable{" many" if many else ""}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'<table class="sortable{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 

@@ -83,12 +83,16 @@ tbody th { font-weight: 500; white-space: normal; min-width: 7rem; }
 thead th { background: var(--paper); color: var(--muted); font-weight: 600; border-bottom: 1px solid var(--muted); }
 .scroll { overflow: auto; max-height: 38rem; margin-top: 1rem; border: 1px solid var(--rule); border-radius: .5rem; }
 .scroll thead th {
-  position: sticky; top: 0; padding: 0; box-shadow: inset 0 -1px var(--muted); white-space: normal; vertical-align: bottom;
+  position: sticky; top: 0; padding: 0; box-shadow: inset 0 -1px var(--muted); white-space: normal;
+  vertical-align: bottom;
 }
 .scroll thead button { all: unset; box-sizing: border-box; width: 100%; padding: .45rem .6rem; cursor: pointer; }
 .scroll .many th, .scroll .many td { padding: .3rem .4rem; } .scroll .many thead th { padding: 0; }
 .scroll .many thead button { padding: .45rem .4rem; }
 .scroll .many .meter { width: 2.4rem; margin-right: .3rem; } .scroll .many .beside { min-width: 3.4em; }
+.scroll .most { font-size: .8rem; } .scroll .most .meter { display: none; }
+.scroll .most th, .scroll .most td { padding: .3rem .3rem; }
+.scroll .most thead th { padding: 0; } .scroll .most thead button { padding: .45rem .3rem; }
 .scroll thead button:focus-visible { outline: 2px solid var(--first); outline-offset: -3px; }
 .scroll thead button::after { content: "\\2195"; display: inline-block; width: 1em; text-align: right; opacity: .4; }
 [aria-sort] button { color: var(--ink); }

@@ -13,6 +13,22 @@ from bpfed.errors import UserError
 from bpfed.methods import FedAvg
 
 
+class Gap:
+    """A missing value as tables of objects have it: a comparison with it is itself, and neither true nor false."""
+
+    def __ne__(self, other: object) -> Gap:  # type: ignore[override]
+        return self
+
+    def __eq__(self, other: object) -> Gap:  # type: ignore[override]
+        return self
+
+    def __bool__(self) -> bool:
+        raise TypeError("boolean value of NA is ambiguous")
+
+
+DATES = np.array(["2024-01-01", "2024-01-02"], dtype="datetime64[D]")
+
+
 def test_ids_become_clients_and_no_example_is_lost() -> None:
     x = np.arange(40.0).reshape(20, 2)
     y, ids = np.arange(20) % 2, np.array(["ward b", "ward a", "ward c", "ward a"] * 5)
@@ -47,6 +63,12 @@ def test_a_column_of_floats_or_objects_names_clients_by_whole_numbers() -> None:
         assert from_arrays(np.zeros((3, 1)), [0, 1, 0], ids, test_fraction=0).clients == ("3", "12")
 
 
+def test_tensors_of_half_the_bits_are_numbers() -> None:
+    x = torch.arange(4.0)
+    data = from_arrays(x.bfloat16(), x.bfloat16() / 2, [0] * 4, test_fraction=0)
+    assert (data.task, sorted(data.train.y.tolist())) == ("regression", [0, 0.5, 1, 1.5])
+
+
 def test_a_given_split_is_kept() -> None:
     x, test = np.arange(6.0), np.array([True, False, False, True, False, False])
     data = from_arrays(x, x, [0, 0, 0, 1, 1, 1], test=test)
@@ -71,8 +93,23 @@ def test_the_seed_decides() -> None:
         ([["a"], ["b"]], [0, 1], [0, 0], {}, "not all numbers"),
         ([[1.0, 2.0], [2.0]], [0, 1], [0, 0], {}, "not all have the same shape"),
         ([[1.0], [None]], [0, 1], [0, 0], {}, "missing values"),
-        ([[1.0], [1e300]], [0, 1], [0, 0], {}, "NaN or infinite"),
-        ([[1.0], [2.0]], [0.5, float("nan")], [0, 0], {}, "NaN or infinite"),
+        ([[1.0], [Gap()]], [0, 1], [0, 0], {}, "The inputs of 'own' have missing values"),
+        ([[1.0], [2.0]], [0, Gap()], [0, 0], {}, "The targets of 'own' have missing values"),
+        ([[1.0], [2.0]], [0, 1], ["a", Gap()], {}, "The ids of 'own' have missing values"),
+        (np.ma.masked_equal([[1.0], [9.0]], 9.0), [0, 1], [0, 0], {}, "The inputs of 'own' have missing values"),
+        ([[1.0], [2 + 1j]], [0, 1], [0, 0], {}, "The inputs of 'own' are complex numbers"),
+        ([[1.0], [2.0]], [0.5, 1j], [0, 0], {}, "The targets of 'own' are complex numbers"),
+        ([[1.0], [2.0]], np.array([0.5, 1j], dtype=object), [0, 0], {}, "The targets of 'own' are complex numbers"),
+        (DATES, [0, 1], [0, 0], {}, "The inputs of 'own' are not all numbers"),
+        ([[1.0], [2.0]], [0, 1], [0, 0], {"task": "classify"}, "Unknown task 'classify'; did you mean 'classific"),
+        ([[1.0], [1e300]], [0, 1], [0, 0], {}, r"NaN or infinite values in its .* data, in x\[:, 0\] of 1 of its 1 ex"),
+        (
+            [[1.0], [2.0]],
+            [0.5, float("nan")],
+            [0, 0],
+            {},
+            "NaN or infinite values in its .* data, in y of 1 of its 1 ex",
+        ),
         ([[1.0], [2.0]], [0, 1], ["a", None], {}, "missing values"),
         ([[1.0], [2.0]], [0, 1], [1.0, float("nan")], {}, "has no id"),
         ([[1.0], [2.0]], [0.5, 1.0], [0, 0], {"task": "classification"}, "cannot be classes"),
@@ -154,3 +191,24 @@ def test_datasets_here_are_of_a_networks_size() -> None:
 @pytest.mark.parametrize("name", ["mnist", "fmnist", "heart-disease", "wisdm"])
 def test_datasets_of_files_are_of_a_networks_size(name: str, real_data: str) -> None:
     assert unscaled(load(name, data_dir=real_data, download=False)) == ()
+
+
+def test_whole_numbers_of_a_real_type_are_a_regression_and_said_to_be() -> None:
+    x, ids = np.arange(8.0)[:, None], ["a"] * 4 + ["b"] * 4
+    data = from_arrays(x, np.array([0.0, 1.0] * 4), ids)
+    assert data.task == "regression"
+    assert data.notes == (
+        "The targets of 'own' are real numbers by type and so a regression, but all are whole (2 different ones); if "
+        'they are classes, pass task="classification".',
+    )
+    for y, task in (([0.0, 1.0] * 4, "classification"), ([0.0, 1.0] * 4, "regression"), ([0.5, 1.0] * 4, None)):
+        assert not any("by type" in note for note in from_arrays(x, np.array(y), ids, task=task).notes)  # type: ignore[arg-type]
+
+
+def test_clients_of_one_example_each_cannot_be_tested() -> None:
+    data = from_arrays(np.arange(4.0), [0, 1, 0, 1], [1, 2, 3, 4])
+    with pytest.raises(UserError, match=r"No client of 'own' has a test example, because each has a single one, .*\.$"):
+        bpfed.fit(data=data, rounds=1)
+    data = from_arrays(np.arange(4.0), [0, 1, 0, 1], [1, 1, 2, 2], test_fraction=0.0)
+    with pytest.raises(UserError, match=r"has a test example; give them some, e.g. with --test-fraction 0.3 "):
+        bpfed.fit(data=data, rounds=1)

@@ -13,6 +13,7 @@ from command import Command
 from bpfed.data.columns import columns, doubts, telling
 from bpfed.data.own import federate
 from bpfed.data.table import Table, Words
+from bpfed.errors import UserError
 
 N = 30
 
@@ -73,6 +74,64 @@ def test_what_looks_like_no_input_is_named(name: str, column: list[str] | np.nda
 
 
 @pytest.mark.parametrize(
+    ("words", "such"),
+    [
+        ([f"{1000 + k:,}" for k in range(N)], "1,000"),
+        ([f"${k}.50" for k in range(N)], "$0.50"),
+        ([f"{k} mg/l" for k in range(N)], "0 mg/l"),
+        ([f"−{k}" for k in range(N)], "−0"),
+        ([f"{k}" for k in range(N)], "0"),  # text, of a file that tells text from numbers
+        ([f"{k}" for k in range(N - 1)] + ["none"], "0"),
+        ([f"{k % 9} mg" for k in range(N)], None),  # nine doses may be categories
+        ([f"{k}-{k + 9}" for k in range(N)], None),
+        ([f"E{k}.9" for k in range(N)], None),
+        ([f"{k:02d}:30" for k in range(N)], None),
+    ],
+)
+def test_numbers_written_as_text_are_named(words: list[str], such: str | None) -> None:
+    said = "Words of 'dose' look like numbers, such as"
+    data = federate("t", clients(dose=words), "y", test_fraction=0.0)
+    found = [note for note in data.notes if note.startswith(said)]
+    assert len(found) == (such is not None)
+    assert such is None or f"such as '{such}', but each is a category of its own" in found[0]
+    target = federate("t", {"a": Table("a", N, {"x": np.arange(N) / 7, "y": Words.of(words)})}, "y", test_fraction=0.0)
+    assert any("Words of 'y' look like numbers" in note for note in target.notes) == (such not in (None, "0"))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "gap"),
+    [
+        (np.where(np.arange(N) % 5 == 0, -999.0, np.arange(N) / 7), "-999"),
+        (np.where(np.arange(N) % 5 == 0, 9999.0, np.arange(N) / 7), "9999"),
+        (np.where(np.arange(N) == 3, -999.0, np.where(np.arange(N) % 2, np.nan, np.arange(N) / 7)), None),  # two in all
+        (np.where(np.arange(N) % 5 == 0, -999.0, -40.0 * np.arange(N)), None),
+        (np.where(np.arange(N) % 5 == 0, 999.0, 5.0), None),  # two values, such as a price
+        (np.arange(N) / 7, None),
+    ],
+)
+def test_numbers_that_stand_for_missing_values_are_named(numbers: np.ndarray, gap: str | None) -> None:
+    notes = [n for n in federate("t", clients(dose=numbers), "y").notes if "may stand for missing values" in n]
+    assert len(notes) == (gap is not None)
+    assert gap is None or notes[0].startswith(f"Numbers such as {gap} in 'dose' are far from all others")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("Split", ["train", "train", "test"], True),
+        ("set", ["Train", "Training", "TEST"], True),
+        ("set", ["train", "bus", "train"], False),
+        ("split", ["train", "train", "test"], False),
+    ],
+)
+def test_a_split_under_another_name_is_named(name: str, words: list[str], said: bool) -> None:
+    notes = federate("t", clients(**{name: words * (N // 3)}), "y").notes
+    assert (
+        any(f"'{name}' has the words of a split, but is used as an input; call it 'split'" in n for n in notes) == said
+    )
+
+
+@pytest.mark.parametrize(
     ("columns", "said"),
     [
         ((["H1"] * N, ["H2"] * N), True),
@@ -92,20 +151,36 @@ def test_what_says_whose_a_row_is_is_named(columns: tuple[list[str] | np.ndarray
         tables[client] = replace(clients(hospital=["x"] * N)["a"], name=client)
         tables[client].columns["hospital"] = own
     sentence = (
-        "There seem to be client names (the same in all rows of a client, but not between clients) in 'hospital'; if these "
-        "should not be inputs, leave them out with --ignore 'hospital'."
+        "There seem to be client names (the same in all rows of a client, but not between clients) in 'hospital'; if "
+        "these should not be inputs, leave them out with --ignore 'hospital'."
     )
     assert federate("t", tables, "y").notes == ((sentence,) if said else ())
 
 
 def test_one_client_or_one_row_each_names_nobody() -> None:
     table = clients(hospital=["H1"] * N)
-    assert federate("t", {"a": table["a"]}, "y").notes == ()
+    (only,) = federate("t", {"a": table["a"]}, "y").notes
+    assert only.startswith("There is only one client")
     one = {
         c: Table(c, 1, {"hospital": Words.of([c]), "age": np.array([a]), "y": Words.of([y])})
         for c, a, y in (("a", 1.0, "no"), ("b", 2.5, "yes"), ("c", 3.5, "no"))
     }
     assert federate("t", one, "y", test_fraction=0.0).notes == ()
+
+
+@pytest.mark.parametrize(
+    "cells", [["1,234.50", "999.00", "12,000"], ["1.234,50", "999", "1.234.567"], ["1'234", "2'345"]]
+)
+def test_numbers_with_thousands_separators_are_not_called_identifiers(cells: list[str]) -> None:
+    own = [cells[0].replace("34", f"{k + 10}") for k in range(N - len(cells))]
+    tables = clients(price=[*cells, *own], who=[f"P{k}" for k in range(N)])
+    data = federate("t", tables, "y")
+    assert data.notes[0].startswith("Words of 'price' look like numbers, such as '")
+    assert data.notes[1:] == (
+        "There seem to be identifiers (nearly every value is different) in 'who'; if these should not be inputs, leave "
+        "them out with --ignore 'who'.",
+    )
+    assert telling(tables["a"].without(["who"])) == {"numbers written as text": ["price"]}
 
 
 def test_long_tables_of_whole_numbers_cost_no_time() -> None:
@@ -181,3 +256,14 @@ def test_inspect_lists_columns_and_folds_many(tmp_path: Path, capsys: pytest.Cap
 def test_words_that_others_should_not_be_told(words: list[str], wanted: str | None) -> None:
     table = Table("a", len(words), {"word": Words.of(words), "number": np.arange(float(len(words)))})
     assert telling(table) == ({} if wanted is None else {wanted: ["word"]})
+
+
+def test_a_refusal_keeps_what_is_ignored_already() -> None:
+    n = 150
+    tables = {
+        "a": Table(
+            "a", n, {c: Words.of([f"{c}{k}" for k in range(n)]) for c in ("id", "seen")} | {"y": np.arange(n) % 2.0}
+        )
+    }
+    with pytest.raises(UserError, match="leave it out with --ignore 'id,seen', or"):
+        federate("t", tables, "y", ignore=["id"])

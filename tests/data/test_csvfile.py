@@ -97,3 +97,107 @@ def test_a_header_of_counts_is_a_header(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text(",0,1,10,target\n0,5,6,7,a\n")
     assert list(read_table(path).columns) == ["0", "1", "10", "target"]
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_name_may_run_over_lines_whatever_the_delimiter(delimiter: str, end: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    lines = ['a{}"blood', "pressure, systolic; mmHg", '(seated)"{}y', "1{}2{}x", "3{}4{}z"]
+    path.write_text(end.join(line.replace("{}", delimiter) for line in lines) + end, newline="")
+    table = read_table(path)
+    assert list(table.columns) == ["a", "blood pressure, systolic; mmHg (seated)", "y"]
+    assert (table.columns["a"].tolist(), table.words("y")) == ([1, 3], ["x", "z"])
+
+
+@pytest.mark.parametrize(
+    ("header", "names"),
+    [
+        ('a;"b, in c, or d";y', ["a", "b, in c, or d", "y"]),
+        ('"a";"b, in c, or d";y', ["a", "b, in c, or d", "y"]),
+        ('a;size 5";y', ["a", 'size 5"', "y"]),
+        ('"a" ;"b" ;"y"', ["a", "b", "y"]),
+        ('a ;"b" ;y', ["a", "b", "y"]),
+    ],
+)
+def test_quotes_in_names(header: str, names: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(f"{header}\n1;2;3\n")
+    assert list(read_table(path).columns) == names
+
+
+def test_names_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text('a,"b,y\n1,2,3\n')
+    with pytest.raises(UserError, match=r"The column names of .* are damaged: a quote is not closed"):
+        read_table(path)
+    path.write_text("x" * 200_000)
+    with pytest.raises(UserError, match="does not begin with a line of column names"):
+        read_table(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "rows", "words"),
+    [
+        (
+            "x;y",
+            ["986;1", "1,017;2", "1,020;3"],
+            "Column 'x' has a comma for thousands \\('1,017'\\) in '.*t.csv'; w",
+        ),
+        (
+            "x;y",
+            ["1.100;0,5", "2.350;1,5"],
+            r"'x' has a point \('1.100'\) where 'y' has a decimal comma \('0,5'",
+        ),
+        (
+            "x;y",
+            ["1.100;0,5", "2;1,5", "0,25;3"],
+            r"'x' has a point \('1.100'\) where 'x' has a decimal comma \('0,25'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 1000])
+def test_thousands_are_not_taken_for_fractions(
+    header: str, rows: list[str], words: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(csvfile, "CHUNK", chunk)
+    path = tmp_path / "t.csv"
+    path.write_text("\n".join([header, *rows]))
+    with pytest.raises(UserError, match=words):
+        read_table(path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "x"),
+    [
+        (["1,017;1", "1,020;2"], [1.017, 1.02]),  # fractions of three digits throughout
+        (["986;1", "1,017;2", "1,023;3"], [986, 1.017, 1.023]),  # the last zeros dropped
+        (["986;1", "1,017;2", "1,020;3", "0,5;4"], [986, 1.017, 1.02, 0.5]),
+        (["986;1", "1,017;2", "1,020;3", "1000;4"], [986, 1.017, 1.02, 1000]),
+        (["1.100;0,5", "2.35;1,5"], [1.1, 2.35]),
+        (["1.100;1", "2.350;2"], [1.1, 2.35]),
+    ],
+)
+def test_fractions_stay_fractions(rows: list[str], x: list[float], tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("\n".join(["x;y", *rows]))
+    assert read_table(path).columns["x"].tolist() == x
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 1000])
+def test_a_row_of_another_length_is_named(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(csvfile, "CHUNK", chunk)
+    path = tmp_path / "t.csv"
+    path.write_text("a;b\n1;2\n\n3;4\n5;6;\n7;8\n")
+    with pytest.raises(UserError, match=r"has 2 columns, but 3 in row 3 \('5;6;'\)"):
+        read_table(path)
+
+
+def test_a_line_before_the_names_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("sep=;\na;b\n1;2\n")
+    with pytest.raises(UserError, match="begins with the line 'sep=;', not with column names"):
+        read_table(path)
+    path.write_text("# exported today\na;b\n1;2\n")
+    with pytest.raises(UserError, match=r"The first line of .* has only one column, '# exported today'; begin"):
+        read_table(path)

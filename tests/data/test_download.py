@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +15,11 @@ from data_files import cifar_batches, write_idx, write_tar
 
 from bpfed.data import cifar, fetch, load, sources
 from bpfed.data.cifar import ARCHIVE
-from bpfed.data.download import DownloadError, Remote, download, whole
+from bpfed.data.download import DownloadError, Remote, download
 from bpfed.data.folder import cache
 from bpfed.data.idx import NAMES
 from bpfed.errors import UserError
+from bpfed.files import whole
 
 Serve = Callable[[Path], str]
 
@@ -121,6 +124,22 @@ def test_an_old_file_stays_when_the_new_one_fails(tmp_path: Path) -> None:
         fail()
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_disk_that_loses_the_bytes_leaves_nothing(
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "server/a.bin"
+    file.parent.mkdir()
+    file.write_bytes(b"0123456789")
+
+    def fail(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(DownloadError, match=r"could not be fetched \(.*No space left"):
+        download(remote(file, serve(tmp_path / "server")), tmp_path / "out/a.bin")
+    assert files_below(tmp_path / "out") == []
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(mnist_server: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from data_files import write_idx
 
 from bpfed.data import Examples, FederatedData, describe, fetch, inspect, load, names
-from bpfed.data.layout import lay_out
+from bpfed.data.ordering import lay_out
 from bpfed.errors import UserError
 
 

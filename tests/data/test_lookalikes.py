@@ -1,4 +1,4 @@
-"""What differs only in case or spaces is two, and that is said."""
+"""What looks the same or nearly so is two, and that is said."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from bpfed.data import load
 from bpfed.data.lookalikes import lookalikes
 
 DIFFER = (
-    "differ only in case or spaces and are treated as different; if they are the same, spell them alike in all files."
+    "differ only in case, spaces or the encoding of letters and are treated as different; if they are the same, spell "
+    "them alike in all files."
 )
 
 
@@ -47,6 +48,21 @@ def test_a_column_like_the_target_is_named(tmp_path: Path) -> None:
     made = load(f"folder:{tmp_path}", target="y").preparation
     assert made is not None
     assert lookalikes(made) == (f"Columns 'y' and 'Y' {DIFFER}",)
+
+
+def test_letters_in_two_encodings_are_named(tmp_path: Path) -> None:
+    for client, name in (("a", "\u00e9"), ("b", "e\u0301")):  # é in one character, and in two
+        (tmp_path / f"{client}.csv").write_text(rows(f"{name},y", "1,no", "2,yes"))
+    made = load(f"folder:{tmp_path}", target="y").preparation
+    assert made is not None
+    assert lookalikes(made) == (f"Columns 'e\u0301' and '\u00e9' {DIFFER}",)
+
+
+def test_clients_that_look_alike_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "all.csv"
+    path.write_text(rows("who,x,y", "North,1,no", "north,2.5,yes", "South,3,yes", "North,4,yes"))
+    data = load(f"folder:{path}", target="y", client_column="who")
+    assert f"Clients 'North' and 'north' {DIFFER}" in data.notes
 
 
 def test_nothing_is_said_of_what_differs_otherwise(tmp_path: Path) -> None:

@@ -70,6 +70,22 @@ def test_users(tmp_path: Path) -> None:
     assert (data.clients, data.labels) == (("user-01", "user-02"), ("Sitting", "Walking"))
     assert data.preparation is not None
     assert data.preparation.input_names == ("X0", "XPEAK missing")  # XPEAK is 3 or nothing
+    later = load("wisdm-later", data_dir=tmp_path, download=False)
+    assert later.preparation is not None
+    assert later.preparation.input_names == data.preparation.input_names
+    assert fingerprint(later) == fingerprint(load("wisdm-later", data_dir=tmp_path, download=False, seed=0))
+
+
+def test_later_rows_are_the_last_of_each_user_and_activity(tmp_path: Path) -> None:
+    write_wisdm(tmp_path / "wisdm")
+    for name, table in tables("wisdm-later", data_dir=tmp_path).items():
+        groups: dict[str, list[str]] = {}
+        for activity, part in zip(table.words("activity"), table.words("split"), strict=True):
+            groups.setdefault(activity, []).append(part)
+        assert len(groups) == 2, name
+        for parts in groups.values():
+            late = int(0.3 * len(parts))
+            assert parts == ["train"] * (len(parts) - late) + ["test"] * late
 
 
 @pytest.mark.parametrize("standardise", ["federated", "local", "none"])
@@ -79,8 +95,9 @@ def test_exported_it_is_the_same_federation(
     write_heart(tmp_path / "heart-disease")
     out = Command(capsys).ok("data", "export", "heart-disease", tmp_path / "sites", "--data-dir", tmp_path).out
     assert out.startswith("4 files in ")
-    exported = load(f"folder:{tmp_path / 'sites'}", target="disease", standardise=standardise, seed=2)  # type: ignore[arg-type]
-    assert same(exported, load("heart-disease", data_dir=tmp_path, standardise=standardise, seed=2))  # type: ignore[arg-type]
+    options = {"standardise": standardise, "seed": 2}
+    exported = load(f"folder:{tmp_path / 'sites'}", target="disease", **options)  # type: ignore[arg-type]
+    assert same(exported, load("heart-disease", data_dir=tmp_path, **options))  # type: ignore[arg-type]
     before = (tmp_path / "sites" / "va.csv").read_bytes()
     said = Command(capsys)("data", "export", "heart-disease", tmp_path / "sites", "--data-dir", tmp_path).sentence
     assert "is not empty" in said
@@ -146,16 +163,28 @@ def test_inspect_shows_sizes_classes_and_gaps(tmp_path: Path, capsys: pytest.Cap
     assert gaps.split()[1:] == ["·", "100", "·", "·"]
     assert picture.read_bytes().startswith(b"<?xml")
     said = command("data", "inspect", "heart-disease", "--data-dir", tmp_path, "--plot", tmp_path / "plot.txt").sentence
-    assert "end its name in one of .png, .svg, .pdf" in said
+    assert "is not the name of a picture; end it in .png, .svg or .pdf" in said
 
 
 def test_inspect_of_numbers_and_of_many_clients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "all.csv"
     rows = "".join(f"{k % 9},{'' if k % 50 == 7 else k},{100 + k % 7 + 0.5},u{k % 50:02d}\n" for k in range(400))
     table.write_text("a,b,price,who\n" + rows)
-    out = Command(capsys).ok(
-        "data", "inspect", f"folder:{table}", "--target", "price", "--client-column", "who", "--plot", tmp_path / "p.png"
-    ).out  # fmt: skip
+    out = (
+        Command(capsys)
+        .ok(
+            "data",
+            "inspect",
+            f"folder:{table}",
+            "--target",
+            "price",
+            "--client-column",
+            "who",
+            "--plot",
+            tmp_path / "p.png",
+        )
+        .out
+    )
     assert "mean and standard deviation of 'price'" in " ".join(out.split())
     assert "50 clients, 40 of 50 shown" in out
     told, gaps = (line.split() for line in out.splitlines() if line.startswith(" b "))

@@ -1,4 +1,4 @@
-"""Preparation: federated sums are the pooled statistics, nothing depends on order, and new rows are treated as the old."""
+"""Preparation: federated sums are the pooled statistics, order does not matter, and new rows are treated as the old."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bpfed.data import Preparation, Table, load, read_table
 from bpfed.data.combine import combine
+from bpfed.data.federated import Task
 from bpfed.data.own import federate, held_out
 from bpfed.data.preparation import Standardise
 from bpfed.data.rows import read_rows
@@ -43,13 +44,22 @@ def clients(draw: st.DrawFn) -> dict[str, Table]:
     return found
 
 
-def prepared(tables: dict[str, Table], **options: str) -> Preparation | None:
+def combined(tables: dict[str, Table], standardise: Standardise = "federated") -> Preparation:
+    summaries = [client_summary(table, "y", client=client) for client, table in tables.items()]
+    return combine(summaries, "y", standardise=standardise)
+
+
+def prepared(tables: dict[str, Table], standardise: Standardise = "federated") -> Preparation:
+    """The preparation, of tables that have one: some column varies, and each client has one that is used."""
     try:
-        made = combine([client_summary(t, "y", client=c) for c, t in tables.items()], "y", **options)  # type: ignore[arg-type]
-    except UserError:
-        return None  # all columns constant
+        made = combined(tables, standardise)
+    except UserError as error:
+        if "No column other than 'y' has values that differ" not in str(error):
+            raise
+        assume(False)
     used = {feature.name for feature in made.features}
-    return made if all(used & table.columns.keys() for table in tables.values()) else None  # such a client is refused
+    assume(all(used & table.columns.keys() for table in tables.values()))
+    return made
 
 
 def pooled(tables: dict[str, Table], name: str) -> np.ndarray:
@@ -61,26 +71,24 @@ def pooled(tables: dict[str, Table], name: str) -> np.ndarray:
 @given(clients())
 def test_federated_sums_are_the_pooled_statistics(tables: dict[str, Table]) -> None:
     made = prepared(tables)
-    for feature in made.features if made else ():
+    for feature in made.features:
         if feature.kind == "number" and feature.scale:
             values = pooled(tables, feature.name)
             assert feature.mean == pytest.approx(np.nanmean(values), rel=1e-12, abs=1e-9)
             assert feature.scale == pytest.approx(np.nanstd(values), rel=1e-6)
             assert feature.indicator == bool(np.isnan(values).any())
-    used = {feature.name for feature in made.features} if made else set()
-    if made and all(used & t.columns.keys() for t in tables.values()):  # a table with none of them is refused
-        rows = torch.cat([made.inputs(t) for t in tables.values()])
-        for k, name in enumerate(made.input_names):
-            if name in ("a", "b"):
-                known = ~np.isnan(pooled(tables, name))
-                assert float(rows[known, k].double().mean()) == pytest.approx(0, abs=1e-4)
-                assert float(rows[known, k].double().std(correction=0)) == pytest.approx(1, abs=1e-4)
-                assert (rows[~known, k] == 0).all()
-            elif name.endswith("missing"):
-                column = name.removesuffix(" missing")
-                assert torch.equal(
-                    rows[:, k] > 0, torch.from_numpy(np.concatenate([t.missing(column) for t in tables.values()]))
-                )
+    rows = torch.cat([made.inputs(t) for t in tables.values()])
+    for k, name in enumerate(made.input_names):
+        if name in ("a", "b"):
+            known = ~np.isnan(pooled(tables, name))
+            assert float(rows[known, k].double().mean()) == pytest.approx(0, abs=1e-4)
+            assert float(rows[known, k].double().std(correction=0)) == pytest.approx(1, abs=1e-4)
+            assert (rows[~known, k] == 0).all()
+        elif name.endswith("missing"):
+            column = name.removesuffix(" missing")
+            assert torch.equal(
+                rows[:, k] > 0, torch.from_numpy(np.concatenate([t.missing(column) for t in tables.values()]))
+            )
 
 
 @settings(max_examples=30, deadline=None)
@@ -92,22 +100,19 @@ def test_order_of_columns_and_of_clients_does_not_matter(tables: dict[str, Table
         table = tables[client]
         names = random.sample(sorted(table.columns), len(table.columns))  # type: ignore[attr-defined]
         shuffled[client] = Table(client, table.rows, {name: table.columns[name] for name in names})
-    again = prepared(shuffled)
-    assert (made is None) == (again is None)
-    if made and again:
-        assert made.input_names == again.input_names
-        for client, table in tables.items():
-            assert torch.allclose(made.inputs(table), again.inputs(shuffled[client]), atol=1e-5)
+    again = combined(shuffled)
+    assert made.input_names == again.input_names
+    for client, table in tables.items():
+        assert torch.allclose(made.inputs(table), again.inputs(shuffled[client]), atol=1e-5)
 
 
 @settings(max_examples=30, deadline=None)
 @given(clients(), st.sampled_from(["federated", "local", "none"]))
-def test_records_through_json_give_the_same(tables: dict[str, Table], standardise: str) -> None:
+def test_records_through_json_give_the_same(tables: dict[str, Table], standardise: Standardise) -> None:
     summaries = [client_summary(t, "y", client=c) for c, t in tables.items()]
     assert [Summary.from_record(json.loads(json.dumps(s.record()))) for s in summaries] == summaries
-    made = prepared(tables, standardise=standardise)
-    if made:
-        assert Preparation.from_record(json.loads(json.dumps(made.record()))) == made
+    made = prepared(tables, standardise)
+    assert Preparation.from_record(json.loads(json.dumps(made.record()))) == made
 
 
 def test_a_summary_holds_no_rows() -> None:
@@ -143,6 +148,55 @@ def test_a_clients_split_does_not_depend_on_the_others() -> None:
     together = federate("t", tables, "y", seed=5, standardise="none")
     assert torch.equal(alone.test.client(0)[0], together.test.client(1)[0])
     assert not torch.equal(alone.test.x, federate("t", {"b": tables["b"]}, "y", seed=6, standardise="none").test.x)
+
+
+def stays(n: int, seed: int) -> Table:
+    """Lengths of stay: whole days, most of them few, some many."""
+    rng = np.random.default_rng(seed)
+    days = np.floor(rng.exponential(8.0, n))
+    return Table(f"s{seed}", n, {"a": rng.standard_normal(n), "y": days})
+
+
+def test_the_split_of_a_regression_is_drawn_from_all_rows_also_where_a_client_has_few() -> None:
+    # All clients together have more than 20 lengths of stay, each small one fewer, several of which occur once.
+    tables = {"big": stays(400, 0), **{f"s{k}": stays(40, k) for k in range(1, 40)}}
+    tables["rome"] = Table("rome", 12, {"a": np.arange(12.0), "y": 100_000.0 + 3_517 * np.arange(12)})
+    data = federate("t", tables, "y", seed=1)
+    assert data.task == "regression"
+    train, test = ({c: e.client(i)[1] for i, c in enumerate(data.clients)} for e in (data.train, data.test))
+    assert [len(test["big"]), len(test["s1"]), len(test["rome"])] == [120, 12, 4]
+    small = [c for c in data.clients if c.startswith("s")]
+    tested = torch.cat([test[c] for c in small]).numpy()
+    trained = torch.cat([train[c] for c in small]).numpy()
+    far = np.quantile(np.concatenate([tested, trained]), 0.95)
+    assert 0.03 < (tested > far).mean() < 0.08  # as many long stays as there are, not one in a thousand
+    # The same as if the task had been given.
+    given = federate("t", tables, "y", seed=1, task="regression")
+    assert torch.equal(given.test.y, data.test.y)
+    assert given.preparation == data.preparation
+
+
+def test_a_client_alone_takes_numbers_for_classes_only_where_they_must_be() -> None:
+    def split_of(y: list[int], task: Task | None = None) -> np.ndarray:
+        return held_out(
+            Table("c", len(y), {"a": np.arange(float(len(y))), "y": np.array(y, float)}), "y", "c", task=task
+        )
+
+    for classes in ([0] * 30 + [1] * 20 + [2] * 2, [0, 0, 0, 1], [0] * 5 + [1] * 4 + [2], list(range(10)) * 4):
+        assert (split_of(classes) == split_of(classes, "classification")).all()
+    prices = [1000 * k for k in range(12)]
+    assert split_of(prices).sum() == 4
+    long = [0] * 8 + [1, 1, 2, 2, 2, 2, 5, 5, 5, 6, 6, 7, 7] + [12, 15, 16, 30, 37, 46]
+    assert (split_of(long) == split_of(long, "regression")).all()
+    assert not (split_of(long) == split_of(long, "classification")).all()
+
+
+def test_the_split_of_classes_is_as_it_was() -> None:
+    y = np.array([0, 0, 1, 1, 2, 3, 0, 1, 4, 5, 6, 2.0])
+    tables = {"c": Table("c", 12, {"a": np.arange(12.0), "y": y}), "d": Table("d", 2, {"a": np.ones(2), "y": y[:2]})}
+    data = federate("t", tables, "y", seed=3, standardise="none")
+    assert data.task == "classification"
+    assert sorted(data.test.client(0)[0][:, 0].tolist()) == [1.0, 2.0, 4.0]
 
 
 def test_local_standardisation_is_each_clients_own_and_newcomers_join() -> None:
@@ -208,7 +262,7 @@ def test_new_rows_that_cannot_be(made: Preparation, columns: dict, words: str) -
 def test_targets_that_cannot_be(made: Preparation) -> None:
     for column, words in (
         (Words.of(["maybe"]), "has the 'y' 'maybe', which no training row has; it must be one of 'no', 'yes'"),
-        (Words.of([""]), "1 of the 1 rows of 'new' have no 'y'"),
+        (Words.of([""]), "1 of the 1 rows of 'new' has no 'y', first in row 1; fill it in or remove the row"),
     ):
         with pytest.raises(UserError, match=words):
             made.targets(Table("new", 1, {"y": column}))

@@ -19,7 +19,7 @@ END = (
 
 
 def clients(*classes: str, more: int = 0) -> FederatedData:
-    """Four training examples and a test example of each client, of these classes, and of so many more clients of both."""
+    """Four training examples and a test example of each client, of these classes; and as many more clients of both."""
     words = [*classes, *(["ny"] * more)]
     held = [(f"c{i}", word[j % len(word)], j == 4) for i, word in enumerate(words) for j in range(5)]
     who, y, test = zip(*held, strict=True)

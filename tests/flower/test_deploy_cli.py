@@ -351,6 +351,11 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
     assert files(server) == kept
     assert re.search(r"Round 1: accuracy \d+\.\d %  NLL \d\.\d{3}", bpfed.ok("deploy", "status", fed).out)
 
+    shown = bpfed.ok("report", server / "run").out
+    assert all(bpfed.ok("report", folder).out == shown for folder in (server, fed))
+    alone = bpfed.ok("report", fed / "site-client-00").out
+    assert alone == bpfed.ok("report", fed / "site-client-00" / "run").out
+    assert "Trained on cpu." in alone
     for folder in (server / "run", server, fed):
         for command in (("predict", folder, "--client", "client-00"), ("adapt", folder)):
             said = bpfed(*command, "--input", "x.csv").sentence
@@ -367,6 +372,8 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
     shutil.rmtree(fed / "site-client-00" / "run")
     said = bpfed("predict", fed / "site-client-00", "--client", "client-00", "--input", "x.csv").sentence
     assert "belongs to a deployment's site, which has no model yet" in said
+    said = bpfed("report", fed / "site-client-00").sentence
+    assert "belongs to a deployment and has no finished run; go on with it on the server's machine" in said
     elsewhere = (server / "run").rename(tmp_path / "copied")
     assert "deployment's server" in bpfed("predict", elsewhere, "--client", "client-00", "--input", "x.csv").sentence
     elsewhere.rename(server / "run")

@@ -311,6 +311,29 @@ def test_a_full_disk_at_a_site_costs_its_contribution_only(tmp_path, away, monke
     same(server, *away)
 
 
+@pytest.mark.parametrize("where", ["round-000002", "server"])
+def test_a_full_disk_at_the_server_stops_the_run_with_a_sentence_and_it_goes_on_later(tmp_path, monkeypatch, where):
+    deployed = Deployed(tmp_path, FedAvg(), DATA, epochs=1, rounds=ROUNDS)
+    sync, begun = os.fsync, []
+
+    def full(handle):
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        begun.append("round-000002" in path)
+        if any(begun) and f"{tmp_path / 'server'}" in path and where in path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(handle)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(UserError) as raised:
+            deployed.serve()
+    assert str(raised.value) == (
+        f"The disk is full: '{tmp_path / 'server'}' cannot be written; free some space, and start the run again; it "
+        "resumes from its last finished round."
+    )
+    same(deployed.serve(), *simulated(FedAvg(), DATA, epochs=1, rounds=ROUNDS))
+
+
 def test_a_site_that_fails_sends_no_word_of_why(tmp_path):
     deployed = Deployed(tmp_path, FedAvg(), DATA, rounds=1)
 

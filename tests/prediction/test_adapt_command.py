@@ -26,7 +26,7 @@ def test_a_newcomer_of_numbers_sees_its_error_before_and_after(command: Command,
 def test_a_newcomer_joins_and_predicts(command: Command, ward: Path) -> None:
     write_hospital(Path("ward3.csv"), 20, 20)
     outcome = command.ok("adapt", "run", "--input", "ward3.csv", "--steps", "200")
-    assert "ward3: how sure it is of its 20 examples" in outcome.out
+    assert "ward3: how sure it is of the 20 examples it has just learnt from" in " ".join(outcome.out.split())
     assert "probability of 'ill'" in outcome.out
     assert outcome.out.endswith("Client 'ward3': run/adapted/ward3.safetensors\n")
     assert all(line.endswith(" …") for line in outcome.err.splitlines())  # on a slow machine it says what it is doing
@@ -72,7 +72,12 @@ def test_a_newcomer_without_examples_is_unsure(command: Command, ward: Path) -> 
     [
         ("age,dose,ward\n60,1,east\n", (), "'ward3.csv' has no column 'outcome'"),
         ("age,dose,ward,outcome\n60,1,east,dead\n", (), "'dead', which no training row has"),
-        ("age,dose,ward,outcome\n60,1,east,\n", (), "have no 'outcome'"),
+        ("age,dose,ward,outcome\n60,1,east,\n", (), "has no 'outcome'"),
+        (
+            "age,dose,ward,outcome\n60,1,east,ill\n",
+            ("--target", "ward"),
+            "'ward3.csv' has the 'ward' 'east', which no training row has as 'outcome'; it must be one of 'ill', 'well'.",
+        ),
         ("age,dose,ward,outcome\n60,1,east,ill\n", ("--name", "bern"), "The run already has a client 'bern'"),
         ("age,dose,ward,outcome\n60,1,east,ill\n", ("--name", "a/b"), "cannot be saved in a file of that name"),
         ("age,dose,ward,outcome\n60,1,east,ill\n", ("--steps", "0"), "steps is 0, but must be at least 1"),

@@ -90,14 +90,14 @@ def test_a_column_that_is_missing_is_said(command: Command, ward: Path) -> None:
     Path("short.csv").write_text("age,ward\n61,east\n40,west\n")
     outcome = command.ok("predict", "run", "--client", "zug", "--input", "short.csv")
     assert len(read(outcome.out)) == 2
-    assert "'short.csv' has no column 'dose'; treated as missing in every row." in outcome.err
+    assert "'short.csv' has no column 'dose'; it is treated as missing in every row." in outcome.err
 
 
 def test_what_training_never_saw_is_said(command: Command, ward: Path) -> None:
     Path("odd.csv").write_text("age,Dose,ward\n61,0,north\n4500,1,north\n-900,0,west\n,1,\n60,0,south\n")
     said = command.ok("predict", "run", "--client", "zug", "--input", "odd.csv").err.splitlines()
     assert said[:4] == [
-        "'odd.csv' has no column 'dose'; treated as missing in every row.",
+        "'odd.csv' has no column 'dose'; it is treated as missing in every row.",
         "'odd.csv' has 'Dose' (training had 'dose'), which is ignored; if that is the same column, spell it as in "
         "training.",
         "'odd.csv' has words that were not seen in training in 'ward' (3 of 5 rows, such as 'north'); the model treats "
@@ -111,18 +111,52 @@ def test_each_row_says_what_of_it_training_never_saw_and_far_numbers_abstain(com
     Path("odd.csv").write_text("age,dose,ward\n61,0,north\n4500,1,north\n-900,0,west\n,1,\n60,0,east\n")
     call = ("predict", "run", "--client", "zug", "--input", "odd.csv")
     found = read(command.ok(*call, "--abstain", "0").out)
-    assert [row["unusual"] for row in found] == ["ward", "age | ward", "age", "", ""]
+    assert [row["unusual"] for row in found] == ["ward", "age | ward", "age", "age | ward", ""]
     assert [row["abstain"] for row in found] == ["no", "yes", "yes", "no", "no"]
     assert "abstain" not in read(command.ok(*call).out)[0]
+
+
+def test_a_file_is_not_replaced_unless_that_was_said_and_the_input_never(command: Command, ward: Path) -> None:
+    call = ("predict", "run", "--client", "zug", "--input", "new.csv", "--out")
+    Path("training.csv").write_text("age,outcome\n61,ill\n")
+    Path("link.csv").symlink_to("new.csv")
+    before = files(Path())
+    assert command(*call, "training.csv").sentence == (
+        "'training.csv' already exists; add --overwrite to replace it, or choose another --out."
+    )
+    for same in ("new.csv", "./new.csv", "link.csv"):
+        assert command(*call, same, "--overwrite").sentence == (
+            f"'{Path(same)}' is the input itself, which predictions must not replace; choose another --out."
+        )
+    assert files(Path()) == before
+    assert command.ok(*call, "training.csv", "--overwrite").out == "7 predictions of 'zug': training.csv\n"
+    assert len(read(Path("training.csv").read_text())) == 7
+
+
+def test_a_value_that_training_never_lacked_is_said_and_named_in_its_row(command: Command, ward: Path) -> None:
+    Path("gaps.csv").write_text("age,dose,ward\n61,,east\n,1,\n60,0,west\n")
+    outcome = command.ok("predict", "run", "--client", "zug", "--input", "gaps.csv")
+    assert [row["unusual"] for row in read(outcome.out)] == ["dose", "age | ward", ""]
+    assert outcome.err.splitlines()[0] == (
+        "'gaps.csv' lacks values in 'age' (1 of 3 rows), 'dose' (1 of 3 rows), 'ward' (1 of 3 rows), which no training "
+        "row did; the model treats them as average, so the predictions there may mean little."
+    )
+    Path("less.csv").write_text("age,ward\n61,east\n4500,west\n")
+    outcome = command.ok("predict", "run", "--client", "zug", "--input", "less.csv")
+    assert [row["unusual"] for row in read(outcome.out)] == ["dose", "age | dose"]
+    assert "lacks values" not in outcome.err  # that the column is not there is said already
+
+
+def test_a_column_written_a_little_differently_is_named(command: Command, ward: Path) -> None:
+    Path("other.csv").write_text("age,ward, DO_SE \n61,east,1\n")
+    said = command.ok("predict", "run", "--client", "zug", "--input", "other.csv").err
+    assert "'other.csv' has 'DO_SE' (training had 'dose'), which is ignored" in said
 
 
 def test_numbers_are_in_their_own_units_with_intervals(command: Command, numbers: Path) -> None:
     shutil.copytree(numbers, ".", dirs_exist_ok=True)
     out = command.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--level", "0.8", "--out", "p.csv")
     assert out.out == "7 predictions of 'bern': p.csv\n"
-    again = command.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--out", "p.csv")
-    assert again.out == "7 predictions of 'bern': p.csv, replaced\n"
-    command.ok("predict", "run", "--client", "bern", "--input", "new.csv", "--level", "0.8", "--out", "p.csv")
     shown = " ".join(command.ok("report", "run").out.split())  # it may be wrapped
     assert "RMSE in SD of 'outcome'" in shown
     assert json.loads(Path("run/evaluation.json").read_text())["target"]["name"] == "outcome"
@@ -314,7 +348,12 @@ def nothing() -> None: ...
     ("spoil", "arguments", "said"),
     [
         (nothing, ("--client", "gemf"), "Unknown client 'gemf'; did you mean 'genf'?"),
-        (nothing, (), "Choose whose model to use, with either --client NAME or --adapted FILE."),
+        (nothing, (), "Choose whose model to use, with --client, from: 'bern', 'genf', 'zug'."),
+        (
+            nothing,
+            ("--client", "zug", "--adapted", "w.safetensors"),
+            "Choose whose model to use, with either --client NAME or --adapted FILE.",
+        ),
         (nothing, ("--client", "genf", "--level", "2"), "--level is 2, but must be above 0 and below 1"),
         (nothing, ("--client", "genf", "--abstain", "90"), "--abstain is 90, but must be a probability"),
         (nothing, ("--client", "genf", "--draws", "0"), "draws is 0, but must be at least 1."),

@@ -88,6 +88,10 @@ def test_clients_that_count_in_no_figure_are_told() -> None:
     tested = [row for row in run.rows if row["test"]]
     left_out = replace(run, evaluation=run.evaluation | {"clients": tested})  # as the engine leaves it
     assert left_out.untested == run.untested == "1 client has no test examples and is not counted in any figure."
+    named = replace(left_out, evaluation=left_out.evaluation | {"untested": ["a", "b", "c", "d"]})
+    assert replace(named, summary=run.summary | {"clients": len(tested) + 4}).untested == (
+        "4 clients have no test examples and are not counted in any figure: a, b, c and 1 more."
+    )
     assert replace(left_out, summary=run.summary | {"clients": 9}).untested.startswith(
         "2 clients have no test examples"
     )
@@ -158,7 +162,10 @@ def test_clients_that_would_do_as_well_without_a_model_are_named(capsys: pytest.
     tested = [row for row in run.rows if row["test"] >= 10]
     rows = [row | {"shares_nll": (row["nll"] or 0.0) + (row is not tested[0]) * 0.1} for row in run.rows]
     found = replace(run, evaluation=run.evaluation | {"clients": rows})
-    words = f"At 1 of {len(tested)} clients the model does no better than a guess on the test examples: NLL is not below that of always predicting its own class shares"
+    words = (
+        f"At 1 of {len(tested)} clients the model does no better than a guess on the test examples: NLL is not below "
+        "that of always predicting its own class shares"
+    )
     assert found.no_use == f"{words} ({tested[0]['name']})."
     assert found.no_use in plain(Page(render(found)).text)
     show.result(found, Path("report.html"))
@@ -175,10 +182,13 @@ def test_only_a_protocol_that_says_something_is_named() -> None:
 
 def test_a_wide_table_has_less_room_for_each_column() -> None:
     run = record()
-    more = {"coverage": 0.9, "set_size": 1.2, "aurc": 0.1, "abstained": 0.3, "answered_accuracy": 0.9}
+    more: dict[str, float] = {"coverage": 0.9}
     wide = replace(run, evaluation=run.evaluation | {"clients": [row | more for row in run.rows]})
     assert 'class="sortable many"' in render(wide)
     assert "Scroll right for more columns" in render(wide)
+    more |= {"set_size": 1.2}
+    widest = replace(run, evaluation=run.evaluation | {"clients": [row | more for row in run.rows]})
+    assert 'class="sortable many most"' in render(widest)
     assert 'class="sortable"' in render(record(task="regression"))
 
 

@@ -1,4 +1,4 @@
-"""Layout: from one owner per example to the rows of each client, end to end."""
+"""Ordering: from one owner per example to the rows of each client, end to end, and the random streams behind it."""
 
 from __future__ import annotations
 

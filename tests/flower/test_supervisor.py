@@ -1,0 +1,82 @@
+"""Processes that are kept running, whatever becomes of logs and of the machine."""
+
+import errno
+import io
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from bpfed.errors import UserError
+from bpfed.flower import keys, processes, superlink, supervisor, worker
+from bpfed.flower.plan import Plan
+from bpfed.flower.supervisor import Echo, Supervised
+
+
+class Full(io.RawIOBase):
+    """A log on a full disk."""
+
+    def write(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_process_does_not_wait_for_a_log_that_cannot_be_written(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(buffer=Full()))
+    noisy = f"print('x' * 10**6); print({supervisor.NOT_LET_IN.decode()!r})"
+    process = processes.start([sys.executable, "-c", noisy], {}, pipe=True)
+    echo = Echo(process)
+    try:
+        assert process.wait(60.0) == 0
+    finally:
+        processes.stop(process)
+    assert echo.not_let_in()
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "BACK_OFF", (0.01, 0.01))
+    said, tries, begin = [], [], processes.start
+
+    def start(command, env):
+        tries.append(command)
+        if len(tries) == 1:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return begin(command, env)
+
+    monkeypatch.setattr(supervisor, "start", start)
+    kept = Supervised([sys.executable, "-c", "raise SystemExit(2)"], {}, said.append, tmp_path / worker.STUCK)
+    kept.thread.join(60.0)
+    assert kept.failed  # it has said why, in words
+    assert not kept.first(tmp_path)
+    assert said == ["The site's worker could not be started (Resource temporarily unavailable); trying again."]
+    assert len(tries) == 2
+
+
+def test_a_worker_that_is_not_installed_is_not_waited_for(tmp_path):
+    said = []
+    kept = Supervised([str(tmp_path / "nothing")], {}, said.append, tmp_path / worker.STUCK)
+    until = time.monotonic() + 30.0
+    while not kept.failed and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not kept.first(tmp_path)
+    assert "is not installed" in said[0]
+
+
+def test_a_log_that_cannot_be_opened_is_named(tmp_path):
+    with pytest.raises(UserError, match="cannot be written"):
+        processes.start([sys.executable, "-c", ""], {}, tmp_path / "nowhere" / "x.log")
+
+
+@pytest.mark.parametrize("noted", ["", "{", "[]", '{"database": 0}'])
+def test_what_was_registered_is_registered_again_where_the_note_is_damaged(tmp_path, monkeypatch, noted):
+    keys.make_server(tmp_path, "localhost")
+    site = tmp_path / "site"
+    site.mkdir()
+    keys.make_site(site, tmp_path, "a")
+    (tmp_path / superlink.DATABASE).touch()
+    (tmp_path / superlink.REGISTERED).write_text(noted)
+    asked = []
+    monkeypatch.setattr(superlink, "ask", lambda *given: asked.append(given[3]) or {"success": True})
+    superlink.register(tmp_path, Plan(("a",)), lambda sentence: None)
+    superlink.register(tmp_path, Plan(("a",)), lambda sentence: None)
+    assert asked == ["register"]
