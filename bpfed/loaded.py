@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bpfed import config
+from bpfed import __version__, config
 from bpfed.calibration import Calibration
 from bpfed.callbacks.base import Callback
 from bpfed.callbacks.folder import learnt, lines
@@ -36,6 +36,7 @@ from bpfed.layout import (
 from bpfed.likelihoods import Likelihood
 from bpfed.report.record import RunRecord, no_run
 from bpfed.run import Run
+from bpfed.versions import check_states
 
 
 class LoadedRun(Run):
@@ -93,6 +94,7 @@ def load_run(
     chosen = config.read(folder / CONFIG)
     for note in chosen.notes:
         say(note)
+    check_states(str(chosen.document.content.get("bpfed", __version__)), chosen.method.name, folder)
     try:
         noted = json.loads((folder / DATA).read_text())
         data = without_examples(noted)

@@ -1,9 +1,10 @@
-"""What runs of earlier versions have written: which settings of methods came later, and which were removed."""
+"""What runs of earlier versions have written: settings that came later or were removed, states that changed."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from bpfed.errors import UserError
@@ -13,6 +14,9 @@ _RECIPES = ("bpfed-recipe", "bpfed-population")
 CAME: dict[str, dict[str, dict[str, Any]]] = {"0.3.0": {name: {"unseen": 0.0} for name in _RECIPES}}
 #: By the version that removed a setting: its value at which it did nothing.
 WENT: dict[str, dict[str, dict[str, Any]]] = {"0.3.0": {name: {"bias_count": 0.0} for name in _RECIPES}}
+
+#: By the version that changed what a method keeps: the methods, whose earlier states cannot be used.
+KEPT: dict[str, tuple[str, ...]] = {"0.6.0": ("fedsoul",)}
 
 
 class Gone(UserError):
@@ -44,6 +48,16 @@ def as_then(written: str, method: str, settings: Mapping[str, Any]) -> dict[str,
                 raise Gone(name, version, written)
         now = CAME.get(version, {}).get(method, {}) | now
     return now
+
+
+def check_states(written: str, method: str, folder: Path) -> None:
+    """Raise a `UserError` if the states of a method that version ``written`` has kept in a folder cannot be used."""
+    for version, methods in KEPT.items():
+        if method in methods and _number(written) < _number(version):
+            raise UserError(
+                f"The run in '{folder}' is of bpfed {written}, and {method} keeps other states since {version}; use it "
+                f"with bpfed {written}, or train again."
+            )
 
 
 def before(name: str) -> Any:

@@ -63,6 +63,17 @@ def test_regressions_and_stores(tmp_path: Path, store: str) -> None:
     assert torch.equal(one.scale, other.scale)
 
 
+def test_states_that_an_earlier_version_kept_otherwise_are_not_called_damaged(tmp_path: Path) -> None:
+    bpfed.fit("fedsoul", classification(), out=tmp_path / "a", **QUICK)
+    bpfed.Run.load(tmp_path / "a")
+    path = tmp_path / "a" / "config.toml"
+    path.write_text(path.read_text().replace(bpfed.__version__, "0.5.0", 1))
+    with pytest.raises(
+        bpfed.UserError, match=r"is of bpfed 0\.5\.0, and fedsoul keeps other states since 0\.6\.0; use it"
+    ):
+        bpfed.Run.load(tmp_path / "a")
+
+
 def test_a_network_of_ones_own_must_be_given_again_and_be_the_same(tmp_path: Path) -> None:
     data, folder = classification(), tmp_path / "a"
     run = bpfed.fit(FedAvg(), data, model=small_mlp(seed=1), out=folder, **QUICK)
