@@ -70,7 +70,7 @@ def test_a_deployed_run_has_the_keys_of_a_simulated_one(task, options, tmp_path)
     same = wanted.keys() - {"seconds", "protocol", "partition", "nll", "brier", "ece", "mce", "rmse", "accuracy"}
     assert {key: told.summary[key] for key in same} == {key: wanted[key] for key in same}
     assert (told.summary["protocol"], told.summary["partition"]) == ("deployed", "sites")
-    assert told.evaluation.keys() ^ run.detail().keys() == (EVALUATION if task == "classification" else set())
+    assert told.evaluation.keys() ^ run.detail().keys() == EVALUATION
     for row, theirs in zip(told.rows, run.detail()["clients"], strict=True):
         assert row.keys() == theirs.keys()
 
