@@ -44,8 +44,9 @@ class Measure:
 
     @property
     def in_words(self) -> str:
-        """Its label inside a sentence: abbreviations keep their capitals."""
-        return self.label if self.label.isupper() else self.label.lower()
+        """Its label inside a sentence, without a unit: abbreviations keep their capitals."""
+        label = self.label.partition(",")[0]
+        return label if label.isupper() else label.lower()
 
 
 _ALL = (

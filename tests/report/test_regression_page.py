@@ -26,6 +26,7 @@ def test_the_unit_of_the_error_is_said(data: dict[str, str]) -> None:
     name = f"'{data['target']}'" if "target" in data else "the target"
     assert (f"RMSE in SD of {name}" in words) == (data["name"] != "arrays")
     assert (f"in standard deviations of {name}" in words) == (data["name"] != "arrays")
+    assert "with the worst RMSE is marked" in words
     assert ("in the unit of the targets as given" in words) == (data["name"] == "arrays")
 
 
