@@ -36,9 +36,9 @@ def _measure(stacked: Stacked) -> dict[str, Any]:
     stacked.round()
     loop = next(iter(next(iter(stacked.train.steppers.values())).loops.values()))
     assert isinstance(loop, Recorded)
-    graph = loop.graphs[loop.UNROLL]
+    graph = loop.graphs[loop.TOGETHER]
     counter = loop.static.step
-    replays = stacked.steps // loop.UNROLL
+    replays = stacked.steps // loop.TOGETHER
     times = []
     for _ in range(20):
         counter.zero_()
@@ -48,7 +48,7 @@ def _measure(stacked: Stacked) -> dict[str, Any]:
             graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / (replays * loop.UNROLL))
+        times.append(start.elapsed_time(end) * 1e3 / (replays * loop.TOGETHER))
     counter.zero_()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         graph.replay()
@@ -56,7 +56,7 @@ def _measure(stacked: Stacked) -> dict[str, Any]:
     kernels: dict[str, float] = {}
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels[event.name[:80]] = kernels.get(event.name[:80], 0.0) + event.device_time / loop.UNROLL
+            kernels[event.name[:80]] = kernels.get(event.name[:80], 0.0) + event.device_time / loop.TOGETHER
     largest = dict(sorted(kernels.items(), key=lambda kv: -kv[1])[:8])
     # Twelve state vectors (two Gaussians of mean and ρ with two moments each), read once and written once.
     floor = 2 * 12 * 4 * stacked.model.factors.total * stacked.clients / _copy_bandwidth() * 1e6

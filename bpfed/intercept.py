@@ -30,9 +30,9 @@ def argument(args: Any, kwargs: Any, position: int, name: str) -> Any:
     return args[position] if len(args) > position else kwargs.get(name)
 
 
-def example_keys(key: Tensor, examples: int) -> Tensor:
+def example_keys(key: noise.Apart, examples: int) -> noise.Apart:
     """A key for each example of a batch, ``[2]`` to ``[B, 2]``: its noise is its own, however the batch is padded."""
-    return noise.fold(key.expand(examples, 2), torch.arange(examples, dtype=torch.int32, device=key.device))
+    return noise.fold(key, torch.arange(examples, dtype=torch.int32, device=key.first.device))
 
 
 class KeyedDropout(TorchFunctionMode):
@@ -44,7 +44,7 @@ class KeyedDropout(TorchFunctionMode):
 
     def __init__(self, key: Tensor) -> None:
         super().__init__()
-        self.key = noise.fold(key, 0x0D0)
+        self.key = noise.fold(noise.Apart.of(key), 0x0D0)
         self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,7 +85,7 @@ class LocalNoise(TorchFunctionMode):
     def __init__(self, sigma: Mapping[int, Tensor], key: Tensor) -> None:
         super().__init__()
         self.sigma = sigma
-        self.key = noise.fold(key, 0x10C)
+        self.key = noise.fold(noise.Apart.of(key), 0x10C)
         self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

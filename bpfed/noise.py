@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple, overload
 
 import numpy as np
 import torch
@@ -86,16 +87,40 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def fold(key: Tensor, word: int | Tensor) -> Tensor:
+class Apart(NamedTuple):
+    """A key taken apart into its two words, ``[..., 1]`` each, for folds upon folds.
+
+    A fold of a tensor joins words that the next fold takes apart again. A compiler that moves the join to where it is
+    used computes both words for either, so its work grows threefold with each fold: minutes instead of seconds.
+    """
+
+    first: Tensor
+    second: Tensor
+
+    @classmethod
+    def of(cls, key: Key) -> Apart:
+        """The words of a key, ``[..., 2]``."""
+        # Slices rather than elements: under vmap an element is a scalar, and the compiler takes a constant that meets
+        # a scalar through float32, which costs its last bits (torch 2.13).
+        return key if isinstance(key, Apart) else cls(key[..., :1], key[..., 1:])
+
+
+Key = Tensor | Apart
+
+
+@overload
+def fold(key: Tensor, word: int | Tensor) -> Tensor: ...
+@overload
+def fold(key: Apart, word: int | Tensor) -> Apart: ...
+def fold(key: Key, word: int | Tensor) -> Key:
     """A new key ``[..., 2]`` from a key and a further word (a step, a draw, a layer).
 
     ``word`` is an int or an int32 tensor that broadcasts against ``key[..., 0]``.
     """
-    # Slices rather than elements: under vmap an element is a scalar, and the compiler takes a constant that meets a
-    # scalar through float32, which costs its last bits (torch 2.13).
-    step = _mix(word[..., None] + _STEP) if isinstance(word, Tensor) else _mixed(word + _STEP)
-    first = _mix(key[..., :1] + step)
-    return torch.cat([first, _mix(key[..., 1:] ^ first)], dim=-1)
+    one, other = Apart.of(key)
+    first = _mix(one + (_mix(word[..., None] + _STEP) if isinstance(word, Tensor) else _mixed(word + _STEP)))
+    second = _mix(other ^ first)
+    return Apart(first, second) if isinstance(key, Apart) else torch.cat([first, second], dim=-1)
 
 
 def _mixed(x: int) -> int:
@@ -106,27 +131,28 @@ def _mixed(x: int) -> int:
     return _signed(x ^ (x >> 16))
 
 
-def bits(key: Tensor, count: int) -> Tensor:
+def bits(key: Key, count: int) -> Tensor:
     """``count`` random 32-bit words from each key, ``[..., count]`` int32."""
-    counter = torch.arange(count, dtype=torch.int32, device=key.device)
-    return _mix(_mix(counter + key[..., :1]) ^ key[..., 1:])
+    first, second = Apart.of(key)
+    counter = torch.arange(count, dtype=torch.int32, device=first.device)
+    return _mix(_mix(counter + first) ^ second)
 
 
-def uniform(key: Tensor, count: int) -> Tensor:
+def uniform(key: Key, count: int) -> Tensor:
     """``count`` numbers in [0, 1) from each key, ``[..., count]`` float32."""
     return ((bits(key, count) >> 8) & 0xFFFFFF).float() * 2.0**-24
 
 
-def normal(key: Tensor, count: int) -> Tensor:
+def normal(key: Key, count: int) -> Tensor:
     """``count`` standard normal numbers from each key, ``[..., count]`` float32 (Box and Muller, both halves used)."""
     word = bits(key, (count + 1) // 2)
     radius = torch.sqrt(-2.0 * torch.log((((word >> 8) & 0xFFFFFF) + 1).float() * 2.0**-24))
     angle = ((_mix(word + _STEP) >> 8) & 0xFFFFFF).float() * (2.0 * math.pi * 2.0**-24)
-    if not key.is_cuda:
+    if not word.is_cuda:
         return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)[..., :count]
     # The same numbers as one operation, sin(a) = cos(a − π/2): on a GPU the compiler joins this with what uses the
     # noise, on a CPU it could not vectorise it.
-    quarter = torch.arange(2, device=key.device)[:, None] * (0.5 * math.pi)
+    quarter = torch.arange(2, device=word.device)[:, None] * (0.5 * math.pi)
     return (radius[..., None, :] * torch.cos(angle[..., None, :] - quarter)).flatten(-2)[..., :count]
 
 

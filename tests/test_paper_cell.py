@@ -134,11 +134,30 @@ def test_names_of_cells_and_methods():
 
 def test_a_search_sees_training_examples_only(digits):
     whole = cells.load("mnist-small", seed=11)
-    cut = search.validation("mnist-small", 11)
+    cut = search.Cut.of("mnist-small").deal(11)
     rows = {tuple(row.tolist()) for row in whole.train.x.flatten(1)}
     assert {tuple(row.tolist()) for row in cut.test.x.flatten(1)} <= rows
     assert len(cut.train.y) + len(cut.test.y) == len(whole.train.y)
     assert torch.all(cut.test.sizes > 0)
+
+
+def test_a_sharp_search_cuts_a_small_cell_out_of_the_large_ones_training_examples(digits, tmp_path):
+    cut = search.Cut.of("cifar10-small", sharp=True)
+    assert cut.cell == "cifar10-large"
+    assert cut.held == pytest.approx(1 - 25 / 450)
+    whole, dealt = cells.load("cifar10-large", seed=11), cut.deal(11)
+    assert len(dealt.train.y) < len(dealt.test.y)
+    assert len(dealt.train.y) + len(dealt.test.y) == len(whole.train.y)
+    rows = {tuple(row.tolist()) for row in whole.train.x.flatten(1)}
+    assert {tuple(row.tolist()) for row in dealt.test.x.flatten(1)} <= rows
+    search.run(tmp_path, ["mnist-small"], "fedper", [{}], 1, "cpu", lambda _: None, sharp=True)
+    (found,) = (tmp_path / "search").glob("*.json")
+    assert found.name == "fedper-sharp-mnist-small-1.json"
+    assert json.loads(found.read_text())["cut_from"] == "mnist-large"
+    search.run(tmp_path, ["mnist-small"], "fedper", [{}], 1, "cpu", lambda _: None)
+    assert len(list((tmp_path / "search").glob("*.json"))) == 2
+    with pytest.raises(UserError, match="without --sharp"):
+        search.Cut.of("mnist-large", sharp=True)
 
 
 def test_a_search_is_a_table_with_the_best_sum_marked(digits, tmp_path):

@@ -234,6 +234,9 @@ def search(
         typer.Option(metavar="JSON", help="List of settings to try. \\[default: around those of the recipe]"),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of every run.")] = 100,
+    sharp: Annotated[
+        bool, typer.Option("--sharp", help="Cut small cells out of large ones, to score 42 500 examples, not 250.")
+    ] = False,
     device: Device = "auto",
     results: Results = RESULTS,
 ) -> None:
@@ -243,7 +246,7 @@ def search(
 
     with _saying() as say:
         tried = experiment.GRID if grid is None else experiment.read_grid(grid)
-        experiment.run(results, protocol.cells(cells), method, tried, rounds, device, say)
+        experiment.run(results, protocol.cells(cells), method, tried, rounds, device, say, sharp)
 
 
 @app.command("all", epilog="Example: bpfed paper all --device cuda")

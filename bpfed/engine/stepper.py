@@ -138,47 +138,43 @@ class Repeated:
 class Recorded:
     """Replays steps recorded as a CUDA graph: no launch costs more than the kernel itself.
 
-    Several steps are traced as one, so that the end of a step and the start of the next are one kernel. A graph works
+    A step is traced and compiled once, and recorded several times over, so that one launch replays many. A graph works
     on fixed addresses, so the leaves are copied in and out, except the training data, which stay put.
     """
 
-    UNROLL = 5
+    #: Steps in a launch. (Compiled as one, the end of a step and the start of the next would share a kernel, but the
+    #: compiler would take as many times as long: minutes, where a whole run often takes less.)
+    TOGETHER = 10
 
     def __init__(self, stepper: Stepper, work: Work) -> None:
-        self.stepper = stepper
         self.static = _own(work)
+        self.leaves, _ = tree_flatten(self.static)
+        self.call = stepper.trace(lambda work: stepper.advance(work, Slot.select(work)), _own(work))
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-
-    def __call__(self, work: Work, steps: int) -> None:
-        many, few = divmod(steps, self.UNROLL)
-        for count, wanted in ((self.UNROLL, many), (1, few)):
-            if wanted and count not in self.graphs:
-                self._record(work, count)
-        _copy(work, self.static)
-        for _ in range(many):
-            self.graphs[self.UNROLL].replay()
-        for _ in range(few):
-            self.graphs[1].replay()
-        _copy(self.static, work)
-
-    def _record(self, work: Work, count: int) -> None:
-        def steps(work: Work) -> None:
-            for _ in range(count):
-                self.stepper.advance(work, Slot.select(work))
-
-        call = self.stepper.trace(steps, _own(work))
-        leaves, _ = tree_flatten(self.static)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compilation and warm-up must be over before recording
             for _ in range(2):
                 _copy(work, self.static)
-                call(*leaves)
+                self.call(*self.leaves)
         torch.cuda.current_stream().wait_stream(side)
+
+    def __call__(self, work: Work, steps: int) -> None:
+        many, few = divmod(steps, self.TOGETHER)
         _copy(work, self.static)
-        self.graphs[count] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graphs[count]):
-            call(*leaves)
+        for count, times in ((self.TOGETHER, many), (1, few)):
+            if times and count not in self.graphs:
+                self.graphs[count] = self._recorded(count)  # recording runs nothing
+            for _ in range(times):
+                self.graphs[count].replay()
+        _copy(self.static, work)
+
+    def _recorded(self, count: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(count):
+                self.call(*self.leaves)
+        return graph
 
 
 def _copy(source: Work, target: Work) -> None:

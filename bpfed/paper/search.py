@@ -2,7 +2,11 @@
 
 Of each client's training examples a tenth, of each class alike, is what is scored; the cell's test examples are thrown
 away before anything runs, so no test example of a run's own split takes part. But a seed deals the same pool of images
-anew: most validation examples of these seeds are test examples of the tables' seeds. All settings and all seeds are trained side by side, stacked along the client axis.
+anew: most validation examples of these seeds are test examples of the tables' seeds. All settings and all seeds are
+trained side by side, stacked along the client axis.
+
+A tenth of a small cell is 250 examples, on which settings that are nearly as good cannot be told apart. A *sharp* search
+cuts a small cell out of the training examples of its dataset's large one, and scores all the others: 42 500.
 
     bpfed paper search --cells small --method bpfed-recipe --rounds 300
 """
@@ -12,13 +16,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bpfed.console import Say, to_stderr
 from bpfed.data import FederatedData, load
+from bpfed.data.cells import CELLS
 from bpfed.data.held import held_out
 from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Device, Settings
@@ -63,9 +68,34 @@ WORDS = {
 LEAST_K = 1.0
 
 
-def validation(cell: str, seed: int, partition: str = "groups") -> FederatedData:
-    """The cell with a part of its training examples instead of its test examples."""
-    return held_out(load(cell, partition=partition, seed=seed), protocol.HELD, seed)
+class Cut(NamedTuple):
+    """Where the training and validation examples of a search come from.
+
+    Attributes:
+        cell: Whose training examples they are.
+        held: The part of them that is scored.
+    """
+
+    cell: str
+    held: float
+
+    @classmethod
+    def of(cls, cell: str, sharp: bool = False) -> Cut:
+        """A cell's own, or of a small cell as many as it trains on out of the large one's.
+
+        Raises:
+            UserError: A large cell cannot be cut out of another.
+        """
+        if not sharp:
+            return cls(cell, protocol.HELD)
+        large = f"{CELLS[cell].source}-large"
+        if cell == large:
+            raise UserError(f"'{cell}' cannot be cut out of a larger cell; search it without --sharp.")
+        return cls(large, 1.0 - CELLS[cell].train / CELLS[large].train)
+
+    def deal(self, seed: int, partition: str = "groups") -> FederatedData:
+        """The cell with this part of its training examples instead of its test examples."""
+        return held_out(load(self.cell, partition=partition, seed=seed), self.held, seed)
 
 
 def run(
@@ -76,8 +106,11 @@ def run(
     rounds: int = ROUNDS[0],
     device: Device = "auto",
     say: Say = to_stderr,
+    sharp: bool = False,
 ) -> None:
     """Search in each cell and write ``OUT/search/METHOD-CELL-ROUNDS.json``; what is there already is left as it is.
+
+    A sharp search is ``METHOD-sharp-CELL-ROUNDS.json``.
 
     Args:
         out: Folder of results.
@@ -87,19 +120,21 @@ def run(
         rounds: Of every run.
         device: ``auto``, ``cpu`` or ``cuda``.
         say: Told what each setting gave.
+        sharp: Whether small cells are cut out of large ones.
 
     Raises:
         OtherResult: There is a search of something else under that name.
     """
     check_grid(name, grid)
-    paths = {cell: out / "search" / f"{name}-{cell}-{rounds}.json" for cell in cells}
-    done = {cell: _done(path, asked(cell, name, grid, rounds)) for cell, path in paths.items()}
+    cuts = {cell: Cut.of(cell, sharp) for cell in cells}
+    paths = {cell: out / "search" / f"{name}{'-sharp' if sharp else ''}-{cell}-{rounds}.json" for cell in cells}
+    done = {cell: _done(path, asked(cell, name, grid, rounds, cut=cuts[cell])) for cell, path in paths.items()}
     for cell, path in paths.items():
         if done[cell]:
             say(f"{name} on {cell}: done already")
             continue
         check_writable(path.parent)
-        found = search(cell, name, grid, rounds, device=device)
+        found = search(cell, name, grid, rounds, device=device, cut=cuts[cell])
         write_whole(path, to_json(found))
         for row in found["tried"]:
             means = {m: mean(row[m]) for m in ("accuracy", "nll", "ece", "over_confidence")}
@@ -137,15 +172,22 @@ def check_grid(name: str, grid: Sequence[Mapping[str, Any]]) -> None:
 
 
 def asked(
-    cell: str, name: str, grid: Sequence[Mapping[str, Any]], rounds: int, seeds: Sequence[int] = SEEDS
+    cell: str,
+    name: str,
+    grid: Sequence[Mapping[str, Any]],
+    rounds: int,
+    seeds: Sequence[int] = SEEDS,
+    cut: Cut | None = None,
 ) -> dict[str, Any]:
     """What a search is of; its file has all of it but the grid, which is the settings of what was tried."""
+    cut = cut or Cut.of(cell)
     return {
         "cell": cell,
         "method": name,
         "rounds": rounds,
         "seeds": list(seeds),
-        "held": protocol.HELD,
+        "held": cut.held,
+        **({"cut_from": cut.cell} if cut.cell != cell else {}),
         "settings": record(method(name)(), _settings(rounds)),
         "grid": [dict(values) for values in grid],
     }
@@ -158,13 +200,14 @@ def search(
     rounds: int = ROUNDS[0],
     seeds: Sequence[int] = SEEDS,
     device: Device = "auto",
-    deal: Callable[[str, int], FederatedData] = validation,
+    cut: Cut | None = None,
 ) -> dict[str, Any]:
     """Train every setting with every seed; the metrics of the last round and the NLL after a third of the rounds."""
+    cut = cut or Cut.of(cell)
     kinds, base = {f.name for f in fields(Settings)}, _settings(rounds, device)
     where, start = pick_device(device), time.perf_counter()
     runs = []
-    dealt = {seed: tests_on(deal(cell, seed), where) for seed in seeds}
+    dealt = {seed: tests_on(cut.deal(seed), where) for seed in seeds}
     for values in grid:
         made = method(name)(**{k: v for k, v in values.items() if k not in kinds})
         for seed in seeds:
@@ -178,7 +221,7 @@ def search(
         gaps = [_over_confidence(run) for run in runs[i * len(seeds) : (i + 1) * len(seeds)]]
         curve = [[round(r["nll"]["pooled"], 4) for r in history] for history in own]
         tried.append({"settings": dict(values), **found, "over_confidence": gaps, "nll_curve": curve})
-    of = asked(cell, name, grid, rounds, seeds)
+    of = asked(cell, name, grid, rounds, seeds, cut)
     return {
         **{key: value for key, value in of.items() if key != "grid"},
         "device": device_name(device),
