@@ -87,7 +87,7 @@ class Cell:
         (found,) = entrants([self.method], self.settings(device))
         if not found.settings.rehearsals:
             return found
-        return replace(found, settings=replace(found.settings, rehearsals=protocol.REHEARSALS))
+        return replace(found, settings=replace(found.settings, rehearsals=protocol.rehearsals(self.cell)))
 
     def path(self, results: Path) -> Path:
         """Where its record is kept."""

@@ -30,8 +30,8 @@ LAST_DRAWS = 100
 #: Batch, local epochs and participants of section 5; Adam with a step size of 1e-3 is every method's own default.
 RUN: dict[str, Any] = {"batch": 50, "epochs": 10, "participants": 10, "bins": 10}
 
-#: Rehearsals where a softness is learnt.
-REHEARSALS = 3
+#: Rehearsals where a softness is learnt, by the size of the cell.
+REHEARSALS = {"small": 3, "large": 1}
 #: Part of the training examples that is held out where settings are searched or a softness is learnt. With a fifth, as
 #: at first, what is left is so much less that the model of all the examples comes out surer than the one that was
 #: chosen.
@@ -68,6 +68,11 @@ SEEDS = {"main": 5, "other": 3}
 def rounds(cell: str) -> int:
     """Rounds of a cell."""
     return ROUNDS[cell.rpartition("-")[2]]
+
+
+def rehearsals(cell: str) -> int:
+    """Rehearsals of a cell, where a softness is learnt."""
+    return REHEARSALS[cell.rpartition("-")[2]]
 
 
 def seeds(method: str) -> int:
