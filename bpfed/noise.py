@@ -118,7 +118,8 @@ def fold(key: Key, word: int | Tensor) -> Key:
     ``word`` is an int or an int32 tensor that broadcasts against ``key[..., 0]``.
     """
     one, other = Apart.of(key)
-    first = _mix(one + (_mix(word[..., None] + _STEP) if isinstance(word, Tensor) else _mixed(word + _STEP)))
+    step = _mix(word[..., None] + _STEP) if isinstance(word, Tensor) else _mixed(word + _STEP)
+    first = _mix(one + step)
     second = _mix(other ^ first)
     return Apart(first, second) if isinstance(key, Apart) else torch.cat([first, second], dim=-1)
 

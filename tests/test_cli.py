@@ -221,37 +221,6 @@ def test_an_unknown_flag_is_the_users_mistake(bpfed: Command, flag: str) -> None
     assert list(Path().iterdir()) == []
 
 
-def test_ctrl_c_says_how_to_go_on_and_that_works(bpfed: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    bpfed.ok(*PLAIN, "--rounds", "4", "--out", "whole")
-    real, calls = Simulator.round, []
-
-    def interrupted(self: Simulator) -> object:
-        calls.append(self)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(self)
-
-    monkeypatch.setattr(Simulator, "round", interrupted)
-    outcome = bpfed(*PLAIN, "--rounds", "4", "--out", "my run")
-    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (130, "", 1)
-    assert "at most the current round is lost" in outcome.err
-    command = shlex.split(outcome.err.partition("Resume with: ")[2])
-    assert command == ["bpfed", "run", "--out", "my run", "--resume"]
-    assert "Resuming after round 2 of 4." in bpfed.ok(*command[1:]).err
-    assert metrics(Path("my run")) == metrics(Path("whole"))
-
-
-def test_ctrl_c_before_the_first_round_leaves_nothing(bpfed: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("bpfed.config.Config.load_data", interrupted)
-    outcome = bpfed(*SMALL)
-    assert (outcome.code, outcome.out) == (130, "")
-    assert outcome.err == "bpfed: Stopped before the first round; nothing was written.\n"
-    assert list(Path().iterdir()) == []
-
-
 def test_a_full_gpu_is_one_sentence(bpfed: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -440,22 +409,3 @@ def test_names_are_printed_as_they_are(capsys):
     said = capsys.readouterr().out
     for word in ("folder:hospital", "[bold]a[/bold]", "folder:b", ":smile:", "[red]x[/red]"):
         assert word in said
-
-
-def test_ctrl_c_waits_until_torch_is_there(tmp_path: Path) -> None:
-    """Else its libraries abort the process. Here is another torch, which presses Ctrl-C itself."""
-    (tmp_path / "torch.py").write_text(
-        "import os, signal, sys\nos.kill(os.getpid(), signal.SIGINT)\nprint('whole', file=sys.stderr)\n"
-    )
-    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); sys.path.insert(0, sys.argv[1]); "
-    code += "from bpfed.cli import main; main(sys.argv[2:])"
-    for command in (("run", "--data", "digits", "--quiet"), ("predict", "runs/a", "--client", "a", "--input", "a.csv")):
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path), *command], cwd=tmp_path, capture_output=True, text=True
-        )
-        assert (done.returncode, done.stdout) == (130, "")
-        lines = done.stderr.strip().splitlines()
-        assert lines[0] == "whole"
-        assert lines[1:] == (
-            ["bpfed: Stopped before the first round; nothing was written."] if command[0] == "run" else []
-        )

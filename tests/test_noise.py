@@ -144,6 +144,15 @@ def test_as_many_numbers_come_as_were_asked_for(count):
     assert noise.uniform(scenarios.keys(3), count).shape == (3, count)
 
 
+def test_a_key_taken_apart_is_the_same_key():
+    key, each = scenarios.keys(3), torch.arange(5, dtype=torch.int32)
+    whole = noise.fold(noise.fold(key, 3)[:, None].expand(-1, 5, -1), each)
+    apart = noise.fold(noise.fold(noise.Apart.of(key[:, None]), 3), each)
+    assert torch.equal(torch.cat(apart, -1), whole)
+    assert torch.equal(noise.normal(apart, 7), noise.normal(whole, 7))
+    assert torch.equal(noise.uniform(apart, 7), noise.uniform(whole, 7))
+
+
 def test_noise_under_vmap_is_the_noise():
     key = scenarios.keys(4)
     assert torch.equal(

@@ -7,51 +7,25 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from paper_records import ROUNDS, put, row, seed_result
 
 from bpfed.errors import UserError
 from bpfed.files import to_json
-from bpfed.paper import figures, headline, lineup, markdown, paired, panel, published
+from bpfed.paper import figures, lineup, markdown, panel, published
 from bpfed.paper.records import read_cell, read_cells
 from bpfed.paper.render import render
 from bpfed.paper.render import tables as render_tables
 from bpfed.paper.results import Results
 
 ROOT = Path(__file__).parent.parent
-ROUNDS = [1, 4, 8, 12]
 METHODS = ("bpfed-recipe", "bpfed", "pfedbayes", "fedper", "fedper+laplace")
 SUMMARY = {
     *("accuracy", "accuracy_sd", "accuracy_best_round", "nll", "brier", "ece", "ece_worst_client", "mce"),
     *("seeds", "rounds", "seconds"),
 }
-
-
-def seed_result(seed: int, accuracy: list[float], ece: list[float] | None = None) -> dict[str, Any]:
-    ece = ece or [0.01 * (k + 1) for k in range(len(accuracy))]
-    last = {"accuracy": accuracy[-1], "nll": 0.2 + 0.1 * seed, "brier": 0.1, "ece": ece[-1], "mce": 0.3}
-    return {
-        "seed": seed,
-        "last": last | {"ece_worst_client": 0.05, "ece_floor": 0.002, "aurc": 0.01},
-        "curve": {"round": ROUNDS, "accuracy": accuracy, "nll": [1.0, 0.5, 0.3, 0.2 + 0.1 * seed], "ece": ece},
-        "reliability": {
-            "count": [0, 10 * (seed + 1), 90],
-            "confidence": [None, 0.5, 0.9],
-            "accuracy": [None, 0.4, 1.0 - 0.1 * seed],
-        },
-    }
-
-
-def put(results: Path, cell: str, method: str, runs: list[dict[str, Any]], tag: str = "", **more: Any) -> Path:
-    named = {"protocol": "paper", "partition": "groups", "cell": cell, "method": method, "title": lineup.title(method)}
-    facts = {"settings": {}, "rounds": 12, "bins": 3, "device": "NVIDIA H200", "seconds": 30.0}
-    record: dict[str, Any] = named | facts | {"runs": runs} | more
-    path = results / record["protocol"] / record["partition"] / cell / tag / f"{method}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(record))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +79,6 @@ def docs(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def part(docs: Path, name: str) -> str:
     return (docs / "results.md").read_text().split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
-
-
-def row(text: str, title: str) -> list[str]:
-    (line,) = [line for line in text.splitlines() if line.startswith(f"| {title} |")]
-    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def test_a_record_is_the_mean_over_seeds(tmp_path: Path) -> None:
@@ -287,80 +256,6 @@ def test_scales_rise_and_ticks_are_round_and_inside(name: str) -> None:
         ticks = panel._ticks(low, high, measure)
         assert 2 <= len(ticks) <= 9
         assert all(low <= tick <= high for tick in ticks)
-
-
-def test_readme_has_ours_beside_the_best_of_others(tmp_path: Path) -> None:
-    """Two seeds each; the population, which uploads moments of personal factors, is none of the others."""
-    results, docs, readme = tmp_path / "results", tmp_path / "docs", tmp_path / "README.md"
-    for method, accuracy in (
-        ("bpfed-recipe", 0.95),
-        ("bpfed", 0.90),
-        ("fedper", 0.92),
-        ("pfedbayes", 0.96),
-        ("bpfed-population", 0.99),
-        ("bpfed-recipe+softness", 0.98),
-    ):
-        put(results, "mnist-small", method, [seed_result(s, [0.1, 0.2, 0.3, accuracy]) for s in (0, 1)])
-    diverged = seed_result(0, [0.1, 0.1, 0.1, 0.1])
-    put(results, "mnist-small", "bpfed", [diverged | {"last": diverged["last"] | {"nll": None}}])
-    docs.mkdir()
-    readme.write_text("# Mine\n\n<!-- headline -->\nold\n<!-- /headline -->\n\nStays.\n")
-    assert readme.resolve() in [path.resolve() for path in render(results, docs)]
-    page = readme.read_text()
-    assert page.startswith("# Mine\n")
-    assert page.endswith("\nStays.\n")
-    assert "old" not in page
-    lines = dict(line.strip("| ").split(" | ", 1) for line in page.splitlines() if line.startswith("| "))
-    assert lines["accuracy %: recipe"].startswith("95.00 | – |")
-    assert lines["accuracy %: best that the paper prints"].startswith("94.75 | **98.51** |")
-    assert lines["accuracy %: best of the other methods here"].startswith("**96.00** | – |")
-    assert lines["accuracy %: recipe, two members, rehearsed"].startswith("– | –")
-    assert lines["NLL: best of the other methods here"].startswith("**0.250** | – |")
-
-
-@pytest.fixture
-def unevenly_seeded(tmp_path: Path) -> Path:
-    """The recipe has four seeds, of which the third and fourth are easy; the others have the first two or one."""
-    results = tmp_path / "results"
-    put(results, "mnist-small", "bpfed-recipe", [_scored(s, a, 0.3) for s, a in enumerate((0.90, 0.92, 0.99, 0.99))])
-    put(results, "mnist-small", "fedper", [_scored(s, a, 0.4 + 0.02 * s) for s, a in enumerate((0.91, 0.94))])
-    put(results, "mnist-small", "pfedbayes", [_scored(0, 0.93, 0.5)])  # best where it is, and least is known of it
-    put(results, "mnist-small", "fedsoul", [_scored(s, 0.999, 0.01) for s in range(2)])  # uploads moments of heads
-    put(results, "mnist-small", "local", [_scored(7, 0.999, 0.01)])  # no seed in common
-    return results
-
-
-def _scored(seed: int, accuracy: float, nll: float) -> dict[str, Any]:
-    """A run whose NLL was 0.05 lower in the round before the last."""
-    run = seed_result(seed, [0.1, 0.2, 0.3, accuracy])
-    curve = run["curve"] | {"nll": [1.0, 0.9, nll - 0.05, nll]}
-    return run | {"last": run["last"] | {"nll": nll}, "curve": curve}
-
-
-def test_ours_and_others_are_compared_on_the_seeds_that_both_have(unevenly_seeded: Path) -> None:
-    page = paired.differences(Results.read(unevenly_seeded))
-    by_accuracy, points, by_nll, nll, per_cent, stopped = row(page, "MNIST small, `groups`")[1:]
-    assert (by_accuracy, points) == ("pFedBayes (1)", "−3.00")  # 0.90 against 0.93 of seed 0, no standard error
-    assert (by_nll, nll) == ("FedPer (2)", "−0.1100 ± 0.0100")
-    assert per_cent == f"−{100 * (1 - 0.3 / 0.41):.1f} %"
-    assert stopped == f"−{100 * (1 - 0.3 / 0.36):.1f} % (FedPer)"  # the other at its best round, ours at its last
-
-
-def test_the_others_stopped_in_time_stand_beside_our_last_round(unevenly_seeded: Path) -> None:
-    page = paired.stopped(Results.read(unevenly_seeded), "groups")
-    assert row(page, "BPFed recipe, last round")[1:3] == ["0.300", "–"]
-    assert row(page, "FedPer")[1] == "**0.360** (−16.7 %)"
-    assert row(page, "pFedBayes")[1] == "0.450 (−33.3 %)"
-    assert "FedSOUL" not in page
-    assert "Local" not in page
-    assert paired.stopped(Results.read(unevenly_seeded), "random") == ""
-
-
-def test_readme_has_the_seeds_of_the_best_other_method(unevenly_seeded: Path) -> None:
-    page = headline.markdown(Results.read(unevenly_seeded))
-    assert row(page, "accuracy %: recipe")[1] == "90.00"
-    assert row(page, "accuracy %: best of the other methods here")[1] == "93.00"
-    assert row(page, "NLL: best of the other methods here")[1] == "0.410"
 
 
 def test_readme_without_a_place_is_left_alone(results: Path, tmp_path: Path) -> None:

@@ -126,15 +126,14 @@ def run(
         OtherResult: There is a search of something else under that name.
     """
     check_grid(name, grid)
-    cuts = {cell: Cut.of(cell, sharp) for cell in cells}
     paths = {cell: out / "search" / f"{name}{'-sharp' if sharp else ''}-{cell}-{rounds}.json" for cell in cells}
-    done = {cell: _done(path, asked(cell, name, grid, rounds, cut=cuts[cell])) for cell, path in paths.items()}
+    done = {cell: _done(path, asked(cell, name, grid, rounds, sharp=sharp)) for cell, path in paths.items()}
     for cell, path in paths.items():
         if done[cell]:
             say(f"{name} on {cell}: done already")
             continue
         check_writable(path.parent)
-        found = search(cell, name, grid, rounds, device=device, cut=cuts[cell])
+        found = search(cell, name, grid, rounds, device=device, sharp=sharp)
         write_whole(path, to_json(found))
         for row in found["tried"]:
             means = {m: mean(row[m]) for m in ("accuracy", "nll", "ece", "over_confidence")}
@@ -177,10 +176,10 @@ def asked(
     grid: Sequence[Mapping[str, Any]],
     rounds: int,
     seeds: Sequence[int] = SEEDS,
-    cut: Cut | None = None,
+    sharp: bool = False,
 ) -> dict[str, Any]:
     """What a search is of; its file has all of it but the grid, which is the settings of what was tried."""
-    cut = cut or Cut.of(cell)
+    cut = Cut.of(cell, sharp)
     return {
         "cell": cell,
         "method": name,
@@ -200,10 +199,10 @@ def search(
     rounds: int = ROUNDS[0],
     seeds: Sequence[int] = SEEDS,
     device: Device = "auto",
-    cut: Cut | None = None,
+    sharp: bool = False,
 ) -> dict[str, Any]:
     """Train every setting with every seed; the metrics of the last round and the NLL after a third of the rounds."""
-    cut = cut or Cut.of(cell)
+    cut = Cut.of(cell, sharp)
     kinds, base = {f.name for f in fields(Settings)}, _settings(rounds, device)
     where, start = pick_device(device), time.perf_counter()
     runs = []
@@ -221,7 +220,7 @@ def search(
         gaps = [_over_confidence(run) for run in runs[i * len(seeds) : (i + 1) * len(seeds)]]
         curve = [[round(r["nll"]["pooled"], 4) for r in history] for history in own]
         tried.append({"settings": dict(values), **found, "over_confidence": gaps, "nll_curve": curve})
-    of = asked(cell, name, grid, rounds, seeds, cut)
+    of = asked(cell, name, grid, rounds, seeds, sharp)
     return {
         **{key: value for key, value in of.items() if key != "grid"},
         "device": device_name(device),
