@@ -113,7 +113,7 @@ def joining(method: Method, shared: State, personal: State, examples: Examples, 
     return Rows(
         shared=shared,
         personal=personal,
-        hyper={n: torch.full((len(key),), value, device=key.device) for n, value in method.hyper().items()},
+        hyper=method.rows_of_numbers(len(key), key.device),
         start=examples.offsets[:-1].to(key.device),
         size=examples.sizes.to(key.device),
         shuffle=noise.fold(key, 0),
@@ -173,6 +173,7 @@ def _data(of: FederatedData, name: str, x: Any, y: Any, preparation: Preparation
     train = Examples(x, y.to(kind), torch.tensor([0, len(y)]))
     none = Examples(x[:0], train.y[:0], torch.zeros(2, dtype=torch.int64))
     kept = preparation or of.preparation
+    kept = kept.alone(name) if kept is not None else None
     data = replace(of, clients=(name,), train=train, test=none, calibration=None, preparation=kept)
     return data.check() if len(y) else data
 

@@ -109,10 +109,15 @@ def local(model: Model, q: Gaussian, batch: Batch) -> DataTerm:
 ESTIMATORS: dict[str, Estimator] = {"weights": weights, "antithetic": antithetic, "local": local}
 
 
-def data_term(name: str, draws: int, model: Model, q: Gaussian, batch: Batch) -> DataTerm:
-    """The data term by the estimator of that name, averaged over M = ``draws`` draws."""
+def check_estimator(name: str) -> None:
+    """Raise a `UserError` unless there is an estimator of that name."""
     if name not in ESTIMATORS:
         raise unknown("estimator", name, ESTIMATORS)
+
+
+def data_term(name: str, draws: int, model: Model, q: Gaussian, batch: Batch) -> DataTerm:
+    """The data term by the estimator of that name, averaged over M = ``draws`` draws."""
+    check_estimator(name)
     estimate = ESTIMATORS[name]
     total = estimate(model, q, batch)
     for m in range(1, draws):

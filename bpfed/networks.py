@@ -48,7 +48,7 @@ def mlp(inputs: int, outputs: int, hidden: tuple[int, ...] = (HIDDEN,)) -> nn.Se
 
 
 def default(input_shape: tuple[int, ...], outputs: int, seed: int = 0, hidden: int | None = None) -> nn.Module:
-    """A network for inputs of this shape: LeNet for 32 x 32 colour images, else an MLP; weights drawn from ``seed``.
+    """A network for inputs of this shape: LeNet for 32 x 32 images, else an MLP; weights drawn from ``seed``.
 
     ``hidden`` is how many units the MLP has in its hidden layer; None: 100.
 

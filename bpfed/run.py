@@ -93,6 +93,11 @@ class Run:
         record = None
         if self.settings.evaluated(self.federation.round):
             record = self._evaluate(info.participants, info.values)
+            if record["nll"]["pooled"] is None:  # the loss is that of each step's start: the last step is not in it
+                raise Diverged(
+                    f"Training diverged in round {self.federation.round} (it predicts what is not a number); lower the "
+                    "step size, method.lr, or look for extreme values in the data."
+                )
         self.seconds += elapsed + time.perf_counter() - start
         if record is not None:
             record["seconds"] = round(self.seconds, 3)
@@ -141,7 +146,8 @@ class Run:
             x: Its inputs, ``[n, ...]``, prepared as the training inputs were; one example is enough. Or the path of a
                 file with its labelled rows. Without examples it predicts from what the run knows of clients in general.
             y: Its targets, ``[n]``, a class as its place in ``data.labels``; with a path they are in the file.
-            steps: Local steps; None: five hundred.
+            steps: Local steps, rounded up to whole passes over its examples; None: five hundred. Methods that say
+                themselves how a client is tuned (FedAvg not at all, Per-FedAvg, FedBABU) take no heed of it.
             lr: Step size; None: the method's.
             name: What it is called; its randomness follows the name.
             target: The column of a file's targets; None: the one that the run predicts.
@@ -162,7 +168,9 @@ class Run:
         """A client that `adapt` made and `NewClient.save` kept."""
         from bpfed.adapt import load_newcomer
 
-        return load_newcomer(self.federation, Path(path))
+        made = load_newcomer(self.federation, Path(path))
+        made.run.say = self.say
+        return made
 
     @classmethod
     def load(
@@ -222,7 +230,7 @@ class Run:
             number, way = softly(record["softness"]).split(" ", 1)
             lines.append(f"  softness  {number:<6}   {way}")
         if "epsilon" in record:
-            lines.append(f"  epsilon   {record['epsilon']:.4f}   (of a client, delta {record['delta']:g})")
+            lines.append(f"  epsilon   {text.epsilon(record['epsilon'], 4)}   (of a client, delta {record['delta']:g})")
         return "\n".join(lines)
 
     def record(self) -> RunRecord:

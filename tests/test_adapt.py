@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 import torch
 from scenarios import classification, generator, regression, small_mlp
 
@@ -215,3 +216,43 @@ def test_a_client_says_who_it_is(run: bpfed.Run) -> None:
 def test_a_method_that_shares_everything_has_nothing_to_adapt() -> None:
     run = bpfed.fit(FedAvg(), classification(), model=small_mlp(), rounds=1, epochs=1)
     assert torch.equal(run.adapt(X, Y, steps=5).predict(X).probs, run.clients()[0].predict(X).probs)
+
+
+@pytest.fixture(scope="module")
+def by_own_statistics(tmp_path_factory: pytest.TempPathFactory) -> bpfed.Run:
+    """Two clients whose incomes are standardised by their own."""
+    folder = tmp_path_factory.mktemp("incomes")
+    for client, income in (("alice", 40_000), ("bob", 900)):
+        rows = [f"{income + 10 * i},{i % 2}" for i in range(12)]
+        (folder / f"{client}.csv").write_text("\n".join(["income,y", *rows]) + "\n")
+    data = bpfed.data.load(f"folder:{folder}", target="y", standardise="local")
+    return bpfed.fit(FedAvg(), data, rounds=1, epochs=1)
+
+
+def test_a_newcomers_file_has_nobody_elses_statistics(by_own_statistics: bpfed.Run, tmp_path: Path) -> None:
+    (tmp_path / "carol.csv").write_text("income,y\n50,0\n60,1\n")
+    client = by_own_statistics.adapt(tmp_path / "carol.csv", name="carol")
+    with safetensors.safe_open(client.save(tmp_path / "carol.safetensors"), "pt") as file:
+        kept = file.metadata()["client"]
+    assert "carol" in kept
+    assert "alice" not in kept
+    assert "bob" not in kept
+    assert by_own_statistics.newcomer(tmp_path / "carol.safetensors").predict(tmp_path / "carol.csv").probs.shape == (
+        2,
+        2,
+    )
+
+
+def test_without_examples_a_newcomer_has_everybodys_statistics(by_own_statistics: bpfed.Run, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("income\n900\n40000\n")
+    assert by_own_statistics.adapt(name="dave").predict(tmp_path / "rows.csv").probs.isfinite().all()
+
+
+def test_a_newcomer_read_back_says_what_is_unusual(by_own_statistics: bpfed.Run, tmp_path: Path) -> None:
+    (tmp_path / "carol.csv").write_text("income,y\n50,0\n60,1\n70,0\n")
+    (tmp_path / "rows.csv").write_text("income\n1e9\n")
+    path = by_own_statistics.adapt(tmp_path / "carol.csv", name="carol").save(tmp_path / "carol.safetensors")
+    said: list[str] = []
+    by_own_statistics.say = said.append
+    by_own_statistics.newcomer(path).predict(tmp_path / "rows.csv")
+    assert "income" in " ".join(said)

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path
 
+import bpfed
+from bpfed.callbacks.progress import figures
 from bpfed.engine.server import combined
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
@@ -325,3 +327,10 @@ def test_rows_of_one_upload_are_what_the_method_gets():
     one = Gaussian(torch.ones(3), torch.full((3,), 0.5))
     for name in ("mean", "moments", "precision"):
         torch.testing.assert_close(BPFed(rule=name).aggregate(one, rows(one, 4), torch.ones(4)), one)
+
+
+def test_an_epsilon_without_bound_is_told_in_words(tmp_path):
+    run = bpfed.fit(FedAvg(), scenarios.classification(), rounds=1, epochs=1, clip=1.0, noise=1e-4, out=tmp_path / "a")
+    assert "epsilon   without bound" in run.summary()
+    assert "epsilon   without bound" in bpfed.Run.load(tmp_path / "a").summary()
+    assert figures(run.history[-1] | {"epsilon": None}).endswith("epsilon without bound")

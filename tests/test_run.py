@@ -305,3 +305,9 @@ def test_a_client_without_test_examples_is_named() -> None:
     assert run.record().untested == (
         f"1 client has no test examples and is not counted in any figure: {whole.clients[1]}."
     )
+
+
+def test_a_last_step_that_goes_to_infinity_is_no_result():
+    """The loss of one batch is that of the weights before its only step."""
+    with pytest.raises(bpfed.UserError, match=r"diverged in round 1 \(it predicts what is not a number\)"):
+        bpfed.fit(FedAvg(lr=1e30), classification(), rounds=1, epochs=1, batch=100)

@@ -360,3 +360,18 @@ def test_the_difference_shown_is_of_what_is_ranked():
         assert difference.low <= difference.mean <= difference.high
     # By which the best is below all others.
     assert found.difference(found.best).mean == min(found.difference(name).mean for name in found.trials)
+
+
+def test_trials_may_keep_their_states_in_files(tmp_path):
+    found = bpfed.tune(
+        FedAvg(), classification(), {"lr": [0.01]}, model=small_mlp(), out=tmp_path, store="file", **TINY
+    )
+    assert len(found.trials) == 2
+
+
+def test_a_setting_that_predicts_no_numbers_is_left_out():
+    """Its last step, which no loss is taken after, goes to infinity."""
+    found = bpfed.tune(
+        FedAvg(), classification(), {"lr": [1e30]}, model=small_mlp(), cuts=1, **TINY | {"rounds": 1, "batch": 100}
+    )
+    assert list(found.trials) == [AS_IT_IS]

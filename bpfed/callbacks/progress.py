@@ -306,7 +306,7 @@ class CellProgress(Progress):
 def figures(record: dict[str, Any]) -> str:
     """The pooled metrics of an evaluated round in one line."""
     shown = [(MEASURES[name], value(record, name, "pooled")) for name in SHOWN if name in record]
-    privacy = [f"epsilon {record['epsilon']:.2f}"] if "epsilon" in record else []
+    privacy = [f"epsilon {text.epsilon(record['epsilon'], 2)}"] if "epsilon" in record else []
     return "  ".join([*(f"{measure.in_words} {measure.typed(x)}" for measure, x in shown), *privacy])
 
 

@@ -41,7 +41,9 @@ def adapt(
             metavar="COLUMN", help="Column with its labels. \\[default: the run's target]", show_default=False
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Local steps. \\[default: 500]", show_default=False)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Local steps, rounded up to whole passes. \\[default: 500]", show_default=False)
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help=f"File to save it in. \\[default: RUN/{ADAPTED}/NAME.safetensors]", show_default=False),

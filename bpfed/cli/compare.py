@@ -13,10 +13,11 @@ from rich.text import Text
 
 from bpfed.cli import show
 from bpfed.cli.flags import DataDir, Quiet, argument, flag, schema_fields, with_schema
-from bpfed.cli.run import PATIENCE, RUNS, data_word, loading, overrides
+from bpfed.cli.run import PATIENCE, RUNS, data_word, loading, override, overrides
 from bpfed.console import Console
 from bpfed.errors import UserError, hint
 from bpfed.names import check_data, check_method
+from bpfed.report.text import typed
 from bpfed.schema import ROUNDS
 
 if TYPE_CHECKING:
@@ -121,14 +122,14 @@ def _entrants(
     names = listed(methods)
     common = [Override("run.rounds", str(rounds), "--rounds"), *overrides(None, [], flags)]
     own: dict[str, list[Override]] = {}  # by the word before the dot, where that is none of a configuration's tables
-    for override in map(_override, settings):
-        table, dot, key = override.key.partition(".")
+    for one in map(_override, settings):
+        table, dot, key = one.key.partition(".")
         if not dot:
-            raise no_prefix(override, names[0].partition("+")[0])
+            raise no_prefix(one, names[0].partition("+")[0])
         if table in ("data", "run", "method"):
-            common.append(override)
+            common.append(one)
         elif any(table in (name, name.partition("+")[0]) for name in names):
-            own.setdefault(table, []).append(override._replace(key=f"method.{key}"))
+            own.setdefault(table, []).append(one._replace(key=f"method.{key}"))
         else:
             raise UserError(
                 f"--set: '{table}' is not part of this comparison; {hint(table, ('data', 'run', 'method', *names))}"
@@ -149,15 +150,11 @@ def _entrants(
 
 
 def _override(setting: str) -> Override:
-    from bpfed.config import Override
-
-    key, equals, text = setting.partition("=")
-    if not equals:
-        raise UserError(f"--set: '{setting}' has no value; write e.g. --set method.lr=0.01.")
-    if key.strip() in ("run.seed", "run.rounds"):
-        flag = f"--{key.strip().partition('.')[2]}"
-        raise UserError(f"--set: {key.strip()} cannot be set here; use {'--seeds' if flag == '--seed' else flag}.")
-    return Override(key.strip(), text.strip())
+    found = override(setting)
+    if found.key in ("run.seed", "run.rounds"):
+        flag = {"run.seed": "--seeds", "run.rounds": "--rounds"}[found.key]
+        raise UserError(f"--set: {found.key} cannot be set here; use {flag}.")
+    return found
 
 
 def _check(base: str, overrides: list[Override]) -> None:
@@ -240,8 +237,3 @@ def _show(comparison: Comparison) -> None:
     shown.columns[0].no_wrap = True
     show.put(shown)
     console.print(typed(pairing(comparison)), style="dim")
-
-
-def typed(shown: str) -> str:
-    """As a keyboard has it."""
-    return shown.replace("\u202f", " ").replace("−", "-")

@@ -18,7 +18,7 @@ from bpfed.cli.group import Group
 from bpfed.cli.run import overrides
 from bpfed.errors import UserError
 from bpfed.files import write_whole, writing
-from bpfed.names import check_data, check_method
+from bpfed.names import DATASETS, check_data, check_method
 from bpfed.report import text
 
 app = typer.Typer(
@@ -130,7 +130,7 @@ def client(
     if not plan.site:
         beside = [*site_folders(folder.parent), folder.parent / "site-a"]
         raise UserError(f"'{folder}' is not the folder of a site; give one such as '{beside[0]}'.")
-    if data is not None and (path := Path(data).expanduser()).exists():
+    if data is not None and data not in DATASETS and (path := Path(data).expanduser()).exists():
         data = str(path.resolve())
     if not supernode.join(own, plan, _say, data):
         raise typer.Exit(2)

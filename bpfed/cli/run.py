@@ -132,12 +132,17 @@ def overrides(method: str | None, settings: list[str], flags: dict[str, str | No
     for key, _ in schema_fields():
         if (text := flags.get(argument(key))) is not None:
             found.append(Override(key, text, flag(key)))
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals:
-            raise UserError(f"--set: '{setting}' has no value; write e.g. --set method.temperature=0.3.")
-        found.append(Override(key.strip(), text.strip()))
-    return found
+    return found + [override(setting) for setting in settings]
+
+
+def override(setting: str) -> Override:
+    """What one ``--set`` says."""
+    from bpfed.config import Override
+
+    key, equals, text = setting.partition("=")
+    if not equals:
+        raise UserError(f"--set: '{setting}' has no value; write e.g. --set method.lr=0.01.")
+    return Override(key.strip(), text.strip())
 
 
 def _trackers(names: list[str], out: Path) -> list[Callback]:

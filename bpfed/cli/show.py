@@ -64,7 +64,7 @@ def result(run: RunRecord, report: Path | None = None) -> None:
             floor = MEASURES["ece"].typed(value(run.evaluation, "ece_floor"))
             name = f"ECE ({run.evaluation.get('bins')} bins, floor {floor})"
         elif measure.name == "answered_accuracy" and run.sure:
-            name = f"{name} (of {text.count(run.sure)})".replace("\u202f", " ")
+            name = text.typed(f"{name} (of {text.count(run.sure)})")
         shown.add_row(
             name,
             measure.typed(run.last(measure.name)),
@@ -74,13 +74,13 @@ def result(run: RunRecord, report: Path | None = None) -> None:
     put(shown)
     console = Console()
     for note in filter(None, (run.untested, run.seldom, run.uncovered, run.no_use, run.softened)):
-        console.print(note.replace("\u202f", " "))
+        console.print(text.typed(note))
     # A deployed site's own run does not know the time; that of all rounds is with the server.
     lasted = f" for {text.duration(seconds)}" if (seconds := value(run.summary, "seconds")) > 0 else ""
     console.print(f"Trained{lasted} on {run.summary['device']}.")
     if "epsilon" in run.summary:
         console.print(
-            f"Privacy of a client: epsilon {run.summary['epsilon']:.3g}, delta {run.summary['delta']:g}"
+            f"Privacy of a client: epsilon {text.epsilon(run.summary['epsilon'], 2)}, delta {run.summary['delta']:g}"
             f"{'.' if run.summary['protocol'] == 'deployed' else ', valid only if the seed is secret.'}",
         )
     if report is not None:

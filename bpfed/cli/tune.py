@@ -11,12 +11,12 @@ import typer
 from rich.text import Text
 
 from bpfed.cli import show
-from bpfed.cli.compare import typed
 from bpfed.cli.flags import ConfigFile, DataDir, MethodName, Quiet, with_schema
 from bpfed.cli.run import PATIENCE, RUNS, data_word, loading, overrides
 from bpfed.console import Console
 from bpfed.errors import UserError
 from bpfed.names import PREFIX, check_data, check_method
+from bpfed.report.text import typed
 
 if TYPE_CHECKING:
     from bpfed.comparison import Tuning

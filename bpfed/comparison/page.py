@@ -212,7 +212,8 @@ def _clients(comparison: Comparison) -> str:
                 for client, v in values.items()
             ]
             title, centre = comparison.titles[name], comparison.mean(name, measure.name, "mean")
-            span = f"from {measure.show(min(v for v, _ in dots))} to {measure.show(max(v for v, _ in dots))}"
+            values = [v for v, _ in dots]
+            span = f"from {measure.show(min(values))} to {measure.show(max(values))}" if values else text.MISSING
             rows.append(Row(title, centre, dots=dots, note=span, chief=name == comparison.reference))
         read = f"One dot for each client of each {comparison.words.time}; the stroke, and the number, is their mean."
         figures.append(figure(_long(measure), versus.strips(rows, measure), read))

@@ -245,7 +245,8 @@ def run_trials(
     if not 0.0 < held < 1.0:
         raise UserError(f"held is {held}, but must be between 0 and 1.")
     method, settings, *_ = tried[AS_IT_IS]
-    Federation.start(method, data, settings, model, likelihood)  # what cannot be trained is not tuned
+    # What cannot be trained is not tuned. (Each trial gets a folder of its own, if any; here there is none.)
+    Federation.start(method, data, replace(settings, store="memory"), model, likelihood)
     if settings.noise > 0.0:
         say("Every trial spends privacy as well: the ε of a run with what is chosen leaves that out.")
     # What calibrates a finished model has no part in choosing it, and would need examples of its own.

@@ -7,7 +7,7 @@ from functools import reduce
 from typing import get_args
 
 from bpfed.data.federated import Task
-from bpfed.data.preparation import Feature, Preparation, Standardise
+from bpfed.data.preparation import Feature, Preparation, Standardise, meant
 from bpfed.data.summary import MOST_LEVELS, MOST_WHOLE, ColumnSummary, Summary, too_many, too_many_classes
 from bpfed.errors import OTHERS, UserError, first_of, unknown
 
@@ -39,7 +39,7 @@ def combine(
     decided = task or ("classification" if aim.words or 0 < len(aim.levels or ()) <= MOST_WHOLE else "regression")
     labels: tuple[str, ...] = ()
     if decided == "classification":
-        labels = _ordered(_classes(summaries, aim, target))
+        labels = _ordered(_classes(summaries, target))
     elif aim.words:
         where = next(s for s in summaries if s.target.words and s.target.levels)
         raise UserError(
@@ -127,14 +127,16 @@ def _check_alike(told: Mapping[str, Iterable[tuple[str, ColumnSummary]]]) -> Non
         raise UserError(f"Column {first_of(found, ', and ', OTHERS)}; write it the same way everywhere.")
 
 
-def _classes(summaries: Sequence[Summary], aim: ColumnSummary, target: str) -> tuple[str, ...]:
+def _classes(summaries: Sequence[Summary], target: str) -> tuple[str, ...]:
     for s in summaries:
         if s.target.count and s.target.levels is None:
             raise UserError(
                 f"The target '{target}' of '{s.client}' is neither text nor at most {MOST_LEVELS} whole numbers, so it "
                 "cannot be classes; use --task regression."
             )
-    labels = aim.levels or ()
+    words = {level for s in summaries if s.target.words for level in s.target.levels or ()}
+    numbers = {level for s in summaries if not s.target.words for level in s.target.levels or ()} - words
+    labels = tuple(sorted(words | (numbers - meant(numbers, words).keys())))
     if len(labels) < 2:
         held = f" '{labels[0]}'" if labels else ""
         raise UserError(

@@ -43,6 +43,8 @@ def read_clients(path: str | Path, client_column: str | None = None, ignore: Seq
         UserError: There is no such place, or a file of it cannot be used.
     """
     path = Path(path).expanduser()
+    if not _is_utf8(str(path)):
+        raise UserError(f"{str(path)!r} is a path that is not UTF-8; rename it.")
     try:
         path.stat()
     except OSError as error:
@@ -287,13 +289,20 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _checked(name: str, where: str) -> str:
     """A client's name, if it can be shown and written down."""
-    try:
-        os.fsencode(name).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"A client of '{where}' has a name that is not UTF-8, {name!r}; rename it.") from error
+    if not _is_utf8(name):
+        raise UserError(f"A client of '{where}' has a name that is not UTF-8, {name!r}; rename it.")
     if not name.isprintable() or not name.strip():
         raise UserError(f"A client of '{where}' has a name that cannot be printed, {name!r}; rename it.")
     return name
+
+
+def _is_utf8(name: str) -> bool:
+    """Whether a name in the file system can be written down."""
+    try:
+        os.fsencode(name).decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _ignored(tables: Mapping[str, Table], ignore: Sequence[str]) -> None:

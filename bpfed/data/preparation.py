@@ -7,6 +7,7 @@ It is plain data: a run keeps it and does the same to new rows.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -129,6 +130,8 @@ class Preparation:
             return torch.from_numpy(((column - self.target_mean) / self.target_scale).astype(np.float32))
         words = column if isinstance(column, Words) else _as_words(column)
         place = {label: i for i, label in enumerate(self.labels)}
+        if words is not column:
+            place |= {level: place[text] for level, text in meant(words.levels, self.labels).items()}
         strange = [level for level in words.levels if level not in place]
         if strange:
             raise UserError(
@@ -161,6 +164,13 @@ class Preparation:
                 own[feature.name] = (told.mean if told.count else feature.mean, told.scale or feature.scale)
             known[client] = own
         return replace(self, local=known)
+
+    def alone(self, client: str) -> Preparation:
+        """What one client needs: of the clients' own statistics only its own, or everybody's where it has none."""
+        if self.standardise != "local":
+            return self
+        known = self if client in self.local else self.with_clients([(client, {})])
+        return replace(known, local={client: known.local[client]})
 
     def settings(self) -> dict[str, Any]:
         """What a configuration has to say so that the same files give the same data."""
@@ -273,6 +283,20 @@ def _numbers(column: Column | None, table: Table, name: str) -> np.ndarray:
 
 def _as_words(column: np.ndarray) -> Words:
     return Words.of([written(v) for v in column.tolist()])
+
+
+def meant(numbers: Iterable[str], words: Iterable[str]) -> dict[str, str]:
+    """The one of these words that is each number written otherwise, as ``250.00`` is 250; none where several are.
+
+    Whether a column is numbers is seen file by file: where one has ``250.00`` alone and another ``I10`` beside it, the
+    same class is a number here and a word there.
+    """
+    spelt: dict[float, list[str]] = {}
+    for word in words:
+        with contextlib.suppress(ValueError):
+            spelt.setdefault(float(word), []).append(word)
+    found = {number: spelt.get(float(number), []) for number in numbers}
+    return {number: same[0] for number, same in found.items() if len(same) == 1}
 
 
 def words_for_numbers(name: str, where: str, word: str) -> UserError:

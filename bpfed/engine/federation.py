@@ -194,9 +194,6 @@ class Federation:
             return 0.5 * (1.0 + float(np.cos(np.pi * (round_ - 1) / self.settings.rounds)))
         return 1.0
 
-    def _numbers(self, clients: Tensor) -> dict[str, Tensor]:
-        return {n: torch.full((len(clients),), value, device=self.device) for n, value in self.method.hyper().items()}
-
     def personal(self, clients: Tensor) -> State:
         """Personal states of these clients, on the device."""
         return tree_map(lambda t: t.to(self.device), self.store.get(clients))
@@ -218,7 +215,8 @@ class Federation:
                 "without them before its last round; finish it first, with --resume."
             )
         key = self.keys(self.round, Purpose.TUNING, clients)
-        rows_ = self._rows(clients, self._numbers(clients), noise.fold(key, 0), noise.fold(key, 1))
+        numbers = self.method.rows_of_numbers(len(clients), self.device)
+        rows_ = self._rows(clients, numbers, noise.fold(key, 0), noise.fold(key, 1))
         weights, settings = self.model.factors.total, self.settings
         chunk = settings.chunk or chunk_size(len(clients), weights, self.device, settings.memory)
         phases = self.method.tuning(settings.epochs)

@@ -20,7 +20,7 @@ def when_full(path: Path, then: str) -> Iterator[None]:
     """
     try:
         yield
-    except UserError as error:  # see `bpfed.files.said`
+    except UserError as error:  # see `bpfed.files.writing`
         if getattr(error.__cause__, "errno", 0) not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(f"The disk is full: '{path}' cannot be written; free some space, {then}.") from error.__cause__

@@ -41,36 +41,33 @@ def watch(
         UserError: It is refused for longer than a key can be held.
     """
     wait, refused = BACK_OFF[0], 0.0
+    process: subprocess.Popen[bytes] | None = None
     with until_told():
-        while True:
-            began = time.monotonic()
-            process = start(command(), env, pipe=True)
-            echo = Echo(process)
-            try:
+        try:
+            while True:
+                began = time.monotonic()
+                process = start(command(), env, pipe=True)
+                echo = Echo(process)
                 started()
                 code = process.wait()
-            except Stopped:
-                say("Stopping.")
-                stop(process)
-                return
-            except BaseException:
-                stop(process)
-                raise
-            lived, shut_out = time.monotonic() - began, echo.not_let_in()
-            wait = BACK_OFF[0] if lived > STEADY else wait
-            refused = refused + lived + wait if shut_out else 0.0
-            if refused > LOCK:
-                raise UserError(
-                    "The server refuses this site's key; it belongs to another deployment, is not registered, "
-                    "or is in use elsewhere."
-                )
-            why = "is not let in (its key may be held for a minute)" if shut_out else f"ended with code {code}"
-            say(f"{name} {why}; starting again in {wait:.0f} s.")
-            try:
+                lived, shut_out = time.monotonic() - began, echo.not_let_in()
+                wait = BACK_OFF[0] if lived > STEADY else wait
+                refused = refused + lived + wait if shut_out else 0.0
+                if refused > LOCK:
+                    raise UserError(
+                        "The server refuses this site's key; it belongs to another deployment, is not registered, "
+                        "or is in use elsewhere."
+                    )
+                why = "is not let in (its key may be held for a minute)" if shut_out else f"ended with code {code}"
+                say(f"{name} {why}; starting again in {wait:.0f} s.")
                 time.sleep(wait)
-            except Stopped:
-                return
-            wait = min(2.0 * wait, BACK_OFF[1])
+                wait = min(2.0 * wait, BACK_OFF[1])
+        except Stopped:
+            if process is not None and process.poll() is None:
+                say("Stopping.")
+        finally:
+            if process is not None:
+                stop(process)
 
 
 class Echo:

@@ -186,7 +186,7 @@ class Training:
         self.journal.pending = pending
         self.journal.seconds += time.perf_counter() - start
         self.journal.save(self.federation)
-        spent = "" if epsilon is None else f" epsilon is {epsilon:.3f} now, delta {settings.delta:g}."
+        spent = "" if epsilon is None else f" epsilon is {text.epsilon(epsilon, 3)} now, delta {settings.delta:g}."
         here = sentence(self.journal.place(number))
         self.say(f"{here} of {settings.rounds}: {len(order)} uploads.{spent}")
 

@@ -243,6 +243,10 @@ class Method(ABC):
         """Whether `begin` and `finish` get a client's examples per class as ``hyper["counts"]``, ``[S, K]``."""
         return False
 
+    def rows_of_numbers(self, count: int, device: torch.device | None = None) -> dict[str, Tensor]:
+        """The numbers of `hyper` for ``count`` clients alike, ``[S]`` each."""
+        return {name: torch.full((count,), value, device=device) for name, value in self.hyper().items()}
+
     def hyper_in(self, course: Course, batches: Tensor) -> dict[str, Tensor]:
         """The numbers in the first round of a run, ``[S]`` each; a method may adjust them to it.
 
@@ -252,7 +256,7 @@ class Method(ABC):
             course: The run.
             batches: Steps of each client in one pass over its data, ``[S]``.
         """
-        return {n: torch.full(batches.shape, value) for n, value in self.hyper().items()}
+        return self.rows_of_numbers(len(batches))
 
     @abstractmethod
     def init(self, model: Model) -> Initial:
@@ -289,7 +293,7 @@ def rows(state: State, count: int) -> State:
 def untrained(method: Method, model: Model) -> Finished:
     """What one client has at the end of a round without a step: the shapes of all that it uploads and keeps."""
     first = method.init(model)
-    hyper = {name: model.initial.new_full((1,), value) for name, value in method.hyper().items()}
+    hyper = method.rows_of_numbers(1, model.initial.device)
     with torch.no_grad():
         local = method.begin(model, rows(first.shared, 1), rows(first.personal, 1), hyper)
         return method.finish(model, local, hyper)

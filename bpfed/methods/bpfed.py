@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from bpfed.aggregate import rule
-from bpfed.errors import UserError, unknown
-from bpfed.estimators import ESTIMATORS, Batch, DataTerm, data_term
+from bpfed.errors import UserError
+from bpfed.estimators import Batch, DataTerm, check_estimator, data_term
 from bpfed.gaussian import Gaussian, discounted, either, kl, kl_gradients_p
 from bpfed.ivon import Momentum, Newton, ivon
 from bpfed.methods.base import Finished, GaussianPredictive, Initial, Method, Phase
@@ -143,8 +143,7 @@ class BPFed(Method):
 
     def check(self) -> None:
         super().check()
-        if self.estimator not in ESTIMATORS:
-            raise unknown("estimator", self.estimator, ESTIMATORS)
+        check_estimator(self.estimator)
         rule(self.rule)
         self.require(
             draws="at least 1",

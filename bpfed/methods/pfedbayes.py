@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from bpfed.aggregate import weighted_mean
-from bpfed.errors import UserError, unknown
-from bpfed.estimators import ESTIMATORS, Batch, data_term
+from bpfed.errors import UserError
+from bpfed.estimators import Batch, check_estimator, data_term
 from bpfed.factors import Personal as Parameters
 from bpfed.gaussian import Gaussian, either, kl, kl_gradients_p, kl_gradients_q, softplus, softplus_inverse
 from bpfed.methods.base import ADAPT, Finished, GaussianPredictive, Initial, Method
@@ -89,8 +89,7 @@ class PFedBayes(Method):
             raise UserError(
                 f"personal is '{self.personal}', but pFedBayes uploads a prior of all weights; leave it at 'none'."
             )
-        if self.estimator not in ESTIMATORS:
-            raise unknown("estimator", self.estimator, ESTIMATORS)
+        check_estimator(self.estimator)
         self.require(zeta="0 or more", sigma="above 0", draws="at least 1", beta="above 0 and at most 1")
 
     def init(self, model: Model) -> Initial:

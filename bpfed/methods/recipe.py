@@ -48,8 +48,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bpfed.aggregate import mean
-from bpfed.errors import unknown
-from bpfed.estimators import ESTIMATORS, Batch, data_term
+from bpfed.estimators import Batch, check_estimator, data_term
 from bpfed.gaussian import Gaussian, discounted, kl, kl_gradients_q
 from bpfed.likelihoods import Categorical
 from bpfed.methods.base import ADAPT, Course, Finished, GaussianPredictive, Initial, Method, frozen
@@ -178,8 +177,7 @@ class Recipe(Method):
 
     def check(self) -> None:
         super().check()
-        if self.estimator not in ESTIMATORS:
-            raise unknown("estimator", self.estimator, ESTIMATORS)
+        check_estimator(self.estimator)
         self.require(
             draws="at least 1",
             sigma="above 0",
@@ -258,8 +256,7 @@ class Recipe(Method):
     def newcomer(self, model: Model, shared: Gaussian) -> Personal:
         """A head without examples is its prior; so is its noise scale, without T."""
         start = self.init(model).personal
-        alone = {name: model.initial.new_tensor([value]) for name, value in self.hyper().items()}
-        prior = self._head_prior(model, start.first[None], alone)
+        prior = self._head_prior(model, start.first[None], self.rows_of_numbers(1, model.initial.device))
         sigma = torch.where(of_likelihood(model), NOISE_SIGMA, prior.sigma[0])
         return start._replace(head=Gaussian(prior.mean[0], sigma))
 

@@ -31,7 +31,7 @@ class Pair(NamedTuple):
     Attributes:
         other: The other method's record, of these seeds alone.
         seeds: Those that both have.
-        ours: A measure of the recipe's last round, ``[S]``.
+        ours: A measure of the recipe's last test, ``[S]``, or of the one before.
         theirs: Of the other, ``[S]``.
     """
 
@@ -68,7 +68,8 @@ def pairs(records: Mapping[str, CellRecord], measure: str, stopped: bool = False
     Args:
         records: By method.
         measure: Which.
-        stopped: Take each seed's best tested round of the *others*, a choice made on test data.
+        stopped: Take each seed's best tested round of the *others*, a choice made on test data. That test had fewer
+            weight draws than the last one; where it had any, the recipe's is the one before its last, which had as few.
     """
     recipe, found = records.get(RECIPE), {}
     if recipe is None:
@@ -77,12 +78,20 @@ def pairs(records: Mapping[str, CellRecord], measure: str, stopped: bool = False
         seeds = [seed for seed in recipe.seeds if seed in records[name].seeds]
         if not seeds:
             continue
-        other = records[name].only(seeds)
+        own, other = recipe.only(seeds), records[name].only(seeds)
+        ours = own.before_last(measure) if stopped and _draws(other) else own.last(measure)
         theirs = other.lowest(measure) if stopped else other.last(measure)
-        pair = Pair(other, seeds, recipe.only(seeds).last(measure), theirs)
+        pair = Pair(other, seeds, ours, theirs)
         if math.isfinite(pair.difference):
             found[name] = pair
     return found
+
+
+def _draws(record: CellRecord) -> bool:
+    """Whether a method's predictions are averages over draws of weights."""
+    base = METHODS.get(record.method.partition("+")[0])
+    fixed = base is not None and base.random_words.startswith("nothing")
+    return not fixed or bool(record.settings.get("method", {}).get("laplace"))
 
 
 def nearest(records: Mapping[str, CellRecord], measure: str, stopped: bool = False) -> Pair | None:
@@ -111,20 +120,22 @@ def differences(found: Results) -> str:
 
 
 def stopped(found: Results, partition: str) -> str:
-    """NLL of each other method at its best test round beside the recipe's last; in brackets how far that is below."""
+    """NLL of each other method at its best test round beside the recipe's; in brackets how far that is below."""
     cells = found.of("paper", partition)
     columns = {cell: pairs(cells.get(cell, {}), "nll", stopped=True) for cell in CELLS}
     names = lineup.ordered({name for column in columns.values() for name in column})
-    rows = [["BPFed recipe, last round"], *([lineup.title(name)] for name in names)]
+    rows = [["BPFed recipe, last round"], ["… the test before it"], *([lineup.title(name)] for name in names)]
     for cell, column in columns.items():
         best = nearest(cells.get(cell, {}), "nll", stopped=True)
-        rows[0].append(NOTHING if best is None else figures(float(best.ours.mean()), "nll"))
+        recipe = None if best is None else cells[cell][RECIPE].only(best.seeds)
+        for row, test in zip(rows[:2], (CellRecord.last, CellRecord.before_last), strict=True):
+            row.append(NOTHING if recipe is None else figures(float(test(recipe, "nll").mean()), "nll"))
         means = [float(column[name].theirs.mean()) if name in column else math.nan for name in names]
         texts = [
             f"{figures(mean, 'nll')} ({signed(100 * column[name].margin, 1)} %)" if name in column else NOTHING
             for name, mean in zip(names, means, strict=True)
         ]
-        for row, text in zip(rows[1:], strong(means, texts, "nll"), strict=True):
+        for row, text in zip(rows[2:], strong(means, texts, "nll"), strict=True):
             row.append(text)
     return table(["NLL", *map(lineup.cell_title, CELLS)], rows) if names else ""
 

@@ -96,6 +96,14 @@ class CellRecord:
             return float("nan")
         return float(np.take_along_axis(values, np.nanargmax(accuracy, 1)[:, None], 1).mean())
 
+    def before_last(self, measure: str) -> np.ndarray:
+        """A measure in the tested round before the last, ``[S]``; NaN where there is none.
+
+        It averages as few weight draws as all tests but the last.
+        """
+        values = self.curve(measure)[1]
+        return values[:, -2] if values.shape[1] > 1 else np.full(len(self.runs), np.nan)
+
     def lowest(self, measure: str) -> np.ndarray:
         """A measure in the tested round of each seed where it is lowest, ``[S]``; NaN where no curve is in the file.
 

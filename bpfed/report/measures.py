@@ -40,7 +40,7 @@ class Measure:
 
     def typed(self, x: float) -> str:
         """Number to text as a keyboard has it, for terminals and logs."""
-        return self.show(x).replace("\u202f", " ").replace("−", "-")
+        return text.typed(self.show(x))
 
     @property
     def in_words(self) -> str:

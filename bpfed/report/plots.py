@@ -92,7 +92,8 @@ def settled(
     def scale(values: list[float]) -> Scale:
         if per_cent:
             return svg.fit(values, bottom, TOP, floor=0, ceiling=1, least=0.04)
-        return svg.fit(values, bottom, TOP, least=0.3 * max(map(abs, values), default=0), log=True)
+        positive = min(every, default=0.0) > 0.0  # those that are off the scale are placed on it too
+        return svg.fit(values, bottom, TOP, least=0.3 * max(map(abs, values), default=0), log=positive)
 
     def span(values: list[float]) -> float:
         return max(values) - min(values)

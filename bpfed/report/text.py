@@ -79,6 +79,16 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def epsilon(x: float | None, digits: int) -> str:
+    """``1.23``; where the accountant found no bound, in words."""
+    return f"{x:.{digits}f}" if x is not None and math.isfinite(x) else "without bound"
+
+
+def typed(shown: str) -> str:
+    """As a keyboard has it, for terminals and logs."""
+    return shown.replace(_NARROW, " ").replace(_MINUS, "-")
+
+
 def short(words: str, length: int = 18) -> str:
     """Cut to a length, with an ellipsis where something was cut."""
     return words if len(words) <= length else words[: length - 1] + "…"

@@ -437,3 +437,11 @@ def test_nothing_is_written_into_the_folder(folder: Path) -> None:
     before = files(folder)
     loaded(folder)
     assert files(folder) == before
+
+
+def test_a_folder_whose_path_is_no_text_is_refused_before_training(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(bytes(tmp_path) + b"/klinik-\xe4"))
+    folder.mkdir()
+    (folder / "a.csv").write_text(GOOD)
+    with pytest.raises(UserError, match="is a path that is not UTF-8; rename it"):
+        load(f"folder:{folder}")

@@ -15,7 +15,7 @@ from bpfed.data import Preparation, Table, load, read_table
 from bpfed.data.combine import combine
 from bpfed.data.federated import Task
 from bpfed.data.own import federate, held_out
-from bpfed.data.preparation import Standardise
+from bpfed.data.preparation import Standardise, meant
 from bpfed.data.rows import read_rows
 from bpfed.data.summary import Summary, client_summary
 from bpfed.data.table import Words
@@ -357,3 +357,20 @@ def test_new_images_in_another_unit_are_said(tmp_path: Path, standardise: Standa
         read_rows(data, tmp_path / f"{name}.npz", "a", said.append)
         assert bool(said) == wrong
         assert not wrong or "in the same unit" in said[0]
+
+
+def test_a_class_that_is_a_number_in_one_file_and_a_word_in_another_is_one(tmp_path: Path) -> None:
+    files = {"a": ("250.00", "I10", "J45"), "b": ("250.00", "007", "250.00")}
+    for client, targets in files.items():
+        rows = [f"{i},{word}" for i, word in enumerate(targets * 4)]
+        (tmp_path / f"{client}.csv").write_text("\n".join(["x,dx", *rows]) + "\n")
+    data = load(f"folder:{tmp_path}", target="dx", task="classification")
+    assert data.labels == ("250.00", "7", "I10", "J45")
+    of_b = data.train.y[data.train.offsets[1] :]
+    assert sorted({data.labels[k] for k in of_b}) == ["250.00", "7"]
+    table = Table("new", 2, {"x": np.zeros(2), "dx": np.array([250.0, 7.0])})
+    assert [data.labels[k] for k in data.preparation.targets(table)] == ["250.00", "7"]
+
+
+def test_a_number_that_two_words_could_be_is_neither() -> None:
+    assert meant(["7", "8"], ["007", "7.0", "08", "x"]) == {"8": "08"}

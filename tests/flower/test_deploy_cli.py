@@ -15,7 +15,7 @@ from federations import Deployed
 from loopgrid import LoopGrid, node_of
 
 from bpfed.errors import UserError
-from bpfed.flower import client_app, control, processes
+from bpfed.flower import client_app, control, processes, supernode
 from bpfed.flower.deployed import open_server, open_site
 from bpfed.flower.message import Ask, fingerprint
 from bpfed.flower.plan import Plan
@@ -259,3 +259,13 @@ def test_an_app_that_waits_for_good_ends_all_the_same(how):
     while control.alive(pid) and time.monotonic() < until:
         time.sleep(0.1)
     assert not control.alive(pid)
+
+
+def test_a_folder_that_is_called_as_a_dataset_is_not_meant(tmp_path, capfd, monkeypatch):
+    bpfed, fed, given = Command(capfd), tmp_path / "fed", []
+    bpfed.ok("deploy", "init", fed, "--data", "digits", "--clients", "2")
+    (tmp_path / "digits").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supernode, "join", lambda own, plan, say, data: given.append(data) or True)
+    bpfed.ok("deploy", "client", fed / "site-client-00", "--data", "digits")
+    assert given == ["digits"]

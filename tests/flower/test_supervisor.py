@@ -2,6 +2,8 @@
 
 import errno
 import io
+import os
+import signal
 import sys
 import time
 from types import SimpleNamespace
@@ -80,3 +82,11 @@ def test_what_was_registered_is_registered_again_where_the_note_is_damaged(tmp_p
     superlink.register(tmp_path, Plan(("a",)), lambda sentence: None)
     superlink.register(tmp_path, Plan(("a",)), lambda sentence: None)
     assert asked == ["register"]
+
+
+def test_told_to_end_between_two_lives_it_ends_cleanly(monkeypatch):
+    """The process has ended; what it has started still holds its output, which is waited for."""
+    monkeypatch.setattr(Echo, "not_let_in", lambda self: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(5.0))
+    said = []
+    supervisor.watch("It", lambda: [sys.executable, "-c", ""], dict(os.environ), said.append, lambda: None)
+    assert said == []

@@ -124,3 +124,10 @@ def test_wilson_agrees_with_scipy(hits: int, n: int) -> None:
 )
 def test_numbers_as_text(shown: str, expected: str) -> None:
     assert shown.replace("\u202f", " ") == expected
+
+
+def test_values_off_a_scale_that_are_below_zero_are_drawn_too() -> None:
+    """A regression's NLL may begin below zero and end above it."""
+    scale, cut = settled([[-6.0, -2.0, 0.02, 0.1, 0.3, 0.5]], per_cent=False, bottom=200)
+    assert cut
+    assert math.isfinite(scale(-6.0))
