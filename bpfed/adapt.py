@@ -55,6 +55,18 @@ class NewClient(Client):
             learnt += f" of {sum(n > 0 for n in self.examples)} of {data.classes} classes"
         return f"<newcomer '{self.name}' to '{data.name}': {learnt}>"
 
+    @property
+    def remark(self) -> str:
+        """A sentence on what it cannot know; empty if there is nothing to say."""
+        federation = self.run.federation
+        method, head = federation.method, federation.model.factors.personal
+        if any(self.examples) or self.run.data.classes or method.population or not head:
+            return ""
+        return (
+            f"'{self.name}' has no example, and of numbers that is hardly more than their mean: the layers that clients "
+            f"of {method.name} have of their own never leave them; give it some rows."
+        )
+
     def save(self, path: str | Path) -> Path:
         """Write this client's own state to one safetensors file, whole or not at all; `Run.newcomer` reads it."""
         federation = self.run.federation
@@ -147,8 +159,13 @@ def _alone(federation: Federation, method: Method, data: FederatedData) -> Feder
     settings = replace(
         settings, store="memory", eval_draws=max(DRAWS, settings.eval_draws), calibration=0.0, scaling="none"
     )
+    if data.task != "classification":
+        settings = replace(settings, softness=1.0)
     alone = Federation.of(method, data, settings, federation.model)
-    alone.shared, alone.round, alone.learnt_softness = federation.shared, settings.rounds, federation.learnt_softness
+    alone.shared, alone.round = federation.shared, settings.rounds
+    # Numbers: a newcomer learns its own noise to the end, for which the run's softness makes up at clients that do not.
+    if data.task == "classification":
+        alone.learnt_softness = federation.learnt_softness
     return alone
 
 

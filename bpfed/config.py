@@ -127,8 +127,8 @@ class Config:
                     remedy = "line" if table == "data" else f"[{table}] table"
                     raise UserError(
                         f"{self.document.where(table, key)}{table}.{key} was {value!r} in the run this file is from, "
-                        f"but is {here!r} here, so the run cannot be reproduced exactly; delete the {remedy} to run "
-                        "anyway."
+                        f"but is {here!r} here, so the run cannot be reproduced exactly or resumed; "
+                        f"{'restore its files, or ' if table == 'data' else ''}delete the {remedy} to run anew anyway."
                     )
 
 

@@ -162,6 +162,8 @@ class Run:
             x, y, preparation = read.x, read.y, read.preparation
         made = adapt(self.federation, x, y, steps=steps, lr=lr, name=name, preparation=preparation)
         made.run.say = self.say
+        if made.remark:
+            self.say(made.remark)
         return made
 
     def newcomer(self, path: str | Path) -> NewClient:

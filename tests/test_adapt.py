@@ -256,3 +256,23 @@ def test_a_newcomer_read_back_says_what_is_unusual(by_own_statistics: bpfed.Run,
     by_own_statistics.say = said.append
     by_own_statistics.newcomer(path).predict(tmp_path / "rows.csv")
     assert "income" in " ".join(said)
+
+
+def test_numbers_of_a_newcomer_are_as_wide_as_its_own_noise() -> None:
+    """The run's softness makes up for noise that its clients had not learnt to the end; a newcomer learns its own."""
+    run = bpfed.fit(data=regression((30, 30, 30)), model=small_mlp(3, 1), rounds=2, epochs=1, rehearsals=1)
+    assert run.softness != 1.0
+    assert run.adapt(name="late").run.softness == 1.0
+    soft = bpfed.fit(data=regression((30, 30, 30)), model=small_mlp(3, 1), rounds=1, epochs=1, softness=0.5)
+    assert soft.adapt(name="late").run.softness == 1.0
+
+
+def test_without_examples_it_is_said_what_is_not_known_of_numbers() -> None:
+    run = bpfed.fit(data=regression((30, 30, 30)), model=small_mlp(3, 1), rounds=1, epochs=1)
+    run.say = (said := []).append
+    run.adapt(name="late")
+    assert "'late' has no example, and of numbers that is hardly more than their mean" in said[0]
+    run.adapt(*(part[:5] for part in (run.data.train.x, run.data.train.y)), name="later", steps=5)
+    assert len(said) == 1
+    known = bpfed.fit("bpfed-population", regression((30, 30, 30)), model=small_mlp(3, 1), rounds=1, epochs=1)
+    assert known.adapt(name="late").remark == ""

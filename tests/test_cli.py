@@ -260,7 +260,13 @@ def test_a_report_can_be_written_elsewhere(bpfed: Command, monkeypatch: pytest.M
 def test_a_report_needs_a_finished_run(bpfed: Command) -> None:
     assert bpfed("report", "nowhere").sentence == "The run folder 'nowhere' does not exist; check the path."
     Path("empty").mkdir()
-    assert bpfed("report", "empty").sentence == "'empty' is not a run folder: it has no config.toml."
+    assert bpfed("report", "empty").sentence == (
+        "'empty' is not a run folder: it has no config.toml; give one that bpfed run made."
+    )
+    bpfed.ok(*PLAIN, "--rounds", "1", "--out", "several/fedavg/seed-0")
+    assert bpfed("report", "several").sentence == (
+        "'several' is a folder of several runs; give one of them, such as 'several/fedavg/seed-0'."
+    )
     bpfed.ok(*PLAIN, "--rounds", "1", "--out", "a")
     page = Path("a/report.html").read_bytes()
     Path("a/evaluation.json").write_text("{")

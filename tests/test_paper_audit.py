@@ -194,7 +194,7 @@ def test_the_table_shows_the_change_from_its_base():
     }
     text = markdown({"cells": {"mnist-small": found}})
     assert "| as published | 90.50 ± 0.71 | 95.50 ± 0.71 | 5.5 ± 0.7 | 0.400 ± 0.000 |" in text
-    assert "| noise ε ~ N(0, I) | 88.50 ± 0.71 (−2.00) |" in text
+    assert "| noise ε ~ N(0, I) | 88.50 ± 0.71 (−2.00 ± 0.00) |" in text
     assert "| noise ε ~ N(0, 0.001² I) | 90.00 (+1.00) | 90.00 (+0.00) | 6.0 (+4.0) | 0.400 (+0.000) |" in text
     assert "3 rounds, 1 seed, CPU" in text
 

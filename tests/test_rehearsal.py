@@ -324,7 +324,7 @@ def test_a_user_asks_for_rehearsals(command):
 
 def test_a_report_says_what_rehearsals_would_do(command):
     command.ok(*DIGITS)
-    assert "Trained with --rehearsals 3 they would learn" in Path("a/report.html").read_text()
+    assert "Trained with --rehearsals 3 the models would learn" in Path("a/report.html").read_text()
     command.ok(*DIGITS[:-1], "b", "--scaling", "client", "--calibration", "0.3")
     assert "--rehearsals" not in Path("b/report.html").read_text()
 

@@ -85,6 +85,8 @@ def adapt(
         progress.close()
     if shown is not None:
         show.put(shown)
+    if client.remark:
+        progress.say(client.remark)
     if run.data.classes and any(client.examples) and not all(client.examples):
         missing = [label for label, count in zip(run.data.class_names, client.examples, strict=True) if not count]
         progress.say(

@@ -84,6 +84,8 @@ def predict(
     if out is not None and out.exists():
         if rows.exists() and out.samefile(rows):
             raise UserError(f"'{out}' is the input itself, which predictions must not replace; choose another --out.")
+        if folder.resolve() in out.resolve().parents and out.suffix.lower() not in (".csv", ".tsv", ".txt"):
+            raise UserError(f"'{out}' belongs to the run, so predictions must not replace it; choose another --out.")
         if not overwrite:
             raise UserError(f"'{out}' already exists; add --overwrite to replace it, or choose another --out.")
     if not 0.0 < level < 1.0:

@@ -144,7 +144,7 @@ def _classes(summaries: Sequence[Summary], target: str) -> tuple[str, ...]:
             "predict another column."
         )
     if len(labels) > MOST_LEVELS:
-        raise too_many_classes(target, "all clients together", len(labels))
+        raise too_many_classes(target, "all clients together", labels)
     return labels
 
 

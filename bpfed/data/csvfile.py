@@ -277,8 +277,9 @@ def _slip(column: Words, such: list[bool], what: str) -> list[str]:
     known = column.codes != UNKNOWN
     if not number.sum() * 2 > np.count_nonzero(known):
         return []
-    row = int(np.flatnonzero(known & ~number)[0])
-    return [f"{what} except for '{column.levels[column.codes[row]][:40]}' in row {row + 1}"]
+    rows = np.flatnonzero(known & ~number)
+    more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+    return [f"{what} except for '{column.levels[column.codes[rows[0]]][:40]}' in row {rows[0] + 1}{more}"]
 
 
 def _binary(path: Path) -> UserError:

@@ -21,6 +21,7 @@ from bpfed.data.preparation import Preparation, Standardise
 from bpfed.data.remarks import of_one_class
 from bpfed.data.split import split
 from bpfed.data.summary import MOST_WHOLE, SPLIT, check_words, client_summary
+from bpfed.data.suspects import suspects
 from bpfed.data.table import ENDINGS, Table, Words, any_of, read_table
 from bpfed.errors import UserError, hint, quoted
 from bpfed.noise import client_ids
@@ -150,6 +151,7 @@ def federate(
         *doubts(tables, preparation),
         *of_one_class(data),
         *hints(data, summaries, guessed),
+        *suspects(tables, {client: train for client, train, _ in parts}, preparation),
     )
     return replace(data, notes=notes)
 

@@ -106,7 +106,7 @@ def client_summary(
     """
     values = table.column(target)
     if isinstance(values, Words) and len(values.levels) > MOST_LEVELS:
-        raise too_many_classes(target, f"'{table.name}'", len(values.levels))
+        raise too_many_classes(target, f"'{table.name}'", values.levels)
     aim = _summary(values, table, target)
     if not isinstance(values, Words) and task != "regression":
         distinct = np.unique(values[~np.isnan(values)])
@@ -185,9 +185,9 @@ def too_many(found: Mapping[str, int], where: str, ignore: Iterable[str] = ()) -
     )
 
 
-def too_many_classes(target: str, where: str, number: int) -> UserError:
+def too_many_classes(target: str, where: str, words: Sequence[str]) -> UserError:
     """A `UserError` for a target with more words than there may be classes."""
     return UserError(
-        f"The target '{target}' of {where} has {number} different words, more than the limit of {MOST_LEVELS}; predict "
-        "another column, or make it numeric."
+        f"The target '{target}' of {where} has {len(words)} different words, such as '{words[0][:40]}', more than the "
+        f"limit of {MOST_LEVELS}; predict another column, or write it as plain numbers, such as 1234.5."
     )

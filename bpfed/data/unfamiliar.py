@@ -63,7 +63,7 @@ def unusual(preparation: Preparation, table: Table, client: str) -> Unusual:
                 words[feature.name] = new
         elif feature.kind == "number":
             own = preparation.local.get(client, {})
-            if (far := _far(table, feature.name, *own.get(feature.name, (feature.mean, feature.scale)))).any():
+            if (far := far_numbers(table, feature.name, *own.get(feature.name, (feature.mean, feature.scale)))).any():
                 numbers[feature.name] = far
     return Unusual(table.rows, words, numbers, missing)
 
@@ -150,7 +150,7 @@ def _new_words(feature: Feature, table: Table) -> np.ndarray:
     return np.array([*(level not in known for level in words.levels), False])[words.codes]
 
 
-def _far(table: Table, name: str, mean: float, scale: float) -> np.ndarray:
+def far_numbers(table: Table, name: str, mean: float, scale: float) -> np.ndarray:
     """Which rows have a number that is far off, ``[n]`` bool."""
     column = table.columns[name]
     if isinstance(column, Words):

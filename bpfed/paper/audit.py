@@ -9,6 +9,7 @@ as the public code has it, alone. The two need not agree: a difference may matte
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -220,16 +221,20 @@ def measured(variant: dict[str, Any]) -> dict[str, tuple[float, float]]:
     ``accuracy``, ``ece`` and ``nll`` are the last round's, ``best`` is the accuracy and ``best_ece`` the ECE of the
     tested round with the highest accuracy.
     """
+    return {name: (mean(of), deviation(of)) for name, of in _values(variant).items()}
+
+
+def _values(variant: dict[str, Any]) -> dict[str, list[float]]:
+    """What `measured` averages, a value for each seed."""
     runs = variant["runs"]
     tops = [best(one) for one in runs]
-    values = {
+    return {
         "accuracy": [100 * one["last"]["accuracy"] for one in runs],
         "best": [100 * top["accuracy"] for top in tops],
         "ece": [100 * one["last"]["ece"] for one in runs],
         "best_ece": [100 * top["ece"] for top in tops],
         "nll": [one["last"]["nll"] for one in runs],
     }
-    return {name: (mean(of), deviation(of)) for name, of in values.items()}
 
 
 def markdown(record: dict[str, Any]) -> str:
@@ -248,7 +253,7 @@ def _table(cell: str, found: dict[str, Any], base: str, words: str) -> str:
     head = (
         f"**{cell}, {words}, then one thing switched at a time.** {start['rounds']} rounds, "
         f"{seeds} seed{'s' if seeds > 1 else ''}, {start['device']}; ECE with 10 bins. "
-        "In brackets the change from the first row."
+        "In brackets the change from the first row, mean ± standard error of its seeds, which are the same."
     )
     lines = [
         head,
@@ -266,7 +271,8 @@ def _table(cell: str, found: dict[str, Any], base: str, words: str) -> str:
 
 
 def _row(words: str, variant: dict[str, Any], base: dict[str, Any] | None) -> str:
-    figures, from_ = measured(variant), measured(base) if base is not None else None
+    figures, own = measured(variant), _values(variant)
+    from_ = _values(base) if base is not None else None
     cells = []
     for name, digits in (("accuracy", 2), ("best", 2), ("ece", 1), ("nll", 3)):
         value, spread = figures[name]
@@ -274,6 +280,9 @@ def _row(words: str, variant: dict[str, Any], base: dict[str, Any] | None) -> st
         if spread == spread:  # one seed has none
             text += f" ± {spread:.{digits}f}"
         if from_ is not None:
-            text += f" ({value - from_[name][0]:+.{digits}f})".replace("-", "−")
+            changes = [a - b for a, b in zip(own[name], from_[name], strict=True)]
+            error = deviation(changes) / math.sqrt(len(changes))
+            text += f" ({mean(changes):+.{digits}f}{f' ± {error:.{digits}f}' if error == error else ''})"
+            text = text.replace("-", "−")
         cells.append(text)
     return f"| {words} | {' | '.join(cells)} |"

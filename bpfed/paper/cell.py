@@ -216,6 +216,8 @@ def _settings(entrant: Entrant) -> dict[str, Any]:
     """What makes a record another one: settings of the method, and those of the run that are not its device."""
     kept = ("rounds", *protocol.RUN, "eval_draws", "scaling", "calibration")
     run = {name: getattr(entrant.settings, name) for name in kept} | {"last_draws": protocol.LAST_DRAWS}
+    chosen = entrant.settings.schedule
+    run |= {"schedule": entrant.method.schedule if chosen == "auto" else chosen}
     if entrant.settings.rehearsals:
         run |= {"rehearsals": entrant.settings.rehearsals, "held": protocol.HELD}
     if entrant.settings.members > 1:

@@ -27,7 +27,7 @@ ROUNDS = {"small": 300, "large": 100}
 EVALUATIONS = 20
 DRAWS = 20
 LAST_DRAWS = 100
-#: Batch, local epochs and participants of section 5; Adam with a step size of 1e-3 is every method's own default.
+#: Batch, local epochs and participants of section 5. The step size is a method's own: Adam's 1e-3, constant, for most.
 RUN: dict[str, Any] = {"batch": 50, "epochs": 10, "participants": 10, "bins": 10}
 
 #: Rehearsals where a softness is learnt, by the size of the cell.

@@ -19,8 +19,8 @@ every n, since the theorem is on the minimiser and not on the way there.
      "by_clients": {"n": 100, "clients": [...], "methods": likewise,
                     "bound": {"r_n": [...], "epsilon_n2": [...], "slope", "slope_r_n"}}}
 
-A slope is that of log error on log n (or log N) by least squares, with one intercept for each seed; ``slope_se`` is its
-standard error from the residuals. The bound's slopes are fitted over the same range. ``leading`` is the term that falls
+A slope is that of log error on log n (or log N) by least squares, mean over seeds; ``slope_se`` is its standard error
+over seeds. The bound's slopes are fitted over the same range. ``leading`` is the term that falls
 slowest: ε_n² has the highest power of the logarithm.
 """
 
@@ -49,6 +49,7 @@ from bpfed.paper.teachers import Setting, Task, task
 from bpfed.paper.training import SaidProgress, check_same, check_writable, read
 from bpfed.report.text import duration
 from bpfed.run import Run, train_together
+from bpfed.scores import deviation, mean
 from bpfed.theory import epsilon_n, r_n, squared_hellinger
 from bpfed.training import prepare
 
@@ -115,20 +116,19 @@ def point(
 
 
 def slope(sizes: Sequence[int], errors: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Slope of log error on log size and its standard error (NaN where nothing is left to judge it by).
+    """Slope of log error on log size, mean over seeds, and its standard error over them (NaN of one).
+
+    All points of a seed share its functions, so the residuals around a line are not independent; seeds are.
 
     Args:
         sizes: ``[M]``.
-        errors: ``[M][seeds]``; every seed has an intercept of its own.
+        errors: ``[M][seeds]``.
     """
     x = torch.tensor(sizes, dtype=torch.float64).log()
     y = torch.tensor(errors, dtype=torch.float64).log()
-    x, y = x - x.mean(), y - y.mean(0)
-    spread = x.square().sum() * y.shape[1]
-    found = (x[:, None] * y).sum() / spread
-    left = y.numel() - y.shape[1] - 1
-    squares = (y - found * x[:, None]).square().sum()
-    return float(found), float((squares / left / spread).sqrt()) if left > 0 else math.nan
+    x = x - x.mean()
+    slopes = ((x[:, None] * y).sum(0) / x.square().sum()).tolist()
+    return mean(slopes), deviation(slopes) / math.sqrt(len(slopes))
 
 
 def summary(setting: Setting, points: Sequence[dict[str, Any]]) -> dict[str, Any]:

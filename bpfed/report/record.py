@@ -18,6 +18,8 @@ from bpfed.report.measures import MEASURES, Measure, measures
 
 #: What a client with fewer test examples than `JUDGED` shows by chance alone.
 CALIBRATION, JUDGED = frozenset({"ece", "mce"}), 10
+#: How far the logarithm of a softness is from 0 before it is worth a word.
+NOTICED = 0.1
 #: So many clients are named in a sentence.
 NAMED = 3
 
@@ -136,6 +138,16 @@ class RunRecord:
         return f"Predictions are given with a softness of {softly(self.summary['softness'])}{learnt}."
 
     @property
+    def unrehearsed(self) -> str:
+        """A sentence on how sure the models would learn to be; empty where they have learnt it, or are as sure now."""
+        fitted, asked = self.evaluation.get("fitted_softness"), self.config.get("run", {})
+        settled = asked.get("rehearsals") or asked.get("scaling") == "client" or asked.get("noise")
+        if self.softened or fitted is None or settled or abs(math.log(fitted)) < NOTICED:
+            return ""
+        surer = "surer" if fitted < 1.0 else "less sure"
+        return f"Trained with --rehearsals 3 the models would learn from training examples to be {surer}."
+
+    @property
     def no_use(self) -> str:
         """A sentence on the clients that would do as well without a model; empty where there are none."""
         ours, without, words = (
@@ -215,7 +227,9 @@ def no_run(folder: Path) -> UserError:
         )
     if not folder.exists():
         return UserError(f"The run folder '{folder}' does not exist; check the path.")
-    return UserError(f"'{folder}' is not a run folder: it has no {CONFIG}.")
+    if inside := sorted(path.parent for path in folder.glob(f"*/*/{CONFIG}"))[:1]:
+        return UserError(f"'{folder}' is a folder of several runs; give one of them, such as '{inside[0]}'.")
+    return UserError(f"'{folder}' is not a run folder: it has no {CONFIG}; give one that bpfed run made.")
 
 
 def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:

@@ -14,8 +14,6 @@ from bpfed.report.measures import DETAILS, MEASURES, Measure
 from bpfed.report.plots import Curve, wilson
 from bpfed.report.record import RunRecord, value
 
-#: How far the logarithm of a softness is from 0 before it is worth a word.
-NOTICED = 0.1
 _KL = Measure("train_kl", "KL to the prior", text.decimal, "How far training moved the weights from their prior.")
 
 
@@ -206,14 +204,8 @@ def _verdict(found: dict[str, Any], intervals: bool) -> str:
 
 def _softness(run: RunRecord) -> str:
     """What was done about that, or could be."""
-    if run.softened:
-        return f" {run.softened}"
-    fitted, asked = run.evaluation.get("fitted_softness"), run.config.get("run", {})
-    settled = asked.get("rehearsals") or asked.get("scaling") == "client" or asked.get("noise")
-    if fitted is None or settled or abs(math.log(fitted)) < NOTICED:
-        return ""
-    surer = "surer" if fitted < 1.0 else "less sure"
-    return f" Trained with --rehearsals 3 they would learn from training examples to be {surer}."
+    said = run.softened or run.unrehearsed
+    return f" {said}" if said else ""
 
 
 def _in_use(run: RunRecord) -> str:

@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
     ),
     "a target of text": (
         text("x,y\n" + "".join(f"{k},w{k}\n" for k in range(300))),
-        "The target 'y' of .*b.csv' has .* different words, more than the limit of 100; predict another column",
+        "The target 'y' of .*b.csv' has .* different words, such as '.*', more than the limit of 100; predict another column",
     ),
     "split of unknown words": (text(GOOD.replace("sex", "split"), "a.csv"), "must be 'train' or 'test', not 'f'"),
     "split at one site only": (

@@ -124,6 +124,9 @@ def test_a_file_is_not_replaced_unless_that_was_said_and_the_input_never(command
     assert command(*call, "training.csv").sentence == (
         "'training.csv' already exists; add --overwrite to replace it, or choose another --out."
     )
+    assert command(*call, "run/model.safetensors", "--overwrite").sentence == (
+        "'run/model.safetensors' belongs to the run, so predictions must not replace it; choose another --out."
+    )
     for same in ("new.csv", "./new.csv", "link.csv"):
         assert command(*call, same, "--overwrite").sentence == (
             f"'{Path(same)}' is the input itself, which predictions must not replace; choose another --out."
