@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bpfed.run import Run
     from bpfed.training import fit, fit_seeds
 
-__version__ = "0.6.1"
+__version__ = "0.6.2"
 
 __all__ = [
     "Client",
