@@ -115,7 +115,7 @@ def _shown(before: NewClient, after: NewClient, x: Tensor, y: Tensor) -> show.Ta
         unit = 1.0 if preparation is None else preparation.target_scale
         numbers = [f for f in found if not isinstance(f, Classified)]
         error = [unit * float((f.mean - y).square().mean().sqrt()) for f in numbers]
-        shown.add_row("RMSE", str(len(y)), *(f"{e:.4g}" for e in error))
+        shown.add_row("RMSE", str(len(y)), *(text.typed(text.figure(e)) for e in error))
         spread = [unit * float(f.scale.mean()) for f in numbers]
-        shown.add_row("predicted sd", str(len(y)), *(f"{sd:.4g}" for sd in spread))
+        shown.add_row("predicted sd", str(len(y)), *(text.typed(text.figure(sd)) for sd in spread))
     return shown

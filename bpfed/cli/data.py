@@ -216,7 +216,7 @@ def _spread(data: FederatedData, client: int) -> list[str]:
     targets = data.train.client(client)[1]
     if data.preparation is not None:
         targets = data.preparation.in_units(targets)
-    return [f"{targets.mean():.4g}", f"{targets.std(correction=0):.3g}"]
+    return [text.typed(text.figure(float(x))) for x in (targets.mean(), targets.std(correction=0))]
 
 
 def _columns(listed: Sequence[ColumnRow]) -> show.Table:

@@ -20,8 +20,9 @@ from bpfed.errors import first_of
 COPIED, FEWEST = 0.5, 5
 #: Share of a client's rows that must differ from one another: where few values are possible, rows are alike by chance.
 DISTINCT = 0.9
-#: Training rows and words up to which and from which on a column can be said to give the answer away.
-JUDGED, MOST = 20, 30
+#: Training rows from which on a column can be said to give the answer away, and how many there are for each of its
+#: words: where each is in a few rows only, as names are, it tells everything.
+JUDGED, OFTEN = 20, 10
 #: More classes than there can be.
 MANY = 1 << 16
 
@@ -107,7 +108,7 @@ def _answers(training: Mapping[str, Table], preparation: Preparation) -> str:
     if preparation.task != "classification" or rows < JUDGED:
         return ""
     classes = [preparation.targets(table).numpy() for table in training.values()]
-    told = [f.name for f in preparation.features if _tells(f.name, list(training.values()), classes)]
+    told = [f.name for f in preparation.features if _tells(f.name, list(training.values()), classes, rows // OFTEN)]
     if not told:
         return ""
     return (
@@ -116,8 +117,11 @@ def _answers(training: Mapping[str, Table], preparation: Preparation) -> str:
     )
 
 
-def _tells(name: str, tables: Sequence[Table], classes: Sequence[np.ndarray]) -> bool:
-    """Whether each word of a column, and none, has one class, and not all the same; numbers count as one word."""
+def _tells(name: str, tables: Sequence[Table], classes: Sequence[np.ndarray], most: int) -> bool:
+    """Whether each word of a column, and none, has one class, and not all the same; numbers count as one word.
+
+    Of columns with more than ``most`` words it is not.
+    """
     class_of: dict[str | None, int] = {}
     for table, own in zip(tables, classes, strict=True):
         column = table.columns.get(name)
@@ -125,11 +129,11 @@ def _tells(name: str, tables: Sequence[Table], classes: Sequence[np.ndarray]) ->
         levels: tuple[str, ...] = ("",)
         if isinstance(column, Words):
             codes, levels = column.codes, column.levels
-        if len(levels) > MOST:
+        if len(levels) > most:
             return False
         codes = np.where(table.missing(name), len(levels), codes)
         for code, class_ in zip(*divmod(np.unique(codes * MANY + own), MANY), strict=True):
             word = None if code == len(levels) else levels[code]
             if class_of.setdefault(word, class_) != class_:
                 return False
-    return len(set(class_of.values())) > 1
+    return len(class_of) <= most and len(set(class_of.values())) > 1

@@ -93,3 +93,15 @@ def test_a_row_is_the_same_whatever_the_codes_of_its_words() -> None:
     first, second = _hashes(one), _hashes(other)
     assert first[1] == second[0]
     assert len({*first.tolist(), *second.tolist()}) == 3
+
+
+def test_a_column_of_names_tells_nothing(folder: Path) -> None:
+    for k, client in enumerate(("a", "b", "c")):
+        write(
+            folder,
+            client,
+            k,
+            who=[f"{client} {i // 2}" for i in range(ROWS)],
+            y=["no", "no", "yes", "yes"] * (ROWS // 4),
+        )
+    assert said(folder, "alone tells") == []
