@@ -12,7 +12,7 @@ import numpy as np
 from bpfed.errors import UserError, hint, quoted
 
 #: Cells that mean "not known", whatever their case.
-MISSING = frozenset({"", "?", "na", "n/a", "#n/a", "nan", "null", "<na>"})
+MISSING = frozenset({"", "?", "-", "--", "na", "n/a", "n.a.", "#n/a", "nan", "null", "<na>"})
 TRUTH = frozenset({"true", "false"})
 #: Endings of the files that are read, and what reads them.
 ENDINGS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".npz": "npz"}

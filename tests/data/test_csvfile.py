@@ -204,6 +204,6 @@ def test_a_line_before_the_names_is_said(tmp_path: Path) -> None:
 
 
 def test_all_cells_that_are_no_numbers_are_counted(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("a,y\n" + "\n".join(f"{'-' if i % 3 == 1 else i},0" for i in range(30)) + "\n")
-    with pytest.raises(UserError, match=r"'a' of .* is numeric except for '-' in row 2 and 9 more; correct it"):
+    (tmp_path / "a.csv").write_text("a,y\n" + "\n".join(f"{'.' if i % 3 == 1 else i},0" for i in range(30)) + "\n")
+    with pytest.raises(UserError, match=r"'a' of .* is numeric except for '\.' in row 2 and 9 more; correct it"):
         read_table(tmp_path / "a.csv")
