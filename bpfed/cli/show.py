@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 
 from rich import box
@@ -55,6 +56,14 @@ def _whole(shown: Table, width: int) -> bool:
     return all(word in there for cell in cells for word in cell.split())
 
 
+def _in_units(run: RunRecord, target: str, scale: float) -> list[str]:
+    """The row of a table's RMSE in the target's own unit."""
+    values = [text.typed(text.figure(scale * x)) for x in (run.last("rmse"), run.worst("rmse"))]
+    best = run.best("rmse")
+    top = text.MISSING if best is None else f"{text.typed(text.figure(scale * best[1]))} (round {best[0]})"
+    return [f"RMSE of '{target}'" if target else "RMSE", *values, top]
+
+
 def result(run: RunRecord, report: Path | None = None) -> None:
     """What came out of a run, and where its report is; None: there is none."""
     shown = table("", "last round", "worst client", "best round", title=run.title, right=3)
@@ -65,6 +74,8 @@ def result(run: RunRecord, report: Path | None = None) -> None:
             name = f"ECE ({run.evaluation.get('bins')} bins, floor {floor})"
         elif measure.name == "answered_accuracy" and run.sure:
             name = text.typed(f"{name} (of {text.count(run.sure)})")
+        if measure.name == "rmse" and run.standardised and math.isfinite(run.target[1]):
+            shown.add_row(*_in_units(run, *run.target))
         shown.add_row(
             name,
             measure.typed(run.last(measure.name)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -162,7 +163,12 @@ def test_numbers_are_in_their_own_units_with_intervals(command: Command, numbers
     assert out.out == "7 predictions of 'bern': p.csv\n"
     shown = " ".join(command.ok("report", "run").out.split())  # it may be wrapped
     assert "RMSE in SD of 'outcome'" in shown
-    assert json.loads(Path("run/evaluation.json").read_text())["target"]["name"] == "outcome"
+    target = json.loads(Path("run/evaluation.json").read_text())["target"]
+    assert target["name"] == "outcome"
+    last = json.loads(Path("run/summary.json").read_text())["rmse"]["last"]
+    in_units = re.search(r"RMSE of 'outcome' ([\d.]+)", shown)
+    assert in_units is not None
+    assert float(in_units[1]) == pytest.approx(target["scale"] * last, rel=0.01)
     assert "RMSE of own training mean" in shown
     assert "infinite" not in out.err
     found = read(Path("p.csv").read_text())
