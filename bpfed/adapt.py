@@ -156,16 +156,19 @@ def load_newcomer(federation: Federation, path: Path) -> NewClient:
 def _alone(federation: Federation, method: Method, data: FederatedData) -> Federation:
     """A finished federation of one client, with the shared state of another."""
     settings = federation.settings
+    # A newcomer to a regression learns its own noise to the end; the run's softness makes up for clients that do not.
+    softness = federation.softness if data.task == "classification" else 1.0
     settings = replace(
-        settings, store="memory", eval_draws=max(DRAWS, settings.eval_draws), calibration=0.0, scaling="none"
+        settings,
+        store="memory",
+        eval_draws=max(DRAWS, settings.eval_draws),
+        calibration=0.0,
+        scaling="none",
+        rehearsals=0,
+        softness=softness,
     )
-    if data.task != "classification":
-        settings = replace(settings, softness=1.0)
     alone = Federation.of(method, data, settings, federation.model)
     alone.shared, alone.round = federation.shared, settings.rounds
-    # Numbers: a newcomer learns its own noise to the end, for which the run's softness makes up at clients that do not.
-    if data.task == "classification":
-        alone.learnt_softness = federation.learnt_softness
     return alone
 
 

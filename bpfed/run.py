@@ -86,23 +86,23 @@ class Run:
     def _after(self, info: RoundInfo, elapsed: float, callbacks: Sequence[Callback]) -> None:
         start = time.perf_counter()
         if info.participants and not all(math.isfinite(v) for v in info.values.values()):
-            raise Diverged(
-                f"Training diverged in round {self.federation.round} (its loss is not finite); lower the step size, "
-                "method.lr, or look for extreme values in the data."
-            )
+            raise self._diverged("its loss is not finite")
         record = None
         if self.settings.evaluated(self.federation.round):
             record = self._evaluate(info.participants, info.values)
             if record["nll"]["pooled"] is None:  # the loss is that of each step's start: the last step is not in it
-                raise Diverged(
-                    f"Training diverged in round {self.federation.round} (it predicts what is not a number); lower the "
-                    "step size, method.lr, or look for extreme values in the data."
-                )
+                raise self._diverged("it predicts what is not a number")
         self.seconds += elapsed + time.perf_counter() - start
         if record is not None:
             record["seconds"] = round(self.seconds, 3)
         for callback in callbacks:
             callback.round(self, info, record)
+
+    def _diverged(self, why: str) -> Diverged:
+        return Diverged(
+            f"Training diverged in round {self.federation.round} ({why}); lower the step size, method.lr, or look for "
+            "extreme values in the data."
+        )
 
     def _evaluate(self, participants: int, values: dict[str, float]) -> dict[str, Any]:
         self.evaluation = evaluate_clients(self.federation)

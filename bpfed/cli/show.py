@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from rich import box
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from bpfed.console import Console
 from bpfed.report import RunRecord, text
-from bpfed.report.measures import DETAILS, MEASURES
+from bpfed.report.measures import DETAILS, MEASURES, Measure
 from bpfed.report.record import value
 
 #: An untrained model that says so is calibrated, so the best round of these says nothing.
@@ -56,32 +57,32 @@ def _whole(shown: Table, width: int) -> bool:
     return all(word in there for cell in cells for word in cell.split())
 
 
-def _in_units(run: RunRecord, target: str, scale: float) -> list[str]:
-    """The row of a table's RMSE in the target's own unit."""
-    values = [text.typed(text.figure(scale * x)) for x in (run.last("rmse"), run.worst("rmse"))]
-    best = run.best("rmse")
-    top = text.MISSING if best is None else f"{text.typed(text.figure(scale * best[1]))} (round {best[0]})"
-    return [f"RMSE of '{target}'" if target else "RMSE", *values, top]
+def _figures(run: RunRecord, measure: Measure) -> list[str]:
+    """A measure in the last round, at the worst client, and in the best round."""
+    best = run.best(measure.name) if measure.name not in WITHOUT_BEST else None
+    top = text.MISSING if best is None else f"{measure.typed(best[1])} (round {best[0]})"
+    return [measure.typed(run.last(measure.name)), measure.typed(run.worst(measure.name)), top]
+
+
+def _in_units(measure: Measure, unit: float) -> Measure:
+    """The same of a standardised target, in its own unit."""
+    return replace(measure, show=lambda x: text.figure(unit * x))
 
 
 def result(run: RunRecord, report: Path | None = None) -> None:
     """What came out of a run, and where its report is; None: there is none."""
     shown = table("", "last round", "worst client", "best round", title=run.title, right=3)
     for measure in run.measures:
-        name, best = measure.full, run.best(measure.name) if measure.name not in WITHOUT_BEST else None
+        name = measure.full
         if measure.name == "ece":
             floor = MEASURES["ece"].typed(value(run.evaluation, "ece_floor"))
             name = f"ECE ({run.evaluation.get('bins')} bins, floor {floor})"
         elif measure.name == "answered_accuracy" and run.sure:
             name = text.typed(f"{name} (of {text.count(run.sure)})")
-        if measure.name == "rmse" and run.standardised and math.isfinite(run.target[1]):
-            shown.add_row(*_in_units(run, *run.target))
-        shown.add_row(
-            name,
-            measure.typed(run.last(measure.name)),
-            measure.typed(run.worst(measure.name)),
-            text.MISSING if best is None else f"{measure.typed(best[1])} (round {best[0]})",
-        )
+        target, scale = run.target
+        if measure.name == "rmse" and run.standardised and math.isfinite(scale):
+            shown.add_row(f"RMSE of '{target}'" if target else "RMSE", *_figures(run, _in_units(measure, scale)))
+        shown.add_row(name, *_figures(run, measure))
     put(shown)
     console = Console()
     for note in filter(None, (run.untested, run.seldom, run.uncovered, run.no_use, run.softened, run.unrehearsed)):
