@@ -75,6 +75,16 @@ def test_a_record_of_other_settings_is_refused(digits, tmp_path):
         tiny().missing(tmp_path)
 
 
+def test_a_whole_record_stands_however_its_softness_was_learnt(digits, tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "REHEARSALS", {"small": 1, "large": 1})
+    softened = tiny("bpfed-recipe+softness")
+    cells.run(softened, tmp_path, "cpu", lambda sentence: None)
+    monkeypatch.setattr(protocol, "REHEARSALS", {"small": 2, "large": 1})
+    assert softened.missing(tmp_path) == []
+    with pytest.raises(OtherResult, match="rehearsals 1, now 2"):  # seeds of both kinds are not put into one record
+        replace(softened, seeds=(0, 1)).missing(tmp_path)
+
+
 def test_results_that_cannot_be_written_are_known_before_the_training(digits, tmp_path, monkeypatch):
     monkeypatch.setattr(cells, "train", lambda *a: pytest.fail("Nothing should be trained."))
     (tmp_path / "file").write_text("")

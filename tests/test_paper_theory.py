@@ -97,8 +97,8 @@ def test_every_point_has_the_experiments_step_size(name):
     for _, n, clients in setting.grid():
         batch = min(setting.batch, n)
         epochs = max(1, round(setting.steps / math.ceil(n / batch)))
-        course = Course(clients, clients, setting.rounds, epochs)
-        found = setting.method(name).hyper_in(course, torch.full((clients,), float(math.ceil(n / batch))))["lr"]
+        course = Course(clients, clients, setting.rounds, epochs, batch)
+        found = setting.method(name).hyper_in(course, torch.full((clients,), n))["lr"]
         assert found.tolist() == pytest.approx([setting.lr] * len(found))
 
 

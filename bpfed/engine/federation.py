@@ -171,8 +171,7 @@ class Federation:
 
     def hyper(self, round_: int, clients: Tensor) -> dict[str, Tensor]:
         """The method's numbers in this round (from 1) for these clients, ``[S]`` each; lr as scheduled."""
-        batches = self.data.train.sizes[clients].add(self.settings.batch - 1) // self.settings.batch
-        numbers = self.method.hyper_in(self.course, batches)
+        numbers = self.method.hyper_in(self.course, self.data.train.sizes[clients])
         numbers["lr"] = self._schedule(round_) * numbers["lr"]
         return {n: values.to(self.device) for n, values in numbers.items()}
 
@@ -185,7 +184,9 @@ class Federation:
     def course(self) -> Course:
         """The run, as the method's numbers know it."""
         settings, all_here = self.settings, len(self)
-        return self.run_of_all or Course(all_here, settings.per_round(all_here), settings.rounds, settings.epochs)
+        if self.run_of_all is not None:
+            return self.run_of_all
+        return Course(all_here, settings.per_round(all_here), settings.rounds, settings.epochs, settings.batch)
 
     def _schedule(self, round_: int) -> float:
         """What the step size is multiplied by in this round."""

@@ -167,7 +167,8 @@ class Site:
             settings = as_rehearsal(settings, rehearsal)
             cut = parted(federation.data, HELD, settings.seed)
             federation = Federation.of(self.config.method, cut, settings, federation.model)
-        federation.run_of_all = Course(sites, self.config.run.per_round(sites), settings.rounds, settings.epochs)
+        together = self.config.run.per_round(sites)
+        federation.run_of_all = Course(sites, together, settings.rounds, settings.epochs, settings.batch)
         train = federation.data.train  # without what is held back or held out
         # Not compiled unless asked for: no run is long enough at one site. The width is at least the simulator's, for
         # clients of any size, and what is beyond a client's examples counts for nothing; a site that joined late may

@@ -79,17 +79,23 @@ class Course(NamedTuple):
         participants: In a round.
         rounds: Of the run.
         epochs: Passes over the data in a local round.
+        batch: Examples in a step.
     """
 
     clients: int
     participants: int
     rounds: int
     epochs: int
+    batch: int
 
     @property
     def passes(self) -> float:
         """Over a client's data in the whole run, on average."""
         return self.rounds * self.epochs * self.participants / self.clients
+
+    def batches(self, sizes: Tensor) -> Tensor:
+        """Steps in one pass over so many examples, ``[S]``; at least 1."""
+        return ((sizes + self.batch - 1) // self.batch).clamp(min=1)
 
 
 class Weights(NamedTuple):
@@ -247,16 +253,16 @@ class Method(ABC):
         """The numbers of `hyper` for ``count`` clients alike, ``[S]`` each."""
         return {name: torch.full((count,), value, device=device) for name, value in self.hyper().items()}
 
-    def hyper_in(self, course: Course, batches: Tensor) -> dict[str, Tensor]:
+    def hyper_in(self, course: Course, sizes: Tensor) -> dict[str, Tensor]:
         """The numbers in the first round of a run, ``[S]`` each; a method may adjust them to it.
 
         `tuning` and newcomers use those of `hyper`.
 
         Args:
             course: The run.
-            batches: Steps of each client in one pass over its data, ``[S]``.
+            sizes: Training examples of each client, ``[S]``.
         """
-        return self.rows_of_numbers(len(batches))
+        return self.rows_of_numbers(len(sizes))
 
     @abstractmethod
     def init(self, model: Model) -> Initial:

@@ -68,7 +68,8 @@ class Population(Recipe):
     needs: ClassVar[tuple[str, ...]] = ("personal",)
 
     temperature: float = 0.1
-    anchor: float = 3.0
+    rise: float = 2.0
+    anchor: float = 2.0
     head_sigma: float = 0.3
     head_gain: float = 0.0
     bias_sigma: float = 0.3

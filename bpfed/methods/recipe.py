@@ -64,6 +64,9 @@ CHOSEN_WITH, CHOSEN_AT = 20, 0.5
 #: Most steps of a client in a round for which ``reach`` holds as it is; with more of them it grows as their root.
 NEAR = 500
 
+#: Examples of a client from which on T is as it is, where it is higher for clients with fewer.
+MANY = 2000
+
 #: σ of a head's prior in a regression, times the root of the number of its weights.
 REGRESSION_SIGMA = 0.6
 
@@ -112,6 +115,9 @@ class Recipe(Method):
     Attributes:
         sigma: σ of every weight at the start.
         temperature: T, weight of all prior terms; 1 is the ELBO.
+        rise: How many times as high T may be for a client with few examples. With n of them, fewer than 2 000, it is
+            higher by the root of 2 000/n, and the prior of the means and the precision that is carried on to the next
+            round stay as strong. 1: T is the same for all. Newcomers have T as it is.
         discount: a, how much of the posterior's precision the next round's shared prior keeps, with up to 20 clients.
         prior_sigma: Scale of the rest of that prior, s0, times the square root of a unit's number of inputs.
         head_sigma: s_h, the fixed scale of the personal factors' prior. This and ``head_gain`` are for classification;
@@ -161,6 +167,7 @@ class Recipe(Method):
     lr: float = 0.002
     sigma: float = 0.05
     temperature: float = 0.05
+    rise: float = 1.0
     discount: float = 0.9
     prior_sigma: float = 2.8
     head_sigma: float = 0.05
@@ -182,6 +189,7 @@ class Recipe(Method):
             draws="at least 1",
             sigma="above 0",
             temperature="0 or more",
+            rise="at least 1",
             discount="from 0 to 1",
             prior_sigma="above 0",
             head_sigma="above 0",
@@ -237,15 +245,17 @@ class Recipe(Method):
         """With ``way``, the most that a head may move in the whole run: a client by itself starts where its head is."""
         return super().hyper() | {"way": 0.0}
 
-    def hyper_in(self, course: Course, batches: Tensor) -> dict[str, Tensor]:
-        numbers, batches = super().hyper_in(course, batches), batches.clamp(min=1)
-        crowd = max(1.0, course.clients / CHOSEN_WITH)
+    def hyper_in(self, course: Course, sizes: Tensor) -> dict[str, Tensor]:
+        numbers, batches = super().hyper_in(course, sizes), course.batches(sizes)
+        warmer = (MANY / sizes.clamp(min=1)).sqrt().clamp(min=1.0, max=self.rise)
+        crowd = max(1.0, course.clients / CHOSEN_WITH) * warmer
         seldom = max(1.0, CHOSEN_AT * course.clients / course.participants)
         whole = seldom * self.path / (course.rounds * course.epochs)
         steps = course.epochs * batches
         reach = min(self.reach, seldom * self.span / course.rounds) * (steps / NEAR).clamp(min=1.0).sqrt()
         numbers["lr"] = (reach / steps).clamp(max=min(self.lr, whole))
         numbers["way"] = numbers["lr"] * course.passes * batches
+        numbers["temperature"] = numbers["temperature"] * warmer
         numbers["discount"] = 1.0 - (1.0 - numbers["discount"]) / crowd
         numbers["anchor"] = numbers["anchor"] / crowd
         return numbers

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 CURVES = ("accuracy", "nll", "ece")
 #: The metrics that are kept of the last round.
 METRICS = ("accuracy", "nll", "brier", "ece", "mce", "aurc")
+#: The settings of how a softness is learnt. A record that has all its seeds stands if these have changed since.
+LEARNING = ("rehearsals", "held")
 
 
 @dataclass(frozen=True)
@@ -113,14 +115,17 @@ class Cell:
         record = self.record(results)
         if record is None:
             return list(self.wanted)
-        settings = _settings(self.entrant())
-        if differs := differing(record["settings"], settings):
+        done = {found["seed"] for found in record["runs"]}
+        left = [seed for seed in self.wanted if seed not in done]
+        was = record["settings"]
+        if not left:  # then no seed is put beside others whose softness was learnt in another way
+            was = was | {"run": {name: value for name, value in was["run"].items() if name not in LEARNING}}
+        if differs := differing(was, _settings(self.entrant())):
             raise OtherResult(
                 f"'{self.path(results)}' was made with other settings ({differs}) and is kept; delete it to run "
                 "the cell again."
             )
-        done = {found["seed"] for found in record["runs"]}
-        return [seed for seed in self.wanted if seed not in done]
+        return left
 
 
 def run(
@@ -155,7 +160,7 @@ def train(entrant: Entrant, cell: Cell, seeds: Sequence[int], callbacks: Sequenc
         settings = replace(entrant.settings, seed=seed)
         data = load(cell.cell, partition=cell.partition, seed=seed)
         ready.append(prepare(entrant.method, tests_on(data, pick_device(settings.device)), settings))
-    rehearse(ready, held=protocol.HELD, eval_draws=protocol.LAST_DRAWS, memory=protocol.MEMORY)
+    rehearse(ready, held=protocol.REHEARSED, eval_draws=protocol.LAST_DRAWS, memory=protocol.MEMORY)
     told = [list(callbacks) if i == 0 else [] for i in range(len(ready))]
     return [_last_test(run) for run in train_together(ready, told)]
 
@@ -219,7 +224,7 @@ def _settings(entrant: Entrant) -> dict[str, Any]:
     chosen = entrant.settings.schedule
     run |= {"schedule": entrant.method.schedule if chosen == "auto" else chosen}
     if entrant.settings.rehearsals:
-        run |= {"rehearsals": entrant.settings.rehearsals, "held": protocol.HELD}
+        run |= {"rehearsals": entrant.settings.rehearsals, "held": protocol.REHEARSED}
     if entrant.settings.members > 1:
         run |= {"members": entrant.settings.members}
     return json.loads(to_json({"method": entrant.method.settings(), "run": run}))

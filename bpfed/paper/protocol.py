@@ -30,12 +30,13 @@ LAST_DRAWS = 100
 #: Batch, local epochs and participants of section 5. The step size is a method's own: Adam's 1e-3, constant, for most.
 RUN: dict[str, Any] = {"batch": 50, "epochs": 10, "participants": 10, "bins": 10}
 
-#: Rehearsals where a softness is learnt, by the size of the cell.
-REHEARSALS = {"small": 3, "large": 1}
-#: Part of the training examples that is held out where settings are searched or a softness is learnt. With a fifth, as
-#: at first, what is left is so much less that the model of all the examples comes out surer than the one that was
-#: chosen.
+#: Part of the training examples that is held out where settings are searched. With a fifth, as at first, what is left is
+#: so much less that the model of all the examples comes out surer than the one that was chosen.
 HELD = 0.1
+#: Rehearsals where a softness is learnt, by the size of the cell, and the part of the training examples that each of
+#: them holds out. The smaller that part, the nearer is a rehearsal's model to the run's.
+REHEARSALS = {"small": 6, "large": 3}
+REHEARSED = 0.05
 #: MiB for what is trained side by side there.
 MEMORY = 16384
 

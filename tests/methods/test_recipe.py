@@ -163,6 +163,18 @@ def test_in_a_crowd_each_carries_its_part_of_the_prior_and_all_data_count():
     assert 1 / (1 - many["discount"]) == pytest.approx(5 / (1 - few["discount"]), rel=1e-4)
 
 
+@pytest.mark.parametrize(("examples", "warmer"), [(1, 2.0), (500, 2.0), (1000, 2.0**0.5), (2000, 1.0), (5000, 1.0)])
+def test_a_client_with_few_examples_is_warmer_and_all_else_is_as_strong(examples, warmer):
+    method = Population(temperature=0.1, rise=2.0)
+    data = scenarios.classification(sizes=(examples, 3))
+    found = Federation.start(method, data, Settings(rounds=3, device="cpu")).hyper(1, torch.arange(1))
+    assert found["temperature"].item() == pytest.approx(0.1 * warmer)
+    assert (found["temperature"] * found["anchor"]).item() == pytest.approx(0.1 * method.anchor)
+    assert (found["temperature"] * (1.0 - found["discount"])).item() == pytest.approx(
+        0.1 * (1.0 - method.discount), rel=1e-5
+    )
+
+
 @pytest.mark.parametrize(("clients", "participants", "longer"), [(100, 100, 1), (100, 50, 1), (100, 10, 5), (30, 3, 5)])
 def test_clients_that_take_part_seldom_may_take_larger_steps(clients, participants, longer):
     found = numbers_of(clients, participants=participants, rounds=3000)
