@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from bpfed.data.table import Table
     from bpfed.methods import Method
 
+#: Settings that are lists in a file and texts with commas on the command line.
+LISTS = frozenset({("data", "ignore"), ("data", "missing")})
 #: The method where none is named, and the key that names one.
 METHOD, METHOD_KEY = "bpfed-recipe", "method.name"
 
@@ -105,6 +107,7 @@ class Config:
             task=self.data.task,
             standardise=self.data.standardise,
             ignore=self.data.ignore,
+            missing=self.data.missing,
             read=read,
         )
         if noted and self.data.clients not in (None, len(data)):
@@ -224,7 +227,7 @@ def _merged(
         for key in keys:
             if key not in schema[table]:
                 raise _unknown_key(document.where(table, key), table, key, schema)
-        keys |= {key: _joined(value) for key, value in keys.items() if (table, key) == ("data", "ignore")}
+        keys |= {key: _joined(value) for key, value in keys.items() if (table, key) in LISTS}
         keys |= _valid(table, keys, schema[table], document)
     for table, key, override in said:
         if override.key == METHOD_KEY:
@@ -325,7 +328,7 @@ def _from_text(override: Override, table: str, field: Field) -> Any:
         return None
     if text.startswith("["):
         text = _parsed(text)
-        text = _joined(text) if (table, field.name) == ("data", "ignore") else text
+        text = _joined(text) if (table, field.name) in LISTS else text
     adapter: TypeAdapter[Any] = TypeAdapter(field.kind, config=ConfigDict(allow_inf_nan=False))
     try:
         return adapter.validate_python(text)

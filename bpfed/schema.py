@@ -36,6 +36,8 @@ class DataSettings:
         standardise: For tables: scale numbers by statistics of all clients (``federated``), by each client's own
             (``local``), or not at all (``none``).
         ignore: For tables: columns that are not inputs, separated by commas.
+        missing: For tables: words that stand for no value, beside blanks, ``?``, ``NA`` and the like, separated by
+            commas; ``age=999`` is one in that column alone.
     """
 
     name: str = "digits"
@@ -48,6 +50,7 @@ class DataSettings:
     task: Literal["classification", "regression"] | None = None
     standardise: Literal["federated", "local", "none"] = "federated"
     ignore: str | None = None
+    missing: str | None = None
 
 
 #: The tables whose fields are always the same; those of ``[method]`` are the chosen method's.

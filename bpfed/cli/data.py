@@ -97,8 +97,16 @@ def inspect(
             check_ending(plot)
         chosen = configured(None, overrides(None, [], {**flags, "data": name, "seed": str(seed)}))
         loading(progress, name, data_dir)
-        column, ignore = chosen.data.client_column, chosen.data.ignore
-        read = tables(name, client_column=column, data_dir=data_dir, ignore=ignore) if is_table(name) else {}
+        asked = chosen.data
+        read = {}
+        if is_table(name):
+            read = tables(
+                name,
+                client_column=asked.client_column,
+                data_dir=data_dir,
+                ignore=asked.ignore,
+                missing=asked.missing,
+            )
         data = chosen.load_data(data_dir, read or None)
         gaps = missing(read)
         if plot is not None:

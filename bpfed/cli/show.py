@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
-from dataclasses import replace
 from pathlib import Path
 
 from rich import box
@@ -64,11 +62,6 @@ def _figures(run: RunRecord, measure: Measure) -> list[str]:
     return [measure.typed(run.last(measure.name)), measure.typed(run.worst(measure.name)), top]
 
 
-def _in_units(measure: Measure, unit: float) -> Measure:
-    """The same of a standardised target, in its own unit."""
-    return replace(measure, show=lambda x: text.figure(unit * x))
-
-
 def result(run: RunRecord, report: Path | None = None) -> None:
     """What came out of a run, and where its report is; None: there is none."""
     shown = table("", "last round", "worst client", "best round", title=run.title, right=3)
@@ -79,9 +72,8 @@ def result(run: RunRecord, report: Path | None = None) -> None:
             name = f"ECE ({run.evaluation.get('bins')} bins, floor {floor})"
         elif measure.name == "answered_accuracy" and run.sure:
             name = text.typed(f"{name} (of {text.count(run.sure)})")
-        target, scale = run.target
-        if measure.name == "rmse" and run.standardised and math.isfinite(scale):
-            shown.add_row(f"RMSE of '{target}'" if target else "RMSE", *_figures(run, _in_units(measure, scale)))
+        if own := run.in_units(measure):
+            shown.add_row(own.full, *_figures(run, own))
         shown.add_row(name, *_figures(run, measure))
     put(shown)
     console = Console()

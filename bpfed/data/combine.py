@@ -23,6 +23,7 @@ def combine(
     standardise: Standardise = "federated",
     client_column: str | None = None,
     ignore: Iterable[str] = (),
+    missing: Iterable[str] = (),
 ) -> Preparation:
     """Make the preparation of a federation from what its clients tell.
 
@@ -78,6 +79,7 @@ def combine(
         standardise=standardise,
         client_column=client_column,
         ignore=tuple(ignore),
+        missing=tuple(missing),
         shape=shape,
     )
     if not made.features:

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from bpfed.data.blanks import Blanks
 from bpfed.data.separators import Separators, misread
 from bpfed.data.table import MISSING, UNKNOWN, Column, Table, Words, check_columns
 from bpfed.errors import OTHERS, UserError, first_of
@@ -28,15 +29,16 @@ _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 
 
-def read_csv(path: Path, words: frozenset[str] = frozenset()) -> Table:
+def read_csv(path: Path, words: frozenset[str] = frozenset(), blanks: Blanks | None = None) -> Table:
     """Read a CSV file: UTF-8, the first line names the columns.
 
     A column is numbers if all its cells are (or are missing), or all are percentages, and it is none of ``words``; else
-    words. Where the delimiter is not the comma, ``1,5`` is one and a half. Columns without a name are left out.
+    words. Where the delimiter is not the comma, ``1,5`` is one and a half. Columns without a name are left out. Cells
+    that are ``blanks`` are empty.
     """
     as_text = set(words)
     while True:
-        found, delimiter, separators = _columns(path, as_text)
+        found, delimiter, separators = _columns(path, as_text, blanks or Blanks())
         mixed = {name for name, chunks in found.items() if len({isinstance(c, Words) for c in chunks if _some(c)}) > 1}
         if not mixed:
             break
@@ -85,7 +87,9 @@ def read_cells(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _columns(path: Path, as_text: set[str]) -> tuple[dict[str, list[Column]], str, dict[str, Separators]]:
+def _columns(
+    path: Path, as_text: set[str], blanks: Blanks
+) -> tuple[dict[str, list[Column]], str, dict[str, Separators]]:
     """The columns in chunks, by name; the delimiter; and how numbers are written, where that is not the comma."""
     found: dict[str, list[Column]] = {}
     separators: dict[str, Separators] = {}
@@ -94,9 +98,11 @@ def _columns(path: Path, as_text: set[str]) -> tuple[dict[str, list[Column]], st
         for name, cells in zip(header, zip(*rows, strict=True), strict=bool(rows)):
             if not name:
                 continue
-            found[name].append(column := _parsed(cells, delimiter, name in as_text))
+            filled = blanks.cells(name, cells)
+            column = _parsed(filled, delimiter, name in as_text)
+            found[name].append(column)
             if delimiter != "," and not isinstance(column, Words):
-                separators.setdefault(name, Separators()).add(cells)
+                separators.setdefault(name, Separators()).add(filled)
     return found, delimiter, separators
 
 
@@ -268,7 +274,10 @@ def _check_slips(columns: Mapping[str, Column], path: Path, delimiter: str) -> N
             slips += _slip(column, [_number(level) for level in column.levels], f"'{name}' of '{path}' is numeric")
             slips += _slip(column, percent, f"'{name}' of '{path}' is percentages")
     if slips:
-        raise UserError(f"Column {first_of(slips, ', and ', OTHERS)}; correct it, or leave the cell blank.")
+        raise UserError(
+            f"Column {first_of(slips, ', and ', OTHERS)}; correct it, leave the cell blank, or name the word with "
+            "--missing if it stands for no value."
+        )
 
 
 def _slip(column: Words, such: list[bool], what: str) -> list[str]:

@@ -48,6 +48,7 @@ def load(
     task: Task | None = None,
     standardise: Standardise = "federated",
     ignore: str | Iterable[str] | None = None,
+    missing: str | Iterable[str] | None = None,
     read: Mapping[str, Table] | None = None,
 ) -> FederatedData:
     """Load a dataset as a federation of clients.
@@ -70,6 +71,7 @@ def load(
         standardise: For tables: scale numbers by statistics of all clients (``"federated"``), by each client's own
             (``"local"``), or not at all (``"none"``).
         ignore: For tables: columns that are not inputs, as a list or as one text with commas between them.
+        missing: For tables: words that stand for no value, given in the same way; ``age=999`` is one in that column.
         read: For tables: what `tables` returned, where that has been called already.
 
     Raises:
@@ -81,7 +83,14 @@ def load(
         _natural_only(name, partition)
         data = own.federate(
             name,
-            tables(name, client_column=client_column, data_dir=data_dir, download=download, ignore=ignore)
+            tables(
+                name,
+                client_column=client_column,
+                data_dir=data_dir,
+                download=download,
+                ignore=ignore,
+                missing=missing,
+            )
             if read is None
             else read,
             _target(name, target),
@@ -89,6 +98,7 @@ def load(
             standardise=standardise,
             client_column=client_column,
             ignore=own.column_names(ignore),
+            missing=own.column_names(missing),
             test_fraction=test_fraction,
             seed=seed,
         )
@@ -97,7 +107,9 @@ def load(
         return data
     check_data(name, names())
     scaling = None if standardise == "federated" else standardise
-    _no_table(name, target=target, client_column=client_column, task=task, standardise=scaling, ignore=ignore)
+    _no_table(
+        name, target=target, client_column=client_column, task=task, standardise=scaling, ignore=ignore, missing=missing
+    )
     dealt = parse_partition(partition if partition is not None else PARTITION)
     if name in CELLS:
         _cell_only(name, CELLS[name], clients, test_fraction)
@@ -118,15 +130,19 @@ def tables(
     data_dir: DataDir = None,
     download: bool = True,
     ignore: str | Iterable[str] | None = None,
+    missing: str | Iterable[str] | None = None,
 ) -> dict[str, Table]:
     """The tables of ``folder:PATH`` or of a dataset that is tables, by client; for the arguments see `load`."""
     if name.startswith(PREFIX):
-        return own.read_clients(name.removeprefix(PREFIX), client_column, own.column_names(ignore))
+        said = (own.column_names(ignore), own.column_names(missing))
+        return own.read_clients(name.removeprefix(PREFIX), client_column, *said)
     if name not in NATURAL:
         check_data(name, names())
         raise UserError(f"'{name}' is not a table; use {', '.join(NATURAL)} or {PREFIX}PATH.")
     if client_column is not None:
         raise UserError(f"'{name}' has its own clients; omit --client-column.")
+    if missing is not None:
+        raise UserError(f"What is missing in '{name}' is known; omit --missing.")
     return NATURAL[name].files.read(sources.obtain(name, data_dir, download))
 
 

@@ -45,7 +45,8 @@ def mistaken(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str
     if gaps:
         found.append(
             f"Numbers such as {next(iter(gaps.values())):g} in {quoted(list(gaps))} are far from all others and may "
-            "stand for missing values, but are used as numbers; if they are missing values, leave the cells blank."
+            "stand for missing values, but are used as numbers; if they are missing values, leave the cells blank or say "
+            f"--missing '{next(iter(gaps))}={next(iter(gaps.values())):g}'."
         )
     if splits:
         found.append(

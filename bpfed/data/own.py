@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bpfed.data.blanks import Blanks
 from bpfed.data.columns import doubts
 from bpfed.data.combine import combine
 from bpfed.data.federated import Examples, FederatedData, Task
@@ -35,10 +36,12 @@ ONCE = 0.1
 SHOWN = 12
 
 
-def read_clients(path: str | Path, client_column: str | None = None, ignore: Sequence[str] = ()) -> dict[str, Table]:
+def read_clients(
+    path: str | Path, client_column: str | None = None, ignore: Sequence[str] = (), missing: Sequence[str] = ()
+) -> dict[str, Table]:
     """The tables of all clients, by name, from a folder with a file for each, or from one file and its client column.
 
-    ``ignore`` are columns that are not inputs (see `read_table`).
+    ``ignore`` are columns that are not inputs, ``missing`` words that stand for no value (see `read_table`).
 
     Raises:
         UserError: There is no such place, or a file of it cannot be used.
@@ -56,8 +59,11 @@ def read_clients(path: str | Path, client_column: str | None = None, ignore: Seq
                 f"'{path}' is a folder with one file per client, so no column identifies the client; omit "
                 "--client-column, or give a single file."
             )
-        return {name: read_table(file, ignore=ignore) for name, file in _files(path).items()}
-    table = read_table(path, ignore=ignore)
+        found = {name: read_table(file, ignore=ignore, missing=missing) for name, file in _files(path).items()}
+        Blanks.of(missing).check(column for table in found.values() for column in table.columns)
+        return found
+    table = read_table(path, ignore=ignore, missing=missing)
+    Blanks.of(missing).check(table.columns)
     if client_column is None:
         raise UserError(
             f"'{path}' is a single file; use --client-column to name the column that identifies the client: "
@@ -92,6 +98,7 @@ def federate(
     standardise: Standardise = "federated",
     client_column: str | None = None,
     ignore: Sequence[str] = (),
+    missing: Sequence[str] = (),
     test_fraction: float | None = None,
     seed: int = 0,
 ) -> FederatedData:
@@ -131,7 +138,13 @@ def federate(
     check_words([train.without([target, SPLIT, *ignore]) for _, train, _ in parts], ignore)
     summaries = [client_summary(train, target, client=client, task=task, ignore=ignore) for client, train, _ in parts]
     preparation = combine(
-        summaries, target, task=task, standardise=standardise, client_column=client_column, ignore=ignore
+        summaries,
+        target,
+        task=task,
+        standardise=standardise,
+        client_column=client_column,
+        ignore=ignore,
+        missing=missing,
     )
     data = FederatedData(
         name=name,
@@ -185,15 +198,13 @@ def settled(tables: Mapping[str, Table], target: str) -> Task | None:
 
 
 def column_names(given: str | Iterable[str] | None) -> list[str]:
-    """Names of columns, given one by one or in one text with commas between them."""
+    """Names of columns or the like, given one by one or in one text with commas between them."""
     if given is None or isinstance(given, str):
         return [name.strip() for name in (given or "").split(",") if name.strip()]
     names = list(given)
     strange = [name for name in names if "," in name]
     if strange:
-        raise UserError(
-            f"Columns with a comma in their name, such as {quoted(strange)}, cannot be ignored; rename them."
-        )
+        raise UserError(f"Names with a comma in them, such as {quoted(strange)}, cannot be given here; rename them.")
     return names
 
 

@@ -70,6 +70,7 @@ class Preparation:
             ``"local"`` (the client's own) or ``"none"`` (not at all).
         client_column: The column that identifies the client, where all rows are in one table.
         ignore: Columns that are not inputs.
+        missing: Words that stand for no value, beside those that always do, ``WORD`` or ``COLUMN=WORD`` each.
         shape: Shape of an image, ``(c, h, w)``; None for tables.
         local: Mean and scale of each number, by client and column; only with ``"local"``.
     """
@@ -83,6 +84,7 @@ class Preparation:
     standardise: Standardise = "federated"
     client_column: str | None = None
     ignore: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     shape: tuple[int, ...] | None = None
     local: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
 
@@ -180,6 +182,7 @@ class Preparation:
             "task": self.task,
             "standardise": self.standardise,
             "ignore": ",".join(self.ignore) or None,
+            "missing": ",".join(self.missing) or None,
         }
 
     def record(self) -> dict[str, Any]:
@@ -203,6 +206,7 @@ class Preparation:
         try:
             for key in ("labels", "ignore"):
                 given[key] = tuple(given[key])
+            given["missing"] = tuple(given.get("missing", ()))  # since 0.7
             given["shape"] = None if given["shape"] is None else tuple(given["shape"])
             given["features"] = tuple(Feature(**{**f, "levels": tuple(f["levels"])}) for f in given["features"])
             given["local"] = {

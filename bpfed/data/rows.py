@@ -61,7 +61,7 @@ def read_rows(
         return _arrays(data, path, labelled)
     preparation = data.preparation
     needed = {f.name for f in preparation.features} | ({target or preparation.target} if labelled else set())
-    table = read_table(path, preparation.words, used=needed)
+    table = read_table(path, preparation.words, used=needed, missing=preparation.missing)
     y = None
     if labelled:
         wanted = target or preparation.target

@@ -129,7 +129,12 @@ def written(value: float) -> str:
 
 
 def read_table(
-    path: str | Path, words: Iterable[str] = (), *, ignore: Sequence[str] = (), used: Iterable[str] | None = None
+    path: str | Path,
+    words: Iterable[str] = (),
+    *,
+    ignore: Sequence[str] = (),
+    used: Iterable[str] | None = None,
+    missing: Iterable[str] = (),
 ) -> Table:
     """Read a file of rows: CSV or TSV with a header, Parquet, or NPZ.
 
@@ -141,11 +146,14 @@ def read_table(
         words: Columns that are words, though all their cells in a text file may look like numbers: ``250.00``, ``007``.
         ignore: Columns that are not inputs, and may have a type that is not read otherwise, such as dates in Parquet.
         used: The only columns that are needed; others may have such a type too. None: all but those of ``ignore``.
+        missing: What else stands for no value, ``WORD`` or ``COLUMN=WORD`` each (`bpfed.data.blanks`).
 
     Raises:
         UserError: It cannot be read, or is not what its ending says.
     """
-    path = Path(path)
+    from bpfed.data.blanks import Blanks
+
+    path, blanks = Path(path), Blanks.of(missing)
     kind = ENDINGS.get(path.suffix.lower())
     if kind is None:
         raise UserError(f"'{path}' is not a {any_of(ENDINGS)} file; convert it to one of these.")
@@ -156,7 +164,7 @@ def read_table(
         if kind == "csv":
             from bpfed.data.csvfile import read_csv
 
-            table = read_csv(path, frozenset(words))
+            table = read_csv(path, frozenset(words), blanks)
         elif kind == "parquet":
             from bpfed.data.parquet import read_parquet
 
@@ -175,6 +183,7 @@ def read_table(
         raise UserError(f"'{path}' does not fit into memory; split it into smaller files.") from error
     if not table.rows:
         raise UserError(f"'{path}' has no rows; remove it or give it some.")
+    table = blanks.out_of(table)
     _in_range(table)
     return table
 

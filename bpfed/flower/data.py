@@ -87,7 +87,7 @@ class File:
     def __init__(self, site: str, path: Path, config: Config) -> None:
         self.site, self.config = site, config
         asked = config.data
-        self.table = read_table(path, ignore=column_names(asked.ignore))
+        self.table = read_table(path, ignore=column_names(asked.ignore), missing=column_names(asked.missing))
         self.seed = config.run.seed if asked.seed is None else asked.seed
         self.task = asked.task
         self.ignore = tuple(column_names(asked.ignore))
@@ -106,7 +106,8 @@ class File:
     def data(self, common: Mapping[str, Any]) -> FederatedData:
         if "preparation" not in common:
             raise Refused("the other sites' data are not tables.")
-        preparation = Preparation.from_record(common["preparation"])
+        said = tuple(column_names(self.config.data.missing))
+        preparation = replace(Preparation.from_record(common["preparation"]), missing=said)
         # This site's own word counts for what it predicts and from what: others can add columns, but not these.
         own = {f.name for f in preparation.features} & {self.target, SPLIT, *self.ignore}
         if preparation.target != self.target or own:
@@ -160,6 +161,7 @@ def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, 
             task=asked.task,
             standardise=asked.standardise,
             ignore=column_names(asked.ignore),
+            missing=column_names(asked.missing),
         )
         inputs = made.shape or (len(made.input_names),)
         return {

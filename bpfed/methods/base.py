@@ -178,6 +178,8 @@ class Method(ABC):
     shared_words: ClassVar[str]
     personal_words: ClassVar[str]
     random_words: ClassVar[str]
+    #: Whether a prediction is an average over draws of weights, whatever the settings.
+    sampled: ClassVar[bool] = True
     #: Settings that are numbers and may differ between stacked rows (runs with other seeds or settings).
     numbers: ClassVar[tuple[str, ...]] = ("lr",)
     #: Whether the server learns a distribution over personal factors, from what clients upload about theirs.

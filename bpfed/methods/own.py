@@ -52,6 +52,7 @@ class OwnNetwork(Method):
     """
 
     random_words: ClassVar[str] = "nothing"
+    sampled: ClassVar[bool] = False
 
     personal: Personal = "none"
 

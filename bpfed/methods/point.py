@@ -117,6 +117,7 @@ class Point(Method):
     """
 
     random_words: ClassVar[str] = "nothing (the last layer with laplace)"
+    sampled: ClassVar[bool] = False
     #: Whether every round starts over with the first personal weights.
     starts_over: ClassVar[bool] = False
     numbers: ClassVar[tuple[str, ...]] = ("lr", "momentum", "decay")

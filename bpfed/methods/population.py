@@ -1,7 +1,8 @@
 """BPFed's recipe with a population of heads: the server learns a prior over personal factors from summed moments.
 
-As `bpfed.methods.recipe`, but for the prior of the personal factors, which is N(m_h, s_h²) weight by weight, with m_h
-and s_h estimated from all clients (empirical Bayes; the moment matching of the paper's Eq. 22-25):
+As `bpfed.methods.recipe`, with a T that rises for clients with few examples and settings of its own, but for the prior
+of the personal factors, which is N(m_h, s_h²) weight by weight, with m_h and s_h estimated from all clients (empirical
+Bayes; the moment matching of the paper's Eq. 22-25):
 
     m_h  ←  mean_i μ_i                       s_h²  ←  (1 − r) s_h² + r mean_i[σ_i² + (μ_i − m_h)²]
 

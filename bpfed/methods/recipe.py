@@ -30,7 +30,8 @@ client minimises
 The settings were chosen with 10 clients, all of them in every round, and with 20, half of them. In a federation that is
 ``crowd`` times as large as that, a client carries that much less of the prior of the means, and the precision counts
 that many more clients' data (for a conjugate model it tends to 1/s0² + n/(T (1 − a)) after many rounds, n being one
-client's). Where clients take part less often than in every other round, ``path`` and ``span`` are larger by the same
+client's). A method with ``rise`` has a higher T for clients with few examples; T times ``anchor`` and T (1 − a) stay as
+they are. Where clients take part less often than in every other round, ``path`` and ``span`` are larger by the same
 factor. A client that cannot get far in the whole run starts with a head nearer to its prior.
 
 A class that a client has never seen is predicted about as rarely as its labels say (`bpfed.methods.unseen`). There is
@@ -118,7 +119,8 @@ class Recipe(Method):
         rise: How many times as high T may be for a client with few examples. With n of them, fewer than 2 000, it is
             higher by the root of 2 000/n, and the prior of the means and the precision that is carried on to the next
             round stay as strong. 1: T is the same for all. Newcomers have T as it is.
-        discount: a, how much of the posterior's precision the next round's shared prior keeps, with up to 20 clients.
+        discount: a, how much of the posterior's precision the next round's shared prior keeps, with up to 20 clients
+            and where T does not rise.
         prior_sigma: Scale of the rest of that prior, s0, times the square root of a unit's number of inputs.
         head_sigma: s_h, the fixed scale of the personal factors' prior. This and ``head_gain`` are for classification;
             in regression the prior has mean 0 and σ 0.6 over the square root of the head's number of weights, and the
@@ -130,7 +132,8 @@ class Recipe(Method):
         unseen: Number of examples, divided equally among all classes, that are added to a client's own to estimate how
             rare a class is that it has never seen. The odds of such a class are lowered to that; an input that looks
             like that class and no other may still be assigned to it. 0: odds are left as they are.
-        anchor: 1/(K s_m²), strength of the pull of the shared factors' means towards 0, with up to 20 clients.
+        anchor: 1/(K s_m²), strength of the pull of the shared factors' means towards 0, with up to 20 clients and
+            where T does not rise.
         estimator: How the data term is estimated, as in BPFed.
         draws: Weight draws per step.
         path: Upper bound of step size times rounds times local epochs; longer runs take smaller steps.
@@ -247,7 +250,7 @@ class Recipe(Method):
 
     def hyper_in(self, course: Course, sizes: Tensor) -> dict[str, Tensor]:
         numbers, batches = super().hyper_in(course, sizes), course.batches(sizes)
-        warmer = (MANY / sizes.clamp(min=1)).sqrt().clamp(min=1.0, max=self.rise)
+        warmer = (MANY / sizes).sqrt().clamp(min=1.0, max=self.rise)
         crowd = max(1.0, course.clients / CHOSEN_WITH) * warmer
         seldom = max(1.0, CHOSEN_AT * course.clients / course.participants)
         whole = seldom * self.path / (course.rounds * course.epochs)

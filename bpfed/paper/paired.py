@@ -90,8 +90,7 @@ def pairs(records: Mapping[str, CellRecord], measure: str, stopped: bool = False
 def _draws(record: CellRecord) -> bool:
     """Whether a method's predictions are averages over draws of weights."""
     base = METHODS.get(record.method.partition("+")[0])
-    fixed = base is not None and base.random_words.startswith("nothing")
-    return not fixed or bool(record.settings.get("method", {}).get("laplace"))
+    return base is None or base.sampled or bool(record.settings.get("method", {}).get("laplace"))
 
 
 def nearest(records: Mapping[str, CellRecord], measure: str, stopped: bool = False) -> Pair | None:

@@ -6,7 +6,7 @@ import json
 import math
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,15 @@ class RunRecord:
         """Of tables, the column that is predicted and its standard deviation, as far as they are known."""
         known = self.evaluation.get("target", {})
         return str(known.get("name") or self.config.get("data", {}).get("target") or ""), value(known, "scale")
+
+    def in_units(self, measure: Measure) -> Measure | None:
+        """A regression's RMSE in the target's own unit; None: it is in that anyway, or the unit is not known."""
+        name, scale = self.target
+        if measure.name != "rmse" or not self.standardised or not math.isfinite(scale):
+            return None
+        explain = "Root of the mean squared error, in the target's own unit."
+        title = f"RMSE of '{name}'" if name else "RMSE"
+        return replace(measure, show=lambda x: text.figure(scale * x), label="RMSE", explain=explain, title=title)
 
     @property
     def untested(self) -> str:

@@ -57,12 +57,15 @@ WITHOUT_A_MODEL = {
 
 
 def _tile(run: RunRecord, measure: Measure, total: int) -> str:
-    fine = total >= 1000
+    fine, in_units = total >= 1000, run.in_units(measure)
+    shown = in_units or measure
 
     def show(x: float) -> str:
-        return text.percent(x, 2) if fine and measure.show is text.percent else measure.show(x)
+        return text.percent(x, 2) if fine and shown.show is text.percent else shown.show(x)
 
     lines = []
+    if in_units:
+        lines.append(("in standard deviations", measure.show(run.last(measure.name))))
     if measure.name == "ece":
         floor = value(run.evaluation, "ece_floor")
         lines.append((f"floor, {run.evaluation.get('bins', '?')} bins", show(floor)))
@@ -75,7 +78,7 @@ def _tile(run: RunRecord, measure: Measure, total: int) -> str:
     # A round's calibration error alone ranks nothing: an untrained model that says so is calibrated.
     if measure.name != "ece" and (best := run.best(measure.name)):
         lines.append((f"best, round {best[0]}", show(best[1])))
-    return _card(measure.full, measure.explain, show(run.last(measure.name)), lines)
+    return _card(shown.full, shown.explain, show(run.last(measure.name)), lines)
 
 
 def _worst_tile(run: RunRecord) -> str:
@@ -90,7 +93,7 @@ def _worst_tile(run: RunRecord) -> str:
         lines.append(("95 % interval", f"{100 * low:.0f}–{text.percent(high, 0)}"))
     lines.append(("NLL", text.decimal(value(row, "nll"))))
     explain = f"The client whose {main.label} is the worst at the last round."
-    return _card("Worst client", explain, main.show(value(row, main.name)), lines)
+    return _card("Worst client", explain, (run.in_units(main) or main).show(value(row, main.name)), lines)
 
 
 def _card(title: str, explain: str, figure: str, lines: Sequence[tuple[str, str]]) -> str:

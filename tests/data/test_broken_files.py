@@ -346,7 +346,7 @@ def test_the_other_order_of_columns_is_the_same_data(folder: Path) -> None:
             {"ignore": ["sexx", "agee"]},
             "No client has the columns 'sexx', 'agee'; choose from: 'age', 'sex', 'y'",
         ),
-        (GOOD, {"ignore": ["age,sex"]}, "with a comma in their name, such as 'age,sex', cannot be ignored"),
+        (GOOD, {"ignore": ["age,sex"]}, "Names with a comma in them, such as 'age,sex', cannot be given here"),
         (GOOD, {"task": "regression"}, "'y' of 'a' must be numeric for a regression, but has 'no'; .* --task c"),
         (GOOD, {"task": "ranking"}, "Unknown task 'ranking'"),
         (

@@ -108,6 +108,16 @@ def test_a_site_refuses_to_use_what_is_left_out(tmp_path, target, inputs):
         File("a", path, config).data({"preparation": made.record()})
 
 
+def test_a_site_has_its_own_words_for_what_is_missing(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("age,sick\n" + "".join(f"{'unknown' if k % 5 == 0 else 40 + k},{k % 2}\n" for k in range(20)))
+    asked = DataSettings(name="x", missing="unknown", target="sick")
+    site = File("a", path, replace(Deployed(tmp_path, FedAvg()).config, data=asked))
+    assert site.table.missing("age").sum() == 4
+    told = Preparation("sick", "classification", (Feature("age", "number"),), ("0", "1"), missing=("41",))
+    assert site.data({"preparation": told.record()}).preparation.missing == ("unknown",)
+
+
 @pytest.mark.parametrize("fault", ["deeply nested", "an empty summary", "no shape", "a count that is a word"])
 def test_a_site_with_bad_facts_costs_its_contribution_only(tmp_path, fault):
     deployed = Deployed(tmp_path, FedAvg(), DATA, epochs=1, rounds=2)

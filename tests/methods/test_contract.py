@@ -197,6 +197,7 @@ def test_a_predictive_draws_whole_weight_vectors_that_repeat(client):
     finished, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
     predictive = client.method.predictive(client.model, client.shared, finished.personal)
     assert 1 <= predictive.draws(4) <= 4
+    assert client.method.sampled == (predictive.draws(4) > 1)
     key = scenarios.keys(CLIENTS)
     for index in range(predictive.draws(4)):
         weights = predictive.draw(key, index)

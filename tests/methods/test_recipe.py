@@ -18,7 +18,7 @@ from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
 from bpfed.likelihoods import Categorical, Normal
 from bpfed.methods import Population, Recipe
-from bpfed.methods.base import rows
+from bpfed.methods.base import Course, rows
 from bpfed.methods.heads import NOISE_SIGMA, biases, of_likelihood
 from bpfed.model import Model
 from bpfed.run import train_together
@@ -163,8 +163,20 @@ def test_in_a_crowd_each_carries_its_part_of_the_prior_and_all_data_count():
     assert 1 / (1 - many["discount"]) == pytest.approx(5 / (1 - few["discount"]), rel=1e-4)
 
 
+def test_each_client_is_as_warm_as_its_own_examples_say_in_a_crowd_too():
+    examples = torch.tensor([0, 100, 1000, 4500])
+    course = Course(clients=100, participants=50, rounds=300, epochs=10, batch=50)
+    found, plain = (method.hyper_in(course, examples) for method in (Population(), Population(rise=1.0)))
+    t, a, c = (found[name] for name in ("temperature", "discount", "anchor"))
+    assert t.tolist() == pytest.approx([0.2, 0.2, 0.1 * 2.0**0.5, 0.1])
+    assert (t * c).tolist() == pytest.approx([0.04] * 4)  # 0.2 for 20 clients and fewer
+    assert (t * (1.0 - a)).tolist() == pytest.approx([0.002] * 4, rel=1e-4)
+    assert torch.equal(found["lr"], plain["lr"])
+    assert torch.equal(found["way"], plain["way"])
+
+
 @pytest.mark.parametrize(("examples", "warmer"), [(1, 2.0), (500, 2.0), (1000, 2.0**0.5), (2000, 1.0), (5000, 1.0)])
-def test_a_client_with_few_examples_is_warmer_and_all_else_is_as_strong(examples, warmer):
+def test_a_client_with_few_examples_is_warmer_and_the_pull_on_shared_factors_is_as_strong(examples, warmer):
     method = Population(temperature=0.1, rise=2.0)
     data = scenarios.classification(sizes=(examples, 3))
     found = Federation.start(method, data, Settings(rounds=3, device="cpu")).hyper(1, torch.arange(1))

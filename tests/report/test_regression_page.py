@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from pages import Page, plain, record
 
-from bpfed.report import render
+from bpfed.report import render, text
 
 
 def test_regression_has_its_own_figures_and_no_others() -> None:
@@ -35,6 +35,18 @@ def test_the_unit_is_said_in_numbers_where_it_is_known(scale: float, shown: str)
     run = record(task="regression")
     run.evaluation["target"] = {"name": "chol", "scale": scale}
     assert f"RMSE in SD of 'chol' (1 SD = {shown})" in Page(render(run)).text
+
+
+def test_the_error_is_given_in_the_targets_own_unit() -> None:
+    run = record(task="regression")
+    sd = run.history[-1]["rmse"]["pooled"]
+    assert "in standard deviations</dt>" not in render(run)  # whose unit nobody knows
+    run.evaluation["target"] = {"name": "chol", "scale": 1000.0}
+    page = render(run)
+    worst = max(row["rmse"] for row in run.evaluation["clients"] if row["rmse"] is not None)
+    assert f'<h3>RMSE of &#x27;chol&#x27;</h3><p class="big">{text.figure(1000 * sd)}</p>' in page
+    assert f"<dt>in standard deviations</dt><dd>{sd:.3f}</dd>" in page
+    assert f'<h3>Worst client</h3><p class="big">{text.figure(1000 * worst)}</p>' in page
 
 
 def test_the_error_stands_beside_that_of_the_training_mean() -> None:
