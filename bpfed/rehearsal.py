@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from bpfed.callbacks.base import Callback
 from bpfed.callbacks.folder import Folder
 from bpfed.callbacks.progress import Progress
+from bpfed.data.federated import Task
 from bpfed.data.held import HELD, held_out
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
@@ -23,8 +24,9 @@ from bpfed.errors import UserError
 from bpfed.run import Run, train_together
 from bpfed.softness import SOFTEST, SUREST
 
-#: Held-out examples, in all rehearsals of a run together, below which a softness is uncertain by a tenth and more.
-ENOUGH = 1000
+#: Held-out examples, in all rehearsals of a run together, below which a softness is uncertain by a tenth and more. That
+#: of a regression is the scale of its errors, each of which tells of it, not only those that surprise.
+ENOUGH: dict[Task, int] = {"classification": 1000, "regression": 100}
 #: Between the seeds of two rehearsals of a run, so that they are none of another run's.
 APART = 1_000_000
 
@@ -90,7 +92,7 @@ def _rehearse(
             seen[id(of.run)] += trial.evaluation[0].sums.examples  # of those clients that are tested
     for run, _ in waiting:
         run.federation.learnt_softness = common(found[id(run)])
-        if sentence := uncertain(run.softness, seen[id(run)], run.settings.rehearsals):
+        if sentence := uncertain(run.softness, seen[id(run)], run.settings.rehearsals, run.data.task):
             run.say(sentence)
 
 
@@ -105,14 +107,15 @@ def common(fitted: Iterable[float]) -> float:
     return float(f"{math.exp(sum(logs) / len(logs)):.4g}")
 
 
-def uncertain(softness: float, examples: int, rehearsals: int) -> str:
+def uncertain(softness: float, examples: int, rehearsals: int, task: Task) -> str:
     """A sentence on a softness that so many rehearsals learnt from few held-out examples; empty: there are enough."""
-    if examples >= ENOUGH:
+    enough = ENOUGH[task]
+    if examples >= enough:
         return ""
-    better = math.ceil(ENOUGH * rehearsals / examples)
+    better = math.ceil(enough * rehearsals / examples)
     return (
         f"The softness of {softness:.2f} is learnt from {examples} held-out examples, so it is uncertain; "
-        f"rehearsals = {better} would learn it from {ENOUGH}."
+        f"rehearsals = {better} would learn it from {enough}."
     )
 
 

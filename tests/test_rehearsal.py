@@ -26,7 +26,7 @@ from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
 from bpfed.files import lock, to_toml
 from bpfed.methods import FedAvg, FedPer, Recipe
-from bpfed.rehearsal import APART, as_rehearsal, common
+from bpfed.rehearsal import APART, as_rehearsal, common, uncertain
 from bpfed.report.record import softly
 from bpfed.run import Run
 from bpfed.training import prepare
@@ -74,6 +74,12 @@ def test_rehearsals_are_fitted_to_what_they_hold_out():
             y.append(labels)
         fitted.append(common_temperature(torch.cat(probs), torch.cat(y)))
     assert run.federation.softness == pytest.approx((fitted[0] * fitted[1]) ** 0.5, rel=1e-3)
+
+
+def test_a_number_needs_fewer_examples_than_a_class():
+    assert uncertain(1.1, 100, 3, "regression") == ""
+    assert "rehearsals = 4 would learn it from 100" in uncertain(1.1, 99, 3, "regression")
+    assert "rehearsals = 30 would learn it from 1000" in uncertain(1.1, 100, 3, "classification")
 
 
 def test_few_examples_are_said_to_be_few():

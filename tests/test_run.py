@@ -61,7 +61,7 @@ def test_of_two_classes_each_is_named() -> None:
     two = replace(classification(classes=2), labels=("healthy", "ill"))
     found = bpfed.fit(FedAvg(), two, rounds=1, epochs=1, progress=False).record()
     titles = {measure.name: measure.full for measure in found.measures}
-    assert (titles["sensitivity"], titles["specificity"]) == ("Sensitivity (of 'ill')", "Specificity (of 'healthy')")
+    assert (titles["sensitivity"], titles["specificity"]) == ("Recall of 'ill'", "Recall of 'healthy'")
     unnamed = bpfed.fit(FedAvg(), classification(classes=2), rounds=1, epochs=1, progress=False).record()
     assert {measure.full for measure in unnamed.measures} >= {"Sensitivity", "Specificity"}
 

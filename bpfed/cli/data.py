@@ -33,7 +33,7 @@ Name = Annotated[str, typer.Argument(help="Name of the dataset (see 'bpfed data 
 #: Clients that have a row, width of a bar, and letters of a class's name that can head a column.
 ROWS, BAR, SHORT = 40, 12, 3
 #: Columns of tables that have a row.
-COLUMNS = 30
+COLUMNS = 60
 #: Clients that have a column each in the table of what is missing.
 SIDE_BY_SIDE = 6
 

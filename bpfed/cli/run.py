@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -124,14 +124,14 @@ def _own(out: Path | None, resume: bool) -> Path | None:
     return next((path for path in (out / CONFIG, out / REHEARSALS / CONFIG) if path.exists()), None)
 
 
-def overrides(method: str | None, settings: list[str], flags: dict[str, str | None]) -> list[Override]:
+def overrides(method: str | None, settings: list[str], flags: dict[str, Any]) -> list[Override]:
     """What was set by flags, and then by ``--set``."""
     from bpfed.config import Override
 
     found = [Override("method.name", method, "--method")] if method is not None else []
     for key, _ in schema_fields():
-        if (text := flags.get(argument(key))) is not None:
-            found.append(Override(key, text, flag(key)))
+        if (text := flags.get(argument(key))) not in (None, []):
+            found.append(Override(key, ",".join(text) if isinstance(text, list) else text, flag(key)))
     return found + [override(setting) for setting in settings]
 
 

@@ -74,6 +74,8 @@ def result(run: RunRecord, report: Path | None = None) -> None:
             name = text.typed(f"{name} (of {text.count(run.sure)})")
         if own := run.in_units(measure):
             shown.add_row(own.full, *_figures(run, own))
+            if measure.name != "rmse":
+                continue
         shown.add_row(name, *_figures(run, measure))
     put(shown)
     console = Console()

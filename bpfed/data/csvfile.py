@@ -14,7 +14,7 @@ from typing import NoReturn
 import numpy as np
 
 from bpfed.data.blanks import Blanks
-from bpfed.data.separators import Separators, misread
+from bpfed.data.separators import GROUPED, Separators, misread
 from bpfed.data.table import MISSING, UNKNOWN, Column, Table, Words, check_columns
 from bpfed.errors import OTHERS, UserError, first_of
 from bpfed.files import write_whole
@@ -223,8 +223,12 @@ def _numbers(cells: Sequence[str], delimiter: str) -> np.ndarray | None:
 
 
 def _pointed(text: str, delimiter: str) -> str:
-    """A number with a decimal comma, where that can be one, with a point."""
-    return text.replace(",", ".") if delimiter != "," and _DECIMAL_COMMA.fullmatch(text) else text
+    """A number with a decimal comma, where that can be one, with a point; ``1.234,5`` without that of its thousands."""
+    if delimiter == ",":
+        return text
+    if GROUPED.fullmatch(text):
+        return text.replace(".", "").replace(",", ".")
+    return text.replace(",", ".") if _DECIMAL_COMMA.fullmatch(text) else text
 
 
 def _percentage(text: str, delimiter: str) -> float | None:
@@ -271,7 +275,8 @@ def _check_slips(columns: Mapping[str, Column], path: Path, delimiter: str) -> N
     for name, column in columns.items():
         if isinstance(column, Words):
             percent = [_percentage(level, delimiter) is not None for level in column.levels]
-            slips += _slip(column, [_number(level) for level in column.levels], f"'{name}' of '{path}' is numeric")
+            numeric = [_number(_pointed(level, delimiter)) for level in column.levels]
+            slips += _slip(column, numeric, f"'{name}' of '{path}' is numeric")
             slips += _slip(column, percent, f"'{name}' of '{path}' is percentages")
     if slips:
         raise UserError(

@@ -15,6 +15,8 @@ from bpfed.errors import quoted
 COUNTED = 6
 #: How often the largest of them occurs at most, beside the most frequent one.
 RARE = 0.1
+#: How many times as wide as another's the targets of a client are, from which on one scale does not suit both.
+WIDER = 5.0
 #: How many times as large a column's mean is where its unit is another one, and how many times its deviation at least.
 UNIT, SPREAD = 100.0, 10.0
 
@@ -40,6 +42,8 @@ def hints(data: FederatedData, summaries: Sequence[Summary], guessed: bool) -> t
     made = data.preparation
     if made is not None and made.shape is None and made.standardise != "local":
         found += other_units(summaries)
+    if data.task == "regression" and made is not None and (sentence := uneven_targets(summaries, made.target)):
+        found.append(sentence)
     return tuple(found)
 
 
@@ -78,6 +82,21 @@ def unshared_labels(summaries: Sequence[Summary]) -> str:
     return (
         f"{who} no label with any other; if {quoted(here, 3)} at '{alone[0]}' mean the same as {quoted(others, 3)}, "
         "spell them alike in all files."
+    )
+
+
+def uneven_targets(summaries: Sequence[Summary], target: str) -> str:
+    """What to say of a number that varies far more at one client than at another; empty where it does not."""
+    spreads = {s.client: s.target.scale for s in summaries if s.target.count >= COUNTED and s.target.scale > 0.0}
+    if not spreads:
+        return ""
+    least, most = min(spreads, key=spreads.__getitem__), max(spreads, key=spreads.__getitem__)
+    if spreads[most] < WIDER * spreads[least]:
+        return ""
+    return (
+        f"The standard deviation of '{target}' is {spreads[most]:.4g} at '{most}' but {spreads[least]:.4g} at '{least}', "
+        "and one scale serves all, so small clients are predicted poorly; consider a ratio as target, such as "
+        f"'{target}' over each client's own mean."
     )
 
 

@@ -19,7 +19,7 @@ from bpfed.data.lookalikes import lookalikes
 from bpfed.data.mistaken import PARTS, mistaken
 from bpfed.data.ordering import check_seed
 from bpfed.data.preparation import Preparation, Standardise
-from bpfed.data.remarks import of_one_class
+from bpfed.data.remarks import of_one_class, rare_classes
 from bpfed.data.split import split
 from bpfed.data.summary import MOST_WHOLE, SPLIT, check_words, client_summary
 from bpfed.data.suspects import suspects
@@ -163,6 +163,7 @@ def federate(
         *mistaken(tables, preparation),
         *doubts(tables, preparation),
         *of_one_class(data),
+        *rare_classes(data),
         *hints(data, summaries, guessed),
         *suspects(tables, {client: train for client, train, _ in parts}, preparation),
     )

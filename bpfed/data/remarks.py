@@ -14,7 +14,9 @@ FAR, WIDE, NARROW = 10.0, 10.0, 0.01
 TARGET_FAR, TARGET_WIDE, TARGET_NARROW = 3.0, 3.0, 0.1
 #: The largest value, of either sign, of images and other inputs of several axes.
 BRIGHT = 20.0
-#: Clients that a sentence names.
+#: Training examples of a class, at all clients together, below which nothing can be learnt of it.
+FEW = 5
+#: Clients or classes that a sentence names.
 NAMED = 3
 
 
@@ -59,6 +61,27 @@ def _odd(x: np.ndarray) -> str:
     others = f" (and {len(far) - 1} more like it)" if len(far) > 1 else ""
     k = far[0]
     return f"x[:, {k}] has mean {mean[k]:.4g} and standard deviation {spread[k]:.4g}{others}"
+
+
+def rare_classes(data: FederatedData) -> tuple[str, ...]:
+    """What to say of classes of which one client alone has training examples, or all together have hardly any."""
+    if data.task != "classification" or not len(data.train.y):
+        return ()
+    counts = torch.zeros(len(data), data.classes, dtype=torch.long)
+    counts.index_put_((data.train.owner, data.train.y), torch.tensor(1), accumulate=True)
+    total, owners, found = counts.sum(0), (counts > 0).sum(0), []
+    few = ((total > 0) & (total < FEW)).nonzero().flatten().tolist()
+    if few and 2 * len(few) < data.classes:
+        names, number = quoted([data.class_names[k] for k in few], NAMED), int(total[few[0]])
+        of = f"{number} training example{'s' if number > 1 else ''}" if len(few) == 1 else f"fewer than {FEW} each"
+        found.append(f"Of {names} there {'is' if of.startswith('1 ') else 'are'} {of}, too few to learn from.")
+    lone = [k for k in (owners == 1).nonzero().flatten().tolist() if k not in few]
+    if len(data) > 2 and lone and 2 * len(lone) < data.classes:
+        who = data.clients[int(counts[:, lone[0]].argmax())]
+        names = quoted([data.class_names[k] for k in lone], NAMED)
+        where = f"'{who}' alone" if len(lone) == 1 else "one client each"
+        found.append(f"Training examples of {names} are at {where}, so the others will hardly ever predict it.")
+    return tuple(found)
 
 
 def of_one_class(data: FederatedData) -> tuple[str, ...]:

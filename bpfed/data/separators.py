@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+#: A number whose points can only set off thousands: there is a decimal comma too, or there are two of them.
+GROUPED = re.compile(r"[+-]?\d{1,3}((\.\d{3})+,\d+|(\.\d{3}){2,})")
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
 _SHORT = re.compile(r"^\s*[+-]?\d{1,3}\s*$", re.MULTILINE)
 _LONG = re.compile(r"^\s*[+-]?\d{4,}\s*$", re.MULTILINE)
@@ -22,6 +24,7 @@ class Separators:
         short: Whether there are whole numbers below 1000.
         long: Whether there are whole numbers from 1000 on without a mark.
         point: A cell with a point that may set off thousands, such as ``1.234``.
+        grouped: One with points that can only set off thousands, such as ``1.234,5``.
         fraction: Whether there is a point that can only be a decimal mark.
     """
 
@@ -32,6 +35,7 @@ class Separators:
     long: bool = False
     point: str | None = None
     fraction: bool = False
+    grouped: str | None = None
 
     def add(self, cells: Iterable[str]) -> None:
         """Look at more cells; at as few as tell something new, for a table may be long."""
@@ -46,7 +50,9 @@ class Separators:
                     self.decimal = self.decimal or cell
         if "." in text and not self.fraction:
             for cell in dict.fromkeys(cell.strip() for cell in cells if "." in cell):
-                if _THOUSANDS.fullmatch(cell):
+                if GROUPED.fullmatch(cell):
+                    self.grouped = self.grouped or cell
+                elif _THOUSANDS.fullmatch(cell):
                     self.point = self.point or cell
                 else:
                     self.fraction = True
@@ -65,7 +71,11 @@ def misread(columns: Mapping[str, Separators]) -> list[str]:
     found = [f"'{name}' has a comma for thousands ('{c.thousands}')" for name, c in columns.items() if c.thousands]
     decimals = [(name, c.decimal) for name, c in columns.items() if c.decimal is not None]
     for name, column in columns.items():
-        if decimals and column.point is not None and not column.fraction:
+        if column.point is None or column.fraction:
+            continue
+        if column.grouped is not None:
+            found.append(f"'{name}' has a point ('{column.point}') that sets off thousands, as in '{column.grouped}'")
+        elif decimals:
             other, cell = decimals[0]
             found.append(f"'{name}' has a point ('{column.point}') where '{other}' has a decimal comma ('{cell}')")
     return found

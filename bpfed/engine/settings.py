@@ -130,7 +130,10 @@ class Settings:
                 "two."
             )
         if self.softness != 1.0 and self.rehearsals:
-            raise UserError(f"softness is {self.softness}, but rehearsals would learn it; use only one of the two.")
+            raise UserError(
+                f"softness is {self.softness}, but rehearsals would learn it; use only one of the two (--softness 1 undoes "
+                "that of a file)."
+            )
         self._check_defence()
 
     @property

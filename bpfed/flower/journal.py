@@ -87,7 +87,7 @@ class Journal:
         """In words what rehearsals have learnt; empty: nothing yet."""
         if self.softness is None:
             return ""
-        doubt = uncertain(self.softness, self.held, self.config.run.rehearsals)
+        doubt = uncertain(self.softness, self.held, self.config.run.rehearsals, self.facts["task"])
         return f"Rehearsed: predictions will have a softness of {softly(self.softness)}. {doubt}".strip()
 
     def place(self, round_: int) -> str:

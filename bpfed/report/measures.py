@@ -49,6 +49,9 @@ class Measure:
         return label if label.isupper() else label.lower()
 
 
+#: Measures of a regression that are in the unit of its targets, and what that is called where nothing more is known.
+IN_UNITS, AS_GIVEN = frozenset({"rmse", "baseline", "interval_width"}), "of the targets as given"
+
 _ALL = (
     Measure("accuracy", "Accuracy", text.percent, "Share of test examples whose most probable class is right."),
     Measure(
@@ -59,7 +62,7 @@ _ALL = (
         "beat this.",
         title="Accuracy of guessing",
     ),
-    Measure("rmse", "RMSE", text.decimal, "Root of the mean squared error, in the unit of the targets as given."),
+    Measure("rmse", "RMSE", text.decimal, f"Root of the mean squared error, in the unit {AS_GIVEN}."),
     Measure(
         "baseline",
         "RMSE of mean",
@@ -123,7 +126,7 @@ _ALL = (
         "interval_width",
         "Interval width",
         text.decimal,
-        "Mean width of a calibrated 90 % prediction interval, in the unit of the targets as given; low is good.",
+        f"Mean width of a calibrated 90 % prediction interval, in the unit {AS_GIVEN}; low is good.",
         title="Width of 90 % intervals",
     ),
     Measure("mce", "MCE", text.percent, "Maximum calibration error: the largest gap of any bin; low is good."),
@@ -165,8 +168,8 @@ def measures(
     for name, label in zip(("specificity", "sensitivity"), labels, strict=False):
         if name in found:
             word = f"'{label}'"
-            explain = f"Accuracy on the test examples that are {word}."
-            found[name] = replace(found[name], explain=explain, title=f"{found[name].label} (of {word})")
+            explain = f"Share of the test examples that are {word} which are predicted so: a test for it has this sensitivity."
+            found[name] = replace(found[name], label=f"Recall of {word}", explain=explain, title=f"Recall of {word}")
     if "rmse" in found:
         if standardised:
             name = f"'{target}'" if target else "the target"

@@ -14,7 +14,7 @@ from bpfed.engine.settings import MOST_EVALUATED
 from bpfed.errors import UserError
 from bpfed.layout import CONFIG, EVALUATION, METRICS, REHEARSALS, SUMMARY
 from bpfed.report import text
-from bpfed.report.measures import MEASURES, Measure, measures
+from bpfed.report.measures import AS_GIVEN, IN_UNITS, MEASURES, Measure, measures
 
 #: What a client with fewer test examples than `JUDGED` shows by chance alone.
 CALIBRATION, JUDGED = frozenset({"ece", "mce"}), 10
@@ -89,13 +89,14 @@ class RunRecord:
         return str(known.get("name") or self.config.get("data", {}).get("target") or ""), value(known, "scale")
 
     def in_units(self, measure: Measure) -> Measure | None:
-        """A regression's RMSE in the target's own unit; None: it is in that anyway, or the unit is not known."""
+        """A regression's measure in the target's own unit; None: it is in that anyway, has none, or it is not known."""
         name, scale = self.target
-        if measure.name != "rmse" or not self.standardised or not math.isfinite(scale):
+        if measure.name not in IN_UNITS or not self.standardised or not math.isfinite(scale):
             return None
-        explain = "Root of the mean squared error, in the target's own unit."
-        title = f"RMSE of '{name}'" if name else "RMSE"
-        return replace(measure, show=lambda x: text.figure(scale * x), label="RMSE", explain=explain, title=title)
+        own = MEASURES[measure.name]
+        title = f"{own.full} of '{name}'" if name and measure.name == "rmse" else own.full
+        explain = own.explain.replace(AS_GIVEN, f"of '{name}'" if name else "of the target")
+        return replace(own, show=lambda x: text.figure(scale * x), explain=explain, title=title)
 
     @property
     def untested(self) -> str:

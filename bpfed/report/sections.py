@@ -228,7 +228,9 @@ def _in_use(run: RunRecord) -> str:
         words += f" and have {text.decimal(size, 2)} labels on average."
     elif math.isfinite(held):
         unit = " standard deviations" if run.standardised else ""
-        wide = f" and are {text.decimal(width, 2)}{unit} wide on average" if math.isfinite(width) else ""
+        own = run.in_units(MEASURES["interval_width"])
+        size_ = own.show(width) if own else f"{text.decimal(width, 2)}{unit}"
+        wide = f" and are {size_} wide on average" if math.isfinite(width) else ""
         words += (
             f" The calibrated 90 % intervals, widened or narrowed by what examples held back say, hold "
             f"{text.percent(held)} of the targets{wide}; the diagram and the numbers below are of the models’ own intervals."
@@ -259,9 +261,8 @@ def clients(run: RunRecord) -> str:
             note = "Clients high up are the ones whose predictions cost most: wrong, and sure of it."
             figures.append(figure("Negative log-likelihood", plots.clients(run.rows, MEASURES["nll"], worst), note))
         chart = f'<div class="panels">{"".join(figures)}</div>'
-    return (
-        f"<section><h2>Clients</h2><p>{escape(intro)}</p>{chart}{table.clients(ranking, run.measures, worst)}</section>"
-    )
+    shown = [run.in_units(measure) or measure for measure in run.measures]
+    return f"<section><h2>Clients</h2><p>{escape(intro)}</p>{chart}{table.clients(ranking, shown, worst)}</section>"
 
 
 def settings(run: RunRecord) -> str:

@@ -154,6 +154,12 @@ def test_names_that_cannot_be_are_refused(tmp_path: Path) -> None:
             ["1.100;0,5", "2;1,5", "0,25;3"],
             r"'x' has a point \('1.100'\) where 'x' has a decimal comma \('0,25'",
         ),
+        (
+            "x;y",
+            ["1.100;1", "1.234.567;2"],
+            r"'x' has a point \('1.100'\) that sets off thousands, as in '1.234.567'",
+        ),
+        ("x;y", ["1.100;1", "1.234,50;2"], r"'x' has a point \('1.100'\) that sets off thousands, as in '1.234,50'"),
     ],
 )
 @pytest.mark.parametrize("chunk", [1, 1000])
@@ -176,6 +182,7 @@ def test_thousands_are_not_taken_for_fractions(
         (["986;1", "1,017;2", "1,020;3", "1000;4"], [986, 1.017, 1.02, 1000]),
         (["1.100;0,5", "2.35;1,5"], [1.1, 2.35]),
         (["1.100;1", "2.350;2"], [1.1, 2.35]),
+        (["0,00;1", "1.234,50;2", "-12.345.678,9;3", "1.234.567;4"], [0, 1234.5, -12345678.9, 1234567]),
     ],
 )
 def test_fractions_stay_fractions(rows: list[str], x: list[float], tmp_path: Path) -> None:
@@ -207,3 +214,10 @@ def test_all_cells_that_are_no_numbers_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,y\n" + "\n".join(f"{'.' if i % 3 == 1 else i},0" for i in range(30)) + "\n")
     with pytest.raises(UserError, match=r"'a' of .* is numeric except for '\.' in row 2 and 9 more; correct it"):
         read_table(tmp_path / "a.csv")
+
+
+def test_a_word_among_decimal_commas_is_named_and_not_the_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("bmi;y\n22,5;1\n1.200,0;0\nk.A.;1\n31,0;0\n")
+    with pytest.raises(UserError, match=r"'bmi' of .* is numeric except for 'k.A.' in row 3"):
+        read_table(path)

@@ -24,7 +24,7 @@ def notes(*tables: Table, **options: str) -> tuple[str, ...]:
 
 
 def test_counts_taken_as_classes_are_said() -> None:
-    visits = np.repeat(np.arange(8.0), [90, 110, 60, 40, 20, 10, 6, 4])
+    visits = np.repeat(np.arange(8.0), [90, 110, 60, 40, 20, 10, 7, 6])
     tables = [table("a", visits), table("b", visits)]
     said = (
         "The target 'y' is treated as 8 classes without an order, but its whole numbers from 0 to 7 look like counts; "
@@ -35,7 +35,7 @@ def test_counts_taken_as_classes_are_said() -> None:
     assert notes(*tables, task="regression") == ()
     digits = np.repeat(np.arange(10.0), [40, 42, 41, 39, 40, 43, 40, 41, 38, 40])
     grades = np.repeat(np.arange(1.0, 6), [90, 50, 20, 10, 4])
-    codes = np.repeat(np.arange(7.0), [5, 90, 10, 60, 3, 40, 2])
+    codes = np.repeat(np.arange(7.0), [9, 90, 10, 60, 8, 40, 7])
     for other in (digits, grades, codes):
         assert notes(table("a", other), table("b", other)) == ()
 
@@ -79,3 +79,25 @@ def test_datasets_here_need_no_hint(real_data: str) -> None:
     for name in ("heart-disease", "wisdm"):
         said = " ".join(load(name, data_dir=real_data).notes)
         assert not any(word in said for word in ("look like counts", "no label", "another one", "only one client"))
+
+
+def test_targets_that_vary_far_more_at_one_client_are_said() -> None:
+    kiosk, mall = (size * RNG.standard_normal(40) for size in (1.0, 30.0))
+    (said,) = notes(table("kiosk", kiosk), table("mall", mall), task="regression")
+    assert said.startswith("The standard deviation of 'y' is ")
+    assert " at 'mall' but " in said
+    assert "at 'kiosk', and one scale serves all" in said
+    assert notes(table("a", mall), table("b", 3 * mall), task="regression") == ()
+
+
+def test_classes_of_one_client_and_classes_of_hardly_any_example_are_said() -> None:
+    usual = ["ok", "wear", "heat"] * 12
+    tables = [table("a", usual), table("b", usual), table("c", usual + ["short"] * 12)]
+    lone = "Training examples of 'short' are at 'c' alone, so the others will hardly ever predict it."
+    assert notes(*tables) == (lone,)
+    (few,) = notes(table("a", [*usual, "unknown", "unknown"]), table("b", usual))
+    assert few in (
+        "Of 'unknown' there is 1 training example, too few to learn from.",
+        "Of 'unknown' there are 2 training examples, too few to learn from.",
+    )
+    assert notes(*tables[:2]) == ()
