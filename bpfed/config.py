@@ -208,7 +208,10 @@ def _method_name(document: Document, tables: dict[str, dict[str, Any]], said: Se
                 "variant changes (see the researcher's guide)."
             )
         raise UserError(f"{place}Unknown method '{name}'; {hint(name, methods)}")
-    if isinstance(written := document.content.get("bpfed"), str) and not named:
+    kept = (
+        bool(tables["method"]) or not named
+    )  # to name the method that the file has anyway changes none of its settings
+    if isinstance(written := document.content.get("bpfed"), str) and kept:
         try:
             tables["method"] = as_then(written, name, tables["method"])
         except Gone as gone:
@@ -238,8 +241,11 @@ def _merged(
 
 
 def _repeats(said: Sequence[Said]) -> bool:
-    """Whether the file's own run is to be repeated: nobody changes its data, method, seed or network."""
-    return not any(s.table != "run" or s.key in ("seed", "members", "hidden") for s in said)
+    """Whether the file's own run is to be repeated: nobody changes its data, method, seed or network.
+
+    Examples that are held back for calibration are none of those that a run trains on.
+    """
+    return not any(s.table != "run" or s.key in ("seed", "members", "hidden", "calibration") for s in said)
 
 
 def _noted(document: Document) -> list[str]:

@@ -25,6 +25,7 @@ from bpfed.layout import (
     CHECKPOINT,
     CONFIG,
     DATA,
+    LEARNT,
     METRICS,
     MODEL,
     RUN,
@@ -109,6 +110,11 @@ def load_run(
     network = network.to(pick_device(settings.device, settings.tf32))
     federation = Federation.of(chosen.method, data, settings, network, folder / STATES)
     federation.learnt_softness = learnt(folder)
+    if settings.rehearsals and federation.learnt_softness is None:
+        raise UserError(
+            f"'{folder}' lacks what its rehearsals have learnt ({LEARNT}); restore it, or learn it again with: bpfed run "
+            f"--out {folder} --resume"
+        )
     found = checkpoint.restore(folder / CHECKPOINT, federation)
     if found is None:
         raise UserError(
@@ -120,6 +126,8 @@ def load_run(
     run.seconds = float(found.extra.get("seconds", 0.0))
     if (folder / CALIBRATION).is_file():
         run.calibration = _calibration(folder / CALIBRATION)
+    elif settings.calibration and run.finished:
+        raise UserError(f"'{folder}' lacks what was calibrated ({CALIBRATION}); restore it, or train again.")
     run.history = [r for r in lines(folder / METRICS) if r["round"] <= found.round]
     return run
 

@@ -25,6 +25,17 @@ DATASETS = (
 PREFIX = "folder:"
 
 
+def located(name: str) -> str:
+    """The name of a dataset; ``folder:PATH`` as it is called from everywhere."""
+    return f"{PREFIX}{Path(name.removeprefix(PREFIX)).expanduser().resolve()}" if name.startswith(PREFIX) else name
+
+
+def shown(name: str) -> str:
+    """The name of a dataset where there is little room: of a whole path its end."""
+    path = Path(name.removeprefix(PREFIX))
+    return f"{PREFIX}{path.name}" if name.startswith(PREFIX) and path.is_absolute() else name
+
+
 def check_method(name: str | None) -> None:
     """Raise a `UserError` unless there is a method of that name; None is left to the default."""
     if name is not None and name not in METHODS:

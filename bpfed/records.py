@@ -16,6 +16,7 @@ from bpfed.calibration import fewest
 from bpfed.data.federated import FederatedData
 from bpfed.engine.federation import Federation
 from bpfed.metrics import BEST_IS_HIGH, SURE, Evaluation
+from bpfed.names import located, shown
 
 #: The protocol of a deployed run, and its partition where nothing was dealt out: every site has its own data.
 DEPLOYED, SITES = "deployed", "sites"
@@ -25,7 +26,7 @@ def config(federation: Federation) -> dict[str, Any]:
     """All that is needed to repeat a run, as in ``config.toml``."""
     method, data, model = federation.method, federation.data, federation.model
     record: dict[str, Any] = {
-        "name": data.name,
+        "name": located(data.name),
         "partition": None if data.partition == SITES else data.partition,
         "protocol": data.protocol,
         "clients": len(data),
@@ -95,7 +96,7 @@ def summary(federation: Federation, history: Sequence[Mapping[str, Any]], second
     record: dict[str, Any] = {
         "method": federation.method.name,
         "title": federation.method.title,
-        "data": data.name,
+        "data": shown(data.name),
         "partition": data.partition,
         "protocol": data.protocol,
         "seed": settings.seed,

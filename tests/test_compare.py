@@ -276,8 +276,32 @@ def test_mistakes_are_one_sentence_and_leave_nothing(command: Command, arguments
 def test_names_of_ones_own_must_be_able_to_name_a_folder() -> None:
     with pytest.raises(UserError, match="cannot name a method"):
         bpfed.compare({"../x": FedAvg()}, classification(), 1, **TINY)
+    with pytest.raises(UserError, match="is no file of the comparison"):
+        bpfed.compare({"report.html": FedAvg()}, classification(), 1, **TINY)
+    with pytest.raises(UserError, match="'1' cannot name a method"):
+        bpfed.compare({1: FedAvg()}, classification(), 1, **TINY)  # type: ignore[dict-item]
+    with pytest.raises(UserError, match="No method is given"):
+        bpfed.compare({}, classification(), 1, **TINY)
     with pytest.raises(UserError, match="Unknown setting 'seed'"):
         bpfed.compare(["fedavg"], classification(), 1, seed=3, **TINY)
+
+
+def test_methods_may_be_given_as_they_are() -> None:
+    found = bpfed.compare([FedAvg(lr=0.01), "local"], classification(), 1, rounds=1, **TINY)
+    assert found.names == ["fedavg", "local"]
+    with pytest.raises(UserError, match="Two of the methods have the same name"):
+        bpfed.compare([FedAvg(), FedAvg(lr=0.1)], classification(), 1, **TINY)
+
+
+def test_a_variant_stays_what_its_name_says(command: Command) -> None:
+    asked = ("compare", "--data", "digits", "--seeds", "1", "--rounds", "1", "--epochs", "1", "--clients", "3")
+    command.ok(*asked, "--methods", "fedavg+sgd", "--set", "fedavg.optimiser=adam", "--out", "a")
+    assert 'optimiser = "sgd"' in Path("a/fedavg+sgd/seed-0/config.toml").read_text()
+    undone = ("--set", "fedavg+sgd.optimiser=adam", "--out", "b")
+    said = command(*asked, "--methods", "fedavg+sgd", *undone).sentence
+    assert (
+        said == "--set: fedavg+sgd would no longer be what its name says with another optimiser; set that for fedavg."
+    )
 
 
 # --- tables --------------------------------------------------------------------------------------------------------------

@@ -177,6 +177,22 @@ def test_calibration_is_kept_with_the_run(tmp_path: Path) -> None:
         assert torch.equal(mine.probs, kept.probs)
         assert torch.equal(mine.prediction_set(0.9), kept.prediction_set(0.9))
     assert mine.raw is not None  # a temperature was applied
+    (tmp_path / "a" / "calibration.json").unlink()
+    with pytest.raises(bpfed.UserError, match=r"lacks what was calibrated \(calibration.json\)"):
+        bpfed.Run.load(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("metrics.jsonl", "5\n"), ("metrics.jsonl", "{}\n"), ("summary.json", "{}"), ("evaluation.json", "[]")],
+)
+def test_files_of_another_shape_are_damaged(
+    kept: tuple[bpfed.Run, Path], tmp_path: Path, name: str, content: str
+) -> None:
+    broken = Path(shutil.copytree(kept[1], tmp_path / "broken"))
+    (broken / name).write_text(content)
+    with pytest.raises(bpfed.UserError, match=f"{name}' is damaged"):
+        bpfed.Run.load(broken).summary()
 
 
 def test_a_method_that_tunes_is_resumed_and_loaded_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,13 @@ def test_a_record_names_every_device_that_a_seed_ran_on(digits, tmp_path, monkey
     assert tiny().record(tmp_path)["device"] == "CPU, a GPU"
 
 
+def test_a_record_names_every_version_that_made_a_seed(digits, tmp_path, monkeypatch):
+    for seeds, version in (((0,), "0.1.0"), ((0, 1), "0.2.0")):
+        monkeypatch.setattr("bpfed.__version__", version)
+        cells.run(tiny(seeds=seeds), tmp_path, "cpu", lambda sentence: None)
+    assert tiny().record(tmp_path)["bpfed"] == "0.1.0, 0.2.0"
+
+
 def test_a_record_of_other_settings_is_refused(digits, tmp_path):
     cells.run(tiny(), tmp_path, "cpu", lambda sentence: None)
     with pytest.raises(UserError, match="rounds 2, now 3"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,32 @@ def test_the_command_asks_for_that_cell_alone(tmp_path, monkeypatch):
     assert argv[:3] == [sys.executable, "-m", "bpfed"]
     app(argv[3:], standalone_mode=False)
     assert asked["run"] == ("mnist-small", "fedper", "groups", 2, 2, 1, "cpu", tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Elsewhere a child outlives a parent that is killed.")
+def test_children_end_with_their_parent(tmp_path):
+    sleeper = f"import os, time; open(r'{tmp_path}/pid', 'w').write(str(os.getpid())); time.sleep(60)"
+    code = f"import sys; from bpfed.paper import pool\npool._one([sys.executable, '-c', {sleeper!r}], set())"
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    child = wait_for(lambda: int(text) if (text := read(tmp_path / "pid")) else None)
+    parent.kill()
+    parent.wait()
+    assert wait_for(lambda: not alive(child))
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has asked for does not."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_for(what, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found

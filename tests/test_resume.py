@@ -12,11 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import SMALL, Command, files, flip, metrics, process
+from command import PLAIN, SMALL, Command, files, flip, metrics, process
+from scenarios import classification
 
+from bpfed import Run, UserError, fit
 from bpfed.cli import main
 from bpfed.engine.simulator import Simulator
 from bpfed.files import lock
+from bpfed.methods import FedAvg
 
 ROUNDS = 4
 #: Kills at random times in the test that has them; the more the better, and the longer.
@@ -292,6 +295,43 @@ def test_a_run_whose_tables_have_changed_is_not_told_to_omit_what_it_was_not_giv
     bpfed.ok(*plain)
     Path("sites/b.csv").unlink()
     assert bpfed("run", "--out", "run", "--resume").sentence == (
-        "'folder:sites' has changed since the run of 'run/config.toml' began, when it had 3 clients, not 2; restore it, "
+        f"'folder:{tmp_path / 'sites'}' has changed since the run of 'run/config.toml' began, when it had 3 clients, not 2; restore it, "
         "or start a new run with another --out."
     )
+
+
+def test_a_run_may_go_on_with_less_memory_as_it_is_told_to(command: Command, unfinished: Path, whole: Path) -> None:
+    less = ("--chunk", "1", "--memory", "900", "--compile", "off")
+    assert command.ok("run", "--resume", "--out", unfinished, "-q", *less).err == "Resuming after round 3 of 4.\n"
+    assert metrics(unfinished).count("\n") == metrics(whole).count("\n")
+
+
+def test_a_run_on_tables_goes_on_from_elsewhere_and_when_they_have_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bpfed = Command(capsys)
+    monkeypatch.chdir(tmp_path)
+    Path("sites").mkdir()
+    for site in "ab":
+        Path(f"sites/{site}.csv").write_text("x,y\n" + "1,no\n2,yes\n" * 9)
+    bpfed.ok(*PLAIN[:1], "--method", "fedavg", "--rounds", "1", "--data", "folder:sites", "--out", "run", "-q")
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert "is finished already" in bpfed.ok("run", "--out", "../run", "--resume", "-q").err
+    shutil.move("../sites", "moved")
+    assert "cannot be opened" in bpfed("run", "--out", "../run", "--resume").sentence
+    assert "is finished already" in bpfed.ok("run", "--out", "../run", "--resume", "-q", "--data", "folder:moved").err
+    Path("moved/a.csv").write_text("x,y\n" + "3,no\n2,yes\n" * 9)
+    said = bpfed("run", "--out", "../run", "--resume", "-q", "--data", "folder:moved")
+    assert said.code == 2
+    assert "has another configuration" in said.err
+
+
+def test_what_rehearsals_have_learnt_is_learnt_again_if_it_is_lost(tmp_path: Path) -> None:
+    asked = {"rounds": 2, "epochs": 1, "rehearsals": 1, "progress": False, "say": str, "out": tmp_path / "run"}
+    run = fit(FedAvg(), classification(), **asked)
+    (tmp_path / "run" / "learnt.json").unlink()
+    with pytest.raises(UserError, match=r"lacks what its rehearsals have learnt \(learnt.json\)"):
+        Run.load(tmp_path / "run")
+    fit(FedAvg(), classification(), resume=True, **asked)
+    assert Run.load(tmp_path / "run").softness == run.softness

@@ -33,6 +33,7 @@ from bpfed.layout import (
     STATES,
     SUMMARY,
 )
+from bpfed.names import PREFIX
 from bpfed.networks import HIDDEN
 from bpfed.report import text
 from bpfed.schema import RECORDED
@@ -40,6 +41,9 @@ from bpfed.schema import RECORDED
 if TYPE_CHECKING:
     from bpfed.engine.simulator import RoundInfo
     from bpfed.run import Run
+
+#: Settings that change how a run is computed and nothing of what comes out: it may go on with others.
+HOW = frozenset({"run.chunk", "run.memory", "run.compile"})
 
 
 class Folder(Callback):
@@ -97,7 +101,8 @@ class Folder(Callback):
                 self._same(run.config())
             kept = self.rehearsals / CONFIG
             with writing(self.path):
-                if self.rehearsals.exists() and not (kept.exists() and kept.read_text() == config):
+                same = kept.exists() and not differences(tomllib.loads(kept.read_text()), tomllib.loads(config))
+                if self.rehearsals.exists() and not same:
                     shutil.rmtree(self.rehearsals)
                 self.rehearsals.mkdir(parents=True, exist_ok=True)
             write_whole(kept, config)
@@ -189,12 +194,15 @@ class Folder(Callback):
         with writing(self.path):  # the old configuration goes last, for without it this would be no run folder
             for old in [p for p in self.path.iterdir() if p.name not in (CONFIG, REHEARSALS)]:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-        if run.federation.learnt_softness is not None:
-            write_whole(self.path / LEARNT, to_json({"softness": run.federation.learnt_softness}))
+        self._keep_learnt(run)
         write_whole(self.path / CONFIG, to_toml(run.config()))
         self._forget_rehearsals()
         write_whole(self.path / METRICS, "")
         self._describe(run)
+
+    def _keep_learnt(self, run: Run) -> None:
+        if run.federation.learnt_softness is not None:
+            write_whole(self.path / LEARNT, to_json({"softness": run.federation.learnt_softness}))
 
     def _describe(self, run: Run) -> None:
         if not (self.path / MODEL).exists():
@@ -219,6 +227,7 @@ class Folder(Callback):
         clear_parts(self.path)
         clear_parts(self.path / CHECKPOINT)
         write_whole(self.path / METRICS, "".join(to_json_line(r) + "\n" for r in run.history))
+        self._keep_learnt(run)
         self._describe(run)
         done, rounds = run.federation.round, run.settings.rounds
         if done >= rounds:
@@ -279,19 +288,31 @@ def learnt(folder: Path) -> float | None:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics; one cut short by a crash is none."""
-    records = []
+    records: list[dict[str, Any]] = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             break
+        if not isinstance(record, dict) or not isinstance(record.get("round"), int):
+            raise UserError(f"'{path}' is damaged in line {len(records) + 1}; restore it, or train again.")
+        records.append(record)
     return records
+
+
+def _moved(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether the same tables are in another place."""
+    places = {str(config.get("data.name", "")) for config in (old, new)}
+    prints = {config.get("data.fingerprint") for config in (old, new)}
+    return len(places) == 2 and len(prints) == 1 and None not in prints and all(p.startswith(PREFIX) for p in places)
 
 
 def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     """What differs between two configurations, a clause for each setting; not what merely follows from others."""
     old, new = (_usual() | _flat(config) for config in (there, here))
-    names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+    names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name) and name not in HOW]
+    if _moved(old, new):
+        names.remove("data.name")
     if "method.name" in names:
         names = [name for name in names if name == "method.name" or not name.startswith("method.")]
     follow = {f"{table}.{key}" for table, keys in RECORDED.items() for key in keys or ()}

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from bpfed.callbacks.base import Callback
 from bpfed.console import Console as Plain
+from bpfed.names import shown
 from bpfed.report import text
 from bpfed.report.measures import MEASURES
 from bpfed.report.record import value
@@ -96,7 +97,9 @@ class Progress(Callback):
 
     def _title(self, run: Run) -> str:
         clients, stage = text.many(len(run.data), "client"), f"{self.stage}: " if self.stage else ""
-        return f"{stage}{run.federation.method.title} on {run.data.name}, {clients}, {run.federation.device.type}"
+        return (
+            f"{stage}{run.federation.method.title} on {shown(run.data.name)}, {clients}, {run.federation.device.type}"
+        )
 
     def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
         self._advance(run, record)
@@ -263,7 +266,7 @@ class CellProgress(Progress):
 
     def _title(self, run: Run) -> str:
         cell, stage = f"cell {self._over + 1}/{self._cells}", f", {self.stage}" if self.stage else ""
-        return f"{cell}{stage}: {self._entrant}, {run.data.name}, {run.federation.device.type}"
+        return f"{cell}{stage}: {self._entrant}, {shown(run.data.name)}, {run.federation.device.type}"
 
     def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
         self._advance(run, record)

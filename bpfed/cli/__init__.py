@@ -61,6 +61,10 @@ def main(arguments: list[str] | None = None) -> None:
             app(arguments)
     except UserError as error:
         _refuse(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _refuse(f"'{error.filename}' cannot be used ({error.strerror}); check the path and its permissions.")
     except KeyboardInterrupt:
         Console(stderr=True).print("bpfed: Stopped.")
         sys.exit(130)

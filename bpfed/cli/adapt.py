@@ -65,6 +65,8 @@ def adapt(
         out = newcomers_of(folder) / f"{name}.safetensors"
     if out.exists() and not overwrite:
         raise UserError(f"'{out}' already exists; add --overwrite to replace it, or choose another --name or --out.")
+    if out.exists() and folder.resolve() in out.resolve().parents and out.parent.name != ADAPTED:
+        raise UserError(f"'{out}' belongs to the run, so a newcomer must not replace it; choose another --out.")
     progress = Progress(patience=PATIENCE)
     try:
         progress.doing(f"loading {folder}")

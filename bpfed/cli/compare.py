@@ -138,12 +138,17 @@ def _entrants(
     found, configs = [], []
     for name in names:
         base = name.partition("+")[0]
-        # What is said for a method is said for its variants too, and what is said for a variant comes last.
-        mine = [o for whose in dict.fromkeys((base, name)) for o in own.get(whose, [])]
-        variant = [Override(key, str(value)) for key, value in changes(name).items()]
-        _check(base, [*common, *mine])
+        # What is said for a method is said for its variants too, but not what makes them variants.
+        variant = {key: Override(key, str(value)) for key, value in changes(name).items()}
+        theirs, mine = own.get(base, []), own.get(name, []) if name != base else []
+        _check(base, [*common, *theirs, *mine])
         check_common(name, {o.key: o.text for o in common})
-        config = read(None, [Override("method.name", base), *common, *variant, *mine])
+        if undone := [o for o in mine if o.key in variant]:
+            raise UserError(
+                f"--set: {name} would no longer be what its name says with another {undone[0].key.partition('.')[2]}; "
+                f"set that for {base}."
+            )
+        config = read(None, [Override("method.name", base), *common, *theirs, *variant.values(), *mine])
         found.append(Entrant(name, title(name), config.method, config.run))
         configs.append(config)
     return found, configs[0]

@@ -32,6 +32,8 @@ def report(
             f"'{folder}' belongs to a deployment and has no finished run; go on with it on the server's machine, with "
             "'bpfed deploy run', while the sites are online."
         )
+    if out is not None and out.exists() and out.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"'{out}' exists and is not a web page, so a report must not replace it; choose another --out.")
     run = RunRecord.read(place)
     try:
         written = write(run, out or place / REPORT)

@@ -15,7 +15,7 @@ from bpfed.cli.flags import ConfigFile, DataDir, MethodName, Quiet, with_schema
 from bpfed.cli.run import PATIENCE, RUNS, data_word, loading, overrides
 from bpfed.console import Console
 from bpfed.errors import UserError
-from bpfed.names import PREFIX, check_data, check_method
+from bpfed.names import check_data, check_method, located
 from bpfed.report.text import typed
 
 if TYPE_CHECKING:
@@ -141,8 +141,7 @@ def _best(config: Config, found: Tuning) -> dict[str, Any]:
     if _softens(config):
         run = replace(run, softness=found.softness, rehearsals=0)
     data = replace(config.data, seed=run.seed if config.data.seed is None else config.data.seed)
-    if data.name.startswith(PREFIX):
-        data = replace(data, name=f"{PREFIX}{Path(data.name.removeprefix(PREFIX)).expanduser().resolve()}")
+    data = replace(data, name=located(data.name))
     usual = type(method)().settings()
     return {
         "data": {k: v for k, v in asdict(data).items() if k == "name" or v != getattr(type(data)(), k)},
@@ -158,7 +157,7 @@ def _softens(config: Config) -> bool:
 
 def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> None:
     """All trials, the best first, and what to do next."""
-    from bpfed.comparison.cells import REPORT
+    from bpfed.comparison.entrants import REPORT
     from bpfed.comparison.tables import gap, spread
     from bpfed.comparison.tuning import AS_IT_IS, TEMPERATURES, worded
     from bpfed.report.measures import MEASURES

@@ -22,7 +22,7 @@ from bpfed.callbacks.base import Callback
 from bpfed.callbacks.folder import Folder, begun, differences
 from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison import tables
-from bpfed.comparison.entrants import Entrant, entrants
+from bpfed.comparison.entrants import CSV, MARKDOWN, REPORT, REQUEST, RESULT, Entrant, entrants
 from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Vocabulary, chosen_reference
 from bpfed.console import Say
 from bpfed.data import FederatedData, load
@@ -39,15 +39,6 @@ from bpfed.report.record import RunRecord
 from bpfed.run import Run, once, to_stderr, train_together
 from bpfed.schema import ROUNDS, changed
 from bpfed.training import prepare, seeds_of
-
-#: The files of a comparison's folder beside its cells; the first marks it as one.
-REQUEST, RESULT, MARKDOWN, CSV, REPORT = (
-    "comparison.toml",
-    "comparison.json",
-    "comparison.md",
-    "comparison.csv",
-    "report.html",
-)
 
 
 @dataclass
@@ -66,7 +57,7 @@ class Cell:
 
 
 def compare(
-    methods: str | Sequence[str] | Mapping[str, Method | str] = "all",
+    methods: str | Sequence[str | Method] | Mapping[str, Method | str] = "all",
     data: FederatedData | str | Callable[[int], FederatedData] = "digits",
     seeds: int | Sequence[int] = 3,
     *,

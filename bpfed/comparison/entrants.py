@@ -26,6 +26,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 ALL = "all"
 
 
+#: Files of a comparison's folder, beside those of its methods; the first marks it as one.
+TAKEN = REQUEST, RESULT, MARKDOWN, CSV, REPORT = (
+    "comparison.toml",
+    "comparison.json",
+    "comparison.md",
+    "comparison.csv",
+    "report.html",
+)
+
+
 @dataclass(frozen=True)
 class Entrant:
     """One of those that are compared.
@@ -98,18 +108,26 @@ def title(name: str) -> str:
     return " + ".join([METHODS[base].title if base in METHODS else base, *variants])
 
 
-def entrants(methods: str | Sequence[str] | Mapping[str, Method | str], settings: Settings) -> list[Entrant]:
-    """Those named, or those given under names of one's own."""
+def entrants(methods: str | Sequence[str | Method] | Mapping[str, Method | str], settings: Settings) -> list[Entrant]:
+    """Those named, or those given, under names of one's own or each under its own."""
+    if not isinstance(methods, str | Mapping) and any(isinstance(m, Method) for m in methods):
+        given = [method_of(m) for m in methods]
+        methods = {method.name: method for method in given}
+        if len(methods) < len(given):
+            raise UserError("Two of the methods have the same name; give them in a dict, under names of your own.")
     if isinstance(methods, Mapping):
+        if not methods:
+            raise UserError("No method is given; name some, such as 'bpfed-recipe,fedavg'.")
         for name in methods:
-            if not name or name.startswith(".") or "/" in name:
+            if not isinstance(name, str) or not name or name.startswith(".") or "/" in name or name in TAKEN:
                 raise UserError(
-                    f"'{name}' cannot name a method, since it would name its folder; leave out '/' and '.'."
+                    f"'{name}' cannot name a method, since it would name its folder; choose a word that does not begin "
+                    "with '.', has no '/' and is no file of the comparison."
                 )
         return [Entrant(name, name, method_of(value), settings) for name, value in methods.items()]
     found = []
     usual, common = asdict(Settings()), asdict(settings)
-    for name in listed(methods):
+    for name in listed(methods if isinstance(methods, str) else [str(m) for m in methods]):
         check_common(name, {f"run.{key}": value for key, value in common.items() if value != usual[key]})
         values = _tables(changes(name))
         made = method(name.split("+")[0])(**values.get("method", {}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -19,8 +19,11 @@ LIMIT = 8 << 30
 INPUTS, TARGET = "x", "y"
 
 
-def read_npz(path: Path) -> Table:
-    """Read arrays: ``x`` with one entry per row (numbers or images) beside ``y``, or one array ``[n]`` per column."""
+def read_npz(path: Path, words: Collection[str] = ()) -> Table:
+    """Read arrays: ``x`` with one entry per row (numbers or images) beside ``y``, or one array ``[n]`` per column.
+
+    Whole numbers in columns of ``words`` are words.
+    """
     arrays = read_arrays(path)
     if not arrays:
         raise UserError(f"'{path}' contains no arrays; give it '{INPUTS}' and '{TARGET}'.")
@@ -32,7 +35,7 @@ def read_npz(path: Path) -> Table:
         shown = ", ".join(f"'{name}' {n[0] if n else 'one value'}" for name, n in lengths.items())
         raise UserError(f"The arrays of '{path}' differ in length ({shown}); give every row one entry in each.")
     ((rows,),) = set(lengths.values())
-    columns = {name: _column(array, name, path) for name, array in arrays.items()}
+    columns = {name: _column(array, name, path, name in words) for name, array in arrays.items()}
     images = None
     if inputs is not None and inputs.ndim <= 2:
         inputs = inputs.reshape(rows, -1) if rows else inputs.reshape(0, 1)
@@ -56,11 +59,13 @@ def read_cells(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
     return {name: [str(entry) for entry in arrays[name].tolist()] for name in names}
 
 
-def _column(array: np.ndarray, name: str, path: Path) -> Column:
+def _column(array: np.ndarray, name: str, path: Path, words: bool = False) -> Column:
     if array.ndim != 1:
         raise UserError(f"'{name}' in '{path}' has shape {array.shape}; only '{INPUTS}' may have more than one axis.")
     if array.dtype.kind == "b":
         return Words.of(["true" if v else "false" for v in array.tolist()])
+    if words and array.dtype.kind in "iu":
+        return Words.of([str(v) for v in array.tolist()])
     return Words.of(array.tolist()) if array.dtype.kind == "U" else array.astype(np.float64)
 
 

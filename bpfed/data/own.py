@@ -62,7 +62,8 @@ def read_clients(
         found = {name: read_table(file, ignore=ignore, missing=missing) for name, file in _files(path).items()}
         Blanks.of(missing).check(column for table in found.values() for column in table.columns)
         return found
-    table = read_table(path, ignore=ignore, missing=missing)
+    # Names are words even if they are digits: 007 is not 7, and long numbers would be rounded to the same one.
+    table = read_table(path, [client_column] if client_column else (), ignore=ignore, missing=missing)
     Blanks.of(missing).check(table.columns)
     if client_column is None:
         raise UserError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,16 @@ from bpfed.errors import UserError, quoted
 INDEX = "__index_level_"
 
 
-def read_parquet(path: Path, ignore: Sequence[str] = (), used: Iterable[str] | None = None) -> Table:
+def read_parquet(
+    path: Path,
+    ignore: Sequence[str] = (),
+    used: Iterable[str] | None = None,
+    words: Collection[str] = (),
+) -> Table:
     """Read a Parquet file of numbers, words and truth values; nothing nested, no dates, but where these are not used.
 
-    Columns to ``ignore``, and all but those ``used`` (None: all are), may be of any type; they are read as text.
+    Columns to ``ignore``, and all but those ``used`` (None: all are), may be of any type; they are read as text. Whole
+    numbers in columns of ``words`` are words.
     """
     read = _read(path)
     names = [name for name in read.column_names if not name.startswith(INDEX)]
@@ -26,7 +32,7 @@ def read_parquet(path: Path, ignore: Sequence[str] = (), used: Iterable[str] | N
     if twice:
         raise UserError(f"'{path}' has two columns '{twice[0]}'; rename or remove one.")
     left = set(ignore) if used is None else set(names) - set(used)
-    found = {name: _column(read[name], name in left) for name in names}
+    found = {name: _column(read[name], name in left, name in words) for name in names}
     if strange := [name for name, column in found.items() if column is None]:
         what = f"Column '{strange[0]}' of '{path}' has type {read[strange[0]].type}"
         if len(strange) > 1:
@@ -68,14 +74,14 @@ def _read(path: Path) -> Any:
         ) from error
 
 
-def _column(column: Any, any_type: bool) -> Column | None:
-    """A column; None where its type is not read, unless any type is to be, as text."""
+def _column(column: Any, any_type: bool, words: bool) -> Column | None:
+    """A column; None where its type is not read, unless any type is to be, as text; whole numbers may be ``words``."""
     import pyarrow as pa
 
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if pa.types.is_null(kind):
         return np.full(len(column), np.nan)
-    if pa.types.is_boolean(kind):
+    if pa.types.is_boolean(kind) or (words and pa.types.is_integer(kind)):
         return Words.of(["" if v is None else str(v) for v in column.to_pylist()])
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return Words.of(["" if v is None else v for v in column.to_pylist()])

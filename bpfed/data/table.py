@@ -143,7 +143,7 @@ def read_table(
 
     Args:
         path: The file.
-        words: Columns that are words, though all their cells in a text file may look like numbers: ``250.00``, ``007``.
+        words: Columns that are words, though all their cells may look like numbers: ``250.00``, ``007``.
         ignore: Columns that are not inputs, and may have a type that is not read otherwise, such as dates in Parquet.
         used: The only columns that are needed; others may have such a type too. None: all but those of ``ignore``.
         missing: What else stands for no value, ``WORD`` or ``COLUMN=WORD`` each (`bpfed.data.blanks`).
@@ -153,7 +153,7 @@ def read_table(
     """
     from bpfed.data.blanks import Blanks
 
-    path, blanks = Path(path), Blanks.of(missing)
+    path, blanks, words = Path(path), Blanks.of(missing), frozenset(words)
     kind = ENDINGS.get(path.suffix.lower())
     if kind is None:
         raise UserError(f"'{path}' is not a {any_of(ENDINGS)} file; convert it to one of these.")
@@ -164,15 +164,15 @@ def read_table(
         if kind == "csv":
             from bpfed.data.csvfile import read_csv
 
-            table = read_csv(path, frozenset(words), blanks)
+            table = read_csv(path, words, blanks)
         elif kind == "parquet":
             from bpfed.data.parquet import read_parquet
 
-            table = read_parquet(path, ignore, used)
+            table = read_parquet(path, ignore, used, words)
         else:
             from bpfed.data.npz import read_npz
 
-            table = read_npz(path)
+            table = read_npz(path, words)
     except FileNotFoundError as error:
         if path.is_symlink():
             raise UserError(f"'{path}' is a link to a file that does not exist; fix it or remove it.") from error

@@ -159,7 +159,7 @@ class LocalRound:
         most = int(batches.max())
         ragged = int(batches.min()) != most
         # Up to a power of two of batches, so that clients of many sizes make a few shapes to trace and not one each.
-        longest = max(self.width, self.batch * (1 << (most - 1).bit_length()))
+        longest = self.width * (1 << (most - 1).bit_length())
         local, hyper = self._begin(rows)
         loss = torch.zeros(len(rows), device=self.x.device)
         taken = torch.zeros(len(rows), device=self.x.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -13,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from bpfed.children import tied
 from bpfed.errors import UserError
 from bpfed.files import writing
 from bpfed.flower.plan import Plan
@@ -73,14 +73,6 @@ def start(
         log: The file that its output is added to; None: it goes where ours does.
         pipe: Whether its output is for us to read, from ``stdout``.
     """
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-            if os.getppid() != parent:
-                os._exit(1)
-
     file = None
     if log is not None:
         with writing(log):
@@ -93,7 +85,7 @@ def start(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if pipe else file,
-            preexec_fn=die_with_parent,
+            preexec_fn=tied(),
         )
     except FileNotFoundError:
         raise UserError(f"'{command[0]}' is not installed; install Flower with: pip install 'bpfed[deploy]'") from None

@@ -188,17 +188,17 @@ def _record(
         "settings": _settings(entrant),
         "rounds": entrant.settings.rounds,
         "bins": entrant.settings.bins,
-        "device": _devices(device_name(entrant.settings.device), before),
+        "device": _all("device", device_name(entrant.settings.device), before),
         "seconds": round(seconds + (0.0 if before is None else before["seconds"]), 1),
-        "bpfed": bpfed.__version__,
-        "torch": torch.__version__,
+        "bpfed": _all("bpfed", bpfed.__version__, before),
+        "torch": _all("torch", torch.__version__, before),
         "runs": [done[seed] for seed in sorted(done)],
     }
 
 
-def _devices(now: str, before: dict[str, Any] | None) -> str:
-    """All that the seeds of a record ran on."""
-    earlier = [] if before is None else before["device"].split(", ")
+def _all(what: str, now: str, before: dict[str, Any] | None) -> str:
+    """All devices, or versions, that made the seeds of a record."""
+    earlier = [] if before is None else before[what].split(", ")
     return ", ".join(dict.fromkeys([*earlier, now]))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from bpfed.children import tied
 from bpfed.console import Say
 from bpfed.engine.settings import Device
 from bpfed.errors import UserError
@@ -79,7 +80,7 @@ def command(cell: Cell, results: Path, device: Device) -> list[str]:
 
 def _one(argv: list[str], running: set[subprocess.Popen[str]]) -> tuple[int, str]:
     """Run a command to its end: its exit code and what it said on stderr."""
-    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=tied())
     running.add(process)
     try:
         said = process.communicate()[1]

@@ -50,9 +50,9 @@ class RunRecord:
             raise UserError(f"The run in '{folder}' is not finished; resume it with: bpfed run --out {folder} --resume")
         return cls(
             _parsed(folder / CONFIG, tomllib.loads),
-            _parsed(folder / METRICS, lambda text: [json.loads(line) for line in text.splitlines()]),
-            _parsed(folder / EVALUATION, json.loads),
-            _parsed(folder / SUMMARY, json.loads),
+            _parsed(folder / METRICS, lambda text: [_table(line, "round") for line in text.splitlines()]),
+            _parsed(folder / EVALUATION, lambda text: _table(text, "clients")),
+            _parsed(folder / SUMMARY, lambda text: _table(text, "device")),
         )
 
     @property
@@ -249,6 +249,14 @@ def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
         raise UserError(f"'{path}' cannot be read ({error.strerror}).") from error
     except ValueError as error:
         raise UserError(f"'{path}' is damaged ({error}); run it again with a new --out.") from error
+
+
+def _table(text: str, needed: str) -> dict[str, Any]:
+    """A table that has at least this key."""
+    found = json.loads(text)
+    if not isinstance(found, dict) or needed not in found:
+        raise ValueError(f"there is no '{needed}'")
+    return found
 
 
 def softly(softness: float) -> str:

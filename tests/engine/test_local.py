@@ -10,7 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map
 
+from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound
+from bpfed.engine.settings import Settings
+from bpfed.engine.simulator import Simulator
 from bpfed.methods import BPFed, FedAvg
 from bpfed.methods.base import Finished, Initial, Method, Phase, PointPredictive
 
@@ -154,6 +157,19 @@ def test_every_client_takes_the_steps_of_every_phase_and_hands_states_on(sizes):
     assert found.seen.flatten().tolist() == [3 * size for size in sizes]
     assert found.now.flatten().tolist() == [3 * k for k in per_epoch]
     assert found.before.flatten().tolist() == [3 * k - 1 for k in per_epoch]
+
+
+def test_a_batch_that_nobody_fills_costs_nothing(monkeypatch):
+    seen, plan = [], LocalRound._plan
+
+    def watched(self, rows, phase, before, longest):
+        seen.append(longest)
+        return plan(self, rows, phase, before, longest)
+
+    monkeypatch.setattr(LocalRound, "_plan", watched)
+    data = scenarios.classification(sizes=(12, 7))
+    Simulator([Federation.start(FedAvg(), data, Settings(rounds=1, epochs=1, batch=10**7, device="cpu"))]).round()
+    assert set(seen) == {12}
 
 
 @pytest.mark.parametrize(
