@@ -101,8 +101,7 @@ class Folder(Callback):
                 self._same(run.config())
             kept = self.rehearsals / CONFIG
             with writing(self.path):
-                same = kept.exists() and not differences(tomllib.loads(kept.read_text()), tomllib.loads(config))
-                if self.rehearsals.exists() and not same:
+                if self.rehearsals.exists() and not _same_run(kept, config):
                     shutil.rmtree(self.rehearsals)
                 self.rehearsals.mkdir(parents=True, exist_ok=True)
             write_whole(kept, config)
@@ -298,6 +297,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
             raise UserError(f"'{path}' is damaged in line {len(records) + 1}; restore it, or train again.")
         records.append(record)
     return records
+
+
+def _same_run(path: Path, config: str) -> bool:
+    """Whether a file is the configuration of this run, as far as it matters to what comes out."""
+    try:
+        return not differences(tomllib.loads(path.read_text()), tomllib.loads(config))
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def _moved(old: dict[str, Any], new: dict[str, Any]) -> bool:

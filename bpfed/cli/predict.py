@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bpfed.cli.flags import DataDir
 from bpfed.cli.run import PATIENCE
 from bpfed.console import Console
 from bpfed.errors import UserError, quoted, unknown
 from bpfed.report.text import many
 
 if TYPE_CHECKING:
+    from bpfed.callbacks.progress import Progress
     from bpfed.client import Client
     from bpfed.data.federated import FederatedData
     from bpfed.data.unfamiliar import Unusual
@@ -36,9 +38,12 @@ EMPTY_SET = "(empty)"
 def predict(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
     rows: Annotated[
-        Path,
+        Path | None,
         typer.Option("--input", help="Rows to predict: a table as in training, or NPZ with x.", show_default=False),
-    ],
+    ] = None,
+    test: Annotated[
+        bool, typer.Option("--test", help="The run's own test rows instead, of all clients or of --client.")
+    ] = False,
     client: Annotated[
         str | None, typer.Option(help="Whose model: a client of the run, or a newcomer.", show_default=False)
     ] = None,
@@ -67,6 +72,7 @@ def predict(
         typer.Option(help="CSV file to write. \\[default: stdout]", show_default=False),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file in --out.")] = False,
+    data_dir: DataDir = None,
 ) -> None:
     """Predict with one client's model: one line of CSV for each row of the input, in the same order.
 
@@ -76,13 +82,17 @@ def predict(
 
     For tables, the column "unusual" names columns with a number far outside the training range, an unseen word, or no
     value though training always had one.
+
+    With --test, each line begins with the client, the number of the row among its own, and the truth.
     """
     from bpfed.callbacks.progress import Progress
 
     if client is not None and adapted is not None:
         raise UserError("Choose whose model to use, with either --client NAME or --adapted FILE.")
+    if test == (rows is not None) or (test and (adapted or keep)):
+        raise UserError("Give new rows with --input FILE, or predict a run's own with --test; --keep is for the first.")
     if out is not None and out.exists():
-        if rows.exists() and out.samefile(rows):
+        if rows is not None and rows.exists() and out.samefile(rows):
             raise UserError(f"'{out}' is the input itself, which predictions must not replace; choose another --out.")
         if folder.resolve() in out.resolve().parents and out.suffix.lower() not in (".csv", ".tsv", ".txt"):
             raise UserError(f"'{out}' belongs to the run, so predictions must not replace it; choose another --out.")
@@ -96,6 +106,9 @@ def predict(
     try:
         progress.doing(f"loading {folder}")
         run = finished_run(folder, progress.say)
+        if rows is None:
+            text, count = _tested(run, client, level, abstain, draws, data_dir, progress)
+            return _put(text, f"{many(count, 'prediction')} of test rows", out)
         if client is None and adapted is None:
             raise UserError(f"Choose whose model to use, with --client, from: {quoted(known(run), SHOWN)}.")
         who = run.newcomer(adapted) if adapted is not None else find(run, str(client))
@@ -116,13 +129,51 @@ def predict(
         text = table(data, found, level, abstain, kept, taken.unusual)
     finally:
         progress.close()
+    _put(text, f"{many(len(x), 'prediction')} of '{who.name}'", out)
+
+
+def _put(text: str, what: str, out: Path | None) -> None:
+    """Write what was predicted to a file and say so, or print it."""
     if out is None:
         sys.stdout.write(text)
-    else:
-        from bpfed.files import write_whole
+        return
+    from bpfed.files import write_whole
 
-        write_whole(out, text)
-        Console().print(f"{many(len(x), 'prediction')} of '{who.name}': {out}", style="bold", soft_wrap=True)
+    write_whole(out, text)
+    Console().print(f"{what}: {out}", style="bold", soft_wrap=True)
+
+
+def _tested(
+    run: LoadedRun,
+    client: str | None,
+    level: float,
+    abstain: float | None,
+    draws: int | None,
+    data_dir: Path | None,
+    progress: Progress,
+) -> tuple[str, int]:
+    """Predictions of a run's own test rows as CSV, and how many there are."""
+    from bpfed.tested import rows_of
+
+    if client is not None and client not in run.data.clients:
+        raise unknown("client", client, run.data.clients)
+    progress.doing("reading the run's data")
+    parts: list[str] = []
+    count = 0
+    for each in rows_of(run, data_dir):
+        if client not in (None, each.client):
+            continue
+        progress.doing(f"predicting {many(len(each.numbers), 'row')} of {each.client}")
+        assert run.data.preparation is not None
+        found = run.client(each.client).predict(run.data.preparation.inputs(each.table, each.client), draws=draws)
+        of = {"client": [each.client] * len(each.numbers), "row": list(map(str, each.numbers)), "truth": each.truth}
+        text = table(run.data, found, level, abstain, of)
+        parts.append(text if not parts else text.partition("\n")[2])
+        count += len(each.numbers)
+    if not parts:
+        whose = f"'{client}'" if client else "the run"
+        raise UserError(f"There are no test rows of {whose}; train with some held out.")
+    return "".join(parts), count
 
 
 def _endless(found: Classified | Regressed, level: float, name: str) -> str | None:

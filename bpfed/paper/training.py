@@ -262,7 +262,8 @@ class Shared:
         done = read(self.path).get("methods", {})  # others may have written meanwhile
         done[name] = {"title": method.title, **found, "settings": record(method, self.settings), "device": device}
         ordered = {n: done[n] for n in (*self.order, *sorted(done)) if n in done}
-        write_whole(self.path, to_json({**self.asked, "device": device, "methods": ordered}))
+        devices = ", ".join(dict.fromkeys(entry.get("device", device) for entry in ordered.values()))
+        write_whole(self.path, to_json({**self.asked, "device": devices, "methods": ordered}))
         self.methods = done
 
 
