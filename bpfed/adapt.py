@@ -21,7 +21,7 @@ from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.preparation import Preparation
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound, Rows
-from bpfed.errors import UserError
+from bpfed.errors import UserError, check_count
 from bpfed.files import write_whole
 from bpfed.methods.base import Method, State, rows
 from bpfed.noise import Purpose
@@ -91,8 +91,8 @@ def adapt(
     data = _data(federation.data, name, x, y, preparation)
     if name in federation.data.clients:
         raise UserError(f"The run already has a client '{name}'; give the newcomer another name.")
-    if steps is not None and steps < 1:
-        raise UserError(f"steps is {steps}, but must be at least 1, or left out.")
+    if steps is not None:
+        check_count("steps", steps)
     method = federation.method.adapting()
     if lr is not None:
         method = replace(method, lr=lr)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from bpfed.data.rows import Rows, read_rows
 from bpfed.engine.evaluate import BLOCK, calibrate
-from bpfed.errors import UserError
+from bpfed.errors import UserError, check_count
 from bpfed.methods.base import rows
 from bpfed.noise import Purpose
 from bpfed.predict import Classified, How, Regressed, check_how, classify, regress
@@ -69,9 +68,8 @@ class Client:
             (or intervals) where the run kept calibration examples.
         """
         federation = self.run.federation
-        if draws is not None and not (isinstance(draws, Integral) and draws >= 1):
-            allowed = "at least 1" if isinstance(draws, Integral) else "a whole number"
-            raise UserError(f"draws is {draws!r}, but must be {allowed}.")
+        if draws is not None:
+            check_count("draws", draws)
         check_how(how)
         if isinstance(x, str | Path):
             x = self.read(x).x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 
 #: Letters of a name that a sentence shows.
 LONGEST = 40
@@ -17,6 +18,13 @@ class UserError(Exception):
 
 class Diverged(UserError):
     """The loss of a run is no longer a number."""
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise a `UserError` unless a value is a whole number from 1 on."""
+    if not isinstance(value, Integral) or value < 1:
+        allowed = "at least 1" if isinstance(value, Integral) else "a whole number"
+        raise UserError(f"{name} is {value!r}, but must be {allowed}.")
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:

@@ -170,6 +170,7 @@ X, Y = newcomer()
         ({"x": X * float("nan"), "y": Y}, "Client 'newcomer' of 'small' has NaN or infinite values"),
         ({"x": X, "y": Y, "name": "site b"}, "The run already has a client 'site b'"),
         ({"x": X, "y": Y, "steps": 0}, "steps is 0, but must be at least 1"),
+        ({"x": X, "y": Y, "steps": 2.5}, "steps is 2.5, but must be a whole number"),
         ({"x": X, "y": Y, "lr": -1.0}, "lr is -1.0"),
         ({"x": 1e30 * X, "y": Y, "lr": 1e30}, "diverged"),
     ],

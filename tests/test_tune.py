@@ -164,6 +164,7 @@ def test_values_that_look_alike_are_all_tried():
     ("changes", "sentence"),
     [
         ({"cuts": 0}, "cuts is 0"),
+        ({"cuts": "3"}, "cuts is '3', but must be a whole number"),
         ({"held": 1.0}, "held is 1.0"),
         ({"grid": {"lr": 0.1}}, "The grid has 0.1 for 'lr', but must have a list"),
         ({"grid": {"personal": "head"}}, "The grid has 'head' for 'personal', but must have a list"),

@@ -27,7 +27,7 @@ from bpfed.data import FederatedData, load
 from bpfed.data.held import HELD, held_out
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
-from bpfed.errors import UserError, unknown
+from bpfed.errors import UserError, check_count, unknown
 from bpfed.likelihoods import Likelihood
 from bpfed.methods import Method
 from bpfed.networks import HIDDEN
@@ -240,8 +240,7 @@ def run_trials(
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Tuning:
     """Run the trials of `trials` that are not finished; for the other arguments see `tune`."""
-    if cuts < 1:
-        raise UserError(f"cuts is {cuts}, but must be at least 1.")
+    check_count("cuts", cuts)
     if not 0.0 < held < 1.0:
         raise UserError(f"held is {held}, but must be between 0 and 1.")
     method, settings, *_ = tried[AS_IT_IS]
