@@ -6,6 +6,7 @@ Before the first round every site tells the server its `Source.facts`; the serve
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,11 @@ from bpfed.data.preparation import Preparation
 from bpfed.data.summary import SPLIT, Summary, client_summary
 from bpfed.data.table import Table, read_table
 from bpfed.errors import UserError, first_of, quoted
+from bpfed.flower.message import BESIDE
 from bpfed.flower.pattern import Refused
+
+#: Columns of a table up to which what is told of them fits into a message.
+MANY = 1000
 
 
 class Source(Protocol):
@@ -98,6 +103,13 @@ class File:
         self.train, self.test = (self.table.take(np.flatnonzero(rows)) for rows in (~test, test))
         if not len(self.train):
             raise UserError(f"'{path}' has no row left for training; give it more rows.")
+        # What all sites have in common is longer than what one tells, and goes along with every message.
+        if len(self.table.columns) > MANY and (told := len(json.dumps(self.facts()))) > BESIDE // 2:
+            raise UserError(
+                f"'{path}' has {len(self.table.columns)} columns, and what a deployment has to tell of them takes {told} "
+                f"bytes of at most {BESIDE // 2}; leave some out with --ignore when the deployment is made ('bpfed "
+                "deploy init')."
+            )
 
     def facts(self) -> dict[str, Any]:
         summary = client_summary(self.train, self.target, client=self.site, task=self.task, ignore=self.ignore)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from federations import Deployed, simulated
@@ -116,6 +117,19 @@ def test_a_site_has_its_own_words_for_what_is_missing(tmp_path):
     assert site.table.missing("age").sum() == 4
     told = Preparation("sick", "classification", (Feature("age", "number"),), ("0", "1"), missing=("41",))
     assert site.data({"preparation": told.record()}).preparation.missing == ("unknown",)
+
+
+def test_a_table_that_no_message_could_tell_of_is_refused_at_the_site(tmp_path):
+    path, config = tmp_path / "a.csv", Deployed(tmp_path, FedAvg()).config
+    for columns, refused in ((2000, False), (9000, True)):
+        rows = np.random.default_rng(0).normal(size=(4, columns)).round(3)
+        lines = [",".join(map(str, [*row, k % 2])) for k, row in enumerate(rows.tolist())]
+        path.write_text("\n".join([",".join([*(f"c{k}" for k in range(columns)), "y"]), *lines]))
+        if refused:
+            with pytest.raises(UserError, match="has 9001 columns, and what a deployment has to tell of them takes"):
+                File("a", path, config)
+        else:
+            File("a", path, config)
 
 
 @pytest.mark.parametrize("fault", ["deeply nested", "an empty summary", "no shape", "a count that is a word"])
