@@ -30,7 +30,8 @@ from bpfed import __version__
 from bpfed.document import Document
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError, hint
-from bpfed.schema import PLACES, RECORDED, TABLES, DataSettings, Field, fields_of
+from bpfed.names import PREFIX
+from bpfed.schema import PLACE, PLACES, RECORDED, TABLES, DataSettings, Field, fields_of
 from bpfed.versions import Gone, as_then
 
 if TYPE_CHECKING:
@@ -150,7 +151,11 @@ def read(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config
     chosen = _methods()[name]
     schema["method"] = fields_of(chosen)
     recorded = _recorded(tables)
+    place = recorded.get("data", {}).pop(PLACE, None)
+    own = tables["data"].get("name")
     _merged(tables, said, schema, document)
+    if place is not None and own == tables["data"].get("name"):
+        tables["data"]["name"] = _from_here(str(own), str(place))
     if not _repeats(said):
         recorded = {}
     values: dict[str, Any] = {
@@ -270,6 +275,13 @@ def _tables(document: Document) -> dict[str, dict[str, Any]]:
         elif name not in RECORDED:
             raise _unknown_key(where, "", name, {table: fields_of(cls) for table, cls in TABLES.items()})
     return tables
+
+
+def _from_here(name: str, place: str) -> str:
+    """The name of a run's folder of tables, from wherever this is called."""
+    if not name.startswith(PREFIX) or Path(name.removeprefix(PREFIX)).expanduser().exists() or not Path(place).exists():
+        return name
+    return f"{PREFIX}{place}"
 
 
 def _recorded(tables: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,8 @@ from bpfed.calibration import fewest
 from bpfed.data.federated import FederatedData
 from bpfed.engine.federation import Federation
 from bpfed.metrics import BEST_IS_HIGH, SURE, Evaluation
-from bpfed.names import located, shown
+from bpfed.names import PREFIX, located, shown
+from bpfed.schema import PLACE
 
 #: The protocol of a deployed run, and its partition where nothing was dealt out: every site has its own data.
 DEPLOYED, SITES = "deployed", "sites"
@@ -26,7 +27,7 @@ def config(federation: Federation) -> dict[str, Any]:
     """All that is needed to repeat a run, as in ``config.toml``."""
     method, data, model = federation.method, federation.data, federation.model
     record: dict[str, Any] = {
-        "name": located(data.name),
+        "name": data.name,
         "partition": None if data.partition == SITES else data.partition,
         "protocol": data.protocol,
         "clients": len(data),
@@ -34,6 +35,8 @@ def config(federation: Federation) -> dict[str, Any]:
         "seed": data.seed,
         **(data.preparation.settings() if data.preparation is not None else {}),
     }
+    if data.name.startswith(PREFIX):
+        record[PLACE] = located(data.name).removeprefix(PREFIX)
     if data.protocol == DEPLOYED:
         # Whoever repeats a run from this file is held to its protocol and its fingerprint. The first no simulation has,
         # and the second is a hash of all clients' examples, of which a server sees none.

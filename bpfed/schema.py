@@ -59,8 +59,11 @@ TABLES: dict[str, type] = {"data": DataSettings, "run": Settings}
 #: Rounds of every run of a comparison, where nothing else is said.
 ROUNDS = 30
 
+#: Where a run's folder of tables is, for whoever goes on with it from elsewhere.
+PLACE = "place"
+
 #: What a run notes of itself in its ``config.toml`` beside its settings; None: a whole table.
-RECORDED: dict[str, tuple[str, ...] | None] = {"bpfed": (), "data": ("protocol", "fingerprint"), "model": None}
+RECORDED: dict[str, tuple[str, ...] | None] = {"bpfed": (), "data": ("protocol", "fingerprint", PLACE), "model": None}
 
 #: Where things are is not part of what is computed: these are flags, never keys.
 PLACES = {"data_dir": "--data-dir", "out": "--out", "resume": "--resume", "overwrite": "--overwrite"}

@@ -295,7 +295,7 @@ def test_a_run_whose_tables_have_changed_is_not_told_to_omit_what_it_was_not_giv
     bpfed.ok(*plain)
     Path("sites/b.csv").unlink()
     assert bpfed("run", "--out", "run", "--resume").sentence == (
-        f"'folder:{tmp_path / 'sites'}' has changed since the run of 'run/config.toml' began, when it had 3 clients, not 2; restore it, "
+        "'folder:sites' has changed since the run of 'run/config.toml' began, when it had 3 clients, not 2; restore it, "
         "or start a new run with another --out."
     )
 

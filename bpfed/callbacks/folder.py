@@ -36,14 +36,14 @@ from bpfed.layout import (
 from bpfed.names import PREFIX
 from bpfed.networks import HIDDEN
 from bpfed.report import text
-from bpfed.schema import RECORDED
+from bpfed.schema import PLACE, RECORDED
 
 if TYPE_CHECKING:
     from bpfed.engine.simulator import RoundInfo
     from bpfed.run import Run
 
-#: Settings that change how a run is computed and nothing of what comes out: it may go on with others.
-HOW = frozenset({"run.chunk", "run.memory", "run.compile"})
+#: What changes how a run is computed, or where, and nothing of what comes out: it may go on with other settings.
+HOW = frozenset({"run.chunk", "run.memory", "run.compile", f"data.{PLACE}"})
 
 
 class Folder(Callback):
