@@ -31,7 +31,7 @@ from bpfed.document import Document
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError, hint
 from bpfed.names import PREFIX
-from bpfed.schema import PLACE, PLACES, RECORDED, TABLES, DataSettings, Field, fields_of
+from bpfed.schema import LISTS, PLACE, PLACES, RECORDED, TABLES, DataSettings, Field, fields_of
 from bpfed.versions import Gone, as_then
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from bpfed.data.table import Table
     from bpfed.methods import Method
 
-#: Settings that are lists in a file and texts with commas on the command line.
-LISTS = frozenset({("data", "ignore"), ("data", "missing")})
 #: The method where none is named, and the key that names one.
 METHOD, METHOD_KEY = "bpfed-recipe", "method.name"
 
@@ -88,19 +86,38 @@ class Config:
     document: Document
     notes: tuple[str, ...] = ()
 
+    @property
+    def data_seed(self) -> int:
+        """The seed of the partition and the test split."""
+        return self.run.seed if self.data.seed is None else self.data.seed
+
+    def tables(self, data_dir: DataDir = None) -> dict[str, Table]:
+        """The tables that are asked for, by client; none where the data are no tables."""
+        from bpfed.data.load import is_table, tables
+
+        if not is_table(self.data.name):
+            return {}
+        asked = self.data
+        return tables(
+            asked.name,
+            client_column=asked.client_column,
+            data_dir=data_dir,
+            ignore=asked.ignore,
+            missing=asked.missing,
+        )
+
     def load_data(self, data_dir: DataDir = None, read: Mapping[str, Table] | None = None) -> FederatedData:
         """Load the data that is asked for; ``read`` are its tables, where they have been read already."""
         from bpfed.data import load
         from bpfed.data.load import is_table
 
-        seed = self.run.seed if self.data.seed is None else self.data.seed
         # The number that a run noted of its own tables is no request, and if it is another now, they have changed.
         noted = bool(self.recorded.get("data")) and is_table(self.data.name)
         data = load(
             self.data.name,
             clients=None if noted else self.data.clients,
             partition=self.data.partition,
-            seed=seed,
+            seed=self.data_seed,
             data_dir=data_dir,
             test_fraction=self.data.test_fraction,
             target=self.data.target,
@@ -213,10 +230,8 @@ def _method_name(document: Document, tables: dict[str, dict[str, Any]], said: Se
                 "variant changes (see the researcher's guide)."
             )
         raise UserError(f"{place}Unknown method '{name}'; {hint(name, methods)}")
-    kept = (
-        bool(tables["method"]) or not named
-    )  # to name the method that the file has anyway changes none of its settings
-    if isinstance(written := document.content.get("bpfed"), str) and kept:
+    # To name the method that the file has anyway changes none of its settings.
+    if isinstance(written := document.content.get("bpfed"), str) and (tables["method"] or not named):
         try:
             tables["method"] = as_then(written, name, tables["method"])
         except Gone as gone:
@@ -235,7 +250,7 @@ def _merged(
         for key in keys:
             if key not in schema[table]:
                 raise _unknown_key(document.where(table, key), table, key, schema)
-        keys |= {key: _joined(value) for key, value in keys.items() if (table, key) in LISTS}
+        keys |= {key: _joined(value) for key, value in keys.items() if f"{table}.{key}" in LISTS}
         keys |= _valid(table, keys, schema[table], document)
     for table, key, override in said:
         if override.key == METHOD_KEY:
@@ -346,7 +361,7 @@ def _from_text(override: Override, table: str, field: Field) -> Any:
         return None
     if text.startswith("["):
         text = _parsed(text)
-        text = _joined(text) if (table, field.name) in LISTS else text
+        text = _joined(text) if f"{table}.{field.name}" in LISTS else text
     adapter: TypeAdapter[Any] = TypeAdapter(field.kind, config=ConfigDict(allow_inf_nan=False))
     try:
         return adapter.validate_python(text)

@@ -56,6 +56,9 @@ class DataSettings:
 #: The tables whose fields are always the same; those of ``[method]`` are the chosen method's.
 TABLES: dict[str, type] = {"data": DataSettings, "run": Settings}
 
+#: Settings that are lists in a file, and flags that may be given several times or with commas.
+LISTS = frozenset({"data.ignore", "data.missing"})
+
 #: Rounds of every run of a comparison, where nothing else is said.
 ROUNDS = 30
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from bpfed import config
 from bpfed.data import own
-from bpfed.data.load import is_table, tables
 from bpfed.data.table import Table
 from bpfed.errors import UserError
 from bpfed.layout import CONFIG
@@ -40,28 +39,21 @@ def rows_of(run: LoadedRun, data_dir: Path | None = None) -> list[Tested]:
     """
     asked = config.read(run.folder / CONFIG)
     made = run.data.preparation
-    if made is None or not is_table(asked.data.name):
+    read = asked.tables(data_dir)
+    if made is None or not read:
         raise UserError(
             f"'{run.folder}' is not a run on tables, whose test rows could be found in a file; omit --test."
         )
-    read = tables(
-        asked.data.name,
-        client_column=asked.data.client_column,
-        data_dir=data_dir,
-        ignore=asked.data.ignore,
-        missing=asked.data.missing,
-    )
     again = asked.load_data(data_dir, read)
     if again.preparation != made:
         raise UserError(
             f"'{asked.data.name}' has changed since the run in '{run.folder}', so its test rows cannot be told; restore it."
         )
-    seed = asked.run.seed if asked.data.seed is None else asked.data.seed
     fraction = own.TEST_FRACTION if asked.data.test_fraction is None else asked.data.test_fraction
     found = []
     for client in run.data.clients:
         table = read[client]
-        held = own.held_out(table, made.target, client, task=made.task, test_fraction=fraction, seed=seed)
+        held = own.held_out(table, made.target, client, task=made.task, test_fraction=fraction, seed=asked.data_seed)
         if held.any():
             rows = np.flatnonzero(held)
             mine = table.take(rows)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import PLAIN, SMALL, Command, files, flip, metrics, process
+from command import SMALL, Command, files, flip, metrics, process
 from scenarios import classification
 
 from bpfed import Run, UserError, fit
@@ -270,31 +270,20 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(
     assert metrics(Path("run")) == metrics(whole)
 
 
-def test_a_run_whose_tables_have_changed_is_not_told_to_omit_what_it_was_not_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bpfed = Command(capsys)
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def on_tables(command: Command) -> Command:
+    """The command in a folder with a run on the tables of three sites."""
     Path("sites").mkdir()
     for site in "abc":
         Path(f"sites/{site}.csv").write_text("x,y\n" + "1,no\n2,yes\n" * 9)
-    plain = (
-        "run",
-        "--method",
-        "fedavg",
-        "--epochs",
-        "1",
-        "--rounds",
-        "1",
-        "--data",
-        "folder:sites",
-        "--out",
-        "run",
-        "-q",
-    )
-    bpfed.ok(*plain)
+    short = ("--method", "fedavg", "--epochs", "1", "--rounds", "1", "-q")
+    command.ok("run", *short, "--data", "folder:sites", "--out", "run")
+    return command
+
+
+def test_a_run_whose_tables_have_changed_is_not_told_to_omit_what_it_was_not_given(on_tables: Command) -> None:
     Path("sites/b.csv").unlink()
-    assert bpfed("run", "--out", "run", "--resume").sentence == (
+    assert on_tables("run", "--out", "run", "--resume").sentence == (
         "'folder:sites' has changed since the run of 'run/config.toml' began, when it had 3 clients, not 2; restore it, "
         "or start a new run with another --out."
     )
@@ -307,22 +296,18 @@ def test_a_run_may_go_on_with_less_memory_as_it_is_told_to(command: Command, unf
 
 
 def test_a_run_on_tables_goes_on_from_elsewhere_and_when_they_have_moved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    on_tables: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bpfed = Command(capsys)
-    monkeypatch.chdir(tmp_path)
-    Path("sites").mkdir()
-    for site in "ab":
-        Path(f"sites/{site}.csv").write_text("x,y\n" + "1,no\n2,yes\n" * 9)
-    bpfed.ok(*PLAIN[:1], "--method", "fedavg", "--rounds", "1", "--data", "folder:sites", "--out", "run", "-q")
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
-    assert "is finished already" in bpfed.ok("run", "--out", "../run", "--resume", "-q").err
+    assert "is finished already" in on_tables.ok("run", "--out", "../run", "--resume", "-q").err
     shutil.move("../sites", "moved")
-    assert "cannot be opened" in bpfed("run", "--out", "../run", "--resume").sentence
-    assert "is finished already" in bpfed.ok("run", "--out", "../run", "--resume", "-q", "--data", "folder:moved").err
+    assert "cannot be opened" in on_tables("run", "--out", "../run", "--resume").sentence
+    assert (
+        "is finished already" in on_tables.ok("run", "--out", "../run", "--resume", "-q", "--data", "folder:moved").err
+    )
     Path("moved/a.csv").write_text("x,y\n" + "3,no\n2,yes\n" * 9)
-    said = bpfed("run", "--out", "../run", "--resume", "-q", "--data", "folder:moved")
+    said = on_tables("run", "--out", "../run", "--resume", "-q", "--data", "folder:moved")
     assert said.code == 2
     assert "has another configuration" in said.err
 

@@ -89,7 +89,6 @@ def inspect(
     with _busy() as progress:
         from bpfed.config import read as configured
         from bpfed.data.columns import columns
-        from bpfed.data.load import is_table, tables
         from bpfed.data.overview import missing
         from bpfed.data.picture import check_ending, draw
 
@@ -97,16 +96,7 @@ def inspect(
             check_ending(plot)
         chosen = configured(None, overrides(None, [], {**flags, "data": name, "seed": str(seed)}))
         loading(progress, name, data_dir)
-        asked = chosen.data
-        read = {}
-        if is_table(name):
-            read = tables(
-                name,
-                client_column=asked.client_column,
-                data_dir=data_dir,
-                ignore=asked.ignore,
-                missing=asked.missing,
-            )
+        read = chosen.tables(data_dir)
         data = chosen.load_data(data_dir, read or None)
         gaps = missing(read)
         if plot is not None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bpfed.schema import TABLES, Field, fields_of
+from bpfed.schema import LISTS, TABLES, Field, fields_of
 
 #: What several commands are given.
 ConfigFile = Annotated[
@@ -27,8 +27,6 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 #: Flags whose name is not their field's.
 NAMES = {"data.name": "--data", "data.seed": "--data-seed", "run.seed": "--seed"}
-#: Flags that may be given several times, as one list.
-REPEATED = frozenset({"data.ignore", "data.missing"})
 PANELS = {"data": "Data", "run": "Run"}
 
 
@@ -70,7 +68,7 @@ def _parameter(key: str, field: Field) -> inspect.Parameter:
     option: Any = typer.Option(
         flag(key), metavar=field.short, help=about, rich_help_panel=PANELS[key.partition(".")[0]], show_default=False
     )
-    kind = list[str] if key in REPEATED else str
+    kind = list[str] if key in LISTS else str
     return inspect.Parameter(
         argument(key), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )

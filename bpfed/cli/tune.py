@@ -140,8 +140,7 @@ def _best(config: Config, found: Tuning) -> dict[str, Any]:
     method, run = found.method, replace(config.run, hidden=found.hidden)
     if _softens(config):
         run = replace(run, softness=found.softness, rehearsals=0)
-    data = replace(config.data, seed=run.seed if config.data.seed is None else config.data.seed)
-    data = replace(data, name=located(data.name))
+    data = replace(config.data, seed=config.data_seed, name=located(config.data.name))
     usual = type(method)().settings()
     return {
         "data": {k: v for k, v in asdict(data).items() if k == "name" or v != getattr(type(data)(), k)},

@@ -72,9 +72,8 @@ def rare_classes(data: FederatedData) -> tuple[str, ...]:
     total, owners, found = counts.sum(0), (counts > 0).sum(0), []
     few = ((total > 0) & (total < FEW)).nonzero().flatten().tolist()
     if few and 2 * len(few) < data.classes:
-        names, number = quoted([data.class_names[k] for k in few], NAMED), int(total[few[0]])
-        of = f"{number} training example{'s' if number > 1 else ''}" if len(few) == 1 else f"fewer than {FEW} each"
-        found.append(f"Of {names} there {'is' if of.startswith('1 ') else 'are'} {of}, too few to learn from.")
+        names = quoted([data.class_names[k] for k in few], NAMED)
+        found.append(f"There are fewer than {FEW} training examples of {names}, too few to learn from.")
     lone = [k for k in (owners == 1).nonzero().flatten().tolist() if k not in few]
     if len(data) > 2 and lone and 2 * len(lone) < data.classes:
         who = data.clients[int(counts[:, lone[0]].argmax())]

@@ -93,7 +93,7 @@ class File:
         self.site, self.config = site, config
         asked = config.data
         self.table = read_table(path, ignore=column_names(asked.ignore), missing=column_names(asked.missing))
-        self.seed = config.run.seed if asked.seed is None else asked.seed
+        self.seed = config.data_seed
         self.task = asked.task
         self.ignore = tuple(column_names(asked.ignore))
         self.target = find_target({site: self.table}, asked.target)

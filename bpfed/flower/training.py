@@ -240,7 +240,7 @@ def _known(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any]) -> 
             "partition": asked.partition or SITES,
             "protocol": DEPLOYED,
             "test_fraction": asked.test_fraction,  # None: each site's own; its file may say which rows are for testing
-            "seed": config.run.seed if asked.seed is None else asked.seed,
+            "seed": config.data_seed,
             "preparation": preparation,
         }
     )

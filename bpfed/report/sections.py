@@ -229,8 +229,8 @@ def _in_use(run: RunRecord) -> str:
     elif math.isfinite(held):
         unit = " standard deviations" if run.standardised else ""
         own = run.in_units(MEASURES["interval_width"])
-        size_ = own.show(width) if own else f"{text.decimal(width, 2)}{unit}"
-        wide = f" and are {size_} wide on average" if math.isfinite(width) else ""
+        shown = own.show(width) if own else f"{text.decimal(width, 2)}{unit}"
+        wide = f" and are {shown} wide on average" if math.isfinite(width) else ""
         words += (
             f" The calibrated 90 % intervals, widened or narrowed by what examples held back say, hold "
             f"{text.percent(held)} of the targets{wide}; the diagram and the numbers below are of the models’ own intervals."
