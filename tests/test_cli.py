@@ -417,29 +417,6 @@ def test_names_are_printed_as_they_are(capsys):
         assert word in said
 
 
-def test_a_report_replaces_nothing_but_a_report(bpfed: Command, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    bpfed.ok(*PLAIN, "--data", "digits", "--rounds", "1", "--out", str(out))
-    before = (out / "config.toml").read_text()
-    said = bpfed("report", str(out), "--out", str(out / "config.toml")).sentence
-    assert said.endswith(
-        "config.toml' exists and is not a web page, so a report must not replace it; choose another --out."
-    )
-    assert (out / "config.toml").read_text() == before
-    assert bpfed.ok("report", str(out), "--out", str(out / "report.html")).code == 0
-    newcomer = ("adapt", str(out), "--name", "n", "--out", str(out / "model.safetensors"), "--overwrite")
-    assert "belongs to the run, so a newcomer must not replace it" in bpfed(*newcomer).sentence
-
-
-@pytest.mark.parametrize(
-    "command", [("report",), ("predict", "--client", "a", "--input", "x.csv"), ("run", "--resume", "--out")]
-)
-def test_a_path_that_cannot_be_is_one_sentence(bpfed: Command, command: tuple[str, ...]) -> None:
-    name, *options = command
-    long = "x" * 300
-    assert "cannot be used (File name too long)" in bpfed(name, *options, long).sentence
-
-
 def test_more_examples_held_back_are_no_changed_data(bpfed: Command, tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
     bpfed.ok(*PLAIN, "--data", "digits", "--rounds", "1", "--out", str(first))
