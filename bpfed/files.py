@@ -19,10 +19,10 @@ PART = ".part"
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[BinaryIO]:
+def whole(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     """Write a file under another name beside ``path``, and give it that name only when all of it is on the disk.
 
-    After a crash at any moment ``path`` is the old file or the new one.
+    After a crash at any moment ``path`` is the old file or the new one. Until then only its owner can read it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
@@ -31,7 +31,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
+        os.chmod(name, mode)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -39,13 +39,13 @@ def whole(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
-def write_whole(path: Path, content: bytes | str) -> None:
+def write_whole(path: Path, content: bytes | str, mode: int = 0o644) -> None:
     """Write a file whole or not at all (see `whole`).
 
     Raises:
         UserError: It cannot be written.
     """
-    with writing(path), whole(path) as file:
+    with writing(path), whole(path, mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 

@@ -59,6 +59,14 @@ def init(
     address: Annotated[
         str, typer.Option(help="Address at which sites reach the server, host:port.")
     ] = "127.0.0.1:8000",
+    bind: Annotated[
+        str,
+        typer.Option(
+            help="Address of the server's machine to listen at, if it is not that of --address (NAT, container); "
+            "0.0.0.0: all.",
+            show_default=False,
+        ),
+    ] = "",
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML file of settings, as for 'bpfed run'.", show_default=False)
     ] = None,
@@ -81,7 +89,7 @@ def init(
     if given and config is None and flags.get("data") is None:
         flags["data"] = folder.name  # the sites' own files, which have no name together
     chosen = read(config, overrides(method, settings or [], flags))
-    plan = Plan(control.named_sites(chosen, given), address)
+    plan = Plan(control.named_sites(chosen, given), address, bind=bind)
     control.make(folder, plan, chosen)
     print(f"Created '{folder}' for {text.many(len(plan.sites), 'site')}. Next:")
     print(f"  bpfed deploy server {folder}            # on the server")

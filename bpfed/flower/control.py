@@ -22,7 +22,6 @@ from bpfed.engine.settings import MOST_EVALUATED
 from bpfed.errors import UserError
 from bpfed.files import PART, sync_folder, to_toml, write_whole, writing
 from bpfed.flower import keys, processes, superlink
-from bpfed.flower.app import write_app
 from bpfed.flower.checks import check_deployment
 from bpfed.flower.deployed import open_server
 from bpfed.flower.disk import when_full
@@ -101,7 +100,7 @@ def _fill(folder: Path, plan: Plan, config: Config) -> None:
     plan.write(server)
     keys.make_server(server, plan.host)
     for site, place in zip(plan.sites, folders, strict=True):
-        replace(plan, site=site).write(place)
+        replace(plan, site=site, bind="").write(place)
         keys.make_site(place, server, site)
 
 
@@ -150,16 +149,13 @@ def run(
     while True:
         start = f"bpfed deploy server {folder.parent}"
         waiting(f"waiting up to {patience:.0f} s for the server at {plan.address}, which '{start}' starts")
-        if not superlink.healthy(folder, plan, patience):
+        keys.check_dates(folder, _nobody)  # else it would only be said that nobody answers
+        if not superlink.healthy(folder, patience):
             raise UserError(f"No server answers at {plan.address}; start it with: {start}")
         patience = AGAIN
         (folder / RUN / STATUS).unlink(missing_ok=True)
         waiting("the run is being started")
-        started = superlink.ask(folder, plan, "run", str(write_app(folder / "app")))
-        if not started.get("success"):
-            raise UserError(f"The run could not be started: {started.get('error-message', started)}")
-        number = str(started.get("run-id", started.get("run_id", "")))
-        state = _follow(folder, plan, number, progress)
+        state = _follow(folder, superlink.start_run(folder), progress)
         if state == "finished":
             return RunRecord.read(folder / RUN)
         last = status(folder) or {}
@@ -175,7 +171,7 @@ def run(
         time.sleep(2.0)
 
 
-def _follow(folder: Path, plan: Plan, run_id: str, progress: Callable[[dict[str, Any]], None]) -> str:
+def _follow(folder: Path, run: int, progress: Callable[[dict[str, Any]], None]) -> str:
     """Until the run is finished or has broken off, which word is given back."""
     noted, asked = 0.0, time.monotonic()
     while True:
@@ -190,18 +186,16 @@ def _follow(folder: Path, plan: Plan, run_id: str, progress: Callable[[dict[str,
                 return "stopped"
         if time.monotonic() - asked > 20.0:
             asked = time.monotonic()
-            if found is None and _ended(folder, plan, run_id):
+            if found is None and _ended(folder, run):
                 return "stopped"
         time.sleep(0.3)
 
 
-def _ended(folder: Path, plan: Plan, run_id: str) -> bool:
+def _ended(folder: Path, run: int) -> bool:
     try:
-        runs = superlink.ask(folder, plan, "ls").get("runs", [])
+        return superlink.run_ended(folder, run)
     except UserError:
-        return not superlink.healthy(folder, plan, 0.0)
-    own = [r for r in runs if str(r.get("run-id")) == run_id]
-    return bool(own) and str(own[0].get("status", "")).startswith("finished")
+        return not superlink.healthy(folder, 0.0)
 
 
 def alive(process: int) -> bool:
@@ -232,7 +226,7 @@ def started(
         server = folder / SERVER
         running[SERVER] = processes.start([*bpfed, "server", str(folder)], env, server / "server.log")
         until = time.monotonic() + 180.0
-        while not ((server / superlink.REGISTERED).exists() and superlink.healthy(server, plan, 0.0)):
+        while not superlink.healthy(server, 0.0):
             if running[SERVER].poll() is not None or time.monotonic() > until:
                 raise UserError(f"The server did not start; see '{server / 'server.log'}'.")
             time.sleep(0.2)

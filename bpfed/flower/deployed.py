@@ -11,7 +11,7 @@ from bpfed.data.load import names
 from bpfed.errors import UserError
 from bpfed.flower.data import File, Part, Source
 from bpfed.flower.guard import Guard
-from bpfed.flower.keys import public_keys
+from bpfed.flower.keys import KEYS, public_keys
 from bpfed.flower.plan import Plan
 from bpfed.flower.server import Server
 from bpfed.flower.site import Site
@@ -21,7 +21,8 @@ from bpfed.layout import CONFIG, RUN, STATES
 def open_server(folder: Path, say: Callable[[str], None]) -> Server:
     """The server of a deployment's ``server`` folder."""
     plan = Plan.read(folder)
-    return Server(folder / RUN, plan, read(folder / CONFIG), public_keys(folder, plan.sites), say=say)
+    keys = public_keys(folder, plan.sites) if (folder / KEYS).is_dir() else None
+    return Server(folder / RUN, plan, read(folder / CONFIG), keys, say=say)
 
 
 def open_site(folder: Path, say: Callable[[str], None], data: str | None = None) -> Site:

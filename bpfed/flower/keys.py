@@ -6,8 +6,9 @@ import datetime
 import ipaddress
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -24,6 +25,8 @@ SITE_KEY, SITE_PUBLIC = "site.key", "site.pub"
 KEYS = "keys"
 #: Days that certificates are good for.
 DAYS = 825
+#: Days before their end from which on this is said.
+WARNING = 30
 
 
 def slug(site: str) -> str:
@@ -73,20 +76,81 @@ def make_site(folder: Path, server: Path, site: str) -> None:
 
 
 def public_keys(server: Path, sites: Sequence[str]) -> dict[str, bytes]:
-    """The public key of each site as Flower knows it, by name; empty where the deployment has no keys."""
-    if not (server / KEYS).is_dir():
-        return {}
+    """The public key of each site as Flower knows it, by name; without those sites whose key was taken out."""
     found = {}
     for site in sites:
         path = server / KEYS / f"{slug(site)}.pub"
         try:
             key = serialization.load_ssh_public_key(path.read_bytes())
+        except FileNotFoundError:
+            continue
         except (OSError, ValueError) as error:
             raise UserError(
-                f"The key of site '{site}', '{path}', cannot be read; restore it, or make the deployment again."
+                f"The key of site '{site}', '{path}', cannot be read; restore it, or remove the file to shut the site "
+                "out."
             ) from error
         found[site] = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     return found
+
+
+def register(state: Any, keys: Mapping[str, bytes], say: Callable[[str], None]) -> None:
+    """Let in exactly these keys, whatever the SuperLink's database has.
+
+    Args:
+        state: The database, as Flower's ``LinkState``.
+        keys: The public key of each site, by name.
+        say: Called with a sentence on whatever was not as it should be.
+    """
+    from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
+    from flwr.supercore.constant import NodeStatus
+    from flwr.supercore.state.schema.linkstate_models import Node
+    from sqlalchemy import update
+
+    found = {bytes(node.public_key): node for node in state.get_node_info()}
+    for key, node in found.items():
+        if key not in keys.values() and node.status != NodeStatus.UNREGISTERED:
+            state.delete_node(owner_aid=node.owner_aid, node_id=node.node_id)
+            say(f"Node {node.node_id} was registered with a key that is not in '{KEYS}'; it is unregistered now.")
+    for site, key in keys.items():
+        if key not in found:
+            if not state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_DEFAULT_INTERVAL):
+                raise UserError(f"The key of site '{site}' could not be registered; start the server again.")
+        elif found[key].status == NodeStatus.UNREGISTERED:
+            # Flower registers no key twice, so its row is made valid again.
+            with state.session() as session:
+                valid = {"status": NodeStatus.REGISTERED, "unregistered_at": None, "online_until": None}
+                session.execute(update(Node).where(Node.public_key == key).values(**valid))
+            say(f"Site '{site}' was unregistered, though its key is in '{KEYS}'; it is registered again.")
+
+
+def check_dates(folder: Path, say: Callable[[str], None], names: Sequence[str] = (AUTHORITY, SERVER)) -> None:
+    """See that the certificates in a folder are good today, and say so while there is time to make new ones.
+
+    Raises:
+        UserError: One cannot be read, has expired, or is not good yet.
+    """
+    now = datetime.datetime.now(datetime.UTC)
+    for name in names:
+        try:
+            found = x509.load_pem_x509_certificate((folder / name).read_bytes())
+        except (OSError, ValueError) as error:
+            raise UserError(f"The certificate '{folder / name}' cannot be read; restore it.") from error
+        until = found.not_valid_after_utc
+        if now > until:
+            raise UserError(
+                f"The certificate '{folder / name}' expired on {until:%Y-%m-%d}; make the deployment again with 'bpfed "
+                "deploy init', and bring its new files to server and sites."
+            )
+        if now < found.not_valid_before_utc:
+            raise UserError(
+                f"The certificate '{folder / name}' is good only from {found.not_valid_before_utc:%Y-%m-%d %H:%M} UTC; "
+                "set the clock of this machine."
+            )
+        if (days := (until - now).days) < WARNING:
+            say(
+                f"The certificate '{folder / name}' expires on {until:%Y-%m-%d}, in {days} days; make the deployment "
+                "again before then."
+            )
 
 
 def _builder(subject: x509.Name, issuer: x509.Name, public: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:

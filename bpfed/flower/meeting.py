@@ -46,7 +46,7 @@ class Meeting:
 
     Args:
         sites: What is known of each site, by name; kept up to date.
-        keys: The public key of each site, by name; empty: sites are believed.
+        keys: The public key of each site, by name; None: sites are believed.
         fingerprint: Of the configuration.
         timeout: Seconds that a site has to introduce itself.
         say: Called with each message for the user.
@@ -56,7 +56,7 @@ class Meeting:
     def __init__(
         self,
         sites: dict[str, Seen],
-        keys: Mapping[str, bytes],
+        keys: Mapping[str, bytes] | None,
         fingerprint: str,
         timeout: float,
         say: Callable[[str], None],
@@ -64,7 +64,7 @@ class Meeting:
     ) -> None:
         self.sites, self.fingerprint, self.timeout, self.say = sites, fingerprint, timeout, say
         self.ignore = ignore
-        self.named = {key: site for site, key in keys.items()}
+        self.named = None if keys is None else {key: site for site, key in keys.items()}
         self._greeted: dict[int, float] = {}
 
     def look(self, post: Post) -> list[int]:
@@ -77,7 +77,7 @@ class Meeting:
                 self.say(f"Site '{site}' is gone.")
         strangers = []
         for node in nodes:
-            if self.named:
+            if self.named is not None:
                 owner = self.named.get(node.key)
                 if owner is None:
                     continue  # its key is none of the sites'
@@ -126,7 +126,7 @@ class Meeting:
             raise Refused("it belongs to a different round or configuration.")
         if claimed not in self.sites:
             raise Refused("no such site belongs to this federation.")
-        if self.named and owner != claimed:
+        if self.named is not None and owner != claimed:
             raise Refused("its key is not that site's.")
         if self.sites[claimed].node not in (None, node):
             raise Refused("a site of that name is already online.")

@@ -38,6 +38,7 @@ class Plan:
         noise: Of a site's own: noise on its update before it is sent, in units of ``clip`` (`bpfed.flower.guard`).
         delta: With noise, the δ that ε is computed for.
         epsilon: With noise, the site takes part until this ε is spent; 0: always.
+        bind: Of the server's own: the address of its machine to listen at; empty: that of the host in ``address``.
     """
 
     sites: tuple[str, ...]
@@ -54,6 +55,7 @@ class Plan:
     noise: float = 0.0
     delta: float = 1e-5
     epsilon: float = 0.0
+    bind: str = ""
 
     def check(self, where: str = "The deployment") -> Plan:
         """Return self, or say in one sentence what cannot be."""
@@ -69,6 +71,13 @@ class Plan:
             raise UserError(f"{where} has the address '{self.address}'; write it as host:port.")
         if why := _no_host(host):
             raise UserError(f"{where} has the address '{self.address}', {why}")
+        if self.bind:
+            try:
+                ipaddress.ip_address(self.bind)
+            except ValueError:
+                raise UserError(
+                    f"{where} has bind = '{self.bind}'; give an IP address of the server's machine, or 0.0.0.0 for all."
+                ) from None
         for name, least in (
             ("timeout", 1.0),
             ("wait", 0.0),

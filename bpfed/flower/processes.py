@@ -17,8 +17,13 @@ from bpfed.errors import UserError
 from bpfed.files import writing
 from bpfed.flower.plan import Plan
 
-#: What runs a command of Flower's so that it can be watched over.
+#: What runs a command of Flower's so that it is watched over, shut to strangers, and executes our app alone.
 LAUNCH = (sys.executable, "-m", "bpfed.flower.launch")
+#: Variables of the environment that name the folder of the server, or of the site, to Flower's processes. It is the
+#: machine that decides where files go, not whoever starts a run.
+SERVER_FOLDER, SITE_FOLDER = "BPFED_DEPLOY_SERVER", "BPFED_DEPLOY_SITE"
+#: Variables that would open interfaces of Flower's that have no keys, or let anybody say where a request comes from.
+UNSAFE = ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API", "FORWARDED_ALLOW_IPS")
 
 
 def free_port() -> int:
@@ -32,8 +37,9 @@ def environment(home: Path, plan: Plan) -> dict[str, str]:
     """For a process of Flower's: its files in a folder of the deployment, and no word to its makers unless allowed."""
     allowed = "1" if plan.telemetry else "0"
     bin_ = str(Path(sys.executable).parent)
+    kept = {k: v for k, v in os.environ.items() if k not in (*UNSAFE, SERVER_FOLDER, SITE_FOLDER)}
     return {
-        **os.environ,
+        **kept,
         "PATH": os.pathsep.join((bin_, os.environ.get("PATH", ""))),
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": allowed,
@@ -103,14 +109,3 @@ def stop(process: subprocess.Popen[bytes], patience: float = 15.0) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def start_captured(command: Sequence[str], env: dict[str, str], timeout: float) -> str:
-    """What a command prints on stdout, or on stderr where that is nothing."""
-    try:
-        done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout)
-    except FileNotFoundError:
-        raise UserError(f"'{command[0]}' is not installed; install Flower with: pip install 'bpfed[deploy]'") from None
-    except subprocess.TimeoutExpired:
-        raise UserError(f"'{' '.join(command)}' took longer than {timeout:g} s; is the server busy?") from None
-    return (done.stdout.strip() or done.stderr).decode(errors="replace")

@@ -41,7 +41,7 @@ class Server:
         folder: Where the run is kept: the files of any run folder, and ``status.json``.
         plan: Who belongs to it, how long to wait.
         config: What is computed.
-        keys: The public key of each site, by name; empty: sites are believed.
+        keys: The public key of each site, by name; None: sites are believed.
         rule: How uploads become the new state.
         say: Called with each message for the user.
         sleep: Waits so many seconds.
@@ -62,7 +62,7 @@ class Server:
         self.fingerprint = fingerprint(config)
         self.sites = {site: Seen() for site in plan.sites}
         ignore = column_names(config.data.ignore)
-        self.meeting = Meeting(self.sites, keys or {}, self.fingerprint, plan.timeout, say, ignore)
+        self.meeting = Meeting(self.sites, keys, self.fingerprint, plan.timeout, say, ignore)
         self.journal = self._journal(folder, 0)
         self.rehearsals = [self._journal(folder, number) for number in range(1, config.run.rehearsals + 1)]
         self.status = Status(folder, config.run, self.sites)

@@ -1,4 +1,4 @@
-"""The Flower app of the server. Its folder is named by `FOLDER` in the environment of the SuperLink."""
+"""The Flower app of the server. Its folder is named by `SERVER_FOLDER` in the environment of the SuperLink."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from flwr.serverapp import Grid, ServerApp
 from bpfed.errors import UserError
 from bpfed.files import append_line
 from bpfed.flower.ending import end_in_time
+from bpfed.flower.processes import SERVER_FOLDER
 from bpfed.flower.words import plain
-
-#: Variable of the environment that names the server's folder. It is the server's machine that decides where files go,
-#: not whoever starts a run.
-FOLDER = "BPFED_DEPLOY_SERVER"
 
 #: What the server says of a run, line by line.
 LOG = "run.log"
@@ -32,9 +29,9 @@ def main(grid: Grid, context: Context) -> None:
     from bpfed.flower.deployed import open_server
     from bpfed.flower.post import GridPost
 
-    folder = os.environ.get(FOLDER)
+    folder = os.environ.get(SERVER_FOLDER)
     if not folder:
-        raise RuntimeError(f"{FOLDER} is not set; start the server with 'bpfed deploy server'.")
+        raise RuntimeError(f"{SERVER_FOLDER} is not set; start the server with 'bpfed deploy server'.")
     end_in_time()
 
     def say(sentence: str) -> None:

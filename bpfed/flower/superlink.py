@@ -1,53 +1,64 @@
-"""The server's SuperLink, the part of Flower that sites connect to: run, asked, and told which keys to let in."""
+"""The server's SuperLink, the part of Flower that sites connect to: run, and told what its operator wants."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import ipaddress
-import json
+import socket
 import ssl
 import time
+import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from bpfed.errors import UserError
-from bpfed.files import to_toml, write_whole
-from bpfed.flower import keys
-from bpfed.flower.disk import when_full
+from bpfed.flower import app, gate, keys
 from bpfed.flower.plan import Plan
-from bpfed.flower.processes import LAUNCH, environment, start_captured
-from bpfed.flower.server_app import FOLDER
+from bpfed.flower.processes import LAUNCH, SERVER_FOLDER, environment
 from bpfed.flower.supervisor import Say, watch
+from bpfed.layout import PLAN
 from bpfed.report import text
+
+if TYPE_CHECKING:
+    from flwr.supercore.control import ControlHttpClient
 
 #: The SuperLink's own memory.
 DATABASE = "flower.db"
-#: Flower's name for the connection that we configure.
-CONNECTION = "deployment"
-#: The keys that were registered, and with which database.
-REGISTERED = "registered.json"
 
 
 def serve(folder: Path, plan: Plan, say: Say) -> None:
     """Run the SuperLink until somebody asks for the end."""
-    env = {**environment(folder / "flwr", plan), FOLDER: str(folder)}
+    keys.check_dates(folder, say)
+    known = keys.public_keys(folder, plan.sites)
+    address = bound_to(folder, plan)
+    env = {**environment(folder / "flwr", plan), SERVER_FOLDER: str(folder)}
+    host = f"[{address}]" if ":" in address else address
 
     def started() -> None:
-        if not healthy(folder, plan, 120.0):
-            raise UserError(f"The server does not answer at {plan.address}; is the port taken?")
-        register(folder, plan, say)
-        say(f"The server is ready at {plan.address}.")
+        if not healthy(folder, 120.0):
+            raise UserError(f"The server does not answer at {plan.address}; its log says why.")
+        say("Checking that strangers are refused, by four requests:")
+        check_shut(folder, address, plan.port)
+        for site in plan.sites:
+            if site not in known:
+                say(f"Site '{site}' has no key in '{folder / keys.KEYS}', so it may not join.")
+        say(f"{text.many(len(known), 'site')} may join.")
+        say(f"The server is ready at {plan.address}; it listens at {host}:{plan.port}.")
+        if _is_loopback(address) and not _is_loopback(plan.host):
+            say(f"Only this machine reaches {address}; if sites are elsewhere, set bind in '{folder / PLAN}'.")
 
-    watch("The SuperLink", lambda: command(folder, plan), env, say, started)
+    watch("The SuperLink", lambda: command(folder, plan, address), env, say, started)
 
 
-def command(folder: Path, plan: Plan) -> list[str]:
-    """The command of the server's SuperLink."""
+def command(folder: Path, plan: Plan, address: str) -> list[str]:
+    """The command of the server's SuperLink, which listens at this address."""
     return [
         *LAUNCH,
         "flower-superlink",
-        *("--host", bound_to(plan.host), "--port", str(plan.port)),
+        *("--host", address, "--port", str(plan.port)),
         *("--database", str(folder / DATABASE)),
         *("--ssl-ca-certfile", str(folder / keys.AUTHORITY)),
         *("--ssl-certfile", str(folder / keys.SERVER)),
@@ -57,70 +68,143 @@ def command(folder: Path, plan: Plan) -> list[str]:
     ]
 
 
-def bound_to(host: str) -> str:
-    """The address that a server listens at, if sites reach it at this host: loopback, or all of the host's own."""
+def bound_to(folder: Path, plan: Plan) -> str:
+    """The one address of this machine that the server listens at: ``bind``, or that of the host that sites reach.
+
+    Raises:
+        UserError: It is not this machine's, or the port is taken.
+    """
+    wanted, instead = plan.bind or plan.host, f"set bind in '{folder / PLAN}' to one that is (0.0.0.0: all of them)"
     try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host if host == "localhost" else "0.0.0.0"
-    return host if address.is_loopback else "::" if address.version == 6 else "0.0.0.0"
+        found = socket.getaddrinfo(wanted, plan.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(
+            f"'{wanted}' is not known to be an address of this machine ({error.strerror}); {instead}."
+        ) from None
+    addresses = list(dict.fromkeys(str(place[0]) for *_, place in sorted(found, key=lambda one: one[0])))
+    for address in addresses:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                trial.bind((address, plan.port))
+                trial.listen(1)
+                return address
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
+                    raise UserError(
+                        f"Port {plan.port} of {address} {why}; stop what listens there, or make the deployment with "
+                        "another port."
+                    ) from None
+    named = wanted if wanted in addresses else f"{wanted} ({', '.join(addresses)})"
+    raise UserError(f"{named} is not an address of this machine; {instead}.")
 
 
-def healthy(folder: Path, plan: Plan, within: float) -> bool:
-    """Whether the SuperLink answers, over TLS, within so many seconds."""
-    context = ssl.create_default_context(cafile=str(folder / keys.AUTHORITY))
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def healthy(folder: Path, within: float) -> bool:
+    """Whether the SuperLink answers its operator, over TLS, within so many seconds."""
     until = time.monotonic() + within
     while True:
-        try:
-            with urllib.request.urlopen(f"https://{plan.address}/health", timeout=5, context=context) as reply:
-                return bool(reply.status == 200)
-        except (OSError, ValueError):
-            if time.monotonic() >= until:
-                return False
-            time.sleep(0.3)
+        local = gate.read_local(folder)
+        with contextlib.suppress(OSError, ValueError):
+            if local is not None and _status(folder, gate.LOOPBACK, local.port, gate.HEALTH) == 200:
+                return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.3)
 
 
-def ask(folder: Path, plan: Plan, *arguments: str, timeout: float = 120.0) -> dict[str, Any]:
-    """Run a command of ``flwr`` against the deployment's SuperLink and read what it prints."""
-    home = folder / "flwr"
-    known = to_toml({"address": plan.address, "root-certificates": str(folder / keys.AUTHORITY)})
-    connection = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n{known}'
-    if not (home / "config.toml").exists() or (home / "config.toml").read_text() != connection:
-        with when_full(home, "and try again"):
-            write_whole(home / "config.toml", connection)
-    asked = ["flwr", *arguments, CONNECTION, "--format", "json"]
-    process = start_captured(asked, environment(home, plan), timeout)
+def check_shut(folder: Path, address: str, port: int) -> None:
+    """See that the running server refuses what strangers must not do.
+
+    Raises:
+        UserError: It does not, or does not answer: whatever the reason, it must not run.
+    """
+    local = gate.read_local(folder)
+    assert local is not None
+    anywhere = {"0.0.0.0": gate.LOOPBACK, "::": "::1"}
+    for host, number in ((anywhere.get(address, address), port), (gate.LOOPBACK, local.port)):
+        for path in ("/v1/control/list-nodes", "/v1/runtime/acquire-task"):
+            try:
+                found = _status(folder, host, number, path, b"")
+            except (OSError, ValueError) as error:
+                raise UserError(f"The server does not answer at {host}:{number} ({error}); it is stopped.") from None
+            if found != 403:
+                raise UserError(
+                    f"The server answers strangers ({path}: {found}), so it is stopped; install the version of Flower "
+                    "that bpfed asks for."
+                )
+
+
+def _status(folder: Path, host: str, port: int, path: str, data: bytes | None = None) -> int:
+    """What the server answers, over TLS with its own certificate; by that and not by a name it is known."""
+    context = ssl.create_default_context(cafile=str(folder / keys.AUTHORITY))
+    context.check_hostname = False
+    host = f"[{host}]" if ":" in host else host
+    asked = urllib.request.Request(f"https://{host}:{port}{path}", data, {"Content-Type": "application/protobuf"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
     try:
-        found = json.loads(process[process.index("{") :])
-    except ValueError:
-        raise UserError(f"'{' '.join(asked)}' failed: {process.strip()[-500:]}") from None
-    return dict(found)
+        with opener.open(asked, timeout=10) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
 
 
-def _noted(path: Path) -> dict[str, Any]:
-    """What was registered, as far as that can be read: a key that is registered again does no harm."""
+@contextlib.contextmanager
+def control(folder: Path) -> Iterator[ControlHttpClient]:
+    """Flower's Control interface of the running server, as its operator.
+
+    Raises:
+        UserError: There is no server, or it does not do what it is asked inside.
+    """
+    import httpx
+    from flwr.supercore.control import ControlHttpClient
+    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+    local = gate.read_local(folder)
+    if local is None:
+        raise UserError(f"No server was started in '{folder}'; start it with: bpfed deploy server {folder.parent}")
+    client = ControlHttpClient.from_server_address(
+        f"{gate.LOOPBACK}:{local.port}",
+        insecure=False,
+        root_certificates=(folder / keys.AUTHORITY).read_bytes(),
+        interceptors=[RuntimeVersionHttpInterceptor(component_name="bpfed"), gate.Carrying(local.secret)],
+    )
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        yield client
+    except httpx.HTTPStatusError as error:
+        raise UserError(f"The server refused: {error.response.text[:300]}") from None
+    except (httpx.HTTPError, OSError) as error:
+        raise UserError(f"The server cannot be asked ({error}); see its log.") from None
+    finally:
+        client.close()
 
 
-def register(folder: Path, plan: Plan, say: Say) -> None:
-    """Let the sites' keys in; the SuperLink's database remembers those that are in."""
-    paths = {site: folder / keys.KEYS / f"{keys.slug(site)}.pub" for site in plan.sites}
-    noted = folder / REGISTERED
-    database = (folder / DATABASE).stat().st_ino
-    known = _noted(noted)
-    known = known if known.get("database") == database else {"database": database}
-    keys.public_keys(folder, plan.sites)  # or it is said which of them cannot be read
-    missing = {site: path for site, path in paths.items() if known.get(site) != path.read_text()}
-    with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda path: ask(folder, plan, "supernode", "register", str(path)), missing.values())
-    for site, answer in zip(missing, found, strict=True):
-        if not answer.get("success") and "already" not in str(answer):
-            raise UserError(f"The key of site '{site}' could not be registered: {answer.get('error-message', answer)}")
-        known[site] = paths[site].read_text()
-    with when_full(noted, "and start the server again"):
-        write_whole(noted, json.dumps(known))
-    say(f"{text.many(len(plan.sites), 'site')} may join.")
+def start_run(folder: Path) -> int:
+    """Start a run of our app; the number that Flower gives it."""
+    from flwr.common.serde import fab_to_proto
+    from flwr.proto.control_pb2 import StartRunRequest
+    from flwr.supercore.fab import Fab
+
+    content = app.bundle()
+    with control(folder) as client:
+        answer = client.StartRun(StartRunRequest(fab=fab_to_proto(Fab(app.fingerprint(content), content, {}))))
+    if not answer.HasField("run_id"):
+        raise UserError("The run could not be started; see the server's log.")
+    return int(answer.run_id)
+
+
+def run_ended(folder: Path, run: int) -> bool:
+    """Whether Flower has a run down as ended."""
+    from flwr.common.constant import Status
+    from flwr.proto.control_pb2 import ListRunsRequest
+
+    with control(folder) as client:
+        found = client.ListRuns(ListRunsRequest(run_id=run)).run_dict
+    return run in found and found[run].status.status == Status.FINISHED

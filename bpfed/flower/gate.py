@@ -1,0 +1,140 @@
+"""The gate before Flower's interfaces: from outside, only that for sites is reached; the rest needs a secret.
+
+Flower serves all its interfaces on one port, and asks nobody for a key but SuperNodes. Its Control interface starts
+runs and registers sites; its Runtime interface hands out their messages. With the gate, both are reached only through
+a second port that listens on loopback, and only by who knows a secret that is made anew for each start. Port and secret
+are in `LOCAL`, in the folder of the server or the site, for its owner's eyes alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import json
+import secrets
+import sys
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bpfed.errors import UserError
+from bpfed.files import write_whole
+from bpfed.flower.words import plain
+
+#: Where the port on loopback and the secret are.
+LOCAL = "local.json"
+#: The header of a request that carries the secret.
+HEADER = "x-bpfed-secret"
+#: The address of the port that only this machine reaches.
+LOOPBACK = "127.0.0.1"
+#: What SuperNodes call; Flower asks each for a signature by its site's key.
+FLEET = "/v1/fleet/"
+#: Tells that somebody listens, and no more.
+HEALTH = "/health"
+#: What is answered to others.
+REFUSAL = "Refused: only the operator may do this, on the server's machine, with 'bpfed deploy'."
+
+Scope = MutableMapping[str, Any]
+Event = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Local(NamedTuple):
+    """Where the operator's port is on loopback, and the secret that opens it."""
+
+    port: int
+    secret: str
+
+
+def write_local(folder: Path, port: int) -> Local:
+    """Make a new secret for the listener at this port, and note both for the owner of the folder alone."""
+    made = Local(port, secrets.token_urlsafe(32))
+    write_whole(folder / LOCAL, json.dumps(made._asdict()), mode=0o600)
+    return made
+
+
+def read_local(folder: Path) -> Local | None:
+    """What was noted at the last start; None: nothing that can be used.
+
+    Raises:
+        UserError: It is not for us to read.
+    """
+    try:
+        found = json.loads((folder / LOCAL).read_text())
+        return Local(int(found["port"]), str(found["secret"]))
+    except PermissionError:
+        raise UserError(
+            f"'{folder / LOCAL}' cannot be read; use the account that 'bpfed deploy server' runs under."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class Carrying:
+    """Lets requests of Flower's clients carry the secret (a ``ProtobufClientInterceptor``)."""
+
+    def __init__(self, secret: str) -> None:
+        self.secret = secret
+
+    def intercept(self, context: Any, call_next: Callable[[Any], Any]) -> Any:
+        """Add the secret, and go on."""
+        context.request.headers[HEADER] = self.secret
+        return call_next(context)
+
+
+class Gate:
+    """Lets through to an ASGI application what may be called, and refuses and names all else.
+
+    Args:
+        app: The application.
+        local: The listener on loopback, and the secret that requests there must carry.
+        say: Called with a sentence on each request that is refused.
+        fleet: Whether sites call here; they may come from anywhere.
+    """
+
+    def __init__(self, app: App, local: Local, say: Callable[[str], None], fleet: bool) -> None:
+        self.app, self.local, self.say, self.fleet = app, local, say, fleet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One connection's request, as ASGI has it."""
+        if scope["type"] == "lifespan" or not (why := self.refused(scope)):
+            await self.app(scope, receive, send)
+            return
+        client = scope.get("client") or ("nowhere", 0)
+        what = f"{scope.get('method', scope['type'])} {scope.get('path', '')}"
+        self.say(f"Refused '{plain(what, 200)}' from {client[0]}:{client[1]}: {why}.")
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        body = json.dumps({"detail": REFUSAL}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        # What it sends is not read, so the connection is of no further use.
+        await send({"type": "http.response.start", "status": 403, "headers": [*headers, (b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": body})
+
+    def refused(self, scope: Scope) -> str:
+        """Why a request is refused; empty: it is let through."""
+        path = scope.get("path", "")
+        if scope["type"] == "http" and (path == HEALTH or (self.fleet and path.startswith(FLEET))):
+            return ""
+        if not _loopback(scope.get("client")) or tuple(scope.get("server") or ()) != (LOOPBACK, self.local.port):
+            return "it did not come by the operator's port on loopback"
+        given = [value for name, value in scope.get("headers", ()) if name == HEADER.encode()]
+        if len(given) != 1 or not hmac.compare_digest(given[0], self.local.secret.encode()):
+            return f"it does not carry the secret in '{LOCAL}'"
+        return "" if scope["type"] == "http" else "it is no HTTP request"
+
+
+def _loopback(client: Any) -> bool:
+    with contextlib.suppress(ValueError, TypeError, IndexError):
+        return ipaddress.ip_address(client[0]).is_loopback
+    return False
+
+
+def say(sentence: str) -> None:
+    """To the log of this process."""
+    with contextlib.suppress(OSError):  # a log on a full disk
+        print(f"bpfed: {sentence}", file=sys.stderr, flush=True)
