@@ -20,6 +20,7 @@ def run():
     threading.Thread(target=time.sleep, args=(600,)).start()
     {loop}
 launch.importlib.metadata.entry_points = lambda **wanted: (Entry,)
+launch.guard = lambda *given: None
 launch.GRACE = 0.0
 launch.watch_parts.__defaults__ = (0.0,)
 sys.argv = ["launch", "a command", {executable!r}]

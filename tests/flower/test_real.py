@@ -28,9 +28,8 @@ def strangers_words(folder, server, plan):
     own.mkdir()
     (nowhere / keys.AUTHORITY).write_bytes((server / keys.AUTHORITY).read_bytes())
     keys.make_site(own, nowhere, plan.sites[0])
-    process = processes.start(
-        supernode.command(own, plan), processes.environment(own / "flwr", plan), folder / "stranger.log"
-    )
+    env = {**processes.environment(own / "flwr", plan), processes.SITE_FOLDER: str(own)}
+    process = processes.start(supernode.command(own, plan), env, folder / "stranger.log")
     try:
         assert process.wait(240.0)
         return (folder / "stranger.log").read_bytes()

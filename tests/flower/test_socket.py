@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import threading
 import time
 import urllib.request
@@ -13,11 +14,10 @@ from test_wire import found, secrets
 
 from bpfed.config import Override, read
 from bpfed.flower import control, processes, worker
-from bpfed.flower.app import write_app
+from bpfed.flower.app import FILES
 from bpfed.flower.deployed import open_site
 from bpfed.flower.keys import KEYS
 from bpfed.flower.plan import Plan
-from bpfed.flower.server_app import FOLDER
 from bpfed.flower.states import States
 from bpfed.layout import SERVER
 
@@ -141,7 +141,7 @@ def test_nothing_personal_is_on_the_socket_until_it_is_planted(tmp_path, monkeyp
     env = processes.environment(server / "flwr", plan)
     command = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--database", str(server / "flower.db"), "--disable-runtime-dependency-installation"]
-    running = [processes.start(command, {**env, FOLDER: str(server)}, server / "server.log")]
+    running = [processes.start(command, {**env, processes.SERVER_FOLDER: str(server)}, server / "server.log")]
     try:
         until(lambda: answers(f"http://127.0.0.1:{port}/health"), "the SuperLink")
         for name in plan.sites:
@@ -153,7 +153,11 @@ def test_nothing_personal_is_on_the_socket_until_it_is_planted(tmp_path, monkeyp
         (server / "flwr" / "config.toml").write_text(
             f'[superlink]\ndefault = "plain"\n\n[superlink.plain]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
         )
-        said = processes.start_captured(["flwr", "run", str(write_app(server / "app")), "plain"], env, 120.0)
+        for name, text in FILES.items():
+            (server / "app" / name).parent.mkdir(parents=True, exist_ok=True)
+            (server / "app" / name).write_text(text)
+        command = ["flwr", "run", str(server / "app"), "plain"]
+        said = subprocess.run(command, env=env, capture_output=True, timeout=120).stdout
         until(lambda: (control.status(server) or {}).get("state") in ("finished", "stopped"), said)
     finally:
         for process in running:

@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -116,6 +117,24 @@ def registered(server):
     return {bytes(key): node % 2**64 for key, node in rows}
 
 
+class Shown:
+    """All commands of this machine, as anybody there is shown them, until it is closed."""
+
+    def __init__(self):
+        self.found, self.over = set(), threading.Event()
+        self.thread = threading.Thread(target=self._look)
+        self.thread.start()
+
+    def _look(self):
+        while not self.over.wait(0.3):
+            self.found |= set(subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout.splitlines())
+
+    def close(self):
+        self.over.set()
+        self.thread.join()
+        return self.found
+
+
 def until(holds, what, patience=240.0):
     start = time.monotonic()
     while not holds():
@@ -158,12 +177,15 @@ def test_strangers_are_refused_and_a_site_executes_nobody_elses_app(tmp_path):
             for why in ("it did not come by the operator's port on loopback", "it does not carry the secret"):
                 assert any(f"'POST /v1/control/{path}' from 127.0.0.1:" in x and why in x for x in log.splitlines())
 
-        # The operator is let in, and neither secret nor token is to be seen.
+        # The operator is let in; and neither secret nor token is to be seen, by whom ever else is on that machine.
+        shown = Shown()
         control.run(server, plan, said.append, lambda found: None)
         assert (server / RUN / "report.html").is_file()
-        shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+        commands = shown.close()
+        assert {"flwr-serverapp", "flwr-clientapp"} <= {word for line in commands for word in line.split()}
         logs = [path.read_text() for path in (server / "server.log", *(own / "site.log" for own in sites))]
-        assert not any(local.secret in text or "--token" in text for text in (shown, *logs))
+        secrets = [local.secret, *(gate.read_local(own).secret for own in sites), "--token"]
+        assert [secret for secret in secrets for text in (*commands, *logs) if secret in text] == []
         assert stranger.traces() == []
 
         # Now somebody else has the server: its address, its certificate and its database, and a SuperLink of their own.
@@ -183,4 +205,3 @@ def test_strangers_are_refused_and_a_site_executes_nobody_elses_app(tmp_path):
             assert "Refused the app 'stranger/stranger 1.0.0'" in log
             assert f"sent by the server at {address}" in log
             assert list(own.rglob("stranger*")) == []  # nor unpacked
-

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from bpfed.errors import UserError
-from bpfed.flower import keys, processes, superlink, supervisor, worker
-from bpfed.flower.plan import Plan
+from bpfed.flower import processes, supervisor, worker
 from bpfed.flower.supervisor import Echo, Supervised
 
 
@@ -67,21 +66,6 @@ def test_a_worker_that_is_not_installed_is_not_waited_for(tmp_path):
 def test_a_log_that_cannot_be_opened_is_named(tmp_path):
     with pytest.raises(UserError, match="cannot be written"):
         processes.start([sys.executable, "-c", ""], {}, tmp_path / "nowhere" / "x.log")
-
-
-@pytest.mark.parametrize("noted", ["", "{", "[]", '{"database": 0}'])
-def test_what_was_registered_is_registered_again_where_the_note_is_damaged(tmp_path, monkeypatch, noted):
-    keys.make_server(tmp_path, "localhost")
-    site = tmp_path / "site"
-    site.mkdir()
-    keys.make_site(site, tmp_path, "a")
-    (tmp_path / superlink.DATABASE).touch()
-    (tmp_path / superlink.REGISTERED).write_text(noted)
-    asked = []
-    monkeypatch.setattr(superlink, "ask", lambda *given: asked.append(given[3]) or {"success": True})
-    superlink.register(tmp_path, Plan(("a",)), lambda sentence: None)
-    superlink.register(tmp_path, Plan(("a",)), lambda sentence: None)
-    assert asked == ["register"]
 
 
 def test_told_to_end_between_two_lives_it_ends_cleanly(monkeypatch):

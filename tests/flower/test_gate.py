@@ -1,0 +1,469 @@
+"""What keeps strangers and their code out of a deployment: the gate, the address, our app alone, and who may join."""
+
+import asyncio
+import hashlib
+import importlib
+import io
+import json
+import socket
+import ssl
+import threading
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+from command import Command
+from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
+from flwr.supercore.run import Run
+from flwr.supercore.superexec.executor import ExecutionSpec
+from flwr.supercore.task_identity import TaskIdentity
+
+from bpfed.errors import UserError
+from bpfed.flower import app, gate, keys, launch, processes, superlink
+from bpfed.flower.deployed import open_server
+from bpfed.flower.meeting import Meeting, Seen
+from bpfed.flower.plan import Plan
+from bpfed.flower.post import Node
+
+LOCAL = gate.Local(4000, "s3cret")
+#: What the operator's requests are like.
+OPERATOR = {
+    "type": "http",
+    "method": "POST",
+    "path": "/v1/control/start-run",
+    "client": ("127.0.0.1", 50000),
+    "server": ("127.0.0.1", 4000),
+    "headers": [(b"host", b"x"), (gate.HEADER.encode(), b"s3cret")],
+}
+OUTSIDE = {"client": ("203.0.113.5", 50000), "server": ("198.51.100.1", 8000)}
+
+
+@pytest.fixture
+def bpfed(capsys):
+    return Command(capsys)
+
+
+def through(fleet=True, **changes):
+    """Whether a request reaches the application; else the answer, and what was said of it."""
+    reached, sent, said = [], [], []
+
+    async def application(scope, receive, send):
+        reached.append(scope["path"])
+
+    async def send(event):
+        sent.append(event)
+
+    asyncio.run(gate.Gate(application, LOCAL, said.append, fleet)({**OPERATOR, **changes}, None, send))
+    return True if reached else (sent[0].get("status", sent[0]["type"]), said)
+
+
+def test_the_operator_is_let_through():
+    assert through() is True
+    assert through(path="/v1/runtime/acquire-task") is True
+    assert through(client=("127.0.0.9", 1)) is True
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        OUTSIDE,  # even with the secret
+        {"client": ("203.0.113.5", 50000)},
+        {"server": ("127.0.0.1", 8000)},  # the port of sites
+        {"server": ("198.51.100.1", 4000)},
+        {"server": None},
+        {"client": None},
+        {"client": ("localhost", 1)},
+        {"headers": []},
+        {"headers": [(gate.HEADER.encode(), b"s3cres")]},
+        {"headers": [(gate.HEADER.encode(), b"")]},
+        {"headers": OPERATOR["headers"] * 2},
+        {"headers": [(b"x-forwarded-for", b"127.0.0.1"), (b"authorization", b"s3cret")]},
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/control/list-nodes", "/v1/runtime/acquire-task", "/docs", "/openapi.json", "/"])
+def test_nobody_else_is(changes, path):
+    status, said = through(**{**changes, "path": path})
+    assert status == 403
+    (sentence,) = said
+    assert sentence.startswith(f"Refused 'POST {path}' from ")
+    assert LOCAL.secret not in sentence
+
+
+@pytest.mark.parametrize("path", ["/v1/fleet", "/v1/fleets/x", "//v1/fleet/x", "/v1/control/../fleet/x", "/health/"])
+def test_only_the_paths_of_sites_are_open(path):
+    assert through(**{**OUTSIDE, "headers": [], "path": path})[0] == 403
+
+
+def test_sites_and_whoever_looks_whether_it_is_up_need_no_secret():
+    stranger = {**OUTSIDE, "headers": []}
+    assert through(**stranger, path="/v1/fleet/pull-messages") is True
+    assert through(**stranger, path="/health") is True
+    assert through(fleet=False, **stranger, path="/v1/fleet/pull-messages")[0] == 403  # no site calls a SuperNode
+
+
+def test_a_web_socket_is_closed_and_letters_a_terminal_obeys_are_not_logged():
+    assert through(**{**OUTSIDE, "type": "websocket", "path": "/v1/fleet/x"})[0] == "websocket.close"
+    assert through(type="websocket")[0] == "websocket.close"
+    assert "\x1b" not in through(**{**OUTSIDE, "path": "/\x1b[2J"})[1][0]
+
+
+def test_port_and_secret_are_for_the_owner_alone_and_new_for_each_start(tmp_path):
+    assert gate.read_local(tmp_path) is None
+    one, two = gate.write_local(tmp_path, 1), gate.write_local(tmp_path, 2)
+    assert gate.read_local(tmp_path) == two
+    assert len({one.secret, two.secret}) == 2
+    assert len(one.secret) > 40
+    assert (tmp_path / gate.LOCAL).stat().st_mode & 0o777 == 0o600
+    (tmp_path / gate.LOCAL).write_text("{")
+    assert gate.read_local(tmp_path) is None
+
+
+def test_no_variable_opens_what_has_no_keys(tmp_path, monkeypatch):
+    for name in (*processes.UNSAFE, processes.SERVER_FOLDER, processes.SITE_FOLDER):
+        monkeypatch.setenv(name, "1")
+    made = processes.environment(tmp_path, Plan(("a",)))
+    assert not made.keys() & {*processes.UNSAFE, processes.SERVER_FOLDER, processes.SITE_FOLDER}
+
+
+@pytest.mark.parametrize(
+    ("host", "bind", "address"),
+    [
+        ("127.0.0.1", "", "127.0.0.1"),
+        ("127.0.0.2", "", "127.0.0.2"),
+        ("localhost", "", "127.0.0.1"),
+        ("fed.example.org", "", "127.0.0.3"),  # the second of its addresses is this machine's
+        ("192.0.2.7", "0.0.0.0", "0.0.0.0"),
+        ("192.0.2.7", "127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_a_server_listens_at_one_address_of_its_machine(tmp_path, monkeypatch, host, bind, address):
+    known = socket.getaddrinfo
+
+    def found(name, port, **more):
+        if name == "fed.example.org":
+            return [(socket.AF_INET, 0, 0, "", (one, port)) for one in ("192.0.2.7", "127.0.0.3")]
+        return known(name, port, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    plan = Plan(("a",), f"{host}:{processes.free_port()}", bind=bind)
+    assert superlink.bound_to(tmp_path, plan) == address
+    command = superlink.command(tmp_path, plan, address)
+    assert command[command.index("--host") + 1] == address
+
+
+def test_an_address_of_another_machine_or_a_taken_port_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(UserError) as said:
+        superlink.bound_to(tmp_path, Plan(("a",), "192.0.2.7:8000"))
+    assert str(said.value) == (
+        f"192.0.2.7 is not an address of this machine; set bind in '{tmp_path / 'deploy.toml'}' to one that is "
+        "(0.0.0.0: all of them)."
+    )
+    with pytest.raises(UserError, match=r"'fed.invalid' is not known to be an address of this machine"):
+        superlink.bound_to(tmp_path, Plan(("a",), "fed.invalid:8000"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"Port {port} of 127.0.0.1 is taken; stop what listens there"):
+            superlink.bound_to(tmp_path, Plan(("a",), f"127.0.0.1:{port}"))
+
+
+def test_our_bundle_is_one_that_flower_accepts_and_always_the_same(tmp_path):
+    from flwr.cli.install import install_from_fab
+
+    place = install_from_fab(app.bundle(), tmp_path / "apps", skip_prompt=True)
+    assert {name: (place / name).read_text() for name in app.FILES} == app.FILES
+    # Of another bpfed it may be another; then server and sites refuse each other.
+    assert app.fingerprint(app.bundle()) == "10d9a01d07b2da536549a81d6a403aff1881715a318d9c911cdc690d0277c588"
+    assert app.is_ours(app.bundle())
+    assert not app.is_ours(app.bundle() + b" ")
+
+
+def strangers_bundle():
+    """One of the same name, whose code is another's."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, text in app.FILES.items():
+            archive.writestr(name, text if name == "pyproject.toml" else "raise SystemExit('executed')\n")
+    return made.getvalue()
+
+
+class SuperNode:
+    """Flower's own function for one message, with our check around it."""
+
+    def __init__(self):
+        from flwr.supercore.object_store import ObjectStoreFactory
+        from flwr.supernode.nodestate import NodeStateFactory
+
+        self.loop = importlib.import_module("flwr.supernode.start_client_internal")
+        stores = ObjectStoreFactory()
+        self.state, self.store = NodeStateFactory(objectstore_factory=stores).state(), stores.store()
+        self.state.set_node_id(7)
+
+    def take(self, bundle, run):
+        """A message of this run, for the app in this bundle."""
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run.run_id, 1
+        message = Message(RecordDict({"ask": ConfigRecord({"round": 0})}), 7, MessageType.QUERY)
+        message.metadata.__dict__["_message_id"] = message.object_id
+        tree, objects = self.loop.get_object_tree(message), self.loop.get_all_nested_objects(message)
+        fab = SimpleNamespace(hash_str=run.fab_hash, content=bundle, verifications={})
+        pull = launch.only_ours(self.loop._pull_and_store_message, self.loop, "server:8000")
+        return pull(
+            state=self.state,
+            object_store=self.store,
+            node_config={},
+            receive=lambda: (message, tree),
+            get_run=lambda number: run,
+            get_fab=lambda hash_, number: fab,
+            pull_object=lambda number, one: objects[one].deflate(),
+            confirm_message_received=lambda number, one: None,
+            trusted_entities=None,
+        )
+
+
+def run_of(bundle, kind="flwr-serverapp"):
+    run = Run.create_empty(5)
+    run.fab_id, run.fab_version, run.fab_hash, run.primary_task_type = "bpfed/x", "1.0.0", app.fingerprint(bundle), kind
+    return run
+
+
+def test_a_site_takes_our_app(capsys):
+    node = SuperNode()
+    assert node.take(app.bundle(), run_of(app.bundle())) == 5
+    assert node.state.get_run(5) is not None
+    assert [task.type for task in node.state.get_tasks()] == ["flwr-clientapp"]
+    assert node.state.get_messages_legacy(is_reply=True) == []
+    assert "Refused" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("bundle", "run"),
+    [
+        (strangers_bundle(), run_of(strangers_bundle())),
+        (strangers_bundle(), run_of(app.bundle())),  # which says that it is ours
+        (b"no archive", run_of(b"no archive")),
+        (app.bundle(), run_of(app.bundle(), kind="flwr-agentapp")),
+    ],
+)
+def test_a_site_refuses_and_names_every_other(capsys, bundle, run):
+    node = SuperNode()
+    assert node.take(bundle, run) == 5
+    assert node.state.get_run(5) is None  # nothing of it is kept, and the next message is looked at again
+    assert list(node.state.get_tasks()) == []
+    (reply,) = node.state.get_messages_legacy(is_reply=True)
+    assert reply.has_error()
+    said = capsys.readouterr().err
+    assert f"Refused the app 'bpfed/x 1.0.0' (SHA-256 {hashlib.sha256(bundle).hexdigest()[:16]}) of run 5" in said
+    assert "sent by the server at server:8000" in said
+
+
+@pytest.fixture
+def put_back(monkeypatch):
+    """Lets a module's attributes be replaced until the end of the test."""
+
+    def keep(where, *names):
+        for name in names:
+            monkeypatch.setattr(where, name, getattr(where, name))
+        return where
+
+    return keep
+
+
+def test_the_process_of_a_sites_app_executes_the_installed_package(put_back, capsys):
+    from flwr.supercore.runtime import RuntimeHttpClient
+
+    from bpfed.flower import client_app
+
+    runtime = importlib.import_module("flwr.supernode.runtime.run_clientapp")
+    put_back(runtime, "install_from_fab", "get_load_client_app_fn")
+    put_back(RuntimeHttpClient, "_send")
+    launch.guard_clientapp(LOCAL)
+    runtime.install_from_fab(app.bundle(), skip_prompt=True)
+    with pytest.raises(launch.NotOurs):
+        runtime.install_from_fab(strangers_bundle(), skip_prompt=True)
+    assert "Refused an app" in capsys.readouterr().err
+    load = runtime.get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)
+    assert load("stranger/app", "1.0.0", "0" * 64) is client_app.app
+
+
+def test_the_process_of_the_servers_app_executes_the_installed_package(put_back, monkeypatch):
+    from flwr.supercore.runtime import RuntimeHttpClient
+
+    from bpfed.flower import server_app
+
+    runtime = importlib.import_module("flwr.superlink.runtime.run_serverapp")
+    put_back(runtime, "install_from_fab", "get_project_config", "get_fused_config_from_dir", "run_")
+    put_back(RuntimeHttpClient, "_send")
+    ran = []
+    monkeypatch.setattr(server_app, "app", lambda **given: ran.append(given["grid"]))
+    launch.guard_serverapp(LOCAL)
+    with pytest.raises(launch.NotOurs):
+        runtime.install_from_fab(strangers_bundle(), skip_prompt=True)
+    runtime.run_(grid="grid", server_app_dir="/nowhere", server_app_attr="stranger:app", context="context")
+    assert ran == ["grid"]
+
+
+@pytest.mark.parametrize(
+    ("side", "task", "hash_", "why"),
+    [
+        (processes.SITE_FOLDER, "flwr-agentapp", None, "Refused task 3 of kind 'flwr-agentapp'"),
+        (processes.SITE_FOLDER, "flwr-serverapp", None, "Refused task 3 of kind 'flwr-serverapp'"),
+        (processes.SERVER_FOLDER, "flwr-simulation", None, "Refused task 3 of kind 'flwr-simulation'"),
+        (processes.SERVER_FOLDER, "flwr-serverapp", "ab" * 32, "Refused to execute an app (SHA-256 abababab"),
+        (processes.SERVER_FOLDER, "flwr-serverapp", app.fingerprint(app.bundle()), ""),
+        (processes.SITE_FOLDER, "flwr-clientapp", "ab" * 32, ""),  # looked at where it was taken, and by its process
+    ],
+)
+def test_only_the_app_of_its_side_is_started_and_its_token_is_not_shown(
+    tmp_path, monkeypatch, capsys, side, task, hash_, why
+):
+    started = []
+
+    class Started:
+        def __init__(self, command, stdin, **more):
+            started.append((command, read := (tmp_path / "pipe")))
+            self.stdin = read.open("wb")
+
+    monkeypatch.setattr(launch.subprocess, "Popen", Started)
+    spec = ExecutionSpec(task, "127.0.0.1:4000", "t0ken", False, "/ca.crt", False, 1, False, 3, hash_)
+    result = launch._launch(None, side, spec)
+    said = capsys.readouterr().err
+    assert result.status == ("failed" if why else "accepted")
+    if why:
+        assert why in said
+        assert started == []
+        return
+    ((command, pipe),) = started
+    assert command[: len(processes.LAUNCH) + 1] == [*processes.LAUNCH, task]
+    assert not any("t0ken" in word for word in command)
+    assert pipe.read_bytes() == b"t0ken"
+
+
+def test_a_flower_without_the_parts_that_are_guarded_does_not_run():
+    with pytest.raises(UserError, match=r"is not supported \(it has no gone\)"):
+        launch.replace(SimpleNamespace(), gone=1)
+    with pytest.raises(UserError, match="started by 'bpfed deploy server'"):
+        launch.guard("flower-superlink", {})
+
+
+def linkstate(folder):
+    """The SuperLink's database, as Flower has it."""
+    from flwr.superlink.config_loader import get_federation_manager, get_objectstore_linkstate_factories
+
+    return get_objectstore_linkstate_factories(str(folder / superlink.DATABASE), get_federation_manager())[1].state()
+
+
+def made_sites(folder, *sites):
+    keys.make_server(folder, "localhost")
+    for site in sites:
+        (folder / site).mkdir()
+        keys.make_site(folder / site, folder, site)
+    return keys.public_keys(folder, sites)
+
+
+def test_the_database_lets_in_the_keys_of_the_folder_and_no_other_whatever_was_done_to_it(tmp_path):
+    own, said = made_sites(tmp_path, "a", "b"), []
+    other = made_sites(tmp_path, "x")["x"]
+    state = linkstate(tmp_path)
+
+    def admitted():
+        return {bytes(node.public_key) for node in state.get_node_info() if node.status != "unregistered"}
+
+    keys.register(state, own, said.append)
+    assert admitted() == set(own.values())
+    keys.register(state, own, said.append)
+    assert said == []
+    number = state.get_node_id_by_public_key(own["a"])
+
+    state.delete_node(owner_aid=NOOP_FLWR_AID, node_id=number)
+    stranger = state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, other, HEARTBEAT_DEFAULT_INTERVAL)
+    (tmp_path / "registered.json").write_text(json.dumps({"a": "known"}))  # of an older version; of no account
+    keys.register(state, own, said.append)
+    assert admitted() == set(own.values())
+    assert state.get_node_id_by_public_key(own["a"]) == number
+    assert state.activate_node(number, 30.0)
+    assert not state.activate_node(stranger, 30.0)
+    assert said == [
+        f"Node {stranger} was registered with a key that is not in 'keys'; it is unregistered now.",
+        "Site 'a' was unregistered, though its key is in 'keys'; it is registered again.",
+    ]
+
+    (tmp_path / keys.KEYS / "b.pub").unlink()
+    keys.register(state, keys.public_keys(tmp_path, ["a", "b"]), said.append)
+    assert admitted() == {own["a"]}
+
+
+def test_a_site_whose_key_was_taken_out_stops_nobody_and_is_not_believed(bpfed, tmp_path):
+    bpfed.ok("deploy", "init", tmp_path / "fed", "--sites", "a,b", "--data", "digits")
+    server = tmp_path / "fed" / "server"
+    for name in ("a", "b"):
+        (server / keys.KEYS / f"{name}.pub").unlink()
+        assert open_server(server, lambda sentence: None).meeting.named is not None
+    sites = {"a": Seen()}
+    meeting = Meeting(sites, {}, "", 1.0, lambda sentence: None)
+    assert meeting.look(SimpleNamespace(nodes=lambda: [Node(1, b"any")])) == []
+    (server / keys.KEYS / "a.pub").write_text("damaged")
+    said = bpfed("deploy", "server", tmp_path / "fed").sentence
+    assert said.endswith("cannot be read; restore it, or remove the file to shut the site out.")
+
+
+@pytest.mark.parametrize(("days", "word"), [(-0.01, "expired on"), (20, "expires on"), (keys.DAYS, "")])
+def test_a_certificate_is_looked_at_before_anything_is_started(bpfed, tmp_path, monkeypatch, days, word):
+    monkeypatch.setattr(keys, "DAYS", days)
+    fed = tmp_path / "fed"
+    bpfed.ok("deploy", "init", fed, "--sites", "a", "--address", f"127.0.0.1:{processes.free_port()}")
+    said = []
+    if days < 0:
+        for command, folder in (("server", "server"), ("run", "server"), ("client", "site-a")):
+            sentence = bpfed("deploy", command, fed / folder).sentence
+            assert sentence.startswith(f"The certificate '{fed / folder / keys.AUTHORITY}' expired on ")
+    else:
+        keys.check_dates(fed / "server", said.append)
+        assert len(said) == (2 if word else 0)
+        assert all(word in sentence and "in 19 days" in sentence for sentence in said)
+
+
+@pytest.mark.parametrize(("days", "word"), [(-0.01, "has expired; ask its operator"), (10, "made for")])
+def test_a_site_says_what_is_wrong_with_the_servers_certificate(bpfed, tmp_path, monkeypatch, days, word):
+    fed, (listening, port) = tmp_path / "fed", _listening()
+    bpfed.ok("deploy", "init", fed, "--sites", "a", "--address", f"127.0.0.1:{port}")
+    authority = (fed / "server" / keys.AUTHORITY).read_bytes()
+    monkeypatch.setattr(keys, "DAYS", days)
+    if days < 0:  # of the same authority
+        _expired(fed / "server", monkeypatch)
+    else:
+        keys.make_server(fed / "server", "127.0.0.1")
+    assert ((fed / "server" / keys.AUTHORITY).read_bytes() == authority) == (days < 0)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(fed / "server" / keys.SERVER, fed / "server" / keys.SERVER_KEY)
+
+    def answer():
+        link, _ = listening.accept()
+        try:
+            context.wrap_socket(link, server_side=True).close()
+        except OSError:
+            link.close()
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    assert word in bpfed("deploy", "client", fed / "site-a").sentence
+    thread.join(10.0)
+    listening.close()
+
+
+def _listening():
+    listening = socket.create_server(("127.0.0.1", 0))
+    return listening, listening.getsockname()[1]
+
+
+def _expired(server, monkeypatch):
+    """A certificate of the server that has expired, by the authority that it has."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    kept = (server / keys.AUTHORITY).read_bytes()
+    authority = serialization.load_pem_private_key((server / keys.AUTHORITY_KEY).read_bytes(), None)
+    own = ec.generate_private_key(ec.SECP384R1())
+    made = iter((authority, own))
+    monkeypatch.setattr(keys.ec, "generate_private_key", lambda curve: next(made))
+    keys.make_server(server, "127.0.0.1")
+    (server / keys.AUTHORITY).write_bytes(kept)
