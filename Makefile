@@ -16,7 +16,7 @@ test: .venv/.test
 
 # Real processes on loopback; minutes, and they want a quiet machine.
 test-deploy: .venv/.test
-	BPFED_TEST_DEPLOY=1 $(BIN)/python -m pytest tests/flower/test_real.py tests/flower/test_socket.py
+	BPFED_TEST_DEPLOY=1 $(BIN)/python -m pytest tests/flower/test_real.py tests/flower/test_socket.py tests/flower/test_strangers.py
 
 bench: .venv/.test
 	$(BIN)/python -m benchmarks

@@ -3,15 +3,18 @@
 Strangers use the commands of Flower as they are installed, and what is public: the address and `ca.crt`.
 """
 
+import contextlib
 import os
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from benchmarks.faults import children
 from bpfed.config import Override, read
 from bpfed.flower import control, gate, keys, processes, superlink
 from bpfed.flower.plan import Plan
@@ -118,16 +121,18 @@ def registered(server):
 
 
 class Shown:
-    """All commands of this machine, as anybody there is shown them, until it is closed."""
+    """The commands of these processes and of all below them, as anybody on the machine is shown them."""
 
-    def __init__(self):
-        self.found, self.over = set(), threading.Event()
+    def __init__(self, running):
+        self.running, self.found, self.over = list(running), set(), threading.Event()
         self.thread = threading.Thread(target=self._look)
         self.thread.start()
 
     def _look(self):
-        while not self.over.wait(0.3):
-            self.found |= set(subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout.splitlines())
+        while not self.over.wait(0.2):
+            for pid in [pid for process in self.running for pid in (process.pid, *children(process.pid))]:
+                with contextlib.suppress(OSError):
+                    self.found.add(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
 
     def close(self):
         self.over.set()
@@ -178,7 +183,7 @@ def test_strangers_are_refused_and_a_site_executes_nobody_elses_app(tmp_path):
                 assert any(f"'POST /v1/control/{path}' from 127.0.0.1:" in x and why in x for x in log.splitlines())
 
         # The operator is let in; and neither secret nor token is to be seen, by whom ever else is on that machine.
-        shown = Shown()
+        shown = Shown(running.values())
         control.run(server, plan, said.append, lambda found: None)
         assert (server / RUN / "report.html").is_file()
         commands = shown.close()
