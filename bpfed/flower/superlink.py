@@ -130,10 +130,17 @@ def check_shut(folder: Path, address: str, port: int) -> None:
     anywhere = {"0.0.0.0": gate.LOOPBACK, "::": "::1"}
     for host, number in ((anywhere.get(address, address), port), (gate.LOOPBACK, local.port)):
         for path in ("/v1/control/list-nodes", "/v1/runtime/acquire-task"):
-            try:
-                found = _status(folder, host, number, path, b"")
-            except (OSError, ValueError) as error:
-                raise UserError(f"The server does not answer at {host}:{number} ({error}); it is stopped.") from None
+            until = time.monotonic() + 60.0  # it may be busy with the sites that wait for it
+            while True:
+                try:
+                    found = _status(folder, host, number, path, b"")
+                    break
+                except (OSError, ValueError) as error:
+                    if time.monotonic() > until:
+                        raise UserError(
+                            f"The server does not answer at {host}:{number} ({error}), so it is stopped."
+                        ) from None
+                    time.sleep(0.3)
             if found != 403:
                 raise UserError(
                     f"The server answers strangers ({path}: {found}), so it is stopped; install the version of Flower "

@@ -167,6 +167,23 @@ def test_an_address_of_another_machine_or_a_taken_port_is_refused(tmp_path, monk
             superlink.bound_to(tmp_path, Plan(("a",), f"127.0.0.1:{port}"))
 
 
+@pytest.mark.parametrize("answers", [(403, 403, 403, 403), (403, 403, 200, 403), (415, 403, 403, 403)])
+def test_a_server_that_answers_strangers_is_stopped(tmp_path, monkeypatch, answers):
+    local, asked = gate.write_local(tmp_path, 4000), []
+
+    def status(folder, host, port, path, data):
+        asked.append((host, port, path))
+        return answers[len(asked) - 1]
+
+    monkeypatch.setattr(superlink, "_status", status)
+    if set(answers) == {403}:
+        superlink.check_shut(tmp_path, "0.0.0.0", 8000)
+        assert {(host, port) for host, port, _ in asked} == {("127.0.0.1", 8000), ("127.0.0.1", local.port)}
+    else:
+        with pytest.raises(UserError, match="answers strangers"):
+            superlink.check_shut(tmp_path, "0.0.0.0", 8000)
+
+
 def test_our_bundle_is_one_that_flower_accepts_and_always_the_same(tmp_path):
     from flwr.cli.install import install_from_fab
 
