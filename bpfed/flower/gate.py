@@ -8,13 +8,14 @@ are in `LOCAL`, in the folder of the server or the site, for its owner's eyes al
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hmac
 import ipaddress
 import json
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,12 +29,14 @@ LOCAL = "local.json"
 HEADER = "x-bpfed-secret"
 #: The address of the port that only this machine reaches.
 LOOPBACK = "127.0.0.1"
-#: What SuperNodes call; Flower asks each for a signature by its site's key.
+#: What SuperNodes call, and the headers by which they show whose they are: a key, a time, and its signature.
 FLEET = "/v1/fleet/"
+SIGNED = (b"flwr-public-key", b"flwr-timestamp", b"flwr-signature")
 #: Tells that somebody listens, and no more.
 HEALTH = "/health"
 #: What is answered to others.
 REFUSAL = "Refused: only the operator may do this, on the server's machine, with 'bpfed deploy'."
+UNKNOWN = "Refused: this key is none of the sites'."
 
 Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
@@ -92,11 +95,11 @@ class Gate:
         app: The application.
         local: The listener on loopback, and the secret that requests there must carry.
         say: Called with a sentence on each request that is refused.
-        fleet: Whether sites call here; they may come from anywhere.
+        members: The public keys of those sites that may call here, from anywhere; none: no site does.
     """
 
-    def __init__(self, app: App, local: Local, say: Callable[[str], None], fleet: bool) -> None:
-        self.app, self.local, self.say, self.fleet = app, local, say, fleet
+    def __init__(self, app: App, local: Local, say: Callable[[str], None], members: Collection[bytes] = ()) -> None:
+        self.app, self.local, self.say, self.members = app, local, say, members
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One connection's request, as ASGI has it."""
@@ -109,23 +112,42 @@ class Gate:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        body = json.dumps({"detail": REFUSAL}).encode()
+        # A SuperNode takes 401 for the end of its process, and 403 for that of a run.
+        fleet = scope["path"].startswith(FLEET)
+        body = json.dumps({"detail": UNKNOWN if fleet else REFUSAL}).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         # What it sends is not read, so the connection is of no further use.
-        await send({"type": "http.response.start", "status": 403, "headers": [*headers, (b"connection", b"close")]})
+        headers.append((b"connection", b"close"))
+        await send({"type": "http.response.start", "status": 404 if fleet else 403, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     def refused(self, scope: Scope) -> str:
         """Why a request is refused; empty: it is let through."""
         path = scope.get("path", "")
-        if scope["type"] == "http" and (path == HEALTH or (self.fleet and path.startswith(FLEET))):
+        if scope["type"] == "http" and path == HEALTH:
             return ""
+        if scope["type"] == "http" and path.startswith(FLEET):
+            return "" if self._member(scope) else "it is not signed with a site's key"
         if not _loopback(scope.get("client")) or tuple(scope.get("server") or ()) != (LOOPBACK, self.local.port):
             return "it did not come by the operator's port on loopback"
         given = [value for name, value in scope.get("headers", ()) if name == HEADER.encode()]
         if len(given) != 1 or not hmac.compare_digest(given[0], self.local.secret.encode()):
             return f"it does not carry the secret in '{LOCAL}'"
         return "" if scope["type"] == "http" else "it is no HTTP request"
+
+    def _member(self, scope: Scope) -> bool:
+        """Whether a request is signed with a site's key: Flower looks at that too, but only once it has read it all."""
+        from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
+
+        given = {name: [value for other, value in scope.get("headers", ()) if other == name] for name in SIGNED}
+        if any(len(values) != 1 for values in given.values()):
+            return False
+        key, time, signature = (given[name][0] for name in SIGNED)
+        try:
+            key, signature = (base64.b64decode(value, validate=True) for value in (key, signature))
+            return key in self.members and verify_signature(bytes_to_public_key(key), time, signature)
+        except ValueError:
+            return False
 
 
 def _loopback(client: Any) -> bool:

@@ -106,11 +106,11 @@ def guard_superlink(folder: Path) -> None:
     from bpfed.flower.plan import Plan
 
     main = importlib.import_module("flwr.superlink.main")
-    make = main.create_app
+    make, members = main.create_app, keys.public_keys(folder, Plan.read(folder).sites)
 
     def create_app(*given: Any, **more: Any) -> Any:
         made = make(*given, **more)
-        keys.register(made.state.linkstate_factory.state(), keys.public_keys(folder, Plan.read(folder).sites), say)
+        keys.register(made.state.linkstate_factory.state(), members, say)
         return made
 
     def run(app: Any, host: str, port: int, **more: Any) -> None:
@@ -119,7 +119,7 @@ def guard_superlink(folder: Path) -> None:
         Noted.at = f"{gate.LOOPBACK}:{local.port}"
         # Uvicorn would believe a header on where a request comes from.
         settings = {**more, "host": host, "port": port, "proxy_headers": False}
-        uvicorn.Server(uvicorn.Config(Gate(app, local, say, fleet=True), **settings)).run(sockets=listening)
+        uvicorn.Server(uvicorn.Config(Gate(app, local, say, set(members.values())), **settings)).run(sockets=listening)
 
     replace(main, create_app=create_app)
     replace(uvicorn, run=run)
@@ -147,7 +147,7 @@ def guard_supernode(folder: Path) -> None:
     main = importlib.import_module("flwr.supernode.main")
     loop = importlib.import_module("flwr.supernode.start_client_internal")
     make = main.create_app
-    replace(main, create_app=lambda *given, **more: Gate(make(*given, **more), local, say, fleet=False))
+    replace(main, create_app=lambda *given, **more: Gate(make(*given, **more), local, say))
     replace(loop, _pull_and_store_message=only_ours(loop._pull_and_store_message, loop, _argument("--superlink")))
 
 

@@ -1,6 +1,7 @@
 """What keeps strangers and their code out of a deployment: the gate, the address, our app alone, and who may join."""
 
 import asyncio
+import base64
 import hashlib
 import importlib
 import io
@@ -11,6 +12,7 @@ import threading
 import zipfile
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from command import Command
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
@@ -44,7 +46,7 @@ def bpfed(capsys):
     return Command(capsys)
 
 
-def through(fleet=True, **changes):
+def through(members=(), **changes):
     """Whether a request reaches the application; else the answer, and what was said of it."""
     reached, sent, said = [], [], []
 
@@ -54,7 +56,7 @@ def through(fleet=True, **changes):
     async def send(event):
         sent.append(event)
 
-    asyncio.run(gate.Gate(application, LOCAL, said.append, fleet)({**OPERATOR, **changes}, None, send))
+    asyncio.run(gate.Gate(application, LOCAL, said.append, members)({**OPERATOR, **changes}, None, send))
     return True if reached else (sent[0].get("status", sent[0]["type"]), said)
 
 
@@ -92,14 +94,33 @@ def test_nobody_else_is(changes, path):
 
 @pytest.mark.parametrize("path", ["/v1/fleet", "/v1/fleets/x", "//v1/fleet/x", "/v1/control/../fleet/x", "/health/"])
 def test_only_the_paths_of_sites_are_open(path):
-    assert through(**{**OUTSIDE, "headers": [], "path": path})[0] == 403
+    member, headers = signed()
+    assert through({member}, **{**OUTSIDE, "headers": headers, "path": path})[0] == 403
 
 
-def test_sites_and_whoever_looks_whether_it_is_up_need_no_secret():
-    stranger = {**OUTSIDE, "headers": []}
-    assert through(**stranger, path="/v1/fleet/pull-messages") is True
-    assert through(**stranger, path="/health") is True
-    assert through(fleet=False, **stranger, path="/v1/fleet/pull-messages")[0] == 403  # no site calls a SuperNode
+def signed():
+    """A new key, and the headers by which Flower's SuperNode shows that it has it."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+    key, request = ec.generate_private_key(ec.SECP384R1()), httpx.Request("POST", "https://x/v1/fleet/pull-messages")
+    shows = NodeAuthHttpInterceptor(key, key.public_key())
+    shows.intercept(SimpleNamespace(request=request), lambda context: None)
+    return base64.b64decode(request.headers["flwr-public-key"]), list(request.headers.raw)
+
+
+def test_sites_are_known_by_their_signature_before_anything_is_read():
+    (own, headers), (_, others) = signed(), signed()
+    headers, others = ([(name.lower(), value) for name, value in one] for one in (headers, others))
+    asked = {**OUTSIDE, "path": "/v1/fleet/push-object"}
+    assert through({own}, **asked, headers=headers) is True
+    mixed = [*(x for x in headers if x[0] != gate.SIGNED[2]), *(x for x in others if x[0] == gate.SIGNED[2])]
+    for wrong in (others, [], mixed, headers * 2, [(name, b"\xff") for name in gate.SIGNED]):
+        status, (said,) = through({own}, **asked, headers=wrong)
+        assert status == 404  # others would end more of a SuperNode than they should
+        assert said.startswith("Refused 'POST /v1/fleet/push-object' from 203.0.113.5:50000: it is not signed with")
+    assert through((), **asked, headers=headers)[0] == 404  # no site calls a SuperNode
+    assert through(**OUTSIDE, headers=[], path="/health") is True
 
 
 def test_a_web_socket_is_closed_and_letters_a_terminal_obeys_are_not_logged():
