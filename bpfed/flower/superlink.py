@@ -32,7 +32,7 @@ DATABASE = "flower.db"
 def serve(folder: Path, plan: Plan, say: Say) -> None:
     """Run the SuperLink until somebody asks for the end."""
     keys.check_dates(folder, say)
-    known = keys.public_keys(folder, plan.sites)
+    keys.public_keys(folder, plan.sites)  # or it is said which of them cannot be read
     address = bound_to(folder, plan)
     env = {**environment(folder / "flwr", plan), SERVER_FOLDER: str(folder)}
     host = f"[{address}]" if ":" in address else address
@@ -42,6 +42,7 @@ def serve(folder: Path, plan: Plan, say: Say) -> None:
             raise UserError(f"The server does not answer at {plan.address}; its log says why.")
         say("Checking that strangers are refused, by four requests:")
         check_shut(folder, address, plan.port)
+        known = keys.public_keys(folder, plan.sites)
         for site in plan.sites:
             if site not in known:
                 say(f"Site '{site}' has no key in '{folder / keys.KEYS}', so it may not join.")

@@ -5,6 +5,7 @@ Strangers use the commands of Flower as they are installed, and what is public: 
 
 import contextlib
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import children
+from benchmarks.faults import below, children
 from bpfed.config import Override, read
 from bpfed.flower import control, gate, keys, processes, superlink
 from bpfed.flower.plan import Plan
@@ -210,3 +211,32 @@ def test_strangers_are_refused_and_a_site_executes_nobody_elses_app(tmp_path):
             assert "Refused the app 'stranger/stranger 1.0.0'" in log
             assert f"sent by the server at {address}" in log
             assert list(own.rglob("stranger*")) == []  # nor unpacked
+
+
+def test_a_started_server_puts_right_what_was_done_to_its_database(tmp_path):
+    config = read(None, [Override(key, str(value)) for key, value in WANTED.items()])
+    plan = Plan(config.load_data().clients, f"127.0.0.2:{processes.free_port()}")
+    control.make(tmp_path / "fed", plan, config)
+    server, (first, second) = tmp_path / "fed" / SERVER, plan.sites
+    own = keys.public_keys(server, plan.sites)
+    command = [sys.executable, "-m", "bpfed", "deploy", "server", str(server)]
+    process = processes.start(command, dict(os.environ), tmp_path / "server.log")
+
+    def said(sentence, times=1):
+        until(lambda: (tmp_path / "server.log").read_text().count(sentence) >= times, sentence)
+
+    try:
+        said("The server is ready")
+        before = registered(server)
+        assert before.keys() == set(own.values())
+        with sqlite3.connect(server / superlink.DATABASE) as database:
+            database.execute("update node set status = 'unregistered' where public_key = ?", (own[first],))
+        (server / keys.KEYS / f"{second}.pub").unlink()
+        os.kill(below(process, "flower-superlink"), signal.SIGKILL)
+        said(f"Site '{first}' was unregistered, though its key is in 'keys'; it is registered again.")
+        said(f"Node {before[own[second]]} was registered with a key that is not in 'keys'; it is unregistered now.")
+        said(f"Site '{second}' has no key in ")
+        said("The server is ready", times=2)
+        assert registered(server) == {own[first]: before[own[first]]}
+    finally:
+        processes.stop(process, 30.0)
