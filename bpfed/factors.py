@@ -108,7 +108,7 @@ class Factors:
         """
         own = self.inputs or [shape.numel() // shape[0] if len(shape) > 1 else 0 for shape in self.shapes]
         layers = {_layer(n): count for n, count in zip(self.names, own, strict=True) if count}
-        widest = max(layers.values(), default=1)
+        widest = max(*own, 1)
         counts = [float(count or layers.get(_layer(n), widest)) for n, count in zip(self.names, own, strict=True)]
         return torch.cat([torch.full((size,), n) for size, n in zip(self.sizes, counts, strict=True)])
 

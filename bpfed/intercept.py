@@ -36,7 +36,7 @@ def example_keys(key: noise.Apart, examples: int) -> noise.Apart:
     return noise.fold(key, torch.arange(examples, dtype=torch.int32, device=key.first.device))
 
 
-def _open(function: FunctionType) -> FunctionType:
+def _open(function: Any) -> FunctionType:
     """A composite function of PyTorch whose own calls modes can see: one that does not hand itself over as a whole."""
     names = function.__globals__ | {"has_torch_function": lambda tensors: False}
     opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)

@@ -153,9 +153,9 @@ def prepare(
     run.federation.learnt_softness = folder.learnt if folder is not None else None
     if folder is not None:
         folder.check_rehearsals(run)
-    model = run.federation.model
-    scale = unscaled(data) if model.looked_up else ()  # the ids of words have no scale
-    for note in (*model.notes, *(note for note in data.notes if note not in scale)):
+    network = run.federation.model
+    scale = unscaled(data) if network.looked_up else ()  # the ids of words have no scale
+    for note in (*network.notes, *(note for note in data.notes if note not in scale)):
         say(note)
     held, least = run.data.calibration, fewest(SURE)
     if held is not None and (short := int((held.sizes < least).sum())):

@@ -396,8 +396,11 @@ def _length(value: Any) -> int:
 # --- what goes wrong, in words ----------------------------------------------------------------------------------------
 
 _RECURRENT = {
-    "aten::lstm": "nn.LSTM", "aten::lstm_cell": "nn.LSTMCell", "aten::gru": "nn.GRU",
-    "aten::rnn_tanh": "nn.RNN", "aten::rnn_relu": "nn.RNN",
+    "aten::lstm": "nn.LSTM",
+    "aten::lstm_cell": "nn.LSTMCell",
+    "aten::gru": "nn.GRU",
+    "aten::rnn_tanh": "nn.RNN",
+    "aten::rnn_relu": "nn.RNN",
 }
 #: What PyTorch says, and what it means here.
 _MEANT: tuple[tuple[str, str], ...] = (

@@ -158,7 +158,7 @@ def _layout(path: Path, noted: str | None, model: Model, personal: Personal) -> 
             raise UserError(f"'{path}' is damaged ({error}); put it back, or run it again with --overwrite.") from error
     else:
         extra = model.likelihood.parameters()
-        registered = {n: p for n, p in model.module.named_parameters()} | extra
+        registered = dict(model.module.named_parameters()) | extra
         before = Factors.of({n: p for n, p in registered.items() if n not in extra}, personal)
         chosen = [*before.personal_names, *(extra if personal != "none" else ())]
         before = Factors.of(registered, chosen or "none")
