@@ -7,7 +7,7 @@ needs masks, names or layers.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from bpfed.errors import UserError
 
 Personal = str | Sequence[str]
+
+#: Layers that a sentence names.
+NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -28,26 +31,38 @@ class Factors:
         shapes: Their shapes in one network, in the same order.
         shared: Number of shared weights; ``vector[..., :shared]`` are the shared factors.
         members: Networks of the same kind whose weights are in the vector (`bpfed.mixture`), parameter by parameter.
+        inputs: Of each parameter how many numbers a unit sums over; 0: it is no part of a matrix. Nothing: not known,
+            and taken from the shapes.
     """
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     shared: int
     members: int = 1
+    inputs: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, parameters: Mapping[str, Tensor], personal: Personal = "head") -> Factors:
+    def of(
+        cls,
+        parameters: Mapping[str, Tensor],
+        personal: Personal = "head",
+        head: Collection[str] = (),
+        inputs: Mapping[str, int] | None = None,
+    ) -> Factors:
         """Split named parameters.
 
         Args:
-            parameters: Name to tensor, in the module's own order.
-            personal: ``"head"`` (the last layer that has parameters), ``"not-head"`` (all but that), ``"none"``,
-                ``"all"``, or one or several parameter names, layer names or patterns (``"fc2"``, ``"*.bias"``).
+            parameters: Name to tensor, in the order of the vector.
+            personal: ``"head"`` (the last layer, `bpfed.trial`), ``"not-head"`` (all but that), ``"none"``, ``"all"``,
+                or one or several parameter names, layer names or patterns (``"fc2"``, ``"*.bias"``).
+            head: Names of the parameters of the head; nothing: those of the layer that comes last.
+            inputs: How many numbers a unit of a matrix sums over, by name; None: as the shapes say.
         """
-        chosen = _personal_names(tuple(parameters), personal)
+        chosen = _personal_names(tuple(parameters), personal, set(head))
         names = (*(n for n in parameters if n not in chosen), *(n for n in parameters if n in chosen))
         shared = sum(parameters[n].numel() for n in names if n not in chosen)
-        return cls(names, tuple(parameters[n].shape for n in names), shared)
+        counts = () if inputs is None else tuple(inputs.get(n, 0) for n in names)
+        return cls(names, tuple(parameters[n].shape for n in names), shared, inputs=counts)
 
     @property
     def sizes(self) -> list[int]:
@@ -70,18 +85,31 @@ class Factors:
         starts = accumulate(self.sizes, initial=0)
         return tuple(n for n, start in zip(self.names, starts, strict=False) if start >= self.shared)
 
+    @property
+    def words(self) -> str:
+        """Which layers are whose: ``personal: fc2 (1 010 weights); shared: fc1 (78 500 weights)``."""
+        sizes = dict(zip(self.names, self.sizes, strict=True))
+        own = set(self.personal_names)
+        parts = {"personal": own, "shared": sizes.keys() - own}
+        return "; ".join(f"{part}: {_listed(sizes, names)}" for part, names in parts.items())
+
+    def arranged(self, names: Sequence[str], shared: int) -> Factors:
+        """The same parameters in this order, of which the first ``shared`` are the shared ones."""
+        own = dict(zip(self.names, zip(self.shapes, self.inputs or (0,) * len(self.names), strict=True), strict=True))
+        shapes = tuple(own[n][0] for n in names)
+        count = self.members * sum(shape.numel() for shape in shapes[:shared])
+        inputs = tuple(own[n][1] for n in names) if self.inputs else ()
+        return replace(self, names=tuple(names), shapes=shapes, shared=count, inputs=inputs)
+
     def fan_in(self) -> Tensor:
         """Of each weight the number of inputs that its unit sums over, ``[P]``; that of a bias is its layer's.
 
         A layer without a matrix (a normalisation) sums over nothing, and counts as the widest one.
         """
-        inputs = {
-            _layer(n): shape.numel() // shape[0]
-            for n, shape in zip(self.names, self.shapes, strict=True)
-            if len(shape) > 1
-        }
-        widest = max(inputs.values(), default=1)
-        counts = [float(inputs.get(_layer(n), widest)) for n in self.names]
+        own = self.inputs or [shape.numel() // shape[0] if len(shape) > 1 else 0 for shape in self.shapes]
+        layers = {_layer(n): count for n, count in zip(self.names, own, strict=True) if count}
+        widest = max(*own, 1)
+        counts = [float(count or layers.get(_layer(n), widest)) for n, count in zip(self.names, own, strict=True)]
         return torch.cat([torch.full((size,), n) for size, n in zip(self.sizes, counts, strict=True)])
 
     def flatten(self, parameters: Mapping[str, Tensor]) -> Tensor:
@@ -118,14 +146,32 @@ def _layer(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _personal_names(names: tuple[str, ...], personal: Personal) -> set[str]:
+def _listed(sizes: Mapping[str, int], names: Collection[str]) -> str:
+    """Some of a module's parameters in a few words: by layer where a layer is among them as a whole."""
     if not names:
-        raise UserError("The module has no parameters, so there is nothing to train; give it at least one layer.")
+        return "nothing"
+    split = {_layer(n) for n in names} & {_layer(n) for n in sizes.keys() - names} | {""}
+    layers = list(dict.fromkeys(n if _layer(n) in split else _layer(n) for n in sizes if n in names))
+    shown = [f"layer {layer}" if layer.isdecimal() else layer for layer in layers[:NAMED]]
+    more = [f"{len(layers) - NAMED} more"] if len(layers) > NAMED else []
+    count = sum(sizes[n] for n in names)
+    number = f"{count:,}".replace(",", " ")
+    return f"{', '.join(shown)}{' and ' if more else ''}{''.join(more)} ({number} weight{'' if count == 1 else 's'})"
+
+
+def no_parameters() -> UserError:
+    """What to say of a module without parameters."""
+    return UserError("The module has no parameters, so there is nothing to train; give it at least one layer.")
+
+
+def _personal_names(names: tuple[str, ...], personal: Personal, head: set[str]) -> set[str]:
+    if not names:
+        raise no_parameters()
     if personal == "none":
         return set()
     if personal == "all":
         return set(names)
-    head = {n for n in names if _layer(n) == _layer(names[-1])}
+    head = head or {n for n in names if _layer(n) == _layer(names[-1])}
     if personal == "head":
         return head
     if personal == "not-head":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -35,8 +36,19 @@ def example_keys(key: noise.Apart, examples: int) -> noise.Apart:
     return noise.fold(key, torch.arange(examples, dtype=torch.int32, device=key.first.device))
 
 
+def _open(function: Any) -> FunctionType:
+    """A composite function of PyTorch whose own calls modes can see: one that does not hand itself over as a whole."""
+    names = function.__globals__ | {"has_torch_function": lambda tensors: False}
+    opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
+_attention_layer = _open(F.multi_head_attention_forward)
+
+
 class KeyedDropout(TorchFunctionMode):
-    """Dropout whose mask is a function of a key, so that it is a client's own and repeats.
+    """Dropout whose mask is a function of a key, so that it is a client's own and repeats; that of attention too.
 
     Args:
         key: ``[2]`` int32; the n-th dropout of a forward pass uses the n-th fold of it.
@@ -51,6 +63,11 @@ class KeyedDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DROPOUTS:
             return self._dropout(_DROPOUTS[func], *args, **kwargs)
+        if func is F.scaled_dot_product_attention and (argument(args, kwargs, 4, "dropout_p") or 0.0) > 0.0:
+            return self._attention(*args, **kwargs)
+        if func is F.multi_head_attention_forward and argument(args, kwargs, 10, "dropout_p") > 0.0:
+            with self:  # it drops in calls of its own
+                return _attention_layer(*args, **kwargs)
         if func in _UNKEYED and kwargs.get("training", False):
             raise UserError(f"The module uses {func.__name__}, whose masks cannot be keyed; use nn.Dropout.")
         return func(*args, **kwargs)
@@ -67,6 +84,29 @@ class KeyedDropout(TorchFunctionMode):
         keys = example_keys(noise.fold(self.key, self.calls), shape[0])
         keep = noise.uniform(keys, math.prod(shape[1:])).reshape(*shape, *(1,) * (input.ndim - len(shape))) >= p
         return input * keep.to(input.dtype) * (1.0 / (1.0 - p))
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """``scaled_dot_product_attention`` in single steps, with the weights dropped before they meet the values."""
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None:
+            hidden = attn_mask.dtype == torch.bool
+            scores = torch.where(attn_mask, scores, float("-inf")) if hidden else scores + attn_mask
+        return self._dropout(False, torch.softmax(scores, -1), dropout_p) @ value
 
 
 class LocalNoise(TorchFunctionMode):

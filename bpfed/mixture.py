@@ -12,7 +12,7 @@ To a method it is a model with M times the weights, to the engine a member of a 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -33,7 +33,8 @@ class Mixture(Model):
     @cached_property
     def one(self) -> Model:
         first = self.factors.apart(self.initial)[0]
-        return Model(self.module, self.likelihood, self.factors.one, first, self.local, self.notes, self.levels)
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Model(**own | {"factors": self.factors.one, "initial": first})
 
     def outputs(self, weights: Tensor, x: Tensor, key: Tensor | None = None) -> Tensor:
         raise TypeError("A mixture has no outputs of its own; call `one` with the weights that `Factors.apart` gives.")
@@ -90,23 +91,25 @@ def mixture(model: Model, members: int, seed: int) -> Model:
     if members == 1:
         return model
     like = model.factors.unflatten(model.initial)
-    drawn = [like, *(like | _redrawn(model.module, seed, member) for member in range(1, members))]
-    factors = type(model.factors)(model.factors.names, model.factors.shapes, members * model.factors.shared, members)
+    drawn = [like, *(like | _redrawn(model, seed, member) for member in range(1, members))]
+    factors = replace(model.factors, shared=members * model.factors.shared, members=members)
     initial = factors.together(torch.stack([model.factors.flatten(weights) for weights in drawn]))
-    return Mixture(model.module, model.likelihood, factors, initial, model.local, model.notes, model.levels)
+    own = {f.name: getattr(model, f.name) for f in fields(model)}
+    return Mixture(**own | {"factors": factors, "initial": initial})
 
 
-def _redrawn(module: nn.Module, seed: int, member: int) -> dict[str, Tensor]:
-    """First weights as the module draws them, or where it does not say how, as its layers do."""
-    fresh = copy.deepcopy(module).cpu()
+def _redrawn(model: Model, seed: int, member: int) -> dict[str, Tensor]:
+    """First weights as the module draws them, or where it does not say how, as its layers do, in order of use."""
+    fresh = copy.deepcopy(model.module).cpu()
+    place = {name: i for i, name in enumerate(model.order)}
     word = noise.words(seed, member, Purpose.INIT, np.zeros(1, dtype=np.uint64))[0]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(word >> np.uint64(1)))
-        _redraw(fresh, "")
+        _redraw(fresh, "", place)
     return {n: p.detach().float() for n, p in fresh.named_parameters()}
 
 
-def _redraw(module: nn.Module, name: str) -> None:
+def _redraw(module: nn.Module, name: str, place: dict[str, int]) -> None:
     where = f"Layer '{name}' of the module" if name else "The module"
     if callable(again := getattr(module, "reset_parameters", None)):
         try:
@@ -122,5 +125,10 @@ def _redraw(module: nn.Module, name: str) -> None:
             f"{where} has parameters but no reset_parameters() to draw them again, which members above 1 need; "
             "give it one, or leave members at 1."
         )
-    for child, layer in module.named_children():
-        _redraw(layer, f"{name}.{child}" if name else child)
+    layers = [(f"{name}.{child}" if name else child, layer) for child, layer in module.named_children()]
+
+    def first_use(called: tuple[str, nn.Module]) -> int:
+        return min((place.get(f"{called[0]}.{n}", len(place)) for n, _ in called[1].named_parameters()), default=0)
+
+    for called, layer in sorted(layers, key=first_use):
+        _redraw(layer, called, place)

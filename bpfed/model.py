@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vjp, vmap
 
-from bpfed import noise
+from bpfed import noise, trial
 from bpfed.errors import UserError
-from bpfed.factors import Factors, Personal, without_running_statistics
+from bpfed.factors import Factors, Personal, no_parameters, without_running_statistics
 from bpfed.gaussian import Gaussian
 from bpfed.intercept import KeyedDropout, LocalCalls, LocalNoise
 from bpfed.kernels.conv import Convolutions
@@ -36,6 +35,8 @@ class Model:
         notes: What was changed in the module, in words.
         levels: Name of the parameter that is added to the outputs unchanged, such as the last layer's bias; None if
             there is none.
+        order: Names of the module's parameters by first use in its forward.
+        looked_up: Whether the module takes inputs for places in a table, such as the ids of words.
     """
 
     module: nn.Module
@@ -45,6 +46,8 @@ class Model:
     local: frozenset[str]
     notes: tuple[str, ...] = field(default=())
     levels: str | None = None
+    order: tuple[str, ...] = ()
+    looked_up: bool = False
 
     @classmethod
     def of(cls, module: nn.Module, likelihood: Likelihood, example: Tensor, personal: Personal = "head") -> Model:
@@ -53,27 +56,49 @@ class Model:
         Args:
             module: Any module; it is copied, not changed.
             likelihood: Checked against the module's output.
-            example: A small batch of inputs, ``[B, ...]``, to try the module on.
+            example: A small batch of inputs, ``[B, ...]``, to try the module on; different ones show whether it mixes
+                them.
             personal: See `Factors.of`.
         """
         if not isinstance(module, nn.Module):
             raise UserError(f"The model is {module!r}, but must be a torch.nn.Module (an object, not a class).")
-        frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
-        if frozen:
-            raise UserError(
-                f"Parameter '{frozen[0]}' of the module is frozen; register it as a buffer to keep it constant."
-            )
-        module, replaced = without_running_statistics(copy.deepcopy(module).cpu())
-        notes = (f"Batch normalisation replaced by group normalisation in: {', '.join(replaced)}.",) if replaced else ()
+        module, replaced = without_running_statistics(trial.own_copy(module))
+        notes = [f"Batch normalisation replaced by group normalisation in: {', '.join(replaced)}."] if replaced else []
         weights = {n: p.detach().float() for n, p in module.named_parameters()}
+        if not weights:
+            raise no_parameters()
+        kept = trial.Attributes(module)
+        with trial.in_words(example[:2]):
+            found = trial.find(module, weights, example[:2])
+        likelihood.check(found.outputs)
+        if personal in ("head", "not-head") and found.again:
+            notes.append(
+                f"The head shares {', '.join(found.again)} with an earlier layer (tied weights), so "
+                f"{'both are personal' if personal == 'head' else 'neither is personal'}."
+            )
+        weights = {n: weights[n] for n in found.order}
         extra = likelihood.parameters()
-        factors = Factors.of(weights, personal)
+        factors = Factors.of(weights, personal, found.head, found.inputs)
         if extra:  # the noise of a client's targets is that client's own, unless nothing is personal
             chosen = [*factors.personal_names, *(extra if personal != "none" else ())]
-            factors = Factors.of(weights | extra, chosen or "none")
-        model = cls(module, likelihood, factors, factors.flatten(weights | extra), frozenset(), notes)
+            factors = Factors.of(weights | extra, chosen or "none", found.head, found.inputs)
+        model = cls(
+            module,
+            likelihood,
+            factors,
+            factors.flatten(weights | extra),
+            frozenset(),
+            tuple(notes),
+            order=found.order,
+            looked_up=found.looked_up,
+        )
         model._try(example)
-        return replace(model, local=model._local_names(example), levels=model._levels(example))
+        if changed := kept.changed():
+            notes.append(
+                f"The module sets its attribute '{changed[0]}' while it runs. All clients use one module, and a step is "
+                "recorded once and then repeated without it, so no result may depend on what is kept there."
+            )
+        return replace(model, local=model._local_names(example), levels=model._levels(example[:2]), notes=tuple(notes))
 
     @property
     def members(self) -> int:
@@ -166,25 +191,35 @@ class Model:
         return replace(self, module=copy.deepcopy(self.module).to(device), initial=self.initial.to(device))
 
     def _try(self, example: Tensor) -> None:
+        """Run the module as it will be run; raise a `UserError` if what comes out cannot be right."""
         before = {n: b.clone() for n, b in self.module.named_buffers()}
-        key = noise.key(0, noise.Purpose.INIT)
-        with torch.no_grad(), _in_words(example):
-            outputs = self.outputs(self.initial, example, key)
-        self.likelihood.check(outputs)
+        key, few = noise.key(0, noise.Purpose.INIT), example[:2]
+        with torch.no_grad(), trial.in_words(few):
+            self.likelihood.check(self.outputs(self.initial, few, key))
         changed = [n for n, b in self.module.named_buffers() if not torch.equal(b, before[n])]
         if changed:
             raise UserError(
                 f"The module changes its buffer '{changed[0]}' while it runs, and state beside the weights is not "
                 "federated; use a layer without running statistics."
             )
-        with torch.no_grad(), _in_words(example):  # as it will run, many clients at once
-            vmap(self.outputs)(self.initial[None], example[None], key[None])
+        with torch.no_grad(), trial.in_words(few):  # as it will run, many clients at once
+            slopes = vmap(grad(lambda weights, x, key: self.outputs(weights, x, key).sum()))
+            slopes(self.initial[None], few[None], key[None])
+            vmap(self.outputs)(self.initial[None], few[None])
+        with torch.no_grad(), trial.in_words(few[:1]):
+            trial.check_alone(
+                lambda x: self.outputs(self.initial, x), lambda x: self.outputs(self.initial, x, key), example
+            )
 
     def _local_names(self, example: Tensor) -> frozenset[str]:
+        """Tried with two numbers of examples: a layer that runs on something else has the same number of rows twice."""
         parameters = self.factors.unflatten(self.initial)
-        with LocalCalls(parameters, len(example)) as calls, torch.no_grad():
-            self._forward(parameters, example, None)
-        return calls.local
+        found = []
+        for count in (trial.FEW, trial.MORE):
+            with LocalCalls(parameters, count) as calls, torch.no_grad():
+                self._forward(parameters, trial.rows(example, count), None)
+            found.append(calls.local)
+        return found[0] & found[1]
 
     def _levels(self, example: Tensor) -> str | None:
         """Found by trial: whatever is added to the parameter, little or much, is added to the outputs."""
@@ -203,20 +238,3 @@ class Model:
                 ):
                     return name
         return None
-
-
-@contextmanager
-def _in_words(example: Tensor) -> Iterator[None]:
-    """Whatever goes wrong inside while the user's module runs becomes a `UserError`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        if "random operation" in reason:
-            raise UserError(
-                "The module draws random numbers that cannot be keyed to a client; only nn.Dropout may be random."
-            ) from error
-        shape = f"{list(example.shape[1:])} (a batch of {len(example)})"
-        raise UserError(f"The module cannot take inputs of shape {shape}: {reason}.") from error

@@ -18,6 +18,7 @@ from bpfed.callbacks.folder import Folder
 from bpfed.callbacks.progress import Progress
 from bpfed.data import FederatedData, load
 from bpfed.data.federated import untested
+from bpfed.data.remarks import unscaled
 from bpfed.engine.checks import check_data
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
@@ -152,7 +153,9 @@ def prepare(
     run.federation.learnt_softness = folder.learnt if folder is not None else None
     if folder is not None:
         folder.check_rehearsals(run)
-    for note in (*run.federation.model.notes, *data.notes):
+    network = run.federation.model
+    scale = unscaled(data) if network.looked_up else ()  # the ids of words have no scale
+    for note in (*network.notes, *(note for note in data.notes if note not in scale)):
         say(note)
     held, least = run.data.calibration, fewest(SURE)
     if held is not None and (short := int((held.sizes < least).sum())):

@@ -62,8 +62,9 @@ def test_a_run_prints_a_table_and_keeps_everything_in_its_folder(bpfed: Command)
 def test_without_a_terminal_each_evaluated_round_is_a_plain_line(bpfed: Command) -> None:
     outcome = bpfed.ok(*(a for a in PLAIN if a != "--quiet"), "--rounds", "3", "--eval-every", "2", "--out", "a")
     lines = [line for line in outcome.err.splitlines() if not line.endswith("…")]  # what took more than two seconds
-    assert [line.split()[1] for line in lines] == ["1/3", "2/3", "3/3"]
-    assert all(re.fullmatch(r"round ./3  accuracy \S+ %  NLL \S+  ECE \S+ %  \d+:\d\d", line) for line in lines)
+    assert lines[0].startswith("personal: nothing; shared: ")
+    assert [line.split()[1] for line in lines[1:]] == ["1/3", "2/3", "3/3"]
+    assert all(re.fullmatch(r"round ./3  accuracy \S+ %  NLL \S+  ECE \S+ %  \d+:\d\d", line) for line in lines[1:])
 
 
 def test_a_run_without_a_folder_gets_a_new_one_each_time(bpfed: Command) -> None:

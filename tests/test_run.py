@@ -33,6 +33,8 @@ def test_what_can_be_asked_of_a_run(run: bpfed.Run) -> None:
     assert [r["round"] for r in run.history] == [1, 2, 3]
     text = run.summary()
     assert text.startswith("BPFed on small: 5 clients, round 3, seed 1")
+    assert text.splitlines()[1] == "  personal: layer 3 (303 weights); shared: layer 1 (500 weights)"
+    assert run.summary_record()["factors"] == text.splitlines()[1].strip()
     assert re.search(r"^  accuracy +0\.\d{4} +\(worst client 0\.\d{4}\)$", text, re.M)
     assert run.client("site c").name == "site c"
     assert [c.name for c in run.clients()] == list(run.data.clients)
@@ -68,7 +70,9 @@ def test_of_two_classes_each_is_named() -> None:
 
 def test_a_report_without_a_folder(run: bpfed.Run, tmp_path: Path) -> None:
     assert "BPFed" in run.summary()
-    assert run.report(tmp_path / "r.html").read_text().startswith("<!DOCTYPE html>")
+    page = run.report(tmp_path / "r.html").read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert "personal: layer 3 (303 weights); shared: layer 1 (500 weights)" in page
 
 
 def test_the_folder_holds_what_the_run_says(tmp_path: Path) -> None:
@@ -132,7 +136,10 @@ def test_nothing_is_printed_unless_asked(capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr() == ("", "")
     bpfed.fit(FedAvg(), classification(), progress=True, **QUICK)
     out, err = capfd.readouterr()
-    assert (out, err.count("\n")) == ("", 2)
+    assert out == ""
+    first, *rounds = err.splitlines()
+    assert first == "personal: nothing; shared: layer 1, layer 3 (803 weights)"
+    assert [line.split()[:2] for line in rounds] == [["round", "1/2"], ["round", "2/2"]]
 
 
 def test_a_changed_module_is_said(capfd: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,7 @@ class Progress(Callback):
         #: What is shown, if it is not the run itself, such as ``rehearsal 1 of 3``; the display outlives it.
         self.stage = ""
         self.done, self.rounds = 0, 0
+        self._whose = ""  # which weights are whose, until it is printed
         self._began = self._last = self._spoke = time.perf_counter()
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._spinner = Spinner("dots", style="cyan")
@@ -92,8 +93,20 @@ class Progress(Callback):
         self._last = time.perf_counter()
         step = "compiling the local step, once" if run.compiled else "tracing the local step, once"
         self.words = f"round {self.done + 1}: {step}" if self.done < self.rounds else "evaluating"
+        self._whose = self._told_first(run)
         self._open()
+        if self._live is not None:
+            self._print_first()
         self._announce()
+
+    def _told_first(self, run: Run) -> str:
+        """What stands above all that is shown of a run."""
+        return "" if self.stage else run.federation.model.factors.words
+
+    def _print_first(self) -> None:
+        line, self._whose = self._whose, ""
+        if line:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _title(self, run: Run) -> str:
         clients, stage = text.many(len(run.data), "client"), f"{self.stage}: " if self.stage else ""
@@ -107,6 +120,7 @@ class Progress(Callback):
             stage = f"{self.stage}, " if self.stage else ""
             line = f"{stage}round {self.done}/{self.rounds}  {self.figures}  {clock(run.seconds)}"
             self._spoke = self._last
+            self._print_first()
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def _advance(self, run: Run, record: dict[str, Any] | None) -> None:
@@ -160,6 +174,7 @@ class Progress(Callback):
     def _tell(self) -> None:
         if self.words and not self._closed:
             self._spoke = time.perf_counter()
+            self._print_first()
             words = f"{self.title}, {self.words}" if self.title else self.words
             self.console.print(f"{words} …", markup=False, highlight=False, soft_wrap=True)
 
@@ -177,6 +192,7 @@ class Progress(Callback):
                 live = Live(get_renderable=self.render, console=self.console, transient=True, refresh_per_second=8)
                 live.start(refresh=True)
                 self._live = live
+                self._print_first()
 
     def render(self) -> RenderableType:
         """The display at this moment."""
@@ -267,6 +283,9 @@ class CellProgress(Progress):
     def _title(self, run: Run) -> str:
         cell, stage = f"cell {self._over + 1}/{self._cells}", f", {self.stage}" if self.stage else ""
         return f"{cell}{stage}: {self._entrant}, {shown(run.data.name)}, {run.federation.device.type}"
+
+    def _told_first(self, run: Run) -> str:
+        return ""
 
     def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
         self._advance(run, record)

@@ -23,7 +23,7 @@ from bpfed.data.federated import FederatedData
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
-from bpfed.factors import Personal
+from bpfed.factors import Factors, Personal
 from bpfed.files import to_json, write_whole
 from bpfed.likelihoods import Categorical, Likelihood, Normal
 from bpfed.model import Model
@@ -96,7 +96,9 @@ def restore(folder: Path, federation: Federation) -> Restored | None:
 def save_model(path: Path, model: Model) -> None:
     """Write the network's first weights by name, and in words what it is."""
     weights = {n: t.detach().cpu().contiguous() for n, t in model.factors.unflatten(model.initial).items()}
-    words = {"network": str(model.module), "likelihood": repr(model.likelihood)}
+    factors = model.factors
+    layout = {"names": factors.names, "shared": len(factors.names) - len(factors.personal_names)}
+    words = {"network": str(model.module), "likelihood": repr(model.likelihood), "layout": json.dumps(layout)}
     write_whole(path, safetensors.torch.save(weights, words))
 
 
@@ -139,7 +141,31 @@ def load_model(
                 "Parameter '{}' of the module given is {} here and {} in the run of '{}'; give the module it was "
                 "trained with.".format(name, *shapes, path)
             )
-    return replace(model, initial=model.factors.flatten(weights))
+    factors = model.factors.arranged(*_layout(path, words.get("layout"), model, personal))
+    return replace(model, factors=factors, initial=factors.flatten(weights))
+
+
+def _layout(path: Path, noted: str | None, model: Model, personal: Personal) -> tuple[tuple[str, ...], int]:
+    """The order of the weights in a run's vectors, and how many of its parameters are shared.
+
+    Runs up to version 0.7.0 have not noted it: theirs is the order of registration, and the head what comes last in it.
+    """
+    if noted is not None:
+        try:
+            found = json.loads(noted)
+            names, shared = tuple(found["names"]), int(found["shared"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"'{path}' is damaged ({error}); put it back, or run it again with --overwrite.") from error
+    else:
+        extra = model.likelihood.parameters()
+        registered = dict(model.module.named_parameters()) | extra
+        before = Factors.of({n: p for n, p in registered.items() if n not in extra}, personal)
+        chosen = [*before.personal_names, *(extra if personal != "none" else ())]
+        before = Factors.of(registered, chosen or "none")
+        names, shared = before.names, len(before.names) - len(before.personal_names)
+    if sorted(names) != sorted(model.factors.names) or not 0 <= shared <= len(names):
+        raise UserError(f"'{path}' is of another network; give the module that the run was trained with as model.")
+    return names, shared
 
 
 def _likelihood(path: Path, words: str) -> Likelihood:

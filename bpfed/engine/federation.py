@@ -91,7 +91,8 @@ class Federation:
                 "hidden is for the network that is made where none is given, but one is given as model; leave one of "
                 "the two out."
             )
-        model = make_model(data.train.x[:2], data.classes, method.personal, settings, module, likelihood).to(device)
+        tried = data.train.x[_some(len(data.train.x))]
+        model = make_model(tried, data.classes, method.personal, settings, module, likelihood).to(device)
         if own and settings.members > 1:
             model = replace(
                 model,
@@ -279,6 +280,11 @@ class Federation:
             len(self),
             draw or (lambda count: noise.normal(key, count)),
         )
+
+
+def _some(count: int) -> list[int]:
+    """Places of a few of so many examples, the first two among them and others from all over."""
+    return sorted({*range(min(2, count)), *(count * k // 4 for k in range(1, 4)), count - 1} - {-1})
 
 
 def pick_device(name: str, tf32: bool = True) -> torch.device:

@@ -268,7 +268,8 @@ def clients(run: RunRecord) -> str:
 def settings(run: RunRecord) -> str:
     """Every setting of the run, folded."""
     lines = escape(to_toml(run.config).strip())
+    whose = f"<p>Weights: {escape(run.summary['factors'])}.</p>" if "factors" in run.summary else ""
     return (
-        "<section><h2>Settings</h2><details><summary>The full configuration of this run</summary>"
+        f"<section><h2>Settings</h2>{whose}<details><summary>The full configuration of this run</summary>"
         f"<pre>{lines}</pre></details></section>"
     )

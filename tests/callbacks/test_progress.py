@@ -93,8 +93,9 @@ def test_elsewhere_it_is_a_line_for_each_evaluated_round() -> None:
     progress.say("A [word] before.")
     bpfed.fit(FedAvg(), classification(), rounds=4, epochs=1, eval_every=2, callbacks=[progress])
     assert isinstance(console.file, io.StringIO)
-    head, *lines = console.file.getvalue().splitlines()
+    head, whose, *lines = console.file.getvalue().splitlines()
     assert head == "A [word] before."
+    assert whose.startswith("personal: nothing; shared: ")
     assert [line.split("  ")[0] for line in lines] == ["round 1/4", "round 2/4", "round 4/4"]
     assert all(line.isascii() for line in lines)
 
@@ -142,7 +143,8 @@ def test_elsewhere_the_time_before_the_first_round_gets_a_line() -> None:
     progress = Progress(console, patience=0.0)
     bpfed.fit(FedAvg(), classification(), rounds=2, epochs=1, progress=False, callbacks=[progress, Quick()])
     assert isinstance(console.file, io.StringIO)
-    first, *rounds = console.file.getvalue().splitlines()
+    whose, first, *rounds = console.file.getvalue().splitlines()
+    assert whose.startswith("personal: nothing; shared: ")
     assert re.fullmatch(r"FedAvg on .+ clients, cpu, round 1: (tracing|compiling) the local step, once …", first)
     assert [line.split("  ")[0] for line in rounds] == ["round 1/2", "round 2/2"]
 

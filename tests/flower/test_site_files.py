@@ -170,6 +170,9 @@ def test_a_site_ends_with_a_model_of_its_own(tmp_path, files, method, capsys):
         torch.testing.assert_close(run.client(name).predict(x).probs, wanted.probs, rtol=1e-4, atol=1e-5)
         own = tmp_path / "own" / name
         assert any(s.endswith(f"predict with it: bpfed predict {own} --client {name} --input FILE") for s in made.said)
+    whose = [s for s in made.said if s.startswith("Weights of this site and of all sites: personal: ")]
+    assert len(whose) == len(data.clients)  # each site says it once
+    assert ("personal: nothing" in whose[0]) == isinstance(method, FedAvg)
     told = Command(capsys).ok(
         "predict",
         tmp_path / "own" / "north",

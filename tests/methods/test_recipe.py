@@ -54,7 +54,7 @@ def test_a_normalisation_is_no_bias():
     """The scale of one is a vector too; around 0 it would tell classes apart by chance."""
     module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.LayerNorm(3))
     model = Model.of(module, Categorical(3), torch.zeros(2, 4), "head")
-    assert biases(model).tolist() == [False] * 3 + [True] * 3
+    assert biases(model).tolist() == [False] * 24 + [True] * 3 + [False] * 3 + [True] * 3
 
 
 def test_layers_are_as_noisy_as_their_inputs_allow():
