@@ -50,7 +50,7 @@ def written_to(path, rows, head=HEAD):
 class Federation(Deployed):
     """Sites with these files, and a server; ``agreed`` is a preparation file for all."""
 
-    def __init__(self, folder, files, agreed=None, method=None, limits=None, config=DATA, **settings):
+    def __init__(self, folder, files, agreed=None, method=None, limits=None, config=DATA, own=False, **settings):
         super().__init__(folder, method or FedAvg(), **{"rounds": 2, "epochs": 1, **settings})
         self.config = replace(self.config, data=config)
         self.plan = replace(self.plan, sites=tuple(files))
@@ -58,11 +58,10 @@ class Federation(Deployed):
         limits = limits or {}
         self.sites = {}
         for name, path in files.items():
-            own = limits.get(name, Limits())
-            source = File(name, path, self.config, own, self.agreed, folder / name / TOLD)
-            site = Site(
-                folder / name, name, self.config, source, say=self.said.append, own=folder / "own" / name, limits=own
-            )
+            limit = limits.get(name, Limits())
+            source = File(name, path, self.config, limit, self.agreed, folder / name / TOLD)
+            kept = folder / "own" / name if own else None
+            site = Site(folder / name, name, self.config, source, say=self.said.append, own=kept, limits=limit)
             self.sites[name] = site
         self.answers = {name: [] for name in files}
         self.grid = LoopGrid({100 + i: self.recorded(name) for i, name in enumerate(files)})
@@ -141,8 +140,11 @@ def test_a_small_site_does_not_join_and_is_told_what_to_do(tmp_path, rows):
     Federation(tmp_path, files)
 
 
-@pytest.mark.parametrize("method", [FedAvg(), BPFed()], ids=lambda method: method.name)
-@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+@pytest.mark.parametrize(
+    ("rows", "method"),
+    [(1, FedAvg()), (2, FedAvg()), (3, FedAvg()), (9, FedAvg()), (9, BPFed())],
+    ids=lambda given: getattr(given, "name", given),
+)
 def test_with_an_agreed_preparation_no_byte_tells_of_a_row_of_a_small_site(tmp_path, preparation, rows, method):
     """Nine rows have two or three for testing, and in a rehearsal hold out one."""
     files = {"a": written_to(tmp_path / "a.csv", rows_of(1, rows)), "b": written_to(tmp_path / "b.csv", rows_of(2, 80))}
@@ -150,7 +152,6 @@ def test_with_an_agreed_preparation_no_byte_tells_of_a_row_of_a_small_site(tmp_p
     server = made.serve()
     assert server.journal.counted == {"a": 2, "b": 2}  # it trains
     assert [seen.refused for seen in server.sites.values()] == [0, 0]
-    assert (tmp_path / "own" / "a" / "model.safetensors").exists()
     sent, source = made.sent("a"), made.sites["a"].source
     found = {what for what, data in telling(source) if data in sent}
     assert found == set()
@@ -177,7 +178,7 @@ def test_what_is_searched_for_is_found_in_a_site_that_tells_of_every_row(tmp_pat
 
 def test_where_all_sites_are_small_they_have_their_models_and_no_scores_are_told(tmp_path, preparation):
     files = {name: written_to(tmp_path / f"{name}.csv", rows_of(k, 9)) for k, name in enumerate("ab")}
-    made = Federation(tmp_path, files, preparation)
+    made = Federation(tmp_path, files, preparation, own=True)
     with pytest.raises(UserError, match="All rounds are done, but no site tells its scores"):
         made.serve()
     assert all((tmp_path / "own" / name / "model.safetensors").exists() for name in "ab")
@@ -276,6 +277,7 @@ def test_no_byte_has_a_rare_word_or_class(tmp_path):
     wire = made.grid.bytes()
     assert not [word for word in (b"leprosarium", b"hermitage", b"kuru") if word in wire]
     assert b"east" in wire
+    assert b"minimum" not in wire  # no message sets it
     found = server.journal.facts["preparation"]
     assert list(found["labels"]) == ["n", "y"]
     ward = next(f for f in found["features"] if f["name"] == "ward")
@@ -298,14 +300,6 @@ def test_a_rare_word_is_seen_on_the_wire_without_a_minimum(tmp_path):
     made.serve()
     wire = made.grid.bytes()
     assert [word for word in (b"leprosarium", b"hermitage", b"kuru") if word not in wire] == []
-
-
-def test_a_server_cannot_lower_the_minimum(tmp_path):
-    """It is in no message, and in no configuration that both have."""
-    made = rare_federation(tmp_path)
-    made.serve()
-    assert b"minimum" not in made.grid.bytes()
-    assert "minimum" not in json.dumps(vars(made.config.run) | vars(made.config.data), default=str)
 
 
 def test_no_class_is_common_enough(tmp_path):
@@ -414,7 +408,9 @@ def test_a_preparation_is_written_by_a_command_named_by_all_and_pinned(tmp_path,
 
 
 def test_a_preparation_is_taken_from_a_run(tmp_path, capsys):
-    made = Federation(tmp_path, {n: written_to(tmp_path / f"{n}.csv", rows_of(k, 60)) for k, n in enumerate("ab")})
+    made = Federation(
+        tmp_path, {n: written_to(tmp_path / f"{n}.csv", rows_of(k, 60)) for k, n in enumerate("ab")}, own=True
+    )
     server = made.serve()
     Command(capsys).ok("data", "prepare", tmp_path / "own" / "a", "--out", tmp_path / "p.json")
     found, _ = read_preparation(tmp_path / "p.json")
