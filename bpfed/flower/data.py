@@ -24,7 +24,7 @@ from bpfed.data.load import names
 from bpfed.data.lookalikes import lookalikes, spelling
 from bpfed.data.own import TEST_FRACTION, column_names, examples, find_target, held_out
 from bpfed.data.preparation import Preparation, meant
-from bpfed.data.summary import MOST_WHOLE, SPLIT, ColumnSummary, Summary, client_summary, released
+from bpfed.data.summary import MOST_WHOLE, SPLIT, Summary, client_summary, released
 from bpfed.data.table import Table, Words, read_table
 from bpfed.errors import UserError, first_of, quoted
 from bpfed.files import to_json, write_whole
@@ -376,7 +376,7 @@ def agreed(
     summaries = [Summary.from_record(told["summary"]) for told in facts.values() if "summary" in told]
     if summaries and len(summaries) == len(facts):
         asked = config.data
-        _check_targets({s.client: s.target for s in summaries}, asked.task)
+        _check_enough(summaries, asked.task)
         made = combine(
             summaries,
             _target(facts),
@@ -412,9 +412,12 @@ def _of_tables(made: Preparation, longest: int) -> dict[str, Any]:
     }
 
 
-def _check_targets(told: Mapping[str, ColumnSummary], task: str | None) -> None:
-    """Refuse targets of which too little is told: what is of few rows is withheld, see `released`."""
+def _check_enough(summaries: Sequence[Summary], task: str | None) -> None:
+    """Refuse tables of which too little is told: what is of few rows is withheld, see `released`."""
     fixes = "give sites more rows, or agree on a preparation ('bpfed deploy init --preparation FILE')"
+    columns, told = [c for s in summaries for c in s.columns.values()], {s.client: s.target for s in summaries}
+    if columns and not any(column.count for column in columns):
+        raise UserError(f"No site tells of any column, as too few rows have values that differ; {fixes}.")
     if not any(aim.count for aim in told.values()):
         raise UserError(f"No site tells of its targets, as too few rows differ; {fixes}.")
     classes = {site: aim.levels for site, aim in told.items() if aim.count and aim.levels is not None}

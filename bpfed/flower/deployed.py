@@ -80,7 +80,7 @@ def open_site(folder: Path, say: Callable[[str], None], data: str | None = None)
     config = read(folder / CONFIG)
     wanted = plan.data
     source: Source
-    agreed = agreed_preparation(folder, plan, config)
+    limits, agreed = plan.limits, agreed_preparation(folder, plan, config)
     if wanted in names():
         if agreed is not None:
             raise UserError(
@@ -90,12 +90,12 @@ def open_site(folder: Path, say: Callable[[str], None], data: str | None = None)
             raise UserError(
                 f"This federation is on '{config.data.name}', not '{wanted}'; give --data {config.data.name}."
             )
-        source = Part(plan.site, plan.sites, config)
+        source, limits = Part(plan.site, plan.sites, config), replace(limits, minimum=1)  # whose rows are public
     elif wanted:
         if not Path(wanted).is_absolute():
             raise UserError(f"'{wanted}' is neither a file nor the name of a dataset; give one with --data.")
         path, told = Path(wanted).expanduser(), folder / STATES / TOLD
-        source = File(plan.site, path, config, plan.limits, agreed, told)
+        source = File(plan.site, path, config, limits, agreed, told)
     else:
         raise UserError(f"Site '{plan.site}' has no data yet; give it with --data FILE.")
     if data is not None:
@@ -103,4 +103,4 @@ def open_site(folder: Path, say: Callable[[str], None], data: str | None = None)
     guard = None
     if plan.noise > 0.0:
         guard = Guard(folder / STATES, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say)
-    return Site(folder / STATES, plan.site, config, source, guard, say, folder / RUN, plan.limits)
+    return Site(folder / STATES, plan.site, config, source, guard, say, folder / RUN, limits)

@@ -25,6 +25,7 @@ from bpfed.flower.limits import Limits
 from bpfed.flower.plan import Plan
 from bpfed.flower.site import Site
 from bpfed.methods import BPFed, FedAvg
+from bpfed.report import RunRecord
 from bpfed.schema import DataSettings
 
 HEAD = ["age", "dose", "ward", "sick"]
@@ -158,6 +159,9 @@ def test_with_an_agreed_preparation_no_byte_tells_of_a_row_of_a_small_site(tmp_p
     assert b"summary" not in sent
     assert b'"train": 10' in sent
     assert server.journal.evaluation[1] == ["b"]  # no scores of the small one
+    assert (
+        RunRecord.read(server.journal.folder).untested == "1 client tells no scores and is not counted in any figure."
+    )
     for part in ("sums", "held", "info"):
         assert not any(made.numbers("a", part)), part
     assert {record["answer"]["train"] for record in made.answers["a"]} == {0, 10}  # never how many it has
@@ -308,6 +312,16 @@ def test_no_class_is_common_enough(tmp_path):
         UserError, match="No site has enough training rows of a class to tell of it; give sites more rows"
     ):
         Federation(tmp_path, files).serve()
+
+
+def test_no_column_has_values_that_differ_often_enough(tmp_path):
+    files = {}
+    for k, name in enumerate("ab"):
+        rows = [["1.5" if i % 20 else "2.5", row[3]] for i, row in enumerate(rows_of(k, 60))]
+        files[name] = written_to(tmp_path / f"{name}.csv", rows, ["age", "sick"])
+    made = Federation(tmp_path, files)
+    with pytest.raises(UserError, match="No site tells of any column, as too few rows have values that differ"):
+        made.serve()
 
 
 def test_numbers_that_may_be_classes_here_and_are_none_there(tmp_path):
@@ -475,6 +489,14 @@ def test_what_is_no_preparation_is_refused_in_one_sentence(tmp_path, changes, wh
         path.write_text(text)
         with pytest.raises(UserError, match="is not a preparation file"):
             read_preparation(path)
+
+
+def test_the_rows_of_named_datasets_are_public(tmp_path, capsys):
+    Command(capsys).ok("deploy", "init", tmp_path / "fed", "--clients", "2", "--method", "fedavg")
+    folder = control.site_folder(tmp_path / "fed", "client-00")
+    assert open_site(folder, print, "digits").limits == Limits(minimum=1)
+    rows = written_to(tmp_path / "a.csv", rows_of(1, 60), [*HEAD[:3], "target"])
+    assert open_site(folder, print, str(rows)).limits == Limits()
 
 
 def test_existing_files_of_sites_have_the_defaults(tmp_path):
