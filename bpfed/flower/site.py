@@ -249,7 +249,7 @@ class Site:
         if self.own is None:
             return
         trained = self.requests.trained(ask.run)
-        if not trained or not self._states(ask).at(ask.counted)[0]:
+        if not self._states(ask).at(ask.counted)[0]:  # only training writes a state
             self.say(
                 "This site has had no part in training in this run, so nothing of it becomes its own model; what is in "
                 f"'{self.own}' stays."
