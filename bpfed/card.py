@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.preparation import Preparation
+from bpfed.errors import UserError
+from bpfed.layout import DATA
 
 #: Fields of `FederatedData` that are written as they are.
 PLAIN = ("name", "task", "classes", "partition", "protocol", "test_fraction", "seed")
@@ -50,3 +54,13 @@ def without_examples(record: dict[str, Any]) -> FederatedData:
         test=none,
         preparation=None if prepared is None else Preparation.from_record(prepared),
     )
+
+
+def preparation_of(folder: Path) -> Preparation | None:
+    """How a run folder prepares tables; None: its data are no tables."""
+    path = folder / DATA
+    try:
+        found = json.loads(path.read_text())["preparation"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"'{path}' cannot be read ({error}); give the folder of another run.") from error
+    return None if found is None else Preparation.from_record(found)

@@ -133,6 +133,47 @@ def inspect(
         _say(f"Picture: {plot}")
 
 
+@app.command(epilog="Example: bpfed data prepare folder:public --target disease --out preparation.json")
+@partial(with_schema, without=NOT_INSPECTED)
+def prepare(
+    name: Annotated[
+        str, typer.Argument(help="Tables: folder:PATH or the name of a dataset; or the folder of a run on tables.")
+    ],
+    out: Annotated[Path, typer.Option(help="The new file.")] = Path("preparation.json"),
+    seed: Annotated[int, typer.Option(help="Random seed: which rows are for training.")] = 0,
+    data_dir: DataDir = None,
+    **flags: str | None,
+) -> None:
+    """Write how tables become inputs, as a file that the sites of a deployment can agree on.
+
+    It holds columns, means, scales, words and classes of the training rows, and can be edited or written by hand. With it
+    ('bpfed deploy init --preparation') sites tell nothing of their own columns.
+    """
+    with _busy() as progress:
+        from bpfed.card import preparation_of
+        from bpfed.config import read as configured
+        from bpfed.data.preparation import write_preparation
+        from bpfed.errors import UserError
+        from bpfed.layout import DATA, of_run
+
+        if out.exists():
+            raise UserError(f"'{out}' exists already; choose another --out.")
+        if (of_run(Path(name)) / DATA).is_file():
+            if given := next((key for key, value in flags.items() if value is not None), None):
+                raise UserError(f"'{name}' is a run, which has its preparation already; leave out '{given}'.")
+            made = preparation_of(of_run(Path(name)))
+        else:
+            check_data(name)
+            chosen = configured(None, overrides(None, [], {**flags, "data": name, "seed": str(seed)}))
+            loading(progress, name, data_dir)
+            made = chosen.load_data(data_dir).preparation
+        if made is None:
+            raise UserError(f"'{name}' is no dataset of tables, so it has no preparation; give tables.")
+        digest = write_preparation(out, made)
+    _say(f"{text.many(len(made.features), 'column')} in {out}, SHA-256 {digest}.")
+    _say("It holds means, scales and words of these tables: whoever gets the file can read them.")
+
+
 @app.command(epilog="Example: bpfed data export heart-disease hospitals")
 def export(
     name: Annotated[str, typer.Argument(help="A dataset of tables, such as heart-disease.")],

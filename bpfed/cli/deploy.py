@@ -70,6 +70,14 @@ def init(
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML file of settings, as for 'bpfed run'.", show_default=False)
     ] = None,
+    preparation: Annotated[
+        Path | None,
+        typer.Option(
+            help="A preparation file that all sites agree on (see 'bpfed data prepare'); then no site tells anything of "
+            "its columns.",
+            show_default=False,
+        ),
+    ] = None,
     method: MethodName = None,
     settings: Annotated[
         list[str] | None,
@@ -90,7 +98,7 @@ def init(
         flags["data"] = folder.name  # the sites' own files, which have no name together
     chosen = read(config, overrides(method, settings or [], flags))
     plan = Plan(control.named_sites(chosen, given), address, bind=bind)
-    control.make(folder, plan, chosen)
+    control.make(folder, plan, chosen, preparation)
     print(f"Created '{folder}' for {text.many(len(plan.sites), 'site')}. Next:")
     print(f"  bpfed deploy server {folder}            # on the server")
     first, own = control.site_folder(folder, plan.sites[0]), control.data_of(chosen, plan.sites[0])

@@ -40,7 +40,7 @@ def combine(
     decided = task or ("classification" if aim.words or 0 < len(aim.levels or ()) <= MOST_WHOLE else "regression")
     labels: tuple[str, ...] = ()
     if decided == "classification":
-        labels = _ordered(_classes(summaries, target))
+        labels = ordered(_classes(summaries, target))
     elif aim.words:
         where = next(s for s in summaries if s.target.words and s.target.levels)
         raise UserError(
@@ -150,7 +150,7 @@ def _classes(summaries: Sequence[Summary], target: str) -> tuple[str, ...]:
     return labels
 
 
-def _ordered(labels: Iterable[str]) -> tuple[str, ...]:
+def ordered(labels: Iterable[str]) -> tuple[str, ...]:
     """Classes that are all numbers by size, others by letter."""
     found = sorted(labels)
     try:

@@ -2,24 +2,29 @@
 
     client_summary(table) at each client -> combine(summaries) at the server -> Preparation.inputs(table) at each client
 
-It is plain data: a run keeps it and does the same to new rows.
+It is plain data: a run keeps it and does the same to new rows. Sites of a deployment may also agree on one beforehand,
+in a file (`read_preparation`), and then tell nothing of their columns.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bpfed.data.federated import Task
-from bpfed.data.summary import ColumnSummary, of_channels, of_numbers
-from bpfed.data.table import Column, Table, Words, written
+from bpfed.data.summary import MOST_LEVELS, OTHER, ColumnSummary, of_channels, of_numbers
+from bpfed.data.table import LARGEST, Column, Table, Words, written
 from bpfed.errors import UserError, quoted, unknown
+from bpfed.files import to_json, write_whole
 
 Standardise = Literal["federated", "local", "none"]
 VERSION = 1
@@ -33,8 +38,8 @@ class Feature:
 
     Attributes:
         name: The column's name.
-        kind: ``"number"`` (one input), ``"words"`` (one input per level, 1 for the row's own; all 0 for a level that
-            was not seen in training), or ``"channel"`` (of images).
+        kind: ``"number"`` (one input), ``"words"`` (one input per level, 1 for the row's own; for a word that is no
+            level, `bpfed.data.summary.OTHER` if that is one, else all 0), or ``"channel"`` (of images).
         mean: Mean over all clients; missing numbers become it.
         scale: Standard deviation over all clients; 0: the value is always the same and no input.
         levels: The words.
@@ -217,6 +222,36 @@ class Preparation:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"The preparation's record is damaged ({error}); train again.") from error
 
+    def fault(self) -> str:
+        """What no preparation can have, in words that end a sentence; empty: there is nothing."""
+        names = [f.name for f in self.features]
+        if self.task not in get_args(Task) or self.standardise not in get_args(Standardise):
+            return f"its task is {self.task!r} and its standardise {self.standardise!r}, which must be known ones"
+        texts = [self.target, *names, *self.labels, *(level for f in self.features for level in f.levels)]
+        if not all(isinstance(text, str) and text for text in texts):
+            return "a name, word or class of it is not a text"
+        if not names or len(set(names)) < len(names):
+            return "it has no column, or one twice"
+        if self.target in names:
+            return f"the target '{self.target}' is among its columns"
+        classes = len(self.labels)
+        if classes > len(set(self.labels)) or (2 <= classes <= MOST_LEVELS) is not (self.task == "classification"):
+            return f"its {classes} classes are not 2 to {MOST_LEVELS} different ones, or none for a regression"
+        if not (_finite(self.target_mean) and _finite(self.target_scale) and self.target_scale > 0.0):
+            return "mean and scale of its target are not numbers, the scale above 0"
+        for f in self.features:
+            if f.kind not in ("number", "words", "channel") or (f.kind == "channel") is (self.shape is None):
+                return f"the kind of '{f.name}' is {f.kind!r}, which must be number or words, or channel for images"
+            if not (_finite(f.mean) and _finite(f.scale) and f.scale >= 0.0) or type(f.indicator) is not bool:
+                return f"mean and scale of '{f.name}' are not numbers, the scale 0 or more, or its indicator is not true or false"
+            if len(set(f.levels)) < len(f.levels) or len(f.levels) > MOST_LEVELS or (f.kind != "words" and f.levels):
+                return f"the levels of '{f.name}' are not up to {MOST_LEVELS} different words"
+            if not f.inputs:
+                return f"'{f.name}' gives no input; leave it out"
+        if self.shape is not None and set(names) != {f"channel {k}" for k in range((*self.shape, 0)[0])}:
+            return f"its columns are not the channels of images of {self.shape}"
+        return ""
+
     def _local(self, client: str | None) -> dict[str, tuple[float, float]]:
         if self.standardise == "none":
             return {f.name: (0.0, 1.0) for f in self.features}
@@ -240,7 +275,8 @@ class Preparation:
                 words = column if isinstance(column, Words) else _as_words(column)
             if feature.scale:
                 place = {level: i for i, level in enumerate(feature.levels)}
-                rows = np.array([*(place.get(level, -1) for level in words.levels), -1])  # the last: missing
+                rest = place.get(OTHER, -1)
+                rows = np.array([*(place.get(level, rest) for level in words.levels), -1])  # the last: missing
                 found.append(np.vstack([np.eye(len(place)), np.zeros(len(place))])[rows[words.codes]])
         elif feature.scale:
             mean, scale = local[feature.name]
@@ -263,6 +299,54 @@ class Preparation:
             scaling[:] = 127.5  # bytes to -1 .. 1
         centre, spread = scaling.T.reshape(2, -1, 1, 1)
         return torch.from_numpy((table.images.astype(np.float32) - centre) / spread)
+
+
+def write_preparation(path: Path, preparation: Preparation) -> str:
+    """Write a preparation as a file that people can read and sites can agree on; gives back its `digest`.
+
+    Nothing of single clients is in it: neither their own statistics nor the column that names them.
+    """
+    record = replace(preparation, local={}, client_column=None, missing=()).record()
+    content = to_json({key: value for key, value in record.items() if key not in ("local", "client_column", "missing")})
+    write_whole(path, content)
+    return digest(content.encode())
+
+
+def read_preparation(path: Path) -> tuple[Preparation, str]:
+    """The preparation in a file that was written by `write_preparation` or by hand, and its `digest`.
+
+    It must have ``target``, ``task``, ``features`` (each with ``name`` and ``kind``) and, for classes, ``labels``. What
+    else is left out has the default of `Preparation` and `Feature`.
+
+    Raises:
+        UserError: It cannot be read, or is none.
+    """
+    try:
+        content = path.read_bytes()
+        found = json.loads(content)
+        defaults = {"version": VERSION, "labels": (), "ignore": (), "shape": None}
+        features = [{"levels": (), **feature} for feature in found["features"]]
+        if any(key in found for key in ("local", "client_column", "missing")):
+            raise ValueError("local, client_column and missing are not for all sites")
+        made = Preparation.from_record({**defaults, **found, "features": features, "local": {}})
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read ({error.strerror}); give a preparation file.") from error
+    except (ValueError, KeyError, TypeError, RecursionError, UserError) as error:
+        raise UserError(f"'{path}' is not a preparation file ({error}); make one with 'bpfed data prepare'.") from error
+    if why := made.fault():
+        raise UserError(
+            f"'{path}' is not a preparation file: {why}; correct it, or make one with 'bpfed data prepare'."
+        )
+    return made, digest(content)
+
+
+def digest(content: bytes) -> str:
+    """SHA-256 of a file, by which sites know that they have agreed on the same."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= LARGEST  # which no NaN is
 
 
 def _summary_of(feature: Feature, table: Table) -> ColumnSummary:

@@ -1,7 +1,7 @@
 """Summary: what a client tells of its training rows before training, and all that it tells.
 
 It holds counts, means, sums of squares and the words that occur in a client's training rows; never a row. Test rows are
-in no summary.
+in no summary. Of few rows such statistics are the rows themselves, so a deployed site sends `released` ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bpfed.data.federated import Task
-from bpfed.data.table import Column, Table, Words, written
+from bpfed.data.table import UNKNOWN, Column, Table, Words, written
 from bpfed.errors import UserError, quoted
 
 #: Whole numbers with more values than this are a regression, unless the task is given.
@@ -23,6 +23,12 @@ MOST_WHOLE = 20
 MOST_LEVELS = 100
 #: The column that says which rows are for training and which for testing.
 SPLIT = "split"
+#: Stands for all words of a column that are not levels of their own, where there are such (see `released`).
+OTHER = "(other words)"
+#: Of numbers with up to so many different values, count, mean and squares give the count of each value.
+SOLVABLE = 3
+#: Share of the squared spread up to which one row may be behind it; beyond that, the spread tells of that row.
+ONE_ROW = 0.75
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,85 @@ def client_summary(
         check_words([left], ignore)
         columns = {name: _summary(column, table, name) for name, column in left.columns.items()}
     return Summary(client or table.name, table.rows, columns, aim, shape)
+
+
+def released(summary: Summary, table: Table, target: str, minimum: int) -> tuple[Summary, dict[str, str]]:
+    """What of a summary may be told to others, so that nothing in it is of fewer than ``minimum`` rows.
+
+    - Words and classes in fewer rows are withheld. In a column that is an input, all such words together are `OTHER`,
+      if that is of enough rows.
+    - A column with fewer values is not told of, nor one whose count, mean and squares would give single rows: one in
+      which fewer rows differ from the commonest value, or up to `SOLVABLE` values of which one is rare, or whose spread
+      is that of one row.
+    - Fewer missing values than that are not told: the column counts as filled.
+    - Of a target that may be classes there is no mean, which would give the number of rows of each.
+
+    Args:
+        summary: Of all training rows.
+        table: These rows.
+        target: The column to predict.
+        minimum: Rows that everything told must be of.
+
+    Returns:
+        The summary to tell, and of each column that is not told as it is, why.
+    """
+    if summary.rows < minimum:
+        raise ValueError(f"a summary of {summary.rows} rows is not told at all")
+    why: dict[str, str] = {}
+    columns = dict(summary.columns)
+    for name, told in summary.columns.items() if summary.shape is None else ():
+        columns[name] = _released(told, table.columns[name], summary.rows, minimum, name, why)
+    aim, values = summary.target, table.column(target)
+    if aim.levels is not None:
+        words = values if isinstance(values, Words) else Words.of([written(v) for v in values.tolist()])
+        common = _common(words, minimum)
+        if len(common) < len(words.levels):
+            why[target] = f"{len(words.levels) - len(common)} of {len(words.levels)} classes are too rare"
+        # As they were ordered before; of numbers, by size.
+        levels = tuple(level for level in aim.levels if level in common)
+        aim = ColumnSummary(summary.rows, 0, levels=levels, words=aim.words)
+    else:
+        aim = _released(aim, values, summary.rows, minimum, target, why)
+    return replace(summary, columns=columns, target=aim), why
+
+
+def _released(
+    told: ColumnSummary, column: Column, rows: int, minimum: int, name: str, why: dict[str, str]
+) -> ColumnSummary:
+    """What of one column may be told; nothing is a count of 0 with none missing."""
+    if not told.count:
+        return told
+    if told.count < minimum:
+        why[name] = f"it has only {told.count} values"
+        return ColumnSummary(0, 0)
+    if isinstance(column, Words):
+        common = _common(column, minimum)
+        rare = len(column.levels) - len(common)
+        others = told.count - sum(common.values())
+        if rare:
+            why[name] = f"{rare} of {len(column.levels)} words are too rare"
+        told = replace(told, levels=tuple(sorted((*common, *((OTHER,) if others >= minimum else ())))))
+    else:
+        values = column[~np.isnan(column)]
+        different, counts = np.unique(values, return_counts=True)
+        apart = np.square(values - told.mean)
+        if len(different) <= SOLVABLE and counts.min() < minimum:
+            why[name] = f"one of its {len(different)} different values is too rare"
+        elif len(different) > SOLVABLE and told.count - counts.max() < minimum:
+            why[name] = "nearly all its values are the same"
+        elif apart.max() > ONE_ROW * told.squares:
+            why[name] = "one value is far from all others"
+        if name in why:
+            return ColumnSummary(0, 0)
+    if told.missing < minimum:  # as if these were like the others: same mean, same spread
+        told = replace(told, count=rows, missing=0, squares=told.squares * rows / told.count)
+    return told
+
+
+def _common(words: Words, minimum: int) -> dict[str, int]:
+    """In how many rows each word is, of those that are in enough."""
+    counts = np.bincount(words.codes[words.codes != UNKNOWN], minlength=len(words.levels)).tolist()
+    return {word: count for word, count in zip(words.levels, counts, strict=True) if count >= minimum}
 
 
 def _summary(column: Column, table: Table, name: str) -> ColumnSummary:

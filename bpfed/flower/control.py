@@ -17,18 +17,19 @@ from typing import Any
 
 from bpfed.config import Config
 from bpfed.data.load import names
+from bpfed.data.preparation import read_preparation
 from bpfed.data.table import ENDINGS
 from bpfed.engine.settings import MOST_EVALUATED
 from bpfed.errors import UserError
 from bpfed.files import PART, sync_folder, to_toml, write_whole, writing
 from bpfed.flower import keys, processes, superlink
 from bpfed.flower.checks import check_deployment
-from bpfed.flower.deployed import open_server
+from bpfed.flower.deployed import agreed_preparation, open_server
 from bpfed.flower.disk import when_full
 from bpfed.flower.plan import Plan
 from bpfed.flower.status import STATUS, done, where
 from bpfed.flower.supervisor import Say
-from bpfed.layout import CONFIG, REPORT, RUN, SERVER
+from bpfed.layout import CONFIG, PREPARATION, REPORT, RUN, SERVER
 from bpfed.names import PREFIX
 from bpfed.report import RunRecord, text
 
@@ -61,8 +62,21 @@ def empty(folder: Path) -> bool:
         raise UserError(f"'{folder}' cannot be read ({error.strerror}); choose another folder.") from error
 
 
-def make(folder: Path, plan: Plan, config: Config) -> None:
-    """Make the folders of a deployment: certificates, keys, configuration. All are there in the end, or none."""
+def make(folder: Path, plan: Plan, config: Config, preparation: Path | None = None) -> None:
+    """Make the folders of a deployment: certificates, keys, configuration. All are there in the end, or none.
+
+    Args:
+        folder: Where.
+        plan: Who belongs to it.
+        config: What is computed.
+        preparation: A file with the preparation that all have agreed on; each part gets a copy.
+    """
+    content = b""
+    if preparation is not None:
+        _, digest = read_preparation(preparation)
+        content = preparation.read_bytes()
+        plan = replace(plan, preparation=PREPARATION, preparation_sha256=digest)
+        agreed_preparation(preparation.parent, replace(plan, preparation=preparation.name), config)
     plan.check()
     if not empty(folder):
         raise UserError(f"'{folder}' holds files already; choose another folder for the deployment.")
@@ -74,7 +88,7 @@ def make(folder: Path, plan: Plan, config: Config) -> None:
     with when_full(folder, "and make the deployment again"), writing(folder):
         part.mkdir(parents=True)
         try:
-            _fill(part, plan, config)
+            _fill(part, plan, config, content)
             if there:
                 for place in part.iterdir():
                     place.rename(folder / place.name)
@@ -87,7 +101,7 @@ def make(folder: Path, plan: Plan, config: Config) -> None:
             raise
 
 
-def _fill(folder: Path, plan: Plan, config: Config) -> None:
+def _fill(folder: Path, plan: Plan, config: Config, preparation: bytes) -> None:
     """Write the folders of a deployment into an empty one."""
     server, folders = folder / SERVER, [site_folder(folder, site) for site in plan.sites]
     run = {k: v for k, v in vars(config.run).items() if v is not None}
@@ -97,6 +111,8 @@ def _fill(folder: Path, plan: Plan, config: Config) -> None:
         place.mkdir(parents=True)
         place.chmod(0o700)
         write_whole(place / CONFIG, text)
+        if plan.preparation:
+            write_whole(place / plan.preparation, preparation)
     plan.write(server)
     keys.make_server(server, plan.host)
     for site, place in zip(plan.sites, folders, strict=True):

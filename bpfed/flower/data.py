@@ -7,10 +7,10 @@ Before the first round every site tells the server its `Source.facts`; the serve
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,15 +18,18 @@ import torch
 from bpfed.config import Config
 from bpfed.data import FederatedData
 from bpfed.data.columns import doubts, telling
-from bpfed.data.combine import combine
+from bpfed.data.combine import combine, ordered
 from bpfed.data.folder import DataDir
 from bpfed.data.load import names
 from bpfed.data.lookalikes import lookalikes, spelling
 from bpfed.data.own import TEST_FRACTION, column_names, examples, find_target, held_out
-from bpfed.data.preparation import Preparation
-from bpfed.data.summary import SPLIT, Summary, client_summary
-from bpfed.data.table import Table, read_table
+from bpfed.data.preparation import Preparation, meant
+from bpfed.data.summary import MOST_WHOLE, SPLIT, Summary, client_summary, released
+from bpfed.data.table import Table, Words, read_table
 from bpfed.errors import UserError, first_of, quoted
+from bpfed.files import to_json, write_whole
+from bpfed.flower.disk import when_full
+from bpfed.flower.limits import Limits
 from bpfed.flower.message import BESIDE
 from bpfed.flower.pattern import Refused
 
@@ -34,8 +37,26 @@ from bpfed.flower.pattern import Refused
 MANY = 1000
 
 
+#: What a site last told of its columns, in the folder of its states.
+TOLD = "told.json"
+#: By what factor the pooled spread of a column may be more or less than a site's own.
+FAR = 1e6
+
+
+class Agreed(NamedTuple):
+    """A preparation that all have agreed on in a file, and the file's SHA-256."""
+
+    preparation: Preparation
+    digest: str
+
+
 class Source(Protocol):
     """Where a site's examples are from."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What the site's owner should know of them; none of it is sent."""
+        ...
 
     def facts(self) -> dict[str, Any]:
         """What the server is told of them, as plain data; all that is."""
@@ -63,6 +84,7 @@ class Part:
         if made is not None and client in made.local:
             made = replace(made, local={site: made.local[client]})
         self.own = replace(own, clients=(site,), preparation=made)
+        self.notes: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, Any]:
         own = self.own
@@ -87,56 +109,199 @@ class File:
         site: The site's name.
         path: The file.
         config: Says what to predict and how much to hold out.
+        limits: From how many rows on something is told of them, and how many classes there may be.
+        agreed: What all sites have agreed on beforehand; then nothing is told of its columns. None: nothing.
+        told: File that keeps what is told of its columns, see `told_before`; None: none does.
+
+    Attributes:
+        notes: What is not told, or not used, and why.
+
+    Raises:
+        UserError: It cannot be used, or has too few rows to tell anything of them.
     """
 
-    def __init__(self, site: str, path: Path, config: Config) -> None:
-        self.site, self.config = site, config
-        asked = config.data
-        self.table = read_table(path, ignore=column_names(asked.ignore), missing=column_names(asked.missing))
+    def __init__(
+        self,
+        site: str,
+        path: Path,
+        config: Config,
+        limits: Limits = Limits(),  # noqa: B008
+        agreed: Agreed | None = None,
+        told: Path | None = None,
+    ) -> None:
+        self.site, self.config, self.limits, self.agreed = site, config, limits, agreed
+        asked, words = config.data, agreed.preparation.words if agreed else ()
+        ignore, missing = column_names(asked.ignore), column_names(asked.missing)
+        self.table = read_table(path, words, ignore=ignore, missing=missing)
         self.seed = config.data_seed
         self.task = asked.task
-        self.ignore = tuple(column_names(asked.ignore))
-        self.target = find_target({site: self.table}, asked.target)
-        _check_told(self.table, path, self.target, self.ignore)
+        self.ignore = tuple(ignore)
+        self.notes: list[str] = []
+        self.target = find_target({site: self.table}, agreed.preparation.target if agreed else asked.target)
+        if agreed is None:
+            _check_told(self.table, path, self.target, self.ignore)
+        else:
+            self.task = agreed.preparation.task
         fraction = TEST_FRACTION if asked.test_fraction is None else asked.test_fraction
         test = held_out(self.table, self.target, site, task=self.task, test_fraction=fraction, seed=self.seed)
         self.train, self.test = (self.table.take(np.flatnonzero(rows)) for rows in (~test, test))
         if not len(self.train):
             raise UserError(f"'{path}' has no row left for training; give it more rows.")
-        # What all sites have in common is longer than what one tells, and goes along with every message.
-        if len(self.table.columns) > MANY and (told := len(json.dumps(self.facts()))) > BESIDE // 2:
+        if agreed is not None:
+            agreed.preparation.targets(self.table)  # says which row does not suit it
+            some = self.table if self.table.images is None else self.table.take(np.arange(1))
+            agreed.preparation.alone(site).inputs(some, site)
+            self._facts: dict[str, Any] = {
+                "preparation": agreed.digest,
+                "target": self.target,
+                "train": len(self.train),
+            }
+            return
+        if len(self.train) < limits.minimum:
             raise UserError(
-                f"'{path}' has {len(self.table.columns)} columns, and what a deployment has to tell of them takes {told} "
-                f"bytes of at most {BESIDE // 2}; leave some out with --ignore when the deployment is made ('bpfed "
-                "deploy init')."
+                f"'{path}' has {len(self.train)} training rows, fewer than the {limits.minimum} (minimum in this site's "
+                "deploy.toml) that statistics of its columns must be of, so the site does not join; give it more rows, or "
+                "agree with all sites on a preparation made without its data ('bpfed data prepare', then 'bpfed deploy "
+                "init --preparation FILE')."
+            )
+        whole = client_summary(self.train, self.target, client=site, task=self.task, ignore=self.ignore)
+        summary, why = released(whole, self.train, self.target, limits.minimum)
+        if why:
+            listed = first_of([f"'{name}' ({reason})" for name, reason in why.items()])
+            self.notes.append(
+                f"Not told to others, or only in part, as it is of fewer than {limits.minimum} rows: {listed}. Rows with "
+                "such words count as one group; rows with such classes are left out unless other sites have the class."
+            )
+        self._facts = {"summary": summary.record(), "target": self.target, "train": len(self.train)}
+        if told is not None:
+            self._facts = told_before(told, self._facts, limits.minimum, self.notes.append)
+        # What all sites have in common is longer than what one tells, and goes along with every message.
+        if len(self.table.columns) > MANY and (told_bytes := len(json.dumps(self._facts))) > BESIDE // 2:
+            raise UserError(
+                f"'{path}' has {len(self.table.columns)} columns, and what a deployment has to tell of them takes "
+                f"{told_bytes} bytes of at most {BESIDE // 2}; leave some out with --ignore when the deployment is made "
+                "('bpfed deploy init')."
             )
 
     def facts(self) -> dict[str, Any]:
-        summary = client_summary(self.train, self.target, client=self.site, task=self.task, ignore=self.ignore)
-        return {"summary": summary.record(), "target": self.target, "train": len(self.train)}
+        return dict(self._facts)
 
     def data(self, common: Mapping[str, Any]) -> FederatedData:
         if "preparation" not in common:
             raise Refused("the other sites' data are not tables.")
         said = tuple(column_names(self.config.data.missing))
-        preparation = replace(Preparation.from_record(common["preparation"]), missing=said)
-        # This site's own word counts for what it predicts and from what: others can add columns, but not these.
-        own = {f.name for f in preparation.features} & {self.target, SPLIT, *self.ignore}
-        if preparation.target != self.target or own:
-            raise Refused("it would predict another column, or from columns that are left out here.")
+        try:
+            found = Preparation.from_record(common["preparation"])
+        except (UserError, TypeError, ValueError):
+            raise Refused("its preparation cannot be read.") from None
+        if self.agreed is not None:
+            if replace(found, local={}, missing=()).record() != replace(self.agreed.preparation, missing=()).record():
+                raise Refused(
+                    "its preparation is not the one that this site has agreed to ('preparation' of its deploy.toml)."
+                )
+            train, test = self.train, self.test
+        else:
+            try:
+                self._check(found)
+            except (TypeError, ValueError, AttributeError):  # what should be a name, a number or a list is none
+                raise Refused("its preparation cannot be read.") from None
+            train, test = self._known(found)
+        preparation = replace(found, local={}, missing=said)
         if preparation.standardise == "local":
-            preparation = preparation.joined(self.site, self.train)
+            preparation = preparation.joined(self.site, train)
         return FederatedData(
             name=self.config.data.name,
             clients=(self.site,),
-            train=examples(preparation, [(self.site, self.train)], self.seed),
-            test=examples(preparation, [(self.site, self.test)], self.seed),
+            train=examples(preparation, [(self.site, train)], self.seed),
+            test=examples(preparation, [(self.site, test)], self.seed),
             task=preparation.task,
             classes=len(preparation.labels),
             labels=preparation.labels,
             preparation=preparation,
             notes=doubts({self.site: self.table}, preparation),
         )
+
+    def _check(self, found: Preparation) -> None:
+        """Refuse a preparation that is not of what this site has told: its own columns and classes, as they are.
+
+        Others can add columns, words and classes, but not take this site's away, nor make others of them. What the site
+        hears of this names its columns; what the server hears does not.
+        """
+        # This site's own word counts for what it predicts and from what: others can add columns, but not these.
+        own = {f.name for f in found.features} & {self.target, SPLIT, *self.ignore}
+        if found.target != self.target or own:
+            raise Refused("it would predict another column, or from columns that are left out here.")
+        asked, told = self.config.data, Summary.from_record(self._facts["summary"])
+        numbers, words = not told.target.words, told.target.words
+        regression = found.task == "regression"
+        if (asked.task or found.task) != found.task or (words and regression) or found.standardise != asked.standardise:
+            raise self._other("its task or its way to standardise is another")
+        if len(found.labels) > self.limits.classes:
+            raise Refused(
+                f"its preparation has {len(found.labels)} classes; 'classes' of this site's deploy.toml is "
+                f"{self.limits.classes}."
+            )
+        if why := found.fault():
+            raise self._other(why)
+        if found.shape != told.shape:
+            raise self._other("its images have another shape")
+        if not regression:
+            levels = set(told.target.levels or ())
+            absent = levels - set(found.labels) - (meant(levels, found.labels).keys() if numbers else set())
+            if absent:
+                raise self._other(f"it lacks the classes {quoted(sorted(absent))}")
+            if found.labels != ordered(found.labels):
+                raise self._other("its classes are not in order")
+        elif told.target.scale and not _near(found.target_scale, told.target.scale):
+            raise self._other(f"the spread of its target is {found.target_scale:g}, and here {told.target.scale:g}")
+        features = {f.name: f for f in found.features}
+        if list(features) != sorted(features) and told.shape is None:
+            raise self._other("its columns are not in order")
+        for name, column in told.columns.items():
+            feature = features.get(name)
+            if feature is None:
+                if column.scale or len(column.levels or ()) > 1:
+                    raise self._other(f"it lacks the column '{name}'")
+            elif column.count and told.shape is None:
+                if (feature.kind == "words") is not column.words:
+                    raise self._other(f"'{name}' is of another kind")
+                if set(column.levels or ()) - set(feature.levels):
+                    raise self._other(f"it lacks words of '{name}'")
+                if column.scale and not _near(feature.scale, column.scale):
+                    raise self._other(f"the spread of '{name}' is {feature.scale:g}, and here {column.scale:g}")
+        if any(list(f.levels) != sorted(f.levels) for f in found.features):
+            raise self._other("the words of a column are not in order")
+
+    def _other(self, why: str) -> Refused:
+        """Of a preparation that cannot have come of what this site told."""
+        self.notes.append(f"The server's preparation was refused, compared with what this site has told: {why}.")
+        return Refused(
+            "its preparation does not hold the columns and classes that this site has told, as they are; start a new run "
+            "while all sites are online, or agree on a preparation ('bpfed deploy init --preparation')."
+        )
+
+    def _known(self, preparation: Preparation) -> tuple[Table, Table]:
+        """The rows to train on and to test, without those of classes that no site has often enough to tell."""
+        if preparation.task == "regression":
+            return self.train, self.test
+        parts = []
+        for table in (self.train, self.test):
+            found = table.words(self.target)
+            numbers = set() if isinstance(table.column(self.target), Words) else set(found)
+            known = {*preparation.labels, *meant(numbers, preparation.labels)}
+            parts.append(table.take(np.array([word in known for word in found], dtype=bool)))
+        train, test = parts
+        if not len(train):
+            raise UserError("No training row of this site is of a class that any site has often enough to tell of it.")
+        if left := len(self.train) + len(self.test) - len(train) - len(test):
+            note = f"{left} rows of this site are left out: no site has {self.limits.minimum} training rows of their class."
+            if note not in self.notes:
+                self.notes.append(note)
+        return train, test
+
+
+def _near(pooled: float, own: float) -> bool:
+    return own / FAR <= pooled <= own * FAR
 
 
 def _check_told(table: Table, path: Path, target: str, ignore: tuple[str, ...]) -> None:
@@ -147,26 +312,71 @@ def _check_told(table: Table, path: Path, target: str, ignore: tuple[str, ...]) 
     what = " and ".join(f"{kind} in {quoted(names, len(names))}" for kind, names in found.items())
     left = ",".join((*ignore, *(name for names in found.values() for name in names)))
     raise UserError(
-        f"'{path}' seems to have {what}, and every word there would be sent to the server and all sites; "
+        f"'{path}' seems to have {what}, and words there would be sent to the server and all sites; "
         f"leave these columns out with --ignore '{left}' when the deployment is made ('bpfed deploy init'), "
         "or remove them from the file."
     )
 
 
-def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, Any]:
+def told_before(path: Path, facts: Mapping[str, Any], minimum: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """What a site tells now, given what it told last: statistics that differ by few rows would tell of these rows.
+
+    If fewer than ``minimum`` rows have come or gone since, each column that was told of is told of as before.
+
+    Args:
+        path: Where that is kept.
+        facts: Of the site's rows as they are now.
+        minimum: Rows that must have come or gone.
+        say: Called with a message for the site's owner.
+    """
+    now, made = Summary.from_record(facts["summary"]), dict(facts)
+    if path.exists():
+        try:
+            kept = json.loads(path.read_text())
+            before = Summary.from_record(kept["summary"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise UserError(
+                f"'{path}' has what this site told of its columns, and cannot be read; restore it, or delete it to tell "
+                "anew."
+            ) from None
+        if abs(now.rows - before.rows) < minimum and now.shape == before.shape:
+            columns = {name: before.columns.get(name, column) for name, column in now.columns.items()}
+            aim = before.target if kept["target"] == facts["target"] else now.target
+            same = replace(now, rows=before.rows, columns=columns, target=aim)
+            if same != now:
+                say(
+                    f"The site's file has changed by fewer than {minimum} rows since it was told of, so the same is told "
+                    f"again: the difference would tell of these rows. To tell anew, delete '{path}'."
+                )
+            made = {**facts, "summary": same.record(), "train": kept["train"]}
+    text = to_json(made)
+    if not path.exists() or path.read_text() != text:
+        with when_full(path, "and the site rejoins by itself"):
+            write_whole(path, text)
+    return made
+
+
+def agreed(
+    facts: Mapping[str, Mapping[str, Any]], config: Config, preparation: Preparation | None = None
+) -> dict[str, Any]:
     """What the sites' data have in common, from what each told.
 
     Args:
         facts: By site, as `bpfed.flower.facts.read_facts` let them in.
         config: What is computed.
+        preparation: What all have agreed on beforehand, if they have.
 
     Raises:
         UserError: They cannot be brought together.
     """
     longest = max(int(told["train"]) for told in facts.values())
+    if preparation is not None:
+        _target({**facts, "the preparation": {"target": preparation.target}})
+        return _of_tables(preparation, longest)
     summaries = [Summary.from_record(told["summary"]) for told in facts.values() if "summary" in told]
     if summaries and len(summaries) == len(facts):
         asked = config.data
+        _check_enough(summaries, asked.task)
         made = combine(
             summaries,
             _target(facts),
@@ -175,14 +385,7 @@ def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, 
             ignore=column_names(asked.ignore),
             missing=column_names(asked.missing),
         )
-        inputs = made.shape or (len(made.input_names),)
-        return {
-            "shape": list(inputs),
-            "task": made.task,
-            "classes": len(made.labels),
-            "longest": longest,
-            "preparation": replace(made, local={}).record(),
-        }
+        return _of_tables(made, longest)
     if summaries:
         file, part = (next(site for site, told in facts.items() if ("summary" in told) is own) for own in (True, False))
         raise UserError(
@@ -195,6 +398,39 @@ def agreed(facts: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, 
                 f"The data of site '{site}' have a different shape or task than those of '{first}'; fix one."
             )
     return {**{key: told[key] for key in ("shape", "task", "classes")}, "longest": longest}
+
+
+def _of_tables(made: Preparation, longest: int) -> dict[str, Any]:
+    """What sites with tables have in common."""
+    inputs = made.shape or (len(made.input_names),)
+    return {
+        "shape": list(inputs),
+        "task": made.task,
+        "classes": len(made.labels),
+        "longest": longest,
+        "preparation": replace(made, local={}).record(),
+    }
+
+
+def _check_enough(summaries: Sequence[Summary], task: str | None) -> None:
+    """Refuse tables of which too little is told: what is of few rows is withheld, see `released`."""
+    fixes = "give sites more rows, or agree on a preparation ('bpfed deploy init --preparation FILE')"
+    columns, told = [c for s in summaries for c in s.columns.values()], {s.client: s.target for s in summaries}
+    if columns and not any(column.count for column in columns):
+        raise UserError(f"No site tells of any column, as too few rows have values that differ; {fixes}.")
+    if not any(aim.count for aim in told.values()):
+        raise UserError(f"No site tells of its targets, as too few rows differ; {fixes}.")
+    classes = {site: aim.levels for site, aim in told.items() if aim.count and aim.levels is not None}
+    numbers = [site for site, aim in told.items() if aim.count and aim.levels is None]
+    if classes and not numbers and not any(classes.values()):
+        raise UserError(f"No site has enough training rows of a class to tell of it; {fixes}.")
+    words = any(aim.words for aim in told.values())
+    many = len({level for levels in classes.values() for level in levels or ()}) > MOST_WHOLE
+    if task is None and not words and classes and (numbers or many):
+        raise UserError(
+            f"The targets of site '{next(iter(classes))}' may be classes, so it tells no mean of them, but those of all "
+            "sites together look like numbers; say which with --task when the deployment is made ('bpfed deploy init')."
+        )
 
 
 def remarks(facts: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any]) -> list[str]:

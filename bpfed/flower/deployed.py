@@ -6,23 +6,63 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bpfed.config import read
+from bpfed.config import Config, read
 from bpfed.data.load import names
-from bpfed.errors import UserError
-from bpfed.flower.data import File, Part, Source
+from bpfed.data.own import column_names
+from bpfed.data.preparation import Preparation, read_preparation
+from bpfed.data.summary import SPLIT
+from bpfed.errors import UserError, quoted
+from bpfed.flower.data import TOLD, Agreed, File, Part, Source
 from bpfed.flower.guard import Guard
 from bpfed.flower.keys import KEYS, public_keys
 from bpfed.flower.plan import Plan
 from bpfed.flower.server import Server
 from bpfed.flower.site import Site
-from bpfed.layout import CONFIG, RUN, STATES
+from bpfed.layout import CONFIG, PLAN, RUN, STATES
 
 
 def open_server(folder: Path, say: Callable[[str], None]) -> Server:
     """The server of a deployment's ``server`` folder."""
     plan = Plan.read(folder)
+    config = read(folder / CONFIG)
     keys = public_keys(folder, plan.sites) if (folder / KEYS).is_dir() else None
-    return Server(folder / RUN, plan, read(folder / CONFIG), keys, say=say)
+    return Server(folder / RUN, plan, config, keys, say=say, agreed=agreed_preparation(folder, plan, config))
+
+
+def agreed_preparation(folder: Path, plan: Plan, config: Config) -> Agreed | None:
+    """The preparation that a part of a deployment has agreed to; None: none is named.
+
+    Raises:
+        UserError: It cannot be read, is not the one that was agreed to, or does not go with the configuration.
+    """
+    if not plan.preparation:
+        return None
+    path = folder / plan.preparation
+    made, digest = read_preparation(path)
+    if digest != plan.preparation_sha256:
+        raise UserError(
+            f"'{path}' is not the preparation that was agreed to: its SHA-256 is {digest}, and preparation_sha256 of "
+            f"'{folder / PLAN}' is '{plan.preparation_sha256}'; restore the file."
+        )
+    return Agreed(_checked(made, config, path), digest)
+
+
+def _checked(made: Preparation, config: Config, path: Path) -> Preparation:
+    """The preparation, if it does what the configuration says."""
+    asked = config.data
+    for key, wanted, found in (
+        ("target", asked.target, made.target),
+        ("task", asked.task, made.task),
+        ("standardise", asked.standardise, made.standardise),
+    ):
+        if wanted not in (None, found):
+            raise UserError(f"'{path}' has the {key} '{found}', but the configuration '{wanted}'; give both the same.")
+    left_out = {SPLIT, *column_names(asked.ignore)} & {f.name for f in made.features}
+    if left_out:
+        raise UserError(
+            f"'{path}' has the inputs {quoted(sorted(left_out))}, which are left out here; remove them from it."
+        )
+    return made
 
 
 def open_site(folder: Path, say: Callable[[str], None], data: str | None = None) -> Site:
@@ -41,16 +81,22 @@ def open_site(folder: Path, say: Callable[[str], None], data: str | None = None)
     config = read(folder / CONFIG)
     wanted = plan.data
     source: Source
+    limits, agreed = plan.limits, agreed_preparation(folder, plan, config)
     if wanted in names():
+        if agreed is not None:
+            raise UserError(
+                f"This deployment has agreed on a preparation of files, so '{wanted}' is of no use; give a file."
+            )
         if wanted != config.data.name:
             raise UserError(
                 f"This federation is on '{config.data.name}', not '{wanted}'; give --data {config.data.name}."
             )
-        source = Part(plan.site, plan.sites, config)
+        source, limits = Part(plan.site, plan.sites, config), replace(limits, minimum=1)  # whose rows are public
     elif wanted:
         if not Path(wanted).is_absolute():
             raise UserError(f"'{wanted}' is neither a file nor the name of a dataset; give one with --data.")
-        source = File(plan.site, Path(wanted).expanduser(), config)
+        path, told = Path(wanted).expanduser(), folder / STATES / TOLD
+        source = File(plan.site, path, config, limits, agreed, told)
     else:
         raise UserError(f"Site '{plan.site}' has no data yet; give it with --data FILE.")
     if data is not None:
@@ -58,4 +104,4 @@ def open_site(folder: Path, say: Callable[[str], None], data: str | None = None)
     guard = None
     if plan.noise > 0.0:
         guard = Guard(folder / STATES, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say)
-    return Site(folder / STATES, plan.site, config, source, guard, say, folder / RUN)
+    return Site(folder / STATES, plan.site, config, source, guard, say, folder / RUN, limits)

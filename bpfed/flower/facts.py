@@ -18,13 +18,14 @@ COUNTED = 2**53
 AXES = 4
 
 
-def read_facts(text: str, site: str, ignore: Collection[str] = ()) -> dict[str, Any]:
+def read_facts(text: str, site: str, ignore: Collection[str] = (), agreed: str = "") -> dict[str, Any]:
     """What a site tells of its data, as plain data: what `bpfed.flower.data.Source.facts` gives, and nothing more.
 
     Args:
         text: As it came, JSON.
         site: Who told it.
         ignore: Columns that are no inputs anywhere.
+        agreed: SHA-256 of the preparation that all have agreed on, and then tell nothing of their columns; empty: none.
 
     Raises:
         Refused: It cannot be read, or cannot be true.
@@ -33,7 +34,11 @@ def read_facts(text: str, site: str, ignore: Collection[str] = ()) -> dict[str, 
         told = json.loads(text)
         if not _count(told["train"], 1):
             raise ValueError("train")
-        if "summary" in told:
+        if "preparation" in told:
+            facts = {key: told[key] for key in ("preparation", "target", "train")}
+            if not (isinstance(facts["preparation"], str) and isinstance(facts["target"], str)):
+                raise ValueError("preparation")
+        elif "summary" in told:
             summary, target = Summary.from_record(told["summary"]), told["target"]
             _check_summary(summary, site, target)
             facts = {"summary": summary.record(), "target": target, "train": told["train"]}
@@ -43,6 +48,11 @@ def read_facts(text: str, site: str, ignore: Collection[str] = ()) -> dict[str, 
     # Deeply nested lists are a RecursionError; what is no mapping has no keys, attributes or items.
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise Refused("what it sent about its data cannot be read.") from None
+    if facts.get("preparation", "") != agreed:
+        raise Refused(
+            "it and the server have not agreed on the same preparation; give all the same file ('preparation' of "
+            "deploy.toml)."
+        )
     if "summary" in facts:
         _check_columns(summary, {target, SPLIT, *ignore})
     return facts

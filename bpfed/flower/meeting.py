@@ -51,6 +51,7 @@ class Meeting:
         timeout: Seconds that a site has to introduce itself.
         say: Called with each message for the user.
         ignore: Columns that are no inputs at any site.
+        agreed: SHA-256 of the preparation that all have agreed on; empty: there is none.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class Meeting:
         timeout: float,
         say: Callable[[str], None],
         ignore: Collection[str] = (),
+        agreed: str = "",
     ) -> None:
         self.sites, self.fingerprint, self.timeout, self.say = sites, fingerprint, timeout, say
-        self.ignore = ignore
+        self.ignore, self.agreed = ignore, agreed
         self.named = None if keys is None else {key: site for site, key in keys.items()}
         self._greeted: dict[int, float] = {}
 
@@ -130,4 +132,4 @@ class Meeting:
             raise Refused("its key is not that site's.")
         if self.sites[claimed].node not in (None, node):
             raise Refused("a site of that name is already online.")
-        return read_facts(answer.facts, claimed, self.ignore)
+        return read_facts(answer.facts, claimed, self.ignore, self.agreed)

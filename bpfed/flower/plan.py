@@ -12,6 +12,7 @@ from typing import Any
 
 from bpfed.errors import UserError, hint
 from bpfed.files import to_toml, write_whole
+from bpfed.flower.limits import Limits
 from bpfed.layout import PLAN, SERVER
 
 _LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
@@ -39,6 +40,15 @@ class Plan:
         delta: With noise, the δ that ε is computed for.
         epsilon: With noise, the site takes part until this ε is spent; 0: always.
         bind: Of the server's own: the address of its machine to listen at; empty: that of the host in ``address``.
+        preparation: File beside this one with the preparation that all have agreed on (`bpfed.data.preparation`); then
+            no site tells anything of its columns. Empty: it is made of what sites tell.
+        preparation_sha256: SHA-256 of that file.
+        minimum: Of a site's own: whatever is told of its rows is of so many at least.
+        classes: Of a site's own: most classes that there may be, other sites' included.
+        asks_per_round: Of a site's own: how often a day the server may ask for one round, for training or scores.
+        scores_per_day: Of a site's own: how often a day it may ask for scores.
+        runs_per_day: Of a site's own: how many runs it may begin in a day.
+        runs_kept: Of a site's own: of how many runs the site's states are kept.
     """
 
     sites: tuple[str, ...]
@@ -56,6 +66,14 @@ class Plan:
     delta: float = 1e-5
     epsilon: float = 0.0
     bind: str = ""
+    preparation: str = ""
+    preparation_sha256: str = ""
+    minimum: int = Limits.minimum
+    classes: int = Limits.classes
+    asks_per_round: int = Limits.asks_per_round
+    scores_per_day: int = Limits.scores_per_day
+    runs_per_day: int = Limits.runs_per_day
+    runs_kept: int = Limits.runs_kept
 
     def check(self, where: str = "The deployment") -> Plan:
         """Return self, or say in one sentence what cannot be."""
@@ -87,12 +105,21 @@ class Plan:
             ("clip", 0.0),
             ("noise", 0.0),
             ("epsilon", 0.0),
+            *((limit.name, 2 if limit.name == "classes" else 1) for limit in fields(Limits)),
         ):
             if not getattr(self, name) >= least:
                 raise UserError(f"{where} has {name} = {getattr(self, name)}, but it must be {least} or more.")
         if self.min_replies > len(self.sites):
             raise UserError(
                 f"{where} needs {self.min_replies} replies from {len(self.sites)} sites; lower min_replies."
+            )
+        if (
+            bool(self.preparation) is not bool(self.preparation_sha256)
+            or Path(self.preparation).name != self.preparation
+        ):
+            raise UserError(
+                f"{where} must name both the preparation, a file beside it, and its SHA-256, preparation_sha256; set "
+                "both or none."
             )
         if not 0.0 < self.delta < 1.0:
             raise UserError(f"{where} has delta = {self.delta}, but it must be above 0 and below 1.")
@@ -105,6 +132,11 @@ class Plan:
         if self.noise == 0.0 and (self.clip > 0.0 or self.epsilon > 0.0):
             raise UserError(f"{where} has clip or epsilon, but noise = 0, so they would do nothing; set noise too.")
         return self
+
+    @property
+    def limits(self) -> Limits:
+        """A site's own limits."""
+        return Limits(**{limit.name: getattr(self, limit.name) for limit in fields(Limits)})
 
     @property
     def host(self) -> str:

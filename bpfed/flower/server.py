@@ -15,7 +15,7 @@ from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
 from bpfed.files import writing
 from bpfed.flower.checks import check_deployment
-from bpfed.flower.data import agreed, remarks
+from bpfed.flower.data import Agreed, agreed, remarks
 from bpfed.flower.disk import when_full
 from bpfed.flower.journal import Found, Journal
 from bpfed.flower.meeting import Meeting, Seen
@@ -45,6 +45,7 @@ class Server:
         rule: How uploads become the new state.
         say: Called with each message for the user.
         sleep: Waits so many seconds.
+        agreed: The preparation that all have agreed on beforehand; None: it is made of what sites tell.
     """
 
     def __init__(
@@ -56,13 +57,15 @@ class Server:
         rule: Rule = method_rule,
         say: Callable[[str], None] = lambda sentence: None,
         sleep: Callable[[float], None] = time.sleep,
+        agreed: Agreed | None = None,
     ) -> None:
         check_deployment(config, len(plan.sites))
         self.plan, self.config, self.rule, self.say, self.sleep = plan, config, rule, say, sleep
         self.fingerprint = fingerprint(config)
         self.sites = {site: Seen() for site in plan.sites}
         ignore = column_names(config.data.ignore)
-        self.meeting = Meeting(self.sites, keys, self.fingerprint, plan.timeout, say, ignore)
+        self.agreed, digest = agreed, agreed.digest if agreed else ""
+        self.meeting = Meeting(self.sites, keys, self.fingerprint, plan.timeout, say, ignore, digest)
         self.journal = self._journal(folder, 0)
         self.rehearsals = [self._journal(folder, number) for number in range(1, config.run.rehearsals + 1)]
         self.status = Status(folder, config.run, self.sites)
@@ -166,7 +169,8 @@ class Server:
 
     def _agreed(self) -> dict[str, Any]:
         """What the data of the sites that are there have in common."""
-        return {**agreed(self._facts(), self.config), "sites": len(self.plan.sites)}
+        preparation = self.agreed.preparation if self.agreed else None
+        return {**agreed(self._facts(), self.config, preparation), "sites": len(self.plan.sites)}
 
     def _facts(self) -> dict[str, dict[str, Any]]:
         """What the sites have told of their data, by site."""

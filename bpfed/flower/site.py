@@ -26,8 +26,9 @@ from bpfed.engine.store import Layout
 from bpfed.errors import UserError
 from bpfed.files import writing
 from bpfed.flower.data import Source
+from bpfed.flower.limits import Limits, Requests, check_ask
 from bpfed.flower.message import MOST, Answer, Ask, fingerprint, shared_of
-from bpfed.flower.own import keep
+from bpfed.flower.own import keep, previous
 from bpfed.flower.pattern import Patterns, Refused, Upload, patterns
 from bpfed.flower.states import States
 from bpfed.layout import REHEARSALS
@@ -35,7 +36,6 @@ from bpfed.methods.base import Course, State
 from bpfed.metrics import Evaluation, Form, Sums, evaluate_sums
 from bpfed.rehearsal import as_rehearsal
 from bpfed.slopes import PLACES, HeldOutSlopes
-from bpfed.softness import SOFTEST, SUREST
 
 #: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same
 #: pattern.
@@ -55,6 +55,7 @@ class Site:
         transform: Applied to every upload before it is sent; None: nothing is.
         say: Called with each message for the site's owner. None of it is sent.
         own: Run folder for the site's own model once the run is finished; None: none is kept.
+        limits: What the server may ask, and from how many rows on something is told of them.
     """
 
     def __init__(
@@ -66,14 +67,18 @@ class Site:
         transform: UploadTransform | None = None,
         say: Callable[[str], None] = lambda sentence: None,
         own: Path | None = None,
+        limits: Limits = Limits(),  # noqa: B008
     ) -> None:
         self.folder, self.name, self.config, self.source = folder, name, config, source
-        self.transform, self.say, self.own = transform, say, own
+        self.transform, self.say, self.own, self.limits = transform, say, own, limits
+        self.requests = Requests(folder, limits, config.run.rehearsals, say)
         self.fingerprint = fingerprint(config)
         self.patterns: Patterns | None = None
         self._federation: tuple[tuple[str, int], Federation] | None = None
         self._work = 0.0
+        self._left_out = 0
         self._told: set[str] = set()
+        self._note_source()
 
     def answer(self, record: RecordDict) -> RecordDict:
         """What the site sends back; whatever fails, no word of the failure itself leaves the site."""
@@ -101,11 +106,15 @@ class Site:
     def _answer(self, ask: Ask, record: RecordDict) -> Answer:
         if ask.fingerprint != self.fingerprint:
             raise Refused("the server's configuration differs from this site's; give both the same config.toml.")
-        self._check(ask)
+        check_ask(ask, self.config.run)
         if ask.round == 0:
-            return self._plain(ask, facts=json.dumps(self.source.facts(), sort_keys=True))
+            facts = self.source.facts()
+            facts["train"] = self.limits.told(facts["train"])
+            return self._plain(ask, facts=json.dumps(facts, sort_keys=True))
+        self.requests.count(ask, self._states(ask).folder)
         federation = self._placed(ask, record)
-        answer = self._plain(ask, train=int(federation.data.train.sizes[0]))
+        # With the rows that are left out, as it told before: the difference would be the count of a rare class.
+        answer = self._plain(ask, train=self.limits.told(self._trained_on(federation) + self._left_out))
         if ask.evaluate and ask.rehearsal:
             answer = replace(answer, held=self._held(federation))
         elif ask.evaluate:
@@ -114,16 +123,6 @@ class Site:
             upload, info = self._train(federation, ask)
             answer = replace(answer, upload=upload, info=info)
         return answer
-
-    def _check(self, ask: Ask) -> None:
-        """That rehearsals and what they found are as the configuration allows."""
-        most, softness = self.config.run.rehearsals, ask.softness
-        if not 0 <= ask.rehearsal <= most:
-            raise Refused(f"it is for rehearsal {ask.rehearsal}, but there are to be {most}.")
-        if not SUREST <= softness <= SOFTEST:
-            raise Refused(f"its softness is {softness}, which is not between {SUREST:g} and {SOFTEST:g}.")
-        if softness != 1.0 and (ask.rehearsal or not most):
-            raise Refused(f"its softness is {softness}, but none can have been learnt.")
 
     def _placed(self, ask: Ask, record: RecordDict) -> Federation:
         """A federation of this client alone, as it was after the round before the one that is asked for."""
@@ -159,7 +158,11 @@ class Site:
             raise Refused("what it sent about the sites' data cannot be read.") from None
         if not all(type(n) is int and 1 <= n <= MOST for n in (sites, longest)):
             raise Refused("the number of sites or of examples that it sent is not valid.")
-        data = self.source.data(common)
+        try:
+            data = self.source.data(common)
+        finally:
+            self._note_source()
+        self._left_out = max(0, int(self.source.facts()["train"]) - int(data.train.sizes[0]))
         self._tell(data.notes)
         settings = replace(self.config.run, participants=None, eval_clients=None, store="memory")
         federation = Federation.start(self.config.method, data, settings)
@@ -186,12 +189,25 @@ class Site:
     def _tell(self, notes: Iterable[str]) -> None:
         """Say once what the site's owner should know of its examples."""
         for note in notes:
-            if note not in self._told:
-                self._told.add(note)
-                self.say(f"{note} Whoever makes the deployment gives that to 'bpfed deploy init', for all sites.")
+            self._note(f"{note} Whoever makes the deployment gives that to 'bpfed deploy init', for all sites.")
+
+    def _note(self, sentence: str) -> None:
+        """Say something once."""
+        if sentence not in self._told:
+            self._told.add(sentence)
+            self.say(sentence)
+
+    def _note_source(self) -> None:
+        """Say what is to be known of the site's examples."""
+        for note in self.source.notes:
+            self._note(note)
+
+    @staticmethod
+    def _trained_on(federation: Federation) -> int:
+        return int(federation.data.train.sizes[0])
 
     def _evaluate(self, federation: Federation, ask: Ask) -> Sums:
-        """Sums over its test examples."""
+        """Sums over its test examples; as if it had none, where they are too few."""
         start = time.perf_counter()
         if federation.finished:
             federation.settle()
@@ -199,7 +215,13 @@ class Site:
         self._work += time.perf_counter() - start
         if federation.finished:  # what the site predicts with from now on
             self._states(ask).settle(federation.round, self._row(federation, federation.store.get(_ONLY)))
-            self._keep(federation, evaluated)
+            self._keep(federation, evaluated, ask)
+        if 0 < evaluated[0].sums.examples < self.limits.minimum:
+            self._note(
+                f"This site has {evaluated[0].sums.examples} test examples, fewer than its minimum of "
+                f"{self.limits.minimum}, so its scores are not sent."
+            )
+            evaluated = self._untested(federation)
         return evaluated[0].sums.cpu()
 
     def _held(self, federation: Federation) -> HeldOutSlopes:
@@ -208,6 +230,12 @@ class Site:
             raise Refused("it asks for held-out results in the middle of a rehearsal.")
         start, examples = time.perf_counter(), len(federation.data.test.y)
         federation.settle()
+        if 0 < examples < self.limits.minimum:
+            self._note(
+                f"This site holds out {examples} training examples in a rehearsal, fewer than its minimum of "
+                f"{self.limits.minimum}, so it tells nothing of them."
+            )
+            examples = 0
         found = evaluate_clients(federation)[0].slopes if examples else None
         slopes = found() if found is not None else torch.zeros(PLACES, dtype=torch.float64)
         self._work += time.perf_counter() - start
@@ -219,11 +247,26 @@ class Site:
         form = Form.of(federation.data.classes, settings.bins, settings.calibration > 0.0)
         return evaluate_sums(Sums.none(form), settings.bins), _ONLY
 
-    def _keep(self, federation: Federation, evaluated: tuple[Evaluation, Tensor]) -> None:
+    def _keep(self, federation: Federation, evaluated: tuple[Evaluation, Tensor], ask: Ask) -> None:
+        """Make this the site's own model, if the site has trained for it."""
         if self.own is None:
             return
+        trained = self.requests.trained(ask.run)
+        if not self._states(ask).at(ask.counted)[0]:  # only training writes a state
+            self.say(
+                "This site has had no part in training in this run, so nothing of it becomes its own model; what is in "
+                f"'{self.own}' stays."
+            )
+            return
+        if self.requests.model == {"run": ask.run, "trained": trained} and self.own.is_dir():
+            self.say(f"This site has not trained since its own model was written, so '{self.own}' stays.")
+            return
         try:
+            there = self.own.is_dir()
             keep(self.own, federation, evaluated, self.say)
+            self.requests.keep_model(ask.run, trained)
+            if there:
+                self.say(f"The own model that this site had before is in '{previous(self.own)}'.")
             command = shlex.join(["bpfed", "predict", str(self.own), "--client", self.name, "--input", "FILE"])
             self.say(f"This site's own model is in '{self.own}'; predict with it: {command}")
         except (OSError, UserError) as error:  # the scores are as good without it
@@ -239,6 +282,10 @@ class Site:
             upload = self.transform(upload, federation.shared, ask.round)
         # On the disk before it is sent: a server that counts it may rely on it.
         self._states(ask).put(ask.round, self._row(federation, finished.personal), ask.counted)
+        if not ask.rehearsal:
+            self.requests.train(ask.run)
+        if self._trained_on(federation) < self.limits.minimum:  # a loss of so few examples tells of each
+            return upload, {}
         return upload, {name: float(value[0]) for name, value in finished.info.items()}
 
     def _row(self, federation: Federation, personal: State) -> Tensor:

@@ -121,7 +121,8 @@ class Training:
         scores = {site: answer.sums for site, answer in self._last(post).items() if answer.sums is not None}
         if not any(sums.examples for sums in scores.values()):
             raise UserError(
-                "No site has a test example; move the server's run folder away and set data.test_fraction above 0."
+                "All rounds are done, but no site tells its scores: each has no test example, or fewer than the minimum in "
+                "its deploy.toml; for scores, give sites more rows, or make the deployment with a larger test_fraction."
             )
         self._record(scores)
 
@@ -131,8 +132,9 @@ class Training:
         examples = sum(each.examples for each in told)
         if not examples:
             raise UserError(
-                "No site that tested the rehearsal has two training examples, so nothing was held out; start the run "
-                "again when others are online, or make the deployment without rehearsals."
+                "No site that tested the rehearsal holds out as many training examples as the minimum in its deploy.toml, "
+                "so nothing was learnt; start the run again when others are online, or make the deployment without "
+                "rehearsals."
             )
         return fitted(torch.stack([each.slopes for each in told]).sum(0)), examples
 
@@ -181,7 +183,7 @@ class Training:
         if epsilon is not None:
             pending["epsilon"] = epsilon
         for name in dict.fromkeys(n for site in order for n in uploads[site].info):
-            values = [uploads[s].info[name] for s in order]
+            values = [uploads[s].info[name] for s in order if name in uploads[s].info]
             pending[f"train_{name}"] = float(np.mean(values, dtype=np.float32))
         self.journal.pending = pending
         self.journal.seconds += time.perf_counter() - start

@@ -108,6 +108,10 @@ class RunRecord:
         if total > (self.config.get("run", {}).get("eval_clients") or MOST_EVALUATED):
             return f"{text.count(tested)} of the {text.count(total)} clients were tested."
         verb = "has no test examples and is" if total - tested == 1 else "have no test examples and are"
+        if (
+            self.history and "tested" in self.history[-1]
+        ):  # of a deployment: a site may have some, and too few to tell of
+            verb = "tells no scores and is" if total - tested == 1 else "tell no scores and are"
         named = self.evaluation.get("untested", [])[:NAMED]
         more = f" and {text.count(total - tested - NAMED)} more" if total - tested > len(named) else ""
         who = f": {', '.join(map(str, named))}{more}" if named else ""

@@ -11,6 +11,7 @@ from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
 from bpfed.flower.data import one_client
+from bpfed.flower.limits import Limits
 from bpfed.flower.plan import Plan
 from bpfed.flower.post import GridPost
 from bpfed.flower.server import Server
@@ -22,8 +23,14 @@ from bpfed.schema import DataSettings
 SETTINGS = {"rounds": 5, "epochs": 2, "batch": 5, "eval_draws": 4, "eval_every": 1, "device": "cpu", "compile": "off"}
 
 
+#: A site that tells of every row that it has: tests of numbers have few.
+OPEN = Limits(minimum=1)
+
+
 class Own:
     """A site's part of a federation made in a test."""
+
+    notes = ()
 
     def __init__(self, data, site):
         self.own = one_client(data, site)
@@ -54,7 +61,7 @@ class Deployed:
         self.plan = Plan(self.data.clients, timeout=1.0, wait=3.0, pause=0.0, attempts=3, **(plan or {}))
         self.said = []
         self.sites = {
-            name: site_class(folder / name, name, self.config, Own(self.data, name), say=self.said.append)
+            name: site_class(folder / name, name, self.config, Own(self.data, name), say=self.said.append, limits=OPEN)
             for name in self.data.clients
         }
         self.grid = LoopGrid({100 + i: node_of(site) for i, site in enumerate(self.sites.values())})

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from federations import Deployed, simulated
+from federations import OPEN, Deployed, simulated
 from flwr.app import ConfigRecord, Message
 from scenarios import classification
 
@@ -127,9 +127,9 @@ def test_a_table_that_no_message_could_tell_of_is_refused_at_the_site(tmp_path):
         path.write_text("\n".join([",".join([*(f"c{k}" for k in range(columns)), "y"]), *lines]))
         if refused:
             with pytest.raises(UserError, match="has 9001 columns, and what a deployment has to tell of them takes"):
-                File("a", path, config)
+                File("a", path, config, OPEN)
         else:
-            File("a", path, config)
+            File("a", path, config, OPEN)
 
 
 @pytest.mark.parametrize("fault", ["deeply nested", "an empty summary", "no shape", "a count that is a word"])

@@ -111,6 +111,14 @@ def told(name, value):
     return change
 
 
+def lost(name):
+    def change(record, m):
+        del record["info"][name]
+        return record
+
+    return change
+
+
 def added(record, m):
     record["more"] = ConfigRecord({"x": b"0" * 10})
     return record
@@ -150,7 +158,7 @@ BAD = {
         told("labels", 1.0),
         "its training reports 'kl', 'labels', 'nll' where 'kl', 'nll' are expected",
     ),
-    "no losses": (without("info"), "its training reports none where 'kl', 'nll' are expected"),
+    "not all losses": (lost("nll"), "its training reports 'kl' where 'kl', 'nll' are expected"),
     "something more": (added, "does not belong in it"),
     "a field too many": (field("labels", [1, 2, 3]), "fields are not"),
     "an error of Flower's": (lambda r, m: Message(Error(0, "boom"), reply_to=m), "boom"),
@@ -373,7 +381,7 @@ def test_a_site_refuses_what_cannot_be_true_of_the_others(field, value, tmp_path
     deployed = Deployed(tmp_path, FedAvg(), DATA, rounds=1)
     facts = deployed.serve().journal.facts | {field: value}
     site = deployed.sites["site b"]
-    answer = site.answer(Ask(site.fingerprint, "run", 1, train=True, facts=json.dumps(facts)).write())
+    answer = site.answer(Ask(site.fingerprint, "ab", 1, train=True, facts=json.dumps(facts)).write())
     assert "the number of sites" in Answer.read(answer, None, None).refused
     assert "Traceback" not in "".join(deployed.said)
 

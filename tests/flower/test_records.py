@@ -4,7 +4,7 @@ import json
 import tomllib
 
 import pytest
-from federations import SETTINGS, Deployed
+from federations import OPEN, SETTINGS, Deployed
 from loopgrid import node_of
 from scenarios import classification
 
@@ -58,7 +58,7 @@ def test_a_deployed_run_has_the_keys_of_a_simulated_one(task, options, tmp_path)
     data = federate("small", {name: read_table(path) for name, path in files.items()})
     deployed = Deployed(tmp_path, FedAvg(), data, **settings)
     for i, (name, path) in enumerate(files.items()):
-        site = Site(tmp_path / name, name, deployed.config, File(name, path, deployed.config))
+        site = Site(tmp_path / name, name, deployed.config, File(name, path, deployed.config, OPEN), limits=OPEN)
         deployed.grid.clients[100 + i] = node_of(site)
     told = RunRecord.read(deployed.serve().journal.folder)
     run = bpfed.fit(FedAvg(), data, progress=False, **{**SETTINGS, **settings})

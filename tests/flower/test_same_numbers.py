@@ -120,7 +120,7 @@ def test_a_site_without_test_examples_trains_all_the_same(make, tmp_path):
 
 def test_sites_that_all_lack_test_examples_are_told_so(tmp_path):
     data = classification(sizes=(7, 12), test=0)
-    with pytest.raises(UserError, match="No site has a test example"):
+    with pytest.raises(UserError, match="All rounds are done, but no site tells its scores"):
         Deployed(tmp_path, FedAvg(), data, rounds=1).serve()
 
 

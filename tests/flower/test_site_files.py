@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from command import Command
-from federations import Deployed, simulated
+from federations import OPEN, Deployed, simulated
 from loopgrid import node_of
 from test_same_numbers import same
 
@@ -48,8 +48,10 @@ def deployed(folder, files, method):
     data = federate("files", {name: read_table(path) for name, path in files.items()})
     made = Deployed(folder, method, data, rounds=ROUNDS)
     for i, name in enumerate(data.clients):
-        source = File(name, files[name], made.config)
-        site = Site(folder / name, name, made.config, source, say=made.said.append, own=folder / "own" / name)
+        source = File(name, files[name], made.config, OPEN)
+        site = Site(
+            folder / name, name, made.config, source, say=made.said.append, own=folder / "own" / name, limits=OPEN
+        )
         made.sites[name] = site
         made.grid.clients[100 + i] = node_of(site)
     return made, data
@@ -111,7 +113,7 @@ def test_sites_whose_columns_contradict_each_other_are_told_so(tmp_path, files):
     made, _ = deployed(tmp_path, files, FedAvg())
     lines = files["east"].read_text().splitlines()
     files["east"].write_text("\n".join([lines[0], *(f"old,{line.partition(',')[2]}" for line in lines[1:])]))
-    site = Site(tmp_path / "east", "east", made.config, File("east", files["east"], made.config))
+    site = Site(tmp_path / "east", "east", made.config, File("east", files["east"], made.config, OPEN), limits=OPEN)
     made.grid.clients[made.node("east")] = node_of(site)
     with pytest.raises(UserError, match="'age' is numeric at 'north' but text at 'east'"):
         made.serve()
@@ -244,7 +246,7 @@ def test_words_that_look_like_dates_or_identifiers_are_refused_before_anything_i
     outcome = bpfed("deploy", "client", fed / "site-north", "--data", files["north"])
     assert outcome.code == 2
     assert outcome.sentence == (
-        f"'{files['north']}' seems to have dates in 'admitted' and identifiers in 'patient', and every word "
+        f"'{files['north']}' seems to have dates in 'admitted' and identifiers in 'patient', and words "
         "there would be sent to the server and all sites; leave these columns out with --ignore 'admitted,patient' "
         "when the deployment is made ('bpfed deploy init'), or remove them from the file."
     )
@@ -259,7 +261,9 @@ def test_words_that_are_left_out_do_not_travel(tmp_path, files):
     made.plan = replace(made.plan, sites=sites)
     made.config = replace(made.config, data=DataSettings(name="files", ignore="admitted, patient"))
     made.grid.clients = {
-        100 + i: node_of(Site(tmp_path / name, name, made.config, File(name, files[name], made.config)))
+        100 + i: node_of(
+            Site(tmp_path / name, name, made.config, File(name, files[name], made.config, OPEN), limits=OPEN)
+        )
         for i, name in enumerate(sites)
     }
     made.serve()

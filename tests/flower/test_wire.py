@@ -126,7 +126,7 @@ def test_a_planted_secret_is_found_and_refused(what, leak, tmp_path):
     server = deployed.server()
     with pytest.raises(Exception, match=r"sites joined|uploads"):
         deployed.serve()
-    runs = {p.name for site in deployed.sites for p in (tmp_path / site).glob("*")} or {server.journal.run}
+    runs = {p.name for site in deployed.sites for p in (tmp_path / site).glob("*/")} or {server.journal.run}
     assert any(found.startswith(what) for run in runs for found in seen(deployed, run))
     assert any("does not belong in it" in said for said in deployed.said)
 
