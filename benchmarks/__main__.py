@@ -1,4 +1,4 @@
-"""python -m benchmarks [cpu] [gpu] [scale] [novel] [moments] [privacy]: run all, or those named; results: benchmarks/results/."""
+"""python -m benchmarks [cpu] [gpu] [kernels] [league] [scale] [novel] [moments] [privacy]: run all, or those named; results: benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cpu, gpu, moments, novel, privacy, scale
+from benchmarks import cpu, gpu, kernels, league, moments, novel, privacy, scale
 
 RESULTS = Path(__file__).parent / "results"
 ALL = {
     "cpu": cpu.run,
     "gpu": gpu.run,
+    "kernels": kernels.run,
+    "league": league.run,
     "scale": scale.run,
     "novel": novel.run,
     "moments": moments.run,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bpfed.errors import UserError
 from bpfed.metrics import SMALLEST
-from bpfed.metrics.sums import owners
+from bpfed.metrics.sums import owners, summed
 
 #: Strength of the prior that holds a temperature near 1: it weighs as much as about this many examples.
 PRIOR = 5.0
@@ -150,7 +150,7 @@ def temperatures(probs: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         p = torch.softmax(beta[owner, None] * logp, 1)
         mean = (p * logp).sum(1)
         variance = (p * (logp - mean[:, None]).square()).sum(1)
-        first, second = (torch.zeros_like(beta).index_add_(0, owner, part) for part in (mean - right, variance))
+        first, second = summed([mean - right, variance], owner, clients)
         return first + PRIOR * (1.0 - 1.0 / beta), second + PRIOR / beta.square()
 
     # |log p| is at most 27.6 (`SMALLEST`), so the root lies between these for any number of examples in memory.

@@ -79,7 +79,7 @@ class Classified:
     def at(self, temperature: Tensor | float) -> Classified:
         """The same at a temperature (see `bpfed.calibration`); the aleatoric share of uncertainty stays the same."""
         probs = tempered(self.probs, temperature)
-        entropy = torch.special.entr(probs).sum(-1)
+        entropy = _entropy(probs)
         share = (self.aleatoric / self.entropy.clamp(min=1e-30)).clamp(0.0, 1.0)
         return Classified(probs, entropy, entropy * share, self.probs, self.scores, self.unscored)
 
@@ -139,6 +139,11 @@ def check_how(how: str) -> None:
         raise unknown("way to predict", how, get_args(How))
 
 
+def _entropy(probs: Tensor) -> Tensor:
+    """In nats, ``[..., K]`` to ``[...]``. (``torch.special.entr`` would first have its GPU kernel compiled.)"""
+    return 0.0 - torch.xlogy(probs, probs).sum(-1)
+
+
 def classify(
     model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int, how: How = "sample"
 ) -> Classified:
@@ -155,7 +160,7 @@ def classify(
     if how == "single-pass":
         single = [gaussian_softmax(moments(model.one, member, x)) for member in _members(model, predictive)]
         probs, aleatoric = (torch.stack(parts).mean(0) for parts in zip(*single, strict=True))
-        return Classified(probs, torch.special.entr(probs).sum(-1), aleatoric)
+        return Classified(probs, _entropy(probs), aleatoric)
     total: Tensor | float = 0.0
     entropy: Tensor | float = 0.0
     count = 0
@@ -168,7 +173,7 @@ def classify(
     assert isinstance(total, Tensor)
     assert isinstance(entropy, Tensor)
     probs = total / count
-    return Classified(probs, torch.special.entr(probs).sum(-1), entropy / count)
+    return Classified(probs, _entropy(probs), entropy / count)
 
 
 def _members(model: Model, predictive: Predictive) -> list[Predictive]:

@@ -12,8 +12,8 @@ BEST_IS_HIGH = frozenset(
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; NaN of nothing."""
-    return float(sum(values) / len(values)) if len(values) else math.nan
+    """The mean; NaN of nothing. (Added exactly: since Python 3.12 ``sum`` rounds otherwise than before.)"""
+    return math.fsum(values) / len(values) if len(values) else math.nan
 
 
 def deviation(values: Sequence[float]) -> float:
@@ -21,4 +21,4 @@ def deviation(values: Sequence[float]) -> float:
     if len(values) < 2:
         return math.nan
     centre = mean(values)
-    return math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - 1))
+    return math.sqrt(math.fsum((v - centre) ** 2 for v in values) / (len(values) - 1))

@@ -24,12 +24,18 @@ from bpfed.schema import fields_of
 
 
 @pytest.fixture
-def bpfed(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+def bpfed(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Command:
     """The command, in an empty folder, on a machine without datasets."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("BPFED_DATA", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
+    # It is there, as in every home: PyTorch warns where it cannot keep a GPU kernel that it has made.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     return Command(capsys)
 
 
@@ -317,7 +323,7 @@ def test_without_a_terminal_what_takes_long_gets_a_line(bpfed: Command, monkeypa
     assert said.endswith("writing out …\n")
     assert "loading digits …\n" in bpfed.ok("data", "inspect", "digits").err
     assert "downloading mnist …\n" in bpfed("data", "fetch", "mnist").err
-    run = bpfed.ok(*(a for a in PLAIN if a != "--quiet"), "--rounds", "1").err
+    run = bpfed.ok(*(a for a in PLAIN if a != "--quiet"), "--rounds", "1", "--device", "cpu").err
     assert "loading digits …\n" in run
     assert "FedAvg on digits, 3 clients, cpu, round 1: tracing the local step, once …\n" in run
 
@@ -389,7 +395,11 @@ def test_help_says_what_an_argument_is(bpfed: Command) -> None:
 
 
 def test_the_package_has_the_version_that_the_command_says(bpfed: Command) -> None:
-    assert importlib.metadata.version("bpfed") in bpfed.ok("--version").out
+    try:
+        installed = importlib.metadata.version("bpfed")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("bpfed runs from its source here; it is not installed")
+    assert installed in bpfed.ok("--version").out
 
 
 def test_help_needs_none_of_what_is_slow_to_import() -> None:

@@ -192,7 +192,7 @@ def test_predictions_depend_on_the_key():
 
 def test_a_client_predicts_in_either_way_and_in_blocks(monkeypatch):
     data = scenarios.classification()
-    run = bpfed.fit(data=data, rounds=2, epochs=2, eval_draws=200, compile="off", progress=False)
+    run = bpfed.fit(data=data, rounds=2, epochs=2, eval_draws=200, compile="off", tf32=False, progress=False)
     x, client = data.test.x[:9], run.clients()[2]
     sample, single = client.predict(x), client.predict(x, how="single-pass")
     assert sample.scores is None

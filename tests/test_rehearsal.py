@@ -157,7 +157,8 @@ def trained(monkeypatch):
 
 def test_a_rehearsal_that_is_broken_off_goes_on(tmp_path, trained, monkeypatch):
     data, out = classification(sizes=(30, 40)), tmp_path / "a"
-    whole = bpfed.fit(FedAvg(), data, rehearsals=2, **TINY)
+    alone = TINY | {"device": "cpu"}  # one rehearsal after the other; on a GPU they are side by side
+    whole = bpfed.fit(FedAvg(), data, rehearsals=2, **alone)
     keep = rehearsal.Keeper.round
 
     def stopping(self, run, info, record):
@@ -168,20 +169,20 @@ def test_a_rehearsal_that_is_broken_off_goes_on(tmp_path, trained, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rehearsal.Keeper, "round", stopping)
         with pytest.raises(Stop):
-            bpfed.fit(FedAvg(), data, rehearsals=2, out=out, **TINY)
+            bpfed.fit(FedAvg(), data, rehearsals=2, out=out, **alone)
     assert [p.name for p in out.iterdir()] == ["rehearsals"]
     trained.clear()
     before = files(out)
     # As strict as where the run itself has begun.
     with pytest.raises(UserError, match=r"a' already exists; add --resume to continue it or --overwrite to replace it"):
-        bpfed.fit(FedAvg(), data, rehearsals=2, out=out, **TINY)
+        bpfed.fit(FedAvg(), data, rehearsals=2, out=out, **alone)
     with pytest.raises(
         UserError, match=r"has another configuration: run\.rounds is 2 there and 3 here. Resume it with"
     ):
-        bpfed.fit(FedAvg(), data, rehearsals=2, out=out, resume=True, **TINY | {"rounds": 3})
+        bpfed.fit(FedAvg(), data, rehearsals=2, out=out, resume=True, **alone | {"rounds": 3})
     assert files(out) == before
     said: list[str] = []
-    run = bpfed.fit(FedAvg(), data, rehearsals=2, out=out, resume=True, say=said.append, **TINY)
+    run = bpfed.fit(FedAvg(), data, rehearsals=2, out=out, resume=True, say=said.append, **alone)
     assert said[0] == "Resuming the rehearsals."
     assert trained == [0, 1]
     assert run.federation.softness == whole.federation.softness

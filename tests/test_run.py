@@ -269,9 +269,11 @@ def test_a_setting_that_cannot_be_is_refused_in_one_sentence(ask, word):
 
 
 def test_runs_of_several_seeds_are_the_runs_of_each_seed(tmp_path):
-    runs = bpfed.fit_seeds(None, "digits", (0, 1), rounds=2, out=tmp_path)
-    alone = bpfed.fit(None, "digits", seed=1, rounds=2)
-    assert runs[1].history[-1]["nll"]["pooled"] == pytest.approx(alone.history[-1]["nll"]["pooled"], abs=1e-6)
+    runs = bpfed.fit_seeds(None, "digits", (0, 1), rounds=2, out=tmp_path, tf32=False)
+    alone = bpfed.fit(None, "digits", seed=1, rounds=2, tf32=False)
+    # A GPU multiplies more clients at once in another order.
+    near = 1e-4 if torch.cuda.is_available() else 1e-6
+    assert runs[1].history[-1]["nll"]["pooled"] == pytest.approx(alone.history[-1]["nll"]["pooled"], abs=near)
     assert runs[0].history[-1]["nll"] != runs[1].history[-1]["nll"]
     assert (tmp_path / "seed-0" / "report.html").exists()
 

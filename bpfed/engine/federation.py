@@ -288,11 +288,15 @@ def _some(count: int) -> list[int]:
 
 
 def pick_device(name: str, tf32: bool = True) -> torch.device:
-    """``auto`` is CUDA where there is one; there ``tf32`` says how matrix products and convolutions are computed."""
+    """``auto`` is CUDA where there is one; there ``tf32`` says how matrix products and convolutions are computed.
+
+    Convolutions are PyTorch's repeatable ones, so that a run and its repetition on the same GPU are equal.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device is 'cuda', but no CUDA device is available here; use 'cpu' or 'auto'.")
     device = torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32
+        torch.backends.cudnn.deterministic = True
     return device

@@ -7,7 +7,9 @@ graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -171,10 +173,22 @@ class Recorded:
 
     def _recorded(self, count: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with uncollected(), torch.cuda.graph(graph):
             for _ in range(count):
                 self.call(*self.leaves)
         return graph
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected inside: if that freed the CUDA graph of an earlier run, one being recorded would be lost."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def _copy(source: Work, target: Work) -> None:

@@ -1,7 +1,8 @@
 """Convolution of many clients at once, each with its own weights.
 
 ``vmap`` turns a convolution with weights per client into a grouped convolution, which cuDNN runs as one slow kernel per
-client. On a GPU `Convolutions` sends ``conv2d`` here instead, to kernels made for it (`bpfed.kernels.conv_triton`).
+client. On a GPU `Convolutions` sends ``conv2d`` here instead, to kernels made for it (`bpfed.kernels.conv_triton`),
+where these are the faster ones. With ``BPFED_KERNELS=off`` in the environment all convolutions are PyTorch's own.
 
 Shapes: ``S`` clients, ``B`` images of each, ``C`` channels in and ``O`` out. A weight for every example is the case of
 ``S * B`` clients with one image each.
@@ -9,6 +10,7 @@ Shapes: ``S`` clients, ``B`` images of each, ``C`` channels in and ``O`` out. A 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -19,7 +21,15 @@ from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 from torch.overrides import TorchFunctionMode
 
+from bpfed.errors import UserError
+
 _TRITON = find_spec("triton") is not None
+
+#: Channels in times channels out up to which the kernels are faster than PyTorch's grouped convolution on an H200 (see
+#: docs/benchmarks.md): beyond, PyTorch's larger tiles pay.
+MOST = 8192
+#: The same for the gradient in the images, at stride 1; with fewer than the first a tile is mostly empty.
+LEAST_INPUT, MOST_INPUT = 64, 2048
 
 
 @torch.library.custom_op("bpfed::convolve", mutates_args=())
@@ -32,7 +42,7 @@ def convolve(
     dilation: Sequence[int],
 ) -> Tensor:
     """``[S, B, C, H, W]``, ``[S, O, C, kh, kw]`` and ``[S, O]`` to ``[S, B, O, H', W']``."""
-    if fast(x):
+    if fast(x) and weight.shape[1] * weight.shape[2] <= MOST:
         from bpfed.kernels import conv_triton
 
         return conv_triton.convolve(x, weight, bias, stride, padding, dilation)
@@ -50,7 +60,7 @@ def input_gradient(
     dilation: Sequence[int],
 ) -> Tensor:
     """Gradient in the images of `convolve`, ``[S, B, C, *size]``, from that in its result, ``[S, B, O, H', W']``."""
-    if fast(gradient):
+    if fast(gradient) and max(stride) == 1 and LEAST_INPUT <= weight.shape[1] * weight.shape[2] <= MOST_INPUT:
         from bpfed.kernels import conv_triton
 
         return conv_triton.input_gradient(gradient, weight, size, stride, padding, dilation)
@@ -70,7 +80,7 @@ def weight_gradient(
     dilation: Sequence[int],
 ) -> Tensor:
     """Gradient in the weights of `convolve`, ``[S, O, C kh kw + 1]``; the last column is that in the bias."""
-    if fast(x):
+    if fast(x) and x.shape[2] * gradient.shape[2] <= MOST:
         from bpfed.kernels import conv_triton
 
         return conv_triton.weight_gradient(x, gradient, kernel, stride, padding, dilation)
@@ -81,8 +91,16 @@ def weight_gradient(
 
 
 def fast(x: Tensor) -> bool:
-    """Whether the GPU kernels take this tensor; anything else goes through PyTorch."""
-    return _TRITON and x.is_cuda and x.dtype == torch.float32
+    """Whether the GPU kernels can take this tensor; anything else goes through PyTorch."""
+    return _TRITON and x.is_cuda and x.dtype == torch.float32 and kernels_wanted()
+
+
+def kernels_wanted() -> bool:
+    """Whether ``BPFED_KERNELS`` in the environment leaves the GPU kernels on, as they are without it."""
+    wish = os.environ.get("BPFED_KERNELS", "on")
+    if wish not in ("on", "off"):
+        raise UserError(f"BPFED_KERNELS is '{wish}' in the environment, but must be 'on' or 'off'.")
+    return wish == "on"
 
 
 def _groups(x: Tensor) -> Tensor:

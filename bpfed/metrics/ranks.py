@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bpfed.metrics.sums import summed
+from bpfed.metrics.sums import cumulative, summed
 
 
 def risk(confidence: Tensor, wrong: Tensor, owner: Tensor, n_clients: int) -> Tensor:
@@ -20,7 +20,7 @@ def risk(confidence: Tensor, wrong: Tensor, owner: Tensor, n_clients: int) -> Te
     order, tie, place = _ranked(-confidence, owner, n_clients)
     owner, errors = owner[order], wrong.double()[order]
     tied, size = summed([errors, torch.ones_like(errors)], tie, len(order))
-    expected = (tied / size)[tie].cumsum(0)
+    expected = cumulative((tied / size)[tie])
     total = summed([errors], owner, n_clients)[0]
     errors = expected - (total.cumsum(0) - total)[owner]
     return summed([errors / place], owner, n_clients)[0]

@@ -105,8 +105,38 @@ def owners(offsets: Tensor, y: Tensor) -> tuple[Tensor, int]:
 
 def summed(columns: list[Tensor], index: Tensor, size: int) -> Tensor:
     """Sum each column ``[E]`` by index, ``[columns, size]``."""
+    if index.is_cuda:
+        return _summed_in_order(torch.stack(columns).double(), index, size)
     zeros = torch.zeros(len(columns), size, dtype=torch.float64, device=index.device)
     return zeros.scatter_add_(1, index.expand(len(columns), -1), torch.stack(columns))
+
+
+def _summed_in_order(columns: Tensor, index: Tensor, size: int) -> Tensor:
+    """The same of ``[columns, E]``, in an order that is always the same; a GPU adds by atomic operations in any order."""
+    index, order = index.sort(stable=True)
+    ends = torch.searchsorted(index, torch.arange(size, device=index.device), right=True)
+    if not len(index):
+        return columns.new_zeros(len(columns), size)
+    last = _running(columns[:, order], index)[:, (ends - 1).clamp(min=0)]
+    return last.where(ends.diff(prepend=ends.new_zeros(1)) > 0, 0.0)
+
+
+def _running(columns: Tensor, index: Tensor) -> Tensor:
+    """Sums ``[columns, E]`` up to each place since the index ``[E]``, which rises, last changed."""
+    step = 1
+    while step < len(index):
+        same = index[step:] == index[:-step]
+        before = columns[:, :-step].where(same, 0.0)
+        columns = torch.cat([columns[:, :step], columns[:, step:] + before], 1)
+        step *= 2
+    return columns
+
+
+def cumulative(column: Tensor) -> Tensor:
+    """Sums ``[E]`` up to each place; on a GPU in an order that is always the same, which is not so of ``cumsum``."""
+    if not column.is_cuda:
+        return column.cumsum(0)
+    return _running(column[None], torch.zeros_like(column, dtype=torch.int64))[0]
 
 
 def with_pool(sums: Tensor) -> Tensor:

@@ -301,7 +301,7 @@ def _table(name: str, rounds: int, found: Mapping[str, Mapping[str, _Tried]]) ->
     for key in keys:
         own = [found[cell].get(key) for cell in cells]
         there = [tried for tried in own if tried is not None]
-        sums.append(sum(tried.nll for tried in there) if len(there) == len(own) else math.nan)
+        sums.append(math.fsum(tried.nll for tried in there) if len(there) == len(own) else math.nan)
         total = f"{sums[-1]:.3f}" if math.isfinite(sums[-1]) else NOTHING
         shown = [NOTHING if tried is None else str(tried) for tried in own]
         rows.append([_words(there[0].settings), *shown, total])

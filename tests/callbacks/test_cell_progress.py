@@ -58,7 +58,7 @@ def test_one_display_for_all_cells() -> None:
         seen.append(lines)
 
     display.round = watched  # type: ignore[method-assign]
-    who = entrants(["fedavg", "local"], Settings(rounds=3, epochs=1, batch=5))
+    who = entrants(["fedavg", "local"], Settings(rounds=3, epochs=1, batch=5, device="cpu"))
     run_cells(who, lambda seed: classification(seed=seed), 2, display=display)
     display.close()
     assert len(seen) == 12
@@ -79,7 +79,7 @@ def test_the_time_left_is_that_of_the_same_methods() -> None:
 
 
 def test_elsewhere_it_is_a_line_for_each_cell(command: Command) -> None:
-    err = command.ok(*PAIR, "--out", "a").err
+    err = command.ok(*PAIR, "--device", "cpu", "--out", "a").err
     lines = [line for line in err.splitlines() if not line.startswith("cell 1/4:")]  # importing may have taken long
     pattern = r"cell ./4  Fed(Avg|Per), seed .  accuracy \S+ %  NLL \S+  ECE \S+ %  0:\d\d(, about 0:\d\d left)?"
     assert len(lines) == 4

@@ -48,7 +48,7 @@ class Watch(Callback):
 def watched(data: FederatedData, width: int = 90) -> list[str]:
     progress = Progress(terminal(width))
     watch = Watch(progress)
-    bpfed.fit(FedAvg(), data, rounds=3, epochs=1, progress=False, callbacks=[progress, watch])
+    bpfed.fit(FedAvg(), data, rounds=3, epochs=1, device="cpu", progress=False, callbacks=[progress, watch])
     return watch.seen
 
 
@@ -141,7 +141,8 @@ def test_elsewhere_the_time_before_the_first_round_gets_a_line() -> None:
             progress.patience = 3600.0
 
     progress = Progress(console, patience=0.0)
-    bpfed.fit(FedAvg(), classification(), rounds=2, epochs=1, progress=False, callbacks=[progress, Quick()])
+    asked = {"rounds": 2, "epochs": 1, "device": "cpu", "progress": False}
+    bpfed.fit(FedAvg(), classification(), callbacks=[progress, Quick()], **asked)
     assert isinstance(console.file, io.StringIO)
     whose, first, *rounds = console.file.getvalue().splitlines()
     assert whose.startswith("personal: nothing; shared: ")

@@ -30,7 +30,7 @@ def advance(state: Federation, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
 
     def other(t: torch.Tensor) -> torch.Tensor:
-        return torch.rand(t.shape, generator=g)
+        return torch.rand(t.shape, generator=g).to(t.device)
 
     state.shared = tree_map(other, state.shared)
     who = torch.tensor([1, 3])

@@ -193,7 +193,8 @@ def test_a_split_that_leaves_nothing_shared_is_refused_whatever_it_is_called(nam
         scenarios.start(kind(personal="*"))
 
 
-def test_a_missing_device_is_one_sentence():
+def test_a_missing_device_is_one_sentence(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UserError, match="use 'cpu' or 'auto'"):
         pick_device("cuda")
     assert pick_device("auto").type == "cpu"

@@ -50,6 +50,7 @@ def test_the_process_ends_when_a_part_of_it_has_ended(tmp_path, part, loop, code
 
 
 def test_the_superlink_waits_longer_for_its_database(monkeypatch):
+    pytest.importorskip("sqlalchemy", reason="the SuperLink's database needs it")
     from flwr.supercore import sql_mixin
 
     monkeypatch.setattr(sql_mixin, "SQLITE_PRAGMAS", sql_mixin.SQLITE_PRAGMAS)

@@ -341,6 +341,7 @@ def test_the_continual_prior_counts_the_data_again_in_every_round():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_one_client_with_a_fixed_prior_finds_the_mean_field_posterior_that_posteriors_finds():
+    pytest.importorskip("graphviz", reason="torchopt, which posteriors needs, imports it")
     import posteriors
     import torchopt
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from predictions import METRICS, MORE, made
 
+from bpfed.calibration import temperatures
 from bpfed.metrics import Evaluation, evaluate
+from bpfed.metrics.sums import _summed_in_order, summed
 
 
 def strict_json(value: object) -> object:
@@ -51,3 +53,23 @@ def test_gpu_agrees_and_waits_only_once() -> None:
     here = evaluate(probs, y, offsets)
     for metric in METRICS:
         np.testing.assert_allclose(there[metric].clients, here[metric].clients, atol=1e-6)
+
+
+def test_sums_in_a_fixed_order_are_sums() -> None:
+    torch.manual_seed(0)
+    for examples, size in ((0, 3), (1, 1), (257, 40), (1000, 7)):
+        index = torch.randint(0, 2 * size, (examples,)) // 2 * 2 % size  # some are nobody's
+        columns = torch.randn(3, examples, dtype=torch.float64)
+        torch.testing.assert_close(_summed_in_order(columns, index, size), summed(list(columns), index, size))
+    columns[0, index == 2] = torch.nan
+    assert _summed_in_order(columns, index, size)[0].isnan().tolist() == [i == 2 for i in range(size)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_repeats_itself() -> None:
+    probs, y, offsets = (t.cuda() for t in made(9, [5000, 0, 70, 300], 2))
+    first = evaluate(probs, y, offsets).detail(1, list("abcd"), [1] * 4)
+    degrees = temperatures(probs, y, offsets)
+    for _ in range(20):
+        assert evaluate(probs, y, offsets).detail(1, list("abcd"), [1] * 4) == first
+        assert torch.equal(temperatures(probs, y, offsets), degrees)
