@@ -73,11 +73,11 @@ class Calibration:
         }
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any], clients: int) -> Calibration:
-        """What `record` gave, of so many clients.
+    def from_record(cls, record: Mapping[str, Any], clients: int | None = None) -> Calibration:
+        """What `record` gave, of so many clients; None: of as many as it says.
 
         Raises:
-            ValueError: It cannot be the calibration of so many clients.
+            ValueError: It cannot be such a calibration.
         """
         made = cls(
             str(record["how"]),
@@ -86,6 +86,7 @@ class Calibration:
             torch.tensor(record["scores"], dtype=torch.float32),
             torch.tensor(record["offsets"], dtype=torch.int64),
         )
+        clients = len(record["temperatures"]) if clients is None else clients
         if made.temperatures.shape != (clients,) or made.offsets.shape != (clients + 1,) or made.scores.ndim != 1:
             raise ValueError(f"it is not of {clients} clients")
         if not bool((made.temperatures.isfinite() & (made.temperatures > 0.0)).all()):
