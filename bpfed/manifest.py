@@ -137,9 +137,9 @@ class Manifest:
             return UserError(f"'{path}' is missing or cannot be read; {remedy(folder, 'write it again', name)}")
         if name == CONFIG and (differs := _edited(self.copies.get(CONFIG, ""), there)):
             return UserError(
-                f"'{path}' has been edited since the run wrote it ({differs}), but a finished or begun run keeps its "
-                f"settings; {remedy(folder, 'restore it', name)}; to train with the new settings, start another run "
-                f"with: bpfed run {path} --out NEW"
+                f"'{path}' has been changed since the run wrote it ({differs}), but a run keeps the settings it began "
+                f"with; {remedy(folder, 'restore it', name)} (to train another run with the changed file: bpfed run "
+                f"{path} --out NEW)"
             )
         what = "empty" if not there else "damaged, or of another run"
         return UserError(f"'{path}' is {what}: {MANIFEST} has another hash; {remedy(folder, 'write it again', name)}")

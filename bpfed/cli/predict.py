@@ -226,9 +226,15 @@ def _why(run: LoadedRun, who: Client) -> str:
 
 def finished_run(folder: Path, say: Any) -> LoadedRun:
     """The run in this folder, or a `UserError` unless it is finished."""
+    from bpfed.manifest import finished
     from bpfed.run import Run
 
     run = Run.load(folder, say=say)
+    if not run.federation.finished and finished(run.folder):
+        raise UserError(
+            f"The last checkpoint of the run in '{folder}' is damaged or missing; put it back from a copy, or train its "
+            f"last rounds again with: bpfed run --out {folder} --resume"
+        )
     if not run.finished:
         raise UserError(f"The run in '{folder}' is not finished; resume it with: bpfed run --out {folder} --resume")
     return run
