@@ -69,7 +69,11 @@ def _check(record: dict[str, Any]) -> None:
     """Raise a `ValueError` unless the entries are of the right kind and fit together."""
     clients, labels, shape, classes = (record[name] for name in ("clients", "labels", "input_shape", "classes"))
     for name, texts in (("clients", clients), ("labels", labels)):
-        if not isinstance(texts, list) or not all(isinstance(t, str) for t in texts) or len(set(texts)) < len(texts):
+        if (
+            not isinstance(texts, list | tuple)
+            or not all(isinstance(t, str) for t in texts)
+            or len(set(texts)) < len(texts)
+        ):
             raise ValueError(f"'{name}' is no list of different texts")
     if not clients:
         raise ValueError("there are no clients")
@@ -79,7 +83,7 @@ def _check(record: dict[str, Any]) -> None:
         raise ValueError("'classes' is not the number of labels")
     if (record["task"] == "classification") != (classes > 0):
         raise ValueError("'classes' does not fit the task")
-    if not isinstance(shape, list) or not all(type(n) is int and 0 < n <= LARGEST for n in shape):
+    if not isinstance(shape, list | tuple) or not all(type(n) is int and 0 < n <= LARGEST for n in shape):
         raise ValueError("'input_shape' is no shape")
     if math.prod(shape) > LARGEST:
         raise ValueError("'input_shape' is too large")

@@ -296,7 +296,7 @@ def _adapt(folder: Path) -> str:
 def _resume(folder: Path) -> str:
     expect(0, "run", "--out", str(folder), "--resume", "-q")
     # The time that a run took is in its summary, and is another each time.
-    report = re.sub(r"\d+\.\d s\b|for [^<\n]* on cpu", "", _report(folder))
+    report = re.sub(r"\d+(\.\d)? (s|min|h)\b|for [^<\n]* on cpu", "", _report(folder))
     return _predict(folder) + report
 
 
