@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ from bpfed.data.preparation import Preparation
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound, Rows
 from bpfed.errors import UserError, check_count
-from bpfed.files import write_whole
+from bpfed.files import from_json, write_whole
 from bpfed.methods.base import Method, State, rows
 from bpfed.noise import Purpose
 from bpfed.run import Run
@@ -73,6 +74,7 @@ class NewClient(Client):
         leaves, _ = tree_flatten(federation.personal(torch.tensor([0])))
         tensors = {f"personal.{i}": t.cpu().contiguous() for i, t in enumerate(leaves)}
         words = {"data": card(federation.data), "examples": self.examples, "shared": _shared_hash(federation)}
+        words["sha256"] = _digest(tensors, words)
         write_whole(Path(path), safetensors.torch.save(tensors, {"client": json.dumps(words, ensure_ascii=False)}))
         return Path(path)
 
@@ -137,8 +139,14 @@ def load_newcomer(federation: Federation, path: Path) -> NewClient:
     """See `Run.newcomer`."""
     try:
         with safetensors.safe_open(path, "pt") as file:
-            words = json.loads((file.metadata() or {})["client"])
+            words = from_json((file.metadata() or {})["client"])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (it is not a dict)
+        # Earlier versions wrote no hash; of theirs at least the numbers are looked at.
+        own = words.pop("sha256", None)
+        if own is not None and own != _digest(tensors, words):
+            raise ValueError("its hash is another")
+        if not all(bool(t.isfinite().all()) for t in tensors.values()):
+            raise ValueError("it has what is not a number")
         alone = _alone(federation, federation.method.adapting(), without_examples(words["data"]))
         if words["shared"] != _shared_hash(alone):
             raise UserError(f"'{path}' is a client of another run, or of another round of this one; adapt it again.")
@@ -149,7 +157,16 @@ def load_newcomer(federation: Federation, path: Path) -> NewClient:
         return NewClient(Run(alone), list(words["examples"]))
     except FileNotFoundError:
         raise UserError(f"There is no file '{path}'; make it with bpfed adapt.") from None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+        safetensors.SafetensorError,
+    ) as error:
         raise UserError(f"'{path}' is not a client that bpfed adapt wrote, or is damaged; make it again.") from error
 
 
@@ -196,6 +213,14 @@ def _data(of: FederatedData, name: str, x: Any, y: Any, preparation: Preparation
     kept = kept.alone(name) if kept is not None else None
     data = replace(of, clients=(name,), train=train, test=none, calibration=None, preparation=kept)
     return data.check() if len(y) else data
+
+
+def _digest(tensors: Mapping[str, Tensor], words: Mapping[str, Any]) -> str:
+    """A hash of all that is in a newcomer's file."""
+    digest = hashlib.sha256(json.dumps(words, sort_keys=True, ensure_ascii=False).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _shared_hash(federation: Federation) -> str:

@@ -73,15 +73,32 @@ class Calibration:
         }
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Calibration:
-        """What `record` gave."""
-        return cls(
+    def from_record(cls, record: Mapping[str, Any], clients: int | None = None) -> Calibration:
+        """What `record` gave, of so many clients; None: of as many as it says.
+
+        Raises:
+            ValueError: It cannot be such a calibration.
+        """
+        made = cls(
             str(record["how"]),
             int(record["draws"]),
             torch.tensor(record["temperatures"], dtype=torch.float64),
             torch.tensor(record["scores"], dtype=torch.float32),
             torch.tensor(record["offsets"], dtype=torch.int64),
         )
+        clients = len(record["temperatures"]) if clients is None else clients
+        if made.temperatures.shape != (clients,) or made.offsets.shape != (clients + 1,) or made.scores.ndim != 1:
+            raise ValueError(f"it is not of {clients} clients")
+        if not bool((made.temperatures.isfinite() & (made.temperatures > 0.0)).all()):
+            raise ValueError("a temperature is not a number above 0")
+        ends = int(made.offsets[0]) == 0 and int(made.offsets[-1]) == len(made.scores)
+        if not ends or bool((made.offsets.diff() < 0).any()):
+            raise ValueError("its offsets do not fit its scores")
+        owner, _ = owners(made.offsets, made.scores)
+        falls = (made.scores.diff() < 0.0) & (owner.diff() == 0)
+        if bool(made.scores.isnan().any()) or bool(falls.any()):
+            raise ValueError("its scores are not numbers in rising order")
+        return made
 
 
 def threshold(scores: Tensor, level: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from bpfed.layout import DATA
 
 #: Fields of `FederatedData` that are written as they are.
 PLAIN = ("name", "task", "classes", "partition", "protocol", "test_fraction", "seed")
+#: More classes, or numbers of an input, than any network here could take.
+LARGEST = 1 << 30
 
 
 def card(data: FederatedData) -> dict[str, Any]:
@@ -39,14 +42,19 @@ def _seen(data: FederatedData) -> list[str]:
 
 
 def without_examples(record: dict[str, Any]) -> FederatedData:
-    """The data that such a record is of; every client is there, and none has an example."""
+    """The data that such a record is of; every client is there, and none has an example.
+
+    Raises:
+        ValueError: It cannot be of any data.
+    """
+    _check(record)
     none = Examples(
         torch.zeros(0, *record["input_shape"]),
         torch.zeros(0, dtype=torch.int64 if record["task"] == "classification" else torch.float32),
         torch.zeros(len(record["clients"]) + 1, dtype=torch.int64),
     )
     prepared = record["preparation"]
-    return FederatedData(
+    data = FederatedData(
         **{name: record[name] for name in PLAIN},
         labels=tuple(record["labels"]),
         clients=tuple(record["clients"]),
@@ -54,6 +62,41 @@ def without_examples(record: dict[str, Any]) -> FederatedData:
         test=none,
         preparation=None if prepared is None else Preparation.from_record(prepared),
     )
+    if (made := data.preparation) is not None:
+        inputs = made.shape or (len(made.input_names),)
+        if inputs != data.input_shape or made.task != data.task or made.labels != data.labels:
+            raise ValueError("its preparation is of other data")
+    return data
+
+
+def _check(record: dict[str, Any]) -> None:
+    """Raise a `ValueError` unless the entries are of the right kind and fit together."""
+    clients, labels, shape, classes = (record[name] for name in ("clients", "labels", "input_shape", "classes"))
+    for name, texts in (("clients", clients), ("labels", labels)):
+        if (
+            not isinstance(texts, list | tuple)
+            or not all(isinstance(t, str) for t in texts)
+            or len(set(texts)) < len(texts)
+        ):
+            raise ValueError(f"'{name}' is no list of different texts")
+    if not clients:
+        raise ValueError("there are no clients")
+    if record["task"] not in ("classification", "regression"):
+        raise ValueError("there is no such task")
+    if type(classes) is not int or not 0 <= classes <= LARGEST or (labels and len(labels) != classes):
+        raise ValueError("'classes' is not the number of labels")
+    if (record["task"] == "classification") != (classes > 0):
+        raise ValueError("'classes' does not fit the task")
+    if not isinstance(shape, list | tuple) or not all(type(n) is int and 0 < n <= LARGEST for n in shape):
+        raise ValueError("'input_shape' is no shape")
+    if math.prod(shape) > LARGEST:
+        raise ValueError("'input_shape' is too large")
+    seen = record.get("classes_seen", [])
+    letters = isinstance(seen, list) and all(
+        isinstance(s, str) and len(s) == classes and not s.strip("01") for s in seen
+    )
+    if not letters or len(seen) not in (0, len(clients)):
+        raise ValueError("'classes_seen' does not fit the clients")
 
 
 def preparation_of(folder: Path) -> Preparation | None:

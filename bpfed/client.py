@@ -43,25 +43,41 @@ class Client:
         """The client's name."""
         return self.run.data.clients[self.index]
 
-    def read(self, path: str | Path) -> Rows:
-        """Rows of a file, prepared as this client's training data was; unusual values go to the run's ``say``.
+    def read(self, source: Any, columns: Sequence[str] | None = None) -> Rows:
+        """Rows of a file or a data frame, prepared as this client's training data was.
+
+        Unusual values go to the run's ``say``.
 
         Args:
-            path: A CSV, TSV, Parquet or NPZ file for a run on tables; an NPZ file with ``x`` for one on arrays.
+            source: For a run on tables the path of a CSV, TSV, Parquet or NPZ file, a data frame of pandas or polars, a
+                mapping of columns by name, a `bpfed.data.Table`, or an array ``[n, C]`` with ``columns``. For a run on
+                arrays the path of an NPZ file with ``x``.
+            columns: The names of an array's columns.
 
         Returns:
-            Inputs ``x`` for `predict`, ``[n, ...]``, and where they are unlike training (``unusual``).
+            Rows for `predict`: the inputs ``x``, ``[n, ...]``, and where they are unlike training (``unusual``).
         """
-        return read_rows(self.run.data, Path(path), self.name, self.run.say)
+        return read_rows(self.run.data, source, self.name, self.run.say, columns=columns)
 
-    def predict(self, x: Tensor | str | Path, draws: int | None = None, how: How = "sample") -> Classified | Regressed:
+    def predict(
+        self,
+        x: Any,
+        draws: int | None = None,
+        how: How = "sample",
+        *,
+        columns: Sequence[str] | None = None,
+        prepared: bool = False,
+    ) -> Classified | Regressed:
         """Predict with this client's posterior.
 
         Args:
-            x: Inputs, ``[B, ...]``, prepared as the training inputs were; or the path of a file that `read` prepares.
+            x: For a run on tables what `read` takes or gives; an array needs ``columns``. For a run on arrays inputs
+                ``[B, ...]``, scaled as those of training were, or the path of an NPZ file.
             draws: Weight draws to average; None: as many as in evaluation.
             how: ``sample`` averages over draws of all weights; ``single-pass`` draws none and is faster by far (see
                 `bpfed.moments` for where it is exact).
+            columns: For a run on tables, the names of an array's columns: they are scaled as in training.
+            prepared: For a run on tables, whether ``x`` is prepared already, as ``run.data.test.x`` is.
 
         Returns:
             Probabilities (or mean) with total, epistemic and aleatoric uncertainty, ``[B]`` each, and prediction sets
@@ -71,12 +87,7 @@ class Client:
         if draws is not None:
             check_count("draws", draws)
         check_how(how)
-        if isinstance(x, str | Path):
-            x = self.read(x).x
-        x = as_numbers(x, "inputs", torch.float32)
-        check_shape(x, federation.data)
-        if not bool(torch.isfinite(x).all()):
-            raise UserError("The inputs hold NaN or infinite values; clean or drop those rows.")
+        x = self._inputs(x, columns, prepared)
         who = torch.tensor([self.index])
         key = federation.keys(0, Purpose.EVALUATION, who)
         count = draws or federation.settings.eval_draws
@@ -96,7 +107,24 @@ class Client:
             found = replace(found, raw=None) if isinstance(found, Classified) else found
         temperature, scores = self._calibration(how, count)
         found = replace(found, scores=scores, unscored=self.unscored)
-        return found.at(temperature) if temperature != 1.0 and isinstance(found, Classified) else found
+        found = found.at(temperature) if temperature != 1.0 and isinstance(found, Classified) else found
+        _check_finite(found, self.name)
+        return found
+
+    def _inputs(self, x: Any, columns: Sequence[str] | None, prepared: bool) -> Tensor:
+        """Inputs for the network, ``[B, ...]``; arrays without names are not taken for prepared ones."""
+        data = self.run.data
+        if isinstance(x, Rows):
+            x = x.x
+        elif isinstance(x, str | Path) or columns is not None or (data.preparation is not None and not prepared):
+            if prepared:
+                raise UserError("Only arrays without column names can be prepared already; omit prepared.")
+            x = self.read(x, columns).x
+        x = as_numbers(x, "inputs", torch.float32)
+        check_shape(x, data)
+        if not bool(torch.isfinite(x).all()):
+            raise UserError("The inputs hold NaN or infinite values; clean or drop those rows.")
+        return x
 
     def _calibration(self, how: How, draws: int) -> tuple[float, Tensor | None]:
         """Temperature and conformal scores for predictions made in this way; 1 and None where there are none."""
@@ -128,6 +156,21 @@ def check_shape(x: Tensor, data: FederatedData) -> None:
     if tuple(x.shape[1:]) != data.input_shape:
         raise UserError(
             f"Inputs have shape {list(x.shape[1:])} each, but those of '{data.name}' have {list(data.input_shape)}."
+        )
+
+
+def _check_finite(found: Classified | Regressed, name: str) -> None:
+    """Raise a `UserError` if anything that was predicted is not a number."""
+    parts = (
+        (found.probs.sum(-1), found.entropy, found.aleatoric)
+        if isinstance(found, Classified)
+        else (found.mean, found.epistemic, found.aleatoric)
+    )
+    wrong = torch.stack([~part.isfinite() for part in parts]).any(0).nonzero().flatten().tolist()
+    if wrong:
+        raise UserError(
+            f"The model of '{name}' predicts what is not a number in {len(wrong)} of {len(parts[0])} rows, first in row "
+            f"{wrong[0] + 1}; correct extreme values there, or train again if all rows are such."
         )
 
 

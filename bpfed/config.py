@@ -18,7 +18,6 @@ the data, the network and its first weights) is then a promise: a run from that 
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from bpfed import __version__
 from bpfed.document import Document
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError, hint
+from bpfed.files import from_toml
 from bpfed.names import PREFIX
 from bpfed.schema import LISTS, PLACE, PLACES, RECORDED, TABLES, DataSettings, Field, fields_of
 from bpfed.versions import Gone, as_then
@@ -153,13 +153,15 @@ class Config:
                     )
 
 
-def read(path: Path | None = None, overrides: Sequence[Override] = ()) -> Config:
+def read(path: Path | None = None, overrides: Sequence[Override] = (), text: str | None = None) -> Config:
     """Read a configuration; what is left out has its default, and overrides come before the file.
+
+    ``text`` is taken for the content of the file, where it is known better than the file.
 
     Raises:
         UserError: Something in it is unknown or not allowed; names the file, the line and the key.
     """
-    document = Document.read(path)
+    document = Document.read(path, text)
     tables = _tables(document)
     said = [Said(*_split(o, _wanted_method(tables, overrides)), o) for o in overrides]
     schema = {table: fields_of(cls) for table, cls in TABLES.items()}
@@ -377,8 +379,8 @@ def _joined(names: Any) -> Any:
 
 def _parsed(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return from_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 

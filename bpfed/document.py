@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bpfed.errors import UserError
+from bpfed.files import from_toml
 
 #: Endings of files that hold data (those of `bpfed.data.table`, which takes seconds to import).
 TABLES = (".csv", ".tsv", ".parquet", ".npz")
@@ -29,15 +29,17 @@ class Document:
     content: dict[str, Any]
 
     @classmethod
-    def read(cls, path: Path | None) -> Document:
-        """Read a file, or say in one sentence why it cannot be."""
+    def read(cls, path: Path | None, text: str | None = None) -> Document:
+        """Read a file, or say in one sentence why it cannot be; ``text`` is what to take for its content."""
         if path is None:
             return cls(None, "", {})
+        if text is not None:
+            return cls(path, text, from_toml(text))
         if os.path.isdir(path) or (path.suffix.lower() in TABLES and os.path.exists(path)):
             raise UserError(_of_data(path))
         try:
             text = path.read_text(encoding="utf-8")
-            return cls(path, text, tomllib.loads(text))
+            return cls(path, text, from_toml(text))
         except FileNotFoundError:
             raise UserError(f"There is no configuration file '{path}'; check the path.") from None
         except OSError as error:
@@ -46,7 +48,7 @@ class Document:
             ) from error
         except UnicodeDecodeError as error:
             raise UserError(f"The configuration file '{path}' is not UTF-8 text; save it as UTF-8.") from error
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:
             raise UserError(f"The configuration file '{path}' is not valid TOML: {error}.") from error
 
     def where(self, *keys: str) -> str:
@@ -60,8 +62,8 @@ class Document:
         lines, begins = self.text.split("\n"), 1
         for end in range(1, len(lines) + 1):
             try:
-                part: Any = tomllib.loads("\n".join(lines[:end]))
-            except tomllib.TOMLDecodeError:
+                part: Any = from_toml("\n".join(lines[:end]))
+            except ValueError:
                 continue
             for key in keys:
                 part = part.get(key) if isinstance(part, dict) else None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,6 +121,46 @@ def writing(path: Path) -> Iterator[None]:
                 "with --resume)."
             ) from error
         raise UserError(f"'{path}' cannot be written ({error.strerror}); choose another location.") from error
+
+
+def sha256(content: bytes | str) -> str:
+    """The SHA-256 hash of a file's content, as ``sha256sum`` prints it."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
+def from_json(content: bytes | str) -> Any:
+    """What a file of JSON says.
+
+    Raises:
+        ValueError: It is not JSON of UTF-8 text, is nested too deeply, or has NaN or an infinite number.
+    """
+    text = content if isinstance(content, str) else content.decode("utf-8")
+    try:
+        return json.loads(text, parse_constant=_no_number, parse_float=_number)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def from_toml(content: bytes | str) -> dict[str, Any]:
+    """What a file of TOML says.
+
+    Raises:
+        ValueError: It is not TOML of UTF-8 text, or is nested too deeply.
+    """
+    text = content if isinstance(content, str) else content.decode("utf-8")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is not a number")
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return value if abs(value) != float("inf") else _no_number(text)
 
 
 def to_json(value: Any) -> str:

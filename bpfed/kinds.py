@@ -13,6 +13,9 @@ from bpfed.errors import UserError
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
+#: The largest number that float32 has, roughly.
+LARGEST = 3e38
+
 
 def check_types(settings: Any) -> None:
     """Raise a `UserError` unless every field of a settings dataclass is of its type; nothing is converted."""
@@ -25,6 +28,8 @@ def check_types(settings: Any) -> None:
             _adapter(kind).validate_python(value)
         except ValidationError:
             raise UserError(f"{field.name} is {value!r}, but must be {words(kind)}.") from None
+        if isinstance(value, float) and LARGEST < abs(value) < float("inf"):
+            raise UserError(f"{field.name} is {value!r}, which is more than a network can compute with; choose less.")
 
 
 @cache

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 from bpfed.errors import UserError
+from bpfed.files import from_toml
 
 #: The files of a run folder.
 CONFIG, METRICS, EVALUATION, SUMMARY, REPORT = (
@@ -19,6 +19,8 @@ CONFIG, METRICS, EVALUATION, SUMMARY, REPORT = (
 LEARNT, REHEARSALS = "learnt.json", "rehearsals"
 #: What a run must know to predict without its data: of the data, the network, and how predictions are calibrated.
 DATA, MODEL, CALIBRATION = "data.json", "model.safetensors", "calibration.json"
+#: Hashes of the files above that predictions and reports are made from.
+MANIFEST = "manifest.json"
 #: Folders of what goes on: the federation after its last rounds, and the clients' own states.
 CHECKPOINT, STATES = "checkpoint", "state"
 
@@ -45,7 +47,7 @@ def part(folder: Path) -> str:
     for place in (folder, folder.parent, folder / SERVER):
         if (path := place / PLAN).is_file():
             try:
-                return "site" if tomllib.loads(path.read_text()).get("site") else SERVER
+                return "site" if from_toml(path.read_bytes()).get("site") else SERVER
             except (OSError, ValueError) as error:
                 raise UserError(f"'{path}' cannot be read ({error}); fix it.") from error
     return ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from bpfed.card import without_examples
 from bpfed.engine import checkpoint
 from bpfed.engine.federation import Federation, pick_device
 from bpfed.errors import UserError
+from bpfed.files import from_json, from_toml
 from bpfed.layout import (
     CALIBRATION,
     CHECKPOINT,
@@ -31,10 +30,10 @@ from bpfed.layout import (
     RUN,
     SERVER,
     STATES,
-    SUMMARY,
     part,
 )
 from bpfed.likelihoods import Likelihood
+from bpfed.manifest import Manifest, finished, remedy
 from bpfed.report.record import RunRecord, no_run
 from bpfed.run import Run
 from bpfed.versions import check_states
@@ -58,7 +57,7 @@ class LoadedRun(Run):
     @property
     def finished(self) -> bool:
         """Whether all rounds are done and the report is written."""
-        return self.federation.finished and (self.folder / SUMMARY).is_file()
+        return self.federation.finished and finished(self.folder)
 
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
         if self.federation.finished:
@@ -68,7 +67,7 @@ class LoadedRun(Run):
         )
 
     def config(self) -> dict[str, Any]:
-        return tomllib.loads((self.folder / CONFIG).read_text())
+        return from_toml((self.folder / CONFIG).read_bytes())
 
     def detail(self) -> dict[str, Any]:
         return RunRecord.read(self.folder).evaluation
@@ -92,14 +91,17 @@ def load_run(
         raise UserError(
             f"'{folder}' lacks what prediction needs ({DATA}, {MODEL}); add it with: bpfed run --out {folder} --resume"
         )
+    manifest = Manifest.read(folder)
+    if manifest is not None:
+        manifest.check(folder, (CONFIG, LEARNT, DATA, MODEL))
     chosen = config.read(folder / CONFIG)
     for note in chosen.notes:
         say(note)
     check_states(str(chosen.document.content.get("bpfed", __version__)), chosen.method.name, folder)
     try:
-        noted = json.loads((folder / DATA).read_text())
+        noted = from_json((folder / DATA).read_bytes())
         data = without_examples(noted)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise UserError(
             f"'{folder / DATA}' is damaged ({error}); delete it and resume the run with --resume."
         ) from error
@@ -115,20 +117,28 @@ def load_run(
             f"'{folder}' lacks what its rehearsals have learnt ({LEARNT}); restore it, or learn it again with: bpfed run "
             f"--out {folder} --resume"
         )
-    found = checkpoint.restore(folder / CHECKPOINT, federation)
+    found = checkpoint.restore(folder / CHECKPOINT, federation, manifest.run if manifest is not None else None)
     if found is None:
         raise UserError(
             f"The run in '{folder}' has not done its first round; resume it with: bpfed run --out {folder} --resume"
         )
-    for name in found.damaged:
-        say(f"Checkpoint {name} is damaged; the one before is used, of round {found.round}.")
+    for sentence in found.remarks:
+        say(f"{sentence}; the one before is used, of round {found.round}.")
     run = LoadedRun(folder, federation, say, noted.get("classes_seen", ()))
     run.seconds = float(found.extra.get("seconds", 0.0))
-    if (folder / CALIBRATION).is_file():
-        run.calibration = _calibration(folder / CALIBRATION)
+    if run.finished and manifest is not None and CALIBRATION in manifest.files:
+        manifest.check(folder, [CALIBRATION])
+    listed = manifest is None or CALIBRATION in manifest.files
+    if listed and (folder / CALIBRATION).is_file():
+        run.calibration = _calibration(folder / CALIBRATION, len(data))
     elif settings.calibration and run.finished:
-        raise UserError(f"'{folder}' lacks what was calibrated ({CALIBRATION}); restore it, or train again.")
-    run.history = [r for r in lines(folder / METRICS) if r["round"] <= found.round]
+        raise UserError(
+            f"'{folder}' lacks what was calibrated ({CALIBRATION}); {remedy(folder, 'write it again', CALIBRATION)}"
+        )
+    try:
+        run.history = [r for r in lines(folder / METRICS) if r["round"] <= found.round]
+    except UserError as error:  # only a report needs them
+        say(f"{str(error).rstrip('.')}; predictions do not depend on it.")
     return run
 
 
@@ -145,8 +155,8 @@ def _of_a_deployment(folder: Path, deployed: str) -> str:
     )
 
 
-def _calibration(path: Path) -> Calibration:
+def _calibration(path: Path, clients: int) -> Calibration:
     try:
-        return Calibration.from_record(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Calibration.from_record(from_json(path.read_bytes()), clients)
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
         raise UserError(f"'{path}' is damaged ({error}); delete it and resume the run with --resume.") from error

@@ -132,33 +132,42 @@ class Run:
 
     def adapt(
         self,
-        x: Tensor | str | Path | None = None,
-        y: Tensor | None = None,
+        x: Any = None,
+        y: Any = None,
         *,
         steps: int | None = None,
         lr: float | None = None,
         name: str = "newcomer",
         target: str | None = None,
+        columns: Sequence[str] | None = None,
+        prepared: bool = False,
     ) -> NewClient:
         """Let a client that took no part in training join: it learns its own factors, the shared ones stay as they are.
 
         Args:
-            x: Its inputs, ``[n, ...]``, prepared as the training inputs were; one example is enough. Or the path of a
-                file with its labelled rows. Without examples it predicts from what the run knows of clients in general.
-            y: Its targets, ``[n]``, a class as its place in ``data.labels``; with a path they are in the file.
+            x: Its labelled rows; one example is enough. The path of a file; for a run on tables also a data frame, a
+                mapping of columns, or an array with ``columns``; for a run on arrays inputs ``[n, ...]``, scaled as
+                those of training were. Without examples it predicts from what the run knows of clients in general.
+            y: Its targets, ``[n]``. For arrays a class is its place in ``data.labels``. For rows of a table they are as
+                the tables have them, and None if they are in the column ``target``. With a path they are in the file.
             steps: Local steps, rounded up to whole passes over its examples; None: five hundred. Methods that say
                 themselves how a client is tuned (FedAvg not at all, Per-FedAvg, FedBABU) take no heed of it.
             lr: Step size; None: the method's.
             name: What it is called; its randomness follows the name.
-            target: The column of a file's targets; None: the one that the run predicts.
+            target: The column of a file's or a table's targets; None: the one that the run predicts.
+            columns: For a run on tables, the names of an array's columns: they are scaled as in training.
+            prepared: For a run on tables, whether ``x`` and ``y`` are prepared already, as ``data.train`` is.
         """
         from bpfed.adapt import adapt
 
         preparation = None
-        if isinstance(x, str | Path):
-            if y is not None:
-                raise UserError(f"The targets are in '{x}'; leave y out.")
-            read = read_rows(self.data, Path(x), name, self.say, labelled=True, target=target)
+        in_file, tables = isinstance(x, str | Path), self.data.preparation is not None
+        if in_file and y is not None:
+            raise UserError(f"The targets are in '{x}'; leave y out.")
+        if in_file or columns is not None or (x is not None and tables and not prepared):
+            if prepared:
+                raise UserError("Only arrays without column names can be prepared already; omit prepared.")
+            read = read_rows(self.data, x, name, self.say, labelled=True, target=target, columns=columns, y=y)
             x, y, preparation = read.x, read.y, read.preparation
         made = adapt(self.federation, x, y, steps=steps, lr=lr, name=name, preparation=preparation)
         made.run.say = self.say

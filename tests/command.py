@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
@@ -61,6 +62,15 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-7] ^= 1
     path.write_bytes(data)
+
+
+def as_before_manifests(folder: Path) -> Path:
+    """Turn a run folder into what bpfed 0.7.0 wrote: no manifest, and checkpoints that say nothing of their run."""
+    (folder / "manifest.json").unlink()
+    for path in (folder / "checkpoint").glob("*.json"):
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps({k: record[k] for k in record if k not in ("identity", "record", "metrics")}))
+    return folder
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -53,6 +53,7 @@ def test_a_run_prints_a_table_and_keeps_everything_in_its_folder(bpfed: Command)
         "config.toml",
         "data.json",
         "evaluation.json",
+        "manifest.json",
         "metrics.jsonl",
         "model.safetensors",
         "report.html",

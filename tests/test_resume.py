@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import SMALL, Command, files, flip, metrics, process
+from command import SMALL, Command, as_before_manifests, files, flip, metrics, process
 from scenarios import classification
 
 from bpfed import Run, UserError, fit
@@ -221,8 +221,14 @@ def test_half_a_line_is_no_line_and_a_lost_line_is_said(command: Command, unfini
     assert metrics(unfinished) == metrics(whole)
 
 
-def test_a_damaged_configuration_is_said(command: Command, unfinished: Path) -> None:
+def test_a_damaged_configuration_is_restored_or_said(command: Command, unfinished: Path, whole: Path) -> None:
+    written = (unfinished / "config.toml").read_text()
     (unfinished / "config.toml").write_text("[data")
+    said = command.ok("run", "--resume", "--out", unfinished, "-q").err.splitlines()
+    assert said[0] == "'run/config.toml' was damaged or had been changed; it is written again."
+    assert (unfinished / "config.toml").read_text() == written
+    assert metrics(unfinished) == metrics(whole)
+    (as_before_manifests(unfinished) / "config.toml").write_text("[data")
     assert "is not valid TOML" in command("run", "--resume", "--out", unfinished, "-q").sentence
 
 
@@ -316,7 +322,9 @@ def test_what_rehearsals_have_learnt_is_learnt_again_if_it_is_lost(tmp_path: Pat
     asked = {"rounds": 2, "epochs": 1, "rehearsals": 1, "progress": False, "say": str, "out": tmp_path / "run"}
     run = fit(FedAvg(), classification(), **asked)
     (tmp_path / "run" / "learnt.json").unlink()
-    with pytest.raises(UserError, match=r"lacks what its rehearsals have learnt \(learnt.json\)"):
+    with pytest.raises(
+        UserError, match=r"learnt.json' is missing or cannot be read; .* write it again with: bpfed run"
+    ):
         Run.load(tmp_path / "run")
     fit(FedAvg(), classification(), resume=True, **asked)
     assert Run.load(tmp_path / "run").softness == run.softness

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import shutil
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -18,7 +17,19 @@ from bpfed.engine import checkpoint
 from bpfed.engine.evaluate import calibrate
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
-from bpfed.files import append_line, clear_parts, is_part, lock, to_json, to_json_line, to_toml, write_whole, writing
+from bpfed.files import (
+    append_line,
+    clear_parts,
+    from_json,
+    from_toml,
+    is_part,
+    lock,
+    to_json,
+    to_json_line,
+    to_toml,
+    write_whole,
+    writing,
+)
 from bpfed.layout import (
     CALIBRATION,
     CHECKPOINT,
@@ -33,10 +44,12 @@ from bpfed.layout import (
     STATES,
     SUMMARY,
 )
+from bpfed.manifest import IDENTITY, Manifest, identity
 from bpfed.names import PREFIX
 from bpfed.networks import HIDDEN
 from bpfed.report import text
 from bpfed.schema import PLACE, RECORDED
+from bpfed.softness import SOFTEST, SUREST
 
 if TYPE_CHECKING:
     from bpfed.engine.simulator import RoundInfo
@@ -63,6 +76,8 @@ class Folder(Callback):
             raise UserError("A run cannot be both resumed and overwritten; choose one of --resume and --overwrite.")
         self.path, self.resume, self.overwrite = path, resume, overwrite
         self._lock: int | None = None
+        self._manifest: Manifest | None = None
+        self._metrics = hashlib.sha256()
         self._check()
         if self._rehearsing and not (resume or overwrite):
             raise self._exists()
@@ -85,7 +100,7 @@ class Folder(Callback):
     @property
     def learnt(self) -> float | None:
         """The softness that the run here has learnt, if it is to go on and has."""
-        return learnt(self.path) if self.resume and (self.path / CONFIG).exists() else None
+        return learnt(self.path, lenient=True) if self.resume and (self.path / CONFIG).exists() else None
 
     def begin_rehearsals(self, run: Run) -> None:
         """Before the first rehearsal: the folder is this process's own from here on, until `release` or the run's end.
@@ -143,15 +158,21 @@ class Folder(Callback):
     def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
         # The line before the checkpoint: a round that counts as done has its line.
         if record is not None:
-            append_line(self.path / METRICS, to_json_line(record))
-        checkpoint.save(self.path / CHECKPOINT, run.federation, {"seconds": run.seconds})
+            line = to_json_line(record)
+            append_line(self.path / METRICS, line)
+            self._metrics.update(line.encode() + b"\n")
+        assert self._manifest is not None
+        extra = {"seconds": run.seconds, "metrics": self._metrics.hexdigest(), IDENTITY: self._manifest.run}
+        checkpoint.save(self.path / CHECKPOINT, run.federation, extra)
 
     def end(self, run: Run) -> None:
-        write_whole(self.path / EVALUATION, to_json(run.detail()))
+        made = {METRICS: as_lines(run.history), EVALUATION: to_json(run.detail())}
         if run.data.calibration is not None:
-            write_whole(self.path / CALIBRATION, to_json_line(calibrate(run.federation).record()) + "\n")
+            made[CALIBRATION] = to_json_line(calibrate(run.federation).record()) + "\n"
         run.report(self.report)
-        write_whole(self.path / SUMMARY, to_json(run.summary_record()))  # last: it marks the run as finished
+        made[SUMMARY] = to_json(run.summary_record())  # last: it marks the run as finished, once the manifest lists it
+        assert self._manifest is not None
+        self._manifest = self._manifest.put(self.path, made)
 
     def stop(self, run: Run) -> None:
         self.release()
@@ -193,21 +214,40 @@ class Folder(Callback):
         with writing(self.path):  # the old configuration goes last, for without it this would be no run folder
             for old in [p for p in self.path.iterdir() if p.name not in (CONFIG, REHEARSALS)]:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-        self._keep_learnt(run)
-        write_whole(self.path / CONFIG, to_toml(run.config()))
+        own = self._learnt_text(run)
+        if own:
+            write_whole(self.path / LEARNT, own)
+        config = to_toml(run.config())
+        write_whole(self.path / CONFIG, config)
         self._forget_rehearsals()
         write_whole(self.path / METRICS, "")
-        self._describe(run)
+        self._describe(run, config, own)
 
-    def _keep_learnt(self, run: Run) -> None:
-        if run.federation.learnt_softness is not None:
-            write_whole(self.path / LEARNT, to_json({"softness": run.federation.learnt_softness}))
+    def _learnt_text(self, run: Run) -> str:
+        """The content of ``learnt.json``; empty: there were no rehearsals."""
+        softness = run.federation.learnt_softness
+        return "" if softness is None else to_json({"softness": softness})
 
-    def _describe(self, run: Run) -> None:
-        if not (self.path / MODEL).exists():
-            checkpoint.save_model(self.path / MODEL, run.federation.model)
-        if not (self.path / DATA).exists():
-            write_whole(self.path / DATA, to_json(card(run.data)))
+    def _describe(self, run: Run, config: str, own: str) -> None:
+        """See that all that a run begins with is in the folder and in the manifest."""
+        data = to_json(card(run.data))
+        made: dict[str, str | bytes] = {CONFIG: config, **({LEARNT: own} if own else {}), DATA: data}
+        manifest = self._manifest or Manifest(identity(config, data, own))
+        path = self.path / MODEL
+        # Not of bytes: two files of the same weights may differ in the order of their words.
+        kept = manifest.sound(self.path, MODEL) or MODEL not in manifest.files
+        if kept and checkpoint.is_model(path, run.federation.model):
+            made[MODEL] = path.read_bytes()
+        else:
+            made[MODEL] = checkpoint.model_bytes(run.federation.model)
+        mended = [
+            name
+            for name in made
+            if self.resume and (self.path / name).exists() and not same(self.path / name, made[name])
+        ]
+        self._manifest = manifest.put(self.path, made)
+        for name in mended:
+            run.say(f"'{self.path / name}' was damaged or had been changed; it is written again.")
 
     def _forget_rehearsals(self) -> None:
         with writing(self.path):
@@ -215,53 +255,81 @@ class Folder(Callback):
                 shutil.rmtree(self.rehearsals)
 
     def _go_on(self, run: Run) -> None:
+        self._manifest = manifest = Manifest.lenient(self.path)
+        config, own = self._written(), self._learnt_text(run)
         self._same(run.config())
         self._forget_rehearsals()
-        found = checkpoint.restore(self.path / CHECKPOINT, run.federation)
+        # Without a manifest, which may have been lost, its checkpoints still tell whose they are.
+        name = manifest.run if manifest is not None else identity(config, to_json(card(run.data)), own)
+        found = checkpoint.restore(self.path / CHECKPOINT, run.federation, name)
         if found is not None:
-            for name in found.damaged:
-                run.say(f"Checkpoint {name} is damaged; resuming from the one before, round {found.round}.")
+            for sentence in found.remarks:
+                run.say(f"{sentence}; resuming from the one before, round {found.round}.")
             run.seconds = float(found.extra.get("seconds", 0.0))
-            run.history = self._history(run, found.round)
+            run.history = self._history(run, found)
+        elif (self.path / SUMMARY).exists() or len(lines(self.path / METRICS)) > 1:
+            raise UserError(
+                f"The run in '{self.path}' has lost its checkpoints ('{self.path / CHECKPOINT}'); put them back from a "
+                "copy, or start again with --overwrite."
+            )
         clear_parts(self.path)
         clear_parts(self.path / CHECKPOINT)
-        write_whole(self.path / METRICS, "".join(to_json_line(r) + "\n" for r in run.history))
-        self._keep_learnt(run)
-        self._describe(run)
         done, rounds = run.federation.round, run.settings.rounds
+        if done < rounds:  # if its last checkpoint was damaged, it is not finished any more
+            if manifest is not None:
+                self._manifest = manifest.without((METRICS, EVALUATION, CALIBRATION, SUMMARY)).write(self.path)
+            (self.path / SUMMARY).unlink(missing_ok=True)
+        history = as_lines(run.history)
+        self._metrics = hashlib.sha256(history.encode())
+        if not same(self.path / METRICS, history):
+            write_whole(self.path / METRICS, history)
+        self._describe(run, config, own)
         if done >= rounds:
             run.say(f"The run in '{self.path}' is finished already: {text.done(rounds)}.")
-            return
-        (self.path / SUMMARY).unlink(missing_ok=True)  # if its last checkpoint was damaged, it is not finished any more
-        if done:
+        elif done:
             run.say(f"Resuming after round {done} of {rounds}.")
 
-    def _history(self, run: Run, done: int) -> list[dict[str, Any]]:
-        """The lines of metrics up to a round."""
-        path = self.path / METRICS
-        records = lines(path)
-        records = [r for r in records if r["round"] <= done]
+    def _history(self, run: Run, found: checkpoint.Restored) -> list[dict[str, Any]]:
+        """The lines of metrics up to the round that was restored."""
+        path, done = self.path / METRICS, found.round
+        records = [r for r in lines(path) if r["round"] <= done]
         missing = {k for k in range(1, done + 1) if run.settings.evaluated(k)} - {r["round"] for r in records}
         if missing:
             raise UserError(
                 f"'{path}' has no entry for round {min(missing)}, so the run cannot be resumed; restore the file, or "
                 "start again with --overwrite."
             )
+        if found.extra.get("metrics", own := hashlib.sha256(as_lines(records).encode()).hexdigest()) != own:
+            raise UserError(
+                f"'{path}' is damaged: the checkpoint of round {done} has another hash, so the run cannot be resumed; "
+                "restore the file, or start again with --overwrite."
+            )
         return records
+
+    def _written(self) -> str:
+        """The configuration that the run here began with, as it was written."""
+        if self._manifest is not None and CONFIG in self._manifest.copies:
+            return self._manifest.copies[CONFIG]
+        path = self.path / CONFIG
+        try:
+            return path.read_bytes().decode("utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"'{path}' cannot be read ({error}); start again with --overwrite.") from error
 
     def _same(self, config: dict[str, Any], path: Path | None = None) -> None:
         """Raise unless the run of this configuration may go on here; ``path`` is that of the run that was begun."""
-        path = path or self.path / CONFIG
         try:
-            there = tomllib.loads(path.read_text())
+            there = from_toml(self._written() if path is None else path.read_bytes())
         except (OSError, ValueError) as error:
-            raise UserError(f"'{path}' cannot be read ({error}); start again with --overwrite.") from error
+            raise UserError(
+                f"'{path or self.path / CONFIG}' cannot be read ({error}); start again with --overwrite."
+            ) from error
         if (version := there.get("bpfed")) != config["bpfed"]:
             raise UserError(
                 f"The run in '{self.path}' was started with bpfed {version}, but this is {config['bpfed']}; resume "
                 "with that version, or start again with another --out."
             )
-        differs = differences(there, tomllib.loads(to_toml(config)))
+        differs = differences(there, from_toml(to_toml(config)))
         if differs:
             raise UserError(
                 f"The run in '{self.path}' has another configuration: {'; '.join(differs)}. "
@@ -274,26 +342,62 @@ def begun(folder: Path) -> bool:
     return (folder / CONFIG).exists() or (folder / REHEARSALS / CONFIG).exists()
 
 
-def learnt(folder: Path) -> float | None:
-    """The softness that the run in a folder has learnt; None if there were no rehearsals."""
+def learnt(folder: Path, lenient: bool = False) -> float | None:
+    """The softness that the run in a folder has learnt; None if there were no rehearsals.
+
+    Args:
+        folder: Of the run.
+        lenient: Whether to take it from the manifest, where the file is damaged or lost.
+    """
     path = folder / LEARNT
-    if not path.exists():
-        return None
+    manifest = Manifest.lenient(folder) if lenient else Manifest.read(folder)
     try:
-        return float(json.loads(path.read_text())["softness"])
+        if manifest is not None:
+            if not lenient:
+                manifest.check(folder, [LEARNT])
+            return _softness(manifest.copies[LEARNT]) if LEARNT in manifest.copies else None
+        return _softness(path.read_bytes()) if path.exists() else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"'{path}' is damaged ({error}); delete it to repeat the rehearsals.") from error
+
+
+def _softness(content: str | bytes) -> float:
+    found = from_json(content)["softness"]
+    if not isinstance(found, int | float) or isinstance(found, bool) or not SUREST <= found <= SOFTEST:
+        raise ValueError(f"a softness of {str(found)[:40]}, where {SUREST:g} to {SOFTEST:g} is allowed")
+    return float(found)
+
+
+def same(path: Path, content: str | bytes) -> bool:
+    """Whether a file has this content."""
+    try:
+        return path.read_bytes() == (content.encode() if isinstance(content, str) else content)
+    except OSError:
+        return False
+
+
+def as_lines(history: list[dict[str, Any]]) -> str:
+    """The content of ``metrics.jsonl``."""
+    return "".join(to_json_line(r) + "\n" for r in history)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics; one cut short by a crash is none."""
     records: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    try:
+        content = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read ({error.strerror}); restore it, or train again.") from error
+    for line in content.splitlines():
         try:
-            record = json.loads(line)
+            record = from_json(line)
+        except UnicodeDecodeError:
+            raise UserError(
+                f"'{path}' is damaged in line {len(records) + 1}: it is not UTF-8 text; restore it, or train again."
+            ) from None
         except ValueError:
             break
-        if not isinstance(record, dict) or not isinstance(record.get("round"), int):
+        if not isinstance(record, dict) or type(record.get("round")) is not int:
             raise UserError(f"'{path}' is damaged in line {len(records) + 1}; restore it, or train again.")
         records.append(record)
     return records
@@ -302,8 +406,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def _same_run(path: Path, config: str) -> bool:
     """Whether a file is the configuration of this run, as far as it matters to what comes out."""
     try:
-        return not differences(tomllib.loads(path.read_text()), tomllib.loads(config))
-    except (FileNotFoundError, ValueError):
+        return not differences(from_toml(path.read_bytes()), from_toml(config))
+    except (OSError, ValueError):
         return False
 
 
@@ -314,8 +418,11 @@ def _moved(old: dict[str, Any], new: dict[str, Any]) -> bool:
     return len(places) == 2 and len(prints) == 1 and None not in prints and all(p.startswith(PREFIX) for p in places)
 
 
-def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """What differs between two configurations, a clause for each setting; not what merely follows from others."""
+def differences(there: dict[str, Any], here: dict[str, Any], places: tuple[str, str] = ("there", "here")) -> list[str]:
+    """What differs between two configurations, a clause for each setting; not what merely follows from others.
+
+    ``places`` is where each is, in words.
+    """
     old, new = (_usual() | _flat(config) for config in (there, here))
     names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name) and name not in HOW]
     if _moved(old, new):
@@ -324,7 +431,8 @@ def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
         names = [name for name in names if name == "method.name" or not name.startswith("method.")]
     follow = {f"{table}.{key}" for table, keys in RECORDED.items() for key in keys or ()}
     names = [name for name in names if name not in follow and not name.startswith("model.")] or names
-    return [f"{name} is {_shown(old.get(name))} there and {_shown(new.get(name))} here" for name in names]
+    first, second = places
+    return [f"{name} is {_shown(old.get(name))} {first} and {_shown(new.get(name))} {second}" for name in names]
 
 
 def _usual() -> dict[str, Any]:

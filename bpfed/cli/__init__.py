@@ -15,6 +15,11 @@ from bpfed.cli.interrupts import imported_whole
 from bpfed.console import Console
 from bpfed.errors import UserError
 
+OUT_OF_MEMORY = (
+    "The machine has too little memory for this; give it less at a time (--chunk, --memory, --jobs), or use smaller "
+    "settings (--hidden, --members, --eval-draws, --bins)."
+)
+
 app = typer.Typer(
     name="bpfed",
     cls=Group,
@@ -68,7 +73,11 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         Console(stderr=True).print("bpfed: Stopped.")
         sys.exit(130)
+    except MemoryError:
+        _refuse(OUT_OF_MEMORY)
     except RuntimeError as error:
+        if "can't allocate memory" in str(error):  # torch's of the CPU, which has no type of its own
+            _refuse(OUT_OF_MEMORY)
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for its name
             raise
         _refuse("The GPU ran out of memory; give it less at a time (--chunk, --memory, --jobs), or use --device cpu.")

@@ -103,7 +103,7 @@ def _shown(before: NewClient, after: NewClient, x: Tensor, y: Tensor) -> show.Ta
     from bpfed.predict import Classified
 
     data, preparation = after.run.data, after.run.data.preparation
-    found = [client.predict(x) for client in (before, after)]
+    found = [client.predict(x, prepared=True) for client in (before, after)]
     title = f"{after.name}: how sure it is of the {text.many(len(y), 'example')} it has just learnt from"
     shown = show.table("", "examples", "before", "after", title=title, right=3)
     for k, label in enumerate(data.class_names):

@@ -119,7 +119,7 @@ def predict(
         x = taken.x
         kept = _copied(rows, keep, len(x))
         progress.doing(f"predicting {many(len(x), 'row')}")
-        found = who.predict(x, draws=draws)
+        found = who.predict(taken, draws=draws)
         if found.scores is None:
             progress.say(f"No sets or intervals: {_why(run, who)}.")
         elif endless := _endless(found, level, who.name):
@@ -165,7 +165,8 @@ def _tested(
             continue
         progress.doing(f"predicting {many(len(each.numbers), 'row')} of {each.client}")
         assert run.data.preparation is not None
-        found = run.client(each.client).predict(run.data.preparation.inputs(each.table, each.client), draws=draws)
+        x = run.data.preparation.inputs(each.table, each.client)
+        found = run.client(each.client).predict(x, draws=draws, prepared=True)
         of = {"client": [each.client] * len(each.numbers), "row": list(map(str, each.numbers)), "truth": each.truth}
         text = table(run.data, found, level, abstain, of)
         parts.append(text if not parts else text.partition("\n")[2])
@@ -225,9 +226,15 @@ def _why(run: LoadedRun, who: Client) -> str:
 
 def finished_run(folder: Path, say: Any) -> LoadedRun:
     """The run in this folder, or a `UserError` unless it is finished."""
+    from bpfed.manifest import finished
     from bpfed.run import Run
 
     run = Run.load(folder, say=say)
+    if not run.federation.finished and finished(run.folder):
+        raise UserError(
+            f"The last checkpoint of the run in '{folder}' is damaged or missing; put it back from a copy, or train its "
+            f"last rounds again with: bpfed run --out {folder} --resume"
+        )
     if not run.finished:
         raise UserError(f"The run in '{folder}' is not finished; resume it with: bpfed run --out {folder} --resume")
     return run
@@ -249,7 +256,13 @@ def find(run: LoadedRun, name: str) -> Client:
         if (there := _another_site(run.folder, name)) is not None:
             raise there
         raise unknown("client", name, known(run))
-    return run.newcomer(newcomers[name])
+    found = run.newcomer(newcomers[name])
+    if found.name != name:
+        raise UserError(
+            f"'{newcomers[name]}' is the newcomer '{found.name}', not '{name}'; rename the file, or choose it with "
+            "--adapted FILE."
+        )
+    return found
 
 
 def known(run: LoadedRun) -> list[str]:
@@ -299,7 +312,11 @@ def table(
     kept: Mapping[str, list[str]] | None = None,
     unusual: Unusual | None = None,
 ) -> str:
-    """Predictions as CSV with a header, after the columns that were kept; the last says what is unlike training."""
+    """Predictions as CSV with a header, after the columns that were kept; the last says what is unlike training.
+
+    Text that a spreadsheet would run as a formula is escaped (`bpfed.data.csvfile.escaped`).
+    """
+    from bpfed.data.csvfile import escaped
     from bpfed.predict import Classified
 
     columns = (
@@ -321,8 +338,8 @@ def table(
     columns = {**(kept or {}), **columns}
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(zip(*columns.values(), strict=True))
+    writer.writerow([escaped(name) for name in columns])
+    writer.writerows([escaped(cell) for cell in row] for row in zip(*columns.values(), strict=True))
     return text.getvalue()
 
 

@@ -70,7 +70,7 @@ def run(
         from bpfed.config import read
 
         source, said = config or _own(out, resume), overrides(method, settings or [], flags)
-        chosen = read(source, said)
+        chosen = read(source, said, _begun_with(out) if resume and config is None else None)
         from bpfed.callbacks import Folder
         from bpfed.rehearsal import rehearse
         from bpfed.report.record import softly
@@ -122,6 +122,14 @@ def _own(out: Path | None, resume: bool) -> Path | None:
     if not resume or out is None:
         return None
     return next((path for path in (out / CONFIG, out / REHEARSALS / CONFIG) if path.exists()), None)
+
+
+def _begun_with(out: Path | None) -> str | None:
+    """The configuration of the run that is resumed, as its manifest has it; None: it has none."""
+    from bpfed.manifest import Manifest
+
+    manifest = Manifest.lenient(out) if out is not None and (out / CONFIG).exists() else None
+    return manifest.copies.get(CONFIG) if manifest is not None else None
 
 
 def overrides(method: str | None, settings: list[str], flags: dict[str, Any]) -> list[Override]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,9 +29,9 @@ from bpfed.engine.checks import check_data
 from bpfed.engine.federation import pick_device
 from bpfed.engine.settings import Settings
 from bpfed.errors import Diverged, UserError
-from bpfed.files import clear_parts, is_part, lock, to_json, to_toml, write_whole, writing
-from bpfed.layout import SUMMARY
+from bpfed.files import clear_parts, from_toml, is_part, lock, to_json, to_toml, write_whole, writing
 from bpfed.likelihoods import Likelihood
+from bpfed.manifest import finished
 from bpfed.methods import Method
 from bpfed.rehearsal import rehearse
 from bpfed.report.record import RunRecord
@@ -261,10 +260,10 @@ def _cell(
     path = out / entrant.name / f"seed-{seed}"
     folder = Folder(path, resume=begun(path))
     run = prepare(entrant.method, data, settings, model, likelihood, folder, say)
-    if not (path / SUMMARY).is_file():
+    if not finished(path):
         return Cell(entrant, run, folder)
     record = RunRecord.read(path)
-    here = tomllib.loads(to_toml(run.config()))
+    here = from_toml(to_toml(run.config()))
     here["run"]["device"] = record.config["run"]["device"]  # where it ran does not matter once it has
     if differs := differences(record.config, here):
         raise UserError(
@@ -320,7 +319,7 @@ def _kept(out: Path | None, kind: str) -> Iterator[None]:
 def _kind(folder: Path) -> str:
     """What a folder is of; one that does not say is a comparison."""
     try:
-        return str(tomllib.loads((folder / REQUEST).read_text()).get("kind", METHODS_AND_SEEDS.kind))
+        return str(from_toml((folder / REQUEST).read_bytes()).get("kind", METHODS_AND_SEEDS.kind))
     except (OSError, ValueError):
         return METHODS_AND_SEEDS.kind
 

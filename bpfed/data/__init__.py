@@ -1,6 +1,7 @@
 """Data: where examples come from, how they are dealt out to clients, and the federated dataset they form."""
 
 from bpfed.data.arrays import from_arrays
+from bpfed.data.csvfile import unescaped
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.generator import synthetic
 from bpfed.data.load import fetch, load, names, tables
@@ -23,4 +24,5 @@ __all__ = [
     "read_table",
     "synthetic",
     "tables",
+    "unescaped",
 ]

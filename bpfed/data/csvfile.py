@@ -26,6 +26,8 @@ CHUNK = 2_000
 #: Longest line that is looked at to tell the delimiter.
 HEADER = 1 << 20
 _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
+#: Text that a spreadsheet takes for a formula, or that `escaped` has made of such text.
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 
 
@@ -76,6 +78,19 @@ def write_folder(tables: Mapping[str, Table], folder: Path) -> list[Path]:
     return list(texts)
 
 
+def escaped(cell: str) -> str:
+    """A cell of text for a file that may be opened in a spreadsheet, which would run ``=…`` and the like as a formula.
+
+    Such a cell gets an apostrophe in front, which `unescaped` takes away again; numbers stay as they are.
+    """
+    return f"'{cell}" if _FORMULA.match(cell) and not _number(cell) else cell
+
+
+def unescaped(cell: str) -> str:
+    """The text that `escaped` gave this cell for."""
+    return cell[1:] if cell.startswith("'") and escaped(cell[1:]) == cell else cell
+
+
 def read_cells(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
     """The cells of these columns as they are written."""
     found: dict[str, list[str]] = {name: [] for name in names}
@@ -85,6 +100,11 @@ def read_cells(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
             place = header.index(name)
             cells += [row[place] for row in rows]
     return found
+
+
+def column_of(cells: Sequence[str], name: str, where: str, words: bool = False) -> Column:
+    """A column of cells as a CSV file would have them: numbers if all are, and it is not to be words."""
+    return _joined([_parsed(cells, ",", words)], name, where, ",", words)
 
 
 def _columns(
@@ -249,7 +269,7 @@ def _some(column: Column) -> bool:
     return bool(column.levels if isinstance(column, Words) else not np.isnan(column).all())
 
 
-def _joined(chunks: list[Column], name: str, path: Path, delimiter: str, known: bool) -> Column:
+def _joined(chunks: list[Column], name: str, path: Path | str, delimiter: str, known: bool) -> Column:
     """A whole column; ``known`` says that it is to be words."""
     numbers = [c for c in chunks if not isinstance(c, Words)]
     if len(numbers) == len(chunks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import zipfile
 import zlib
 from collections.abc import Collection, Sequence
@@ -14,8 +15,8 @@ import numpy as np
 from bpfed.data.table import Column, Table, Words, check_columns
 from bpfed.errors import UserError
 
-#: Bytes that the arrays of one file may have unpacked.
-LIMIT = 8 << 30
+#: GiB that the arrays of one file may have unpacked, and the environment variable that says otherwise.
+LIMIT, LIMIT_NAME = 2.0, "BPFED_NPZ_GIB"
 INPUTS, TARGET = "x", "y"
 
 
@@ -93,8 +94,11 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(path) as archive:
             infos = archive.infolist()
             size = sum(info.file_size for info in infos)
-            if size > LIMIT:
-                raise UserError(f"'{path}' would unpack to {size / 2**30:.0f} GiB, more than {LIMIT >> 30}; split it.")
+            if size > (most := _limit()) * 2**30:
+                raise UserError(
+                    f"'{path}' would unpack to {size / 2**30:.1f} GiB, but at most {most:g} are read; split it, or allow "
+                    f"more with the environment variable {LIMIT_NAME}={math.ceil(size / 2**30)}."
+                )
             found: dict[str, np.ndarray] = {}
             for info in infos:
                 name = info.filename.removesuffix(".npy")
@@ -105,6 +109,18 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
             return found
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
         raise UserError(f"'{path}' is not a valid NPZ file ({error}); save it again with numpy.savez.") from error
+
+
+def _limit() -> float:
+    """GiB that one file may have unpacked."""
+    said = os.environ.get(LIMIT_NAME, "")
+    try:
+        found = float(said or LIMIT)
+    except ValueError:
+        found = math.nan
+    if not 0.0 < found < math.inf:
+        raise UserError(f"The environment variable {LIMIT_NAME} is {said!r}, but must be a number of GiB, such as 8.")
+    return found
 
 
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, path: Path) -> np.ndarray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -218,9 +219,21 @@ class Preparation:
                 client: {name: (float(mean), float(scale)) for name, (mean, scale) in own.items()}
                 for client, own in given["local"].items()
             }
-            return cls(**given)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            made = cls(**given)
+            made._check_numbers()
+            return made
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UserError(f"The preparation's record is damaged ({error}); train again.") from error
+
+    def _check_numbers(self) -> None:
+        """Raise a `ValueError` unless everything can be scaled with these numbers."""
+        pairs = [(f"'{f.name}'", f.mean, f.scale) for f in self.features]
+        pairs += [(f"'{name}' of '{who}'", *pair) for who, own in self.local.items() for name, pair in own.items()]
+        for what, mean, scale in [*pairs, (f"'{self.target}'", self.target_mean, self.target_scale)]:
+            if not (math.isfinite(mean) and math.isfinite(scale) and scale >= 0.0):
+                raise ValueError(f"{what} has mean {mean} and standard deviation {scale}")
+        if not self.target_scale > 0.0:
+            raise ValueError(f"'{self.target}' has standard deviation {self.target_scale}")
 
     def fault(self) -> str:
         """What no preparation can have, in words that end a sentence; empty: there is nothing."""

@@ -1,8 +1,8 @@
-"""Rows of a file as a run takes them: prepared as its training data was."""
+"""Rows of a file, or of a table in memory, as a run takes them: prepared as its training data was."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from bpfed.data.federated import FederatedData
+from bpfed.data.frames import column_table, is_named, table_of
 from bpfed.data.load import names, source_of
 from bpfed.data.npz import read_arrays
-from bpfed.data.preparation import Preparation
+from bpfed.data.preparation import SHOWN, Preparation
 from bpfed.data.sources import SOURCES
-from bpfed.data.table import read_table
+from bpfed.data.table import Table, read_table
 from bpfed.data.unfamiliar import Unusual, unfamiliar, unusual
 from bpfed.errors import UserError, quoted
 
@@ -40,46 +41,104 @@ class Rows:
 
 def read_rows(
     data: FederatedData,
-    path: Path,
+    source: Any,
     client: str,
     say: Callable[[str], None],
     *,
     labelled: bool = False,
     target: str | None = None,
+    columns: Sequence[str] | None = None,
+    y: Any = None,
 ) -> Rows:
-    """Read a file of rows.
+    """Read rows of a file or of a table in memory.
 
     Args:
         data: Of the run.
-        path: CSV, TSV, Parquet or NPZ for a run on tables; NPZ with ``x`` (and ``y``) for one on arrays.
+        source: The path of a CSV, TSV, Parquet or NPZ file for a run on tables, and NPZ with ``x`` (and ``y``) for one
+            on arrays; or, for a run on tables, rows in memory (`bpfed.data.frames`).
         client: Whose rows.
         say: Called with sentences that the user should read.
         labelled: Whether targets are wanted; the client is then a newcomer.
         target: Column of the targets; None: the one that the run predicts.
+        columns: Names of the columns of an array in memory.
+        y: Targets of rows in memory, as the tables of training have them; None: they are in the column ``target``.
     """
-    if data.preparation is None:
-        return _arrays(data, path, labelled)
+    in_file = isinstance(source, str | Path)
+    if in_file and (columns is not None or y is not None):
+        what = "columns have names and its targets a column" if y is not None else "columns have names"
+        raise UserError(f"'{source}' is a file, whose {what} there; omit {'y' if y is not None else 'columns'}.")
     preparation = data.preparation
-    needed = {f.name for f in preparation.features} | ({target or preparation.target} if labelled else set())
-    table = read_table(path, preparation.words, used=needed, missing=preparation.missing)
-    y = None
+    if preparation is None:
+        if not in_file:
+            raise UserError(f"'{data.name}' was trained on arrays, not on a table; give an array without column names.")
+        return _arrays(data, Path(source), labelled)
+    wanted = target or preparation.target
+    needed = {f.name for f in preparation.features} | ({wanted} if labelled else set())
+    if in_file:
+        table = read_table(source, preparation.words, used=needed, missing=preparation.missing)
+    else:
+        table = _in_memory(preparation, source, columns, needed, say)
+        if y is not None:
+            if wanted in table.columns:
+                raise UserError(f"The targets are given twice, as y and in the column '{wanted}'; omit one of them.")
+            table = column_table(table, wanted, y, preparation.missing)
+    found = None
     if labelled:
-        wanted = target or preparation.target
-        y = preparation.targets(table, wanted)
+        found = preparation.targets(table, wanted)
         kept = table.without({wanted, preparation.target} - {wanted}).columns
-        columns = {preparation.target if name == wanted else name: column for name, column in kept.items()}
-        table = replace(table, columns=columns)
+        named = {preparation.target if name == wanted else name: column for name, column in kept.items()}
+        table = replace(table, columns=named)
         preparation = preparation.joined(client, table)
-    if preparation.shape is None:
+    if preparation.shape is None and in_file:
         lost = [f.name for f in preparation.features if f.name not in table.columns]
         if lost and len(lost) < len(preparation.features):
             what = "column" if len(lost) == 1 else "columns"
             it = "it is" if len(lost) == 1 else "they are"
-            say(f"'{path}' has no {what} {quoted(lost)}; {it} treated as missing in every row.")
-    made = Rows(preparation.inputs(table, client), y, preparation)
+            say(f"'{source}' has no {what} {quoted(lost)}; {it} treated as missing in every row.")
+    made = Rows(preparation.inputs(table, client), found, preparation)
     for sentence in unfamiliar(preparation, table, client):
         say(sentence)
     return made if preparation.shape is not None else replace(made, unusual=unusual(preparation, table, client))
+
+
+def _in_memory(
+    preparation: Preparation,
+    source: Any,
+    columns: Sequence[str] | None,
+    needed: set[str],
+    say: Callable[[str], None],
+) -> Table:
+    """Rows in memory as a table that has every column of training; others are ignored with a word."""
+    if preparation.shape is not None:
+        raise UserError(
+            "The run was trained on images of files, which it scales; give the path of an NPZ file, or inputs that are "
+            "scaled as run.data is, with prepared=True."
+        )
+    used = [f.name for f in preparation.features if f.inputs]
+    if columns is None and not isinstance(source, Table) and not is_named(source):
+        raise UserError(
+            "The run was trained on tables, whose columns it knows by name and scales, but the inputs have no names; "
+            f"name them with columns=[{quoted(used, 3)}], or give a data frame or the path of a file (inputs that are "
+            "prepared as run.data is need prepared=True)."
+        )
+    if isinstance(source, Table) and columns is None:
+        table = source
+    else:
+        table = table_of(source, columns, words=preparation.words, used=needed, missing=preparation.missing)
+    if lost := [name for name in used if name not in table.columns]:
+        what = "column" if len(lost) == 1 else "columns"
+        raise UserError(
+            f"The {table.name} has no {what} {quoted(lost, SHOWN)}; give every column that training used"
+            f"{', with NaN where a value is not known' if len(lost) < len(used) else f' ({quoted(used, SHOWN)})'}."
+        )
+    known = {*needed, preparation.target, *preparation.ignore, preparation.client_column}
+    if extra := [name for name in table.columns if name not in known]:
+        many = len(extra) > 1
+        say(
+            f"The {table.name} has {'columns' if many else 'the column'} {quoted(extra, SHOWN)}, which training did not "
+            f"use; {'they are' if many else 'it is'} ignored."
+        )
+    return table
 
 
 def _arrays(data: FederatedData, path: Path, labelled: bool) -> Rows:

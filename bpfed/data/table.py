@@ -184,7 +184,7 @@ def read_table(
     if not table.rows:
         raise UserError(f"'{path}' has no rows; remove it or give it some.")
     table = blanks.out_of(table)
-    _in_range(table)
+    check_range(table)
     return table
 
 
@@ -208,7 +208,8 @@ def _kind(mode: int) -> str:
     return "folder" if stat.S_ISDIR(mode) else "pipe or device"
 
 
-def _in_range(table: Table) -> None:
+def check_range(table: Table) -> None:
+    """Raise a `UserError` if a column has a number too large to be one."""
     for name, column in table.columns.items():
         if isinstance(column, Words):
             continue

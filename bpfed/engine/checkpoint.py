@@ -1,13 +1,12 @@
 """The state of a federation on disk: tensors as safetensors, the rest as JSON, nothing that can execute.
 
 A checkpoint is two files, ``round-000012.safetensors`` and ``round-000012.json``; the second holds the hash of the
-first and is written last, so it is what makes the checkpoint exist. The two newest are kept: a damaged one falls back
-to the other.
+first and is written last, so it is what makes the checkpoint exist. It also holds a hash of itself, and a word for the
+run that it is of. The two newest are kept: one that is damaged, or of another run, falls back to the other.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from dataclasses import dataclass, replace
@@ -24,12 +23,15 @@ from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.factors import Factors, Personal
-from bpfed.files import to_json, write_whole
+from bpfed.files import from_json, sha256, to_json, write_whole
 from bpfed.likelihoods import Categorical, Likelihood, Normal
+from bpfed.manifest import IDENTITY
 from bpfed.model import Model
 from bpfed.networks import make_model
 
 KEPT = 2
+#: The key of a checkpoint's hash of the rest of its JSON.
+RECORD = "record"
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,18 @@ class Restored:
         round: Rounds done.
         extra: What the caller saved beside the state.
         damaged: Names of newer checkpoints that could not be used.
+        foreign: Those among them that are of another run.
     """
 
     round: int
     extra: dict[str, Any]
     damaged: tuple[str, ...]
+    foreign: tuple[str, ...] = ()
+
+    @property
+    def remarks(self) -> list[str]:
+        """The beginning of a sentence on each checkpoint that could not be used."""
+        return [f"Checkpoint {n} is {'of another run' if n in self.foreign else 'damaged'}" for n in self.damaged]
 
 
 def save(folder: Path, federation: Federation, extra: dict[str, Any]) -> None:
@@ -55,51 +64,99 @@ def save(folder: Path, federation: Federation, extra: dict[str, Any]) -> None:
     data = safetensors.torch.save(tensors)
     name = _name(federation.round)
     write_whole(folder / f"{name}.safetensors", data)
-    record = {"round": federation.round, "sha256": hashlib.sha256(data).hexdigest(), **extra}
-    write_whole(folder / f"{name}.json", to_json(record))
+    record = {"round": federation.round, "sha256": sha256(data), **extra}
+    write_whole(folder / f"{name}.json", to_json({**record, RECORD: _digest(record)}))
     kept = sorted(path.stem for path in folder.glob("round-*.json"))[-KEPT:]
     for old in sorted(folder.glob("round-*")):  # of each the JSON first, and what a kill left of one without it
         if old.stem not in kept:
             old.unlink(missing_ok=True)
 
 
-def restore(folder: Path, federation: Federation) -> Restored | None:
+def restore(folder: Path, federation: Federation, run: str | None = None) -> Restored | None:
     """Put the newest sound checkpoint into ``federation``; None if there is none at all.
+
+    Args:
+        folder: Of the checkpoints.
+        federation: Of the same settings.
+        run: The word for the run that they must be of (`bpfed.manifest`); None: it is not known. A checkpoint that says
+            nothing of its run is of an earlier version.
 
     Raises:
         UserError: There are checkpoints, but none of them is sound or fits.
     """
     damaged: list[str] = []
+    foreign: list[str] = []
     for path in sorted(folder.glob("round-*.json"), reverse=True):
         try:
-            record = json.loads(path.read_text())
+            record = from_json(path.read_bytes())
+            own = record.pop(RECORD, None)
+            if own != (_digest(record) if own is not None or IDENTITY in record else None):
+                raise ValueError("hash of the record")
+            if run is not None and record.pop(IDENTITY, run) != run:
+                foreign.append(path.stem)
+                raise ValueError("another run")
             data = path.with_suffix(".safetensors").read_bytes()
-            if hashlib.sha256(data).hexdigest() != record["sha256"]:
+            if sha256(data) != record["sha256"]:
                 raise ValueError("hash")
-            if path.stem != _name(record["round"]):
+            if type(record["round"]) is not int or path.stem != _name(record["round"]):
                 raise ValueError("round")
+            float(record.get("seconds", 0.0))
             _place(federation, safetensors.torch.load(data))
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError):
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RuntimeError,
+            safetensors.SafetensorError,
+        ):
             damaged.append(path.stem)
             continue
         federation.round = record.pop("round")
         record.pop("sha256")
-        return Restored(federation.round, record, tuple(damaged))
+        return Restored(federation.round, record, tuple(damaged), tuple(foreign))
     if damaged:
+        what = "of another run" if len(foreign) == len(damaged) else "damaged or of another run"
         raise UserError(
-            f"All checkpoints in '{folder}' are damaged ({', '.join(damaged)}); start again with a new --out "
-            "or --overwrite."
+            f"All checkpoints in '{folder}' are {what if foreign else 'damaged'} ({', '.join(damaged)}); "
+            f"{'put its own back from a copy, or ' if foreign else ''}start again with a new --out or --overwrite."
         )
     return None
 
 
-def save_model(path: Path, model: Model) -> None:
-    """Write the network's first weights by name, and in words what it is."""
-    weights = {n: t.detach().cpu().contiguous() for n, t in model.factors.unflatten(model.initial).items()}
+def model_bytes(model: Model) -> bytes:
+    """The content of a file with the network's first weights by name, and in words what it is."""
+    return safetensors.torch.save(_weights(model), _words(model))
+
+
+def is_model(path: Path, model: Model) -> bool:
+    """Whether a file is that of `model_bytes`, whatever the order of what is in it."""
+    try:
+        words, weights = _read(path)
+    except (OSError, safetensors.SafetensorError):
+        return False
+    own, said = _weights(model), _words(model)
+    if "layout" not in words:  # written by a version before layouts
+        said.pop("layout")
+    return words == said and weights.keys() == own.keys() and all(torch.equal(weights[n], t) for n, t in own.items())
+
+
+def _words(model: Model) -> dict[str, str]:
     factors = model.factors
     layout = {"names": factors.names, "shared": len(factors.names) - len(factors.personal_names)}
-    words = {"network": str(model.module), "likelihood": repr(model.likelihood), "layout": json.dumps(layout)}
-    write_whole(path, safetensors.torch.save(weights, words))
+    return {"network": str(model.module), "likelihood": repr(model.likelihood), "layout": json.dumps(layout)}
+
+
+def _weights(model: Model) -> dict[str, Tensor]:
+    return {n: t.detach().cpu().contiguous() for n, t in model.factors.unflatten(model.initial).items()}
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The words and the tensors of a file."""
+    with safetensors.safe_open(path, "pt") as file:
+        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
 
 
 def load_model(
@@ -113,7 +170,7 @@ def load_model(
     """The network that was saved there, with its first weights.
 
     Args:
-        path: What `save_model` wrote.
+        path: A file of `model_bytes`.
         module: The module it was; None: the default one.
         likelihood: None: that of the file, if it is one of `bpfed.likelihoods`.
         data: What it was trained on; of which its form matters, so that it needs no examples.
@@ -121,11 +178,11 @@ def load_model(
         settings: Of the run.
     """
     try:
-        with safetensors.safe_open(path, "pt") as file:
-            words = file.metadata() or {}
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is not a dict)
+        words, weights = _read(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"'{path}' cannot be read ({error}); put it back, or run it again with --overwrite.") from error
+    if not all(bool(t.isfinite().all()) for t in weights.values()):
+        raise UserError(f"'{path}' is damaged (it has what is not a number); put it back from a copy, or train again.")
     if likelihood is None:
         likelihood = _likelihood(path, words.get("likelihood", ""))
     given, example = module is not None, torch.zeros(2, *data.input_shape)
@@ -177,6 +234,11 @@ def _likelihood(path: Path, words: str) -> Likelihood:
         if found is not None:
             return kind(*(json.loads(value.lower()) for value in found.groups()))
     raise UserError(f"The run of '{path}' has a likelihood of its own; give the one it was trained with as likelihood.")
+
+
+def _digest(record: dict[str, Any]) -> str:
+    # Of what comes back from the file: there is no NaN in it, and a key is text.
+    return sha256(json.dumps(from_json(to_json(record)), sort_keys=True))
 
 
 def _name(round_: int) -> str:

@@ -15,6 +15,17 @@ Device = Literal["auto", "cpu", "cuda"]
 EVALUATIONS = 20
 #: and so many of its clients are.
 MOST_EVALUATED = 1000
+#: More than anybody can mean; a checkpoint's name has six digits for its round.
+LARGEST = {
+    "rounds": 999_999,
+    "epochs": 1_000_000,
+    "batch": 1_000_000_000,
+    "members": 1_000,
+    "hidden": 1_000_000,
+    "eval_draws": 1_000_000,
+    "bins": 1_000,
+    "rehearsals": 1_000,
+}
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,9 @@ class Settings:
     def check(self, clients: int) -> None:
         """Raise a `UserError` if these settings cannot be run with that many clients."""
         check_types(self)
+        for name, most in LARGEST.items():
+            if (getattr(self, name) or 0) > most:
+                raise UserError(f"{name} is {getattr(self, name)}, but must be at most {most}.")
         for name in ("rounds", "epochs", "batch", "members", "eval_draws", "bins", "memory"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be at least 1.")

@@ -6,6 +6,7 @@ Either way a round touches the rows of its participants only. A client that was 
 from __future__ import annotations
 
 import os
+import zlib
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
@@ -97,9 +98,9 @@ class MemoryStore:
 class FileStore:
     """Rows in a file, three slots for each client.
 
-    A put writes to a slot that neither of the last two snapshots points at, and a snapshot is only the slot numbers. So
-    a checkpoint costs two bytes per client, and whatever moment a process is killed at, the last two snapshots are
-    intact.
+    A put writes to a slot that neither of the last two snapshots points at, and a snapshot is only the slot numbers and
+    a checksum (CRC-32) of each client's row. So a checkpoint costs ten bytes per client, and whatever moment a process
+    is killed at, the last two snapshots are intact. A row that is read is held against its checksum.
 
     The file is read and written row by row and not mapped into memory: a full disk is then an error with a name, where
     a map would end the process. It is made or opened when first needed, so a run that is refused has touched nothing.
@@ -114,6 +115,7 @@ class FileStore:
         self.first = self.layout.first.cpu()
         self.slot = torch.full((clients,), -1, dtype=torch.int8)  # -1: never put
         self.kept = (self.slot.clone(), self.slot.clone())  # of the last two snapshots
+        self.sums = torch.full((clients,), -1, dtype=torch.int64)  # -1: not known
 
     @cached_property
     def _written(self) -> FileIO:
@@ -134,10 +136,18 @@ class FileStore:
 
     def get(self, clients: Tensor) -> State:
         rows = self.first.repeat(len(clients), 1)
-        for row, client, slot in zip(rows.numpy(), clients.tolist(), self.slot[clients].tolist(), strict=True):
-            if slot >= 0 and row.nbytes and os.preadv(self._read.fileno(), [row], self._at(client, slot)) != row.nbytes:
+        known = zip(clients.tolist(), self.slot[clients].tolist(), self.sums[clients].tolist(), strict=True)
+        for row, (client, slot, wanted) in zip(rows.numpy(), known, strict=True):
+            if slot < 0 or not row.nbytes:
+                continue
+            if os.preadv(self._read.fileno(), [row], self._at(client, slot)) != row.nbytes:
                 raise UserError(
                     f"'{self.path}' has been cut short, so the run cannot go on; start again with --overwrite."
+                )
+            if wanted >= 0 and zlib.crc32(row.data) != wanted:
+                raise UserError(
+                    f"'{self.path}' is damaged: the state of client number {client + 1} has another checksum; put it "
+                    "back from a copy, or start again with --overwrite."
                 )
         return self.layout.unpack(rows)
 
@@ -149,6 +159,7 @@ class FileStore:
             raise ValueError(f"A state of {rows.shape[1]} numbers does not fit a row of {self.layout.width}.")
         for row, client, slot in zip(rows, clients.tolist(), free.tolist(), strict=False):
             data, at = row.tobytes(), self._at(client, slot)
+            self.sums[client] = zlib.crc32(data)
             with writing(self.path):
                 while data:
                     done = os.pwrite(self._written.fileno(), data, at)
@@ -159,13 +170,16 @@ class FileStore:
         with writing(self.path):
             os.fsync(self._written.fileno())
         self.kept = (self.slot.clone(), self.kept[0])
-        return {"slot": self.kept[0], "older": self.kept[1]}
+        return {"slot": self.kept[0], "older": self.kept[1], "sums": self.sums.clone()}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         if not self.path.exists() or self.path.stat().st_size != self.size:
             raise ValueError(f"'{self.path}' is missing or has another size.")
+        if any(t.shape != self.slot.shape or t.dtype != torch.int8 for t in (tensors["slot"], tensors["older"])):
+            raise ValueError("Its slots are of other clients.")
         self.slot = tensors["slot"].clone()
         self.kept = (tensors["slot"].clone(), tensors["older"].clone())
+        self.sums = tensors.get("sums", torch.full_like(self.sums, -1)).clone()  # earlier versions kept none
 
     def _at(self, client: int, slot: int) -> int:
         return (client * self.SLOTS + slot) * self.layout.width * 4

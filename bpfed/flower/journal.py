@@ -18,7 +18,8 @@ from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
 from bpfed.files import append_line, to_json, to_json_line, to_toml, write_whole
 from bpfed.flower.meeting import Seen
-from bpfed.layout import CHECKPOINT, CONFIG, EVALUATION, EXCHANGES, METRICS, REHEARSALS, REPORT, SUMMARY
+from bpfed.layout import CHECKPOINT, CONFIG, EVALUATION, EXCHANGES, MANIFEST, METRICS, REHEARSALS, REPORT, SUMMARY
+from bpfed.manifest import Manifest
 from bpfed.metrics import Evaluation
 from bpfed.rehearsal import uncertain
 from bpfed.report import RunRecord, write
@@ -114,6 +115,7 @@ class Journal:
 
     def restore(self, federation: Federation) -> None:
         """Put the newest sound checkpoint into the federation, and what was kept beside it into this."""
+        (self.folder / MANIFEST).unlink(missing_ok=True)  # the run goes on, and its files are not what they were
         restored = checkpoint.restore(self.folder / CHECKPOINT, federation)
         assert restored is not None
         for name in restored.damaged:
@@ -195,8 +197,13 @@ class Journal:
         held = held_back(sizes, part) if part > 0.0 else torch.zeros_like(sizes)
         kept = held.tolist() if part > 0.0 else None
         detail = records.detail(federation, evaluation, order, (sizes - held).tolist(), kept)
-        write_whole(self.folder / EVALUATION, to_json(detail))
-        write_whole(self.folder / SUMMARY, to_json(records.summary(federation, self.history, self.seconds)))
+        made = {
+            CONFIG: (self.folder / CONFIG).read_text(),
+            METRICS: (self.folder / METRICS).read_text(),
+            EVALUATION: to_json(detail),
+            SUMMARY: to_json(records.summary(federation, self.history, self.seconds)),
+        }
+        Manifest(self.run).put(self.folder, made)
         record = RunRecord.read(self.folder)
         write(record, self.folder / REPORT)
         self.save(federation)

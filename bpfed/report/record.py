@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +10,9 @@ from typing import Any
 
 from bpfed.engine.settings import MOST_EVALUATED
 from bpfed.errors import UserError
+from bpfed.files import from_json, from_toml
 from bpfed.layout import CONFIG, EVALUATION, METRICS, REHEARSALS, SUMMARY
+from bpfed.manifest import Manifest
 from bpfed.report import text
 from bpfed.report.measures import AS_GIVEN, IN_UNITS, MEASURES, Measure, measures
 
@@ -46,10 +46,13 @@ class RunRecord:
         """The record of a finished run from its folder, or a `UserError` that says what is wrong there."""
         if not (folder / CONFIG).is_file():
             raise no_run(folder)
-        if not (folder / SUMMARY).is_file():
+        manifest = Manifest.read(folder)
+        if not (folder / SUMMARY).exists() or (manifest is not None and SUMMARY not in manifest.files):
             raise UserError(f"The run in '{folder}' is not finished; resume it with: bpfed run --out {folder} --resume")
+        if manifest is not None:
+            manifest.check(folder, (CONFIG, METRICS, EVALUATION, SUMMARY))
         return cls(
-            _parsed(folder / CONFIG, tomllib.loads),
+            _parsed(folder / CONFIG, from_toml),
             _parsed(folder / METRICS, lambda text: [_table(line, "round") for line in text.splitlines()]),
             _parsed(folder / EVALUATION, lambda text: _table(text, "clients")),
             _parsed(folder / SUMMARY, lambda text: _table(text, "device")),
@@ -250,14 +253,14 @@ def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"'{path}' cannot be read ({error.strerror}).") from error
+        raise UserError(f"'{path}' cannot be read ({error.strerror}); put it back from a copy.") from error
     except ValueError as error:
         raise UserError(f"'{path}' is damaged ({error}); run it again with a new --out.") from error
 
 
 def _table(text: str, needed: str) -> dict[str, Any]:
     """A table that has at least this key."""
-    found = json.loads(text)
+    found = from_json(text)
     if not isinstance(found, dict) or needed not in found:
         raise ValueError(f"there is no '{needed}'")
     return found

@@ -393,12 +393,21 @@ def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_archive_that_unpacks_to_more_than_is_allowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(npz_module, "LIMIT", 1 << 20)
+    monkeypatch.setattr(npz_module, "LIMIT", 2.0**-10)
     with zipfile.ZipFile(folder / "b.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x.npy", bytes(1 << 21))
     assert (folder / "b.npz").stat().st_size < 10_000
-    with pytest.raises(UserError, match="would unpack to"):
+    with pytest.raises(
+        UserError, match=r"would unpack to 0\.0 GiB, but at most 0\.00097\d+ are read; .* BPFED_NPZ_GIB=1\."
+    ):
         loaded(folder)
+    monkeypatch.setenv("BPFED_NPZ_GIB", "0.01")
+    with pytest.raises(UserError, match="is not a valid NPZ file"):
+        loaded(folder)
+    for wrong in ("much", "-1", "nan", "inf"):
+        monkeypatch.setenv("BPFED_NPZ_GIB", wrong)
+        with pytest.raises(UserError, match=r"BPFED_NPZ_GIB is .*, but must be a number of GiB"):
+            loaded(folder)
 
 
 def test_parquet_without_its_reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,7 +227,8 @@ def test_fit_takes_a_folder(tmp_path: Path) -> None:
     assert run.history[-1]["accuracy"]["pooled"] > 0.7
     assert isinstance(run.data.preparation, bpfed.data.Preparation)
     new = bpfed.data.read_table(tmp_path / "a.npz")
-    probabilities = run.client("a").predict(run.data.preparation.inputs(new, "a")).probs
+    probabilities = run.client("a").predict(run.data.preparation.inputs(new, "a"), prepared=True).probs
+    assert torch.equal(run.client("a").predict(new).probs, probabilities)
     assert (probabilities.argmax(1) == run.data.preparation.targets(new)).float().mean() > 0.7
 
 

@@ -168,8 +168,8 @@ def test_a_site_ends_with_a_model_of_its_own(tmp_path, files, method, capsys):
         assert run.finished
         assert run.data.clients == (name,)
         x = data.test.x[data.test.offsets[i] : data.test.offsets[i + 1]]
-        wanted = Run(state).client(name).predict(x)
-        torch.testing.assert_close(run.client(name).predict(x).probs, wanted.probs, rtol=1e-4, atol=1e-5)
+        wanted = Run(state).client(name).predict(x, prepared=True)
+        torch.testing.assert_close(run.client(name).predict(x, prepared=True).probs, wanted.probs, rtol=1e-4, atol=1e-5)
         own = tmp_path / "own" / name
         assert any(s.endswith(f"predict with it: bpfed predict {own} --client {name} --input FILE") for s in made.said)
     whose = [s for s in made.said if s.startswith("Weights of this site and of all sites: personal: ")]

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from command import PLAIN, Command, files
+from command import PLAIN, Command, as_before_manifests, files
 from hospitals import read
 
 import bpfed as library
@@ -33,7 +33,7 @@ def test_each_row_has_a_line_in_its_order(command: Command, ward: Path) -> None:
     assert {row["unusual"] for row in found} == {""}
     run = library.Run.load(ward / "run")
     x = run.data.preparation.inputs(library.data.read_table("new.csv"))
-    said = run.client("genf").predict(x)
+    said = run.client("genf").predict(x, prepared=True)
     for row, probs, entropy in zip(found, said.probs.tolist(), said.entropy.tolist(), strict=True):
         assert [float(row["p(ill)"]), float(row["p(well)"])] == pytest.approx(probs, rel=1e-4)
         assert float(row["total"]) == pytest.approx(entropy, rel=1e-4)
@@ -54,7 +54,7 @@ def test_in_python_a_file_is_predicted_as_the_command_does(command: Command, war
     assert probs[:, 0].tolist() == pytest.approx([float(row["p(ill)"]) for row in found], rel=1e-4)
     assert any("'dose'" in sentence for sentence in said)
     rows = client.read(Path("odd.csv"))
-    assert torch.equal(client.predict(rows.x).probs, probs)
+    assert torch.equal(client.predict(rows).probs, probs)
     assert rows.unusual is not None
     assert [" | ".join(names) for names in rows.unusual.names()] == [row["unusual"] for row in found]
 
@@ -283,7 +283,7 @@ def test_labels_that_a_client_has_never_seen_are_said(command: Command, tmp_path
     said = command.ok("predict", "run", "--client", "d", "--input", "new.npz").err
     assert "2 rows are predicted as 'blue', of which 'd' has no training example." in said
     del noted["classes_seen"]  # a run from before it was noted
-    Path("run/data.json").write_text(json.dumps(noted))
+    (as_before_manifests(Path("run")) / "data.json").write_text(json.dumps(noted))
     assert "of which" not in command.ok("predict", "run", "--client", "c", "--input", "new.npz").err
 
 
