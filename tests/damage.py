@@ -313,11 +313,13 @@ COMMANDS: dict[str, Callable[[Path], str]] = {
 def outcome(folders: Folders, case: Case) -> tuple[str, str]:
     """What came of a case, in a word, and what was said: ``same`` and ``refused`` are right."""
     folder = sound(folders.place, case.command)
-    path = folder / case.file
+    broken_off = case.command == "resume one broken off"
+    file = case.file.replace(LAST, f"checkpoint/round-{ROUNDS - 1:06d}") if broken_off else case.file
+    path = folder / file
     if not path.exists():  # such as the summary of a run that was broken off
         return "no such file", ""
     before = path.read_bytes()
-    other = folders.place / "other" / case.file
+    other = folders.place / "other" / file
     case.damage(path, other)
     with contextlib.suppress(OSError):
         if path.read_bytes() == before and "all of them" not in case.what:
