@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from bpfed.run import Run
 
 #: What changes how a run is computed, or where, and nothing of what comes out: it may go on with other settings.
-HOW = frozenset({"run.chunk", "run.memory", "run.compile", f"data.{PLACE}"})
+HOW = frozenset({"run.chunk", "run.memory", "run.compile", "run.checkpoints", f"data.{PLACE}"})
 
 
 class Folder(Callback):
