@@ -53,19 +53,24 @@ class Folder(Callback):
         path: The folder.
         resume: Resume the run there (start from the beginning if there is none).
         overwrite: Throw away what is there.
+        back_to: Resume from the state after this round, and drop the rounds after it; None: from the last.
 
     Raises:
         UserError: There is a run already and neither was asked for, or there is something else. Nothing is written.
     """
 
-    def __init__(self, path: Path, resume: bool = False, overwrite: bool = False) -> None:
+    def __init__(self, path: Path, resume: bool = False, overwrite: bool = False, back_to: int | None = None) -> None:
         if resume and overwrite:
             raise UserError("A run cannot be both resumed and overwritten; choose one of --resume and --overwrite.")
-        self.path, self.resume, self.overwrite = path, resume, overwrite
+        if back_to is not None and not resume:
+            raise UserError(f"--back-to {back_to} is for a run that is resumed; add --resume.")
+        self.path, self.resume, self.overwrite, self.back_to = path, resume, overwrite, back_to
         self._lock: int | None = None
         self._check()
         if self._rehearsing and not (resume or overwrite):
             raise self._exists()
+        if back_to is not None and not (path / CONFIG).exists():
+            raise UserError(f"There is no run in '{path}' that could go back to round {back_to}; leave out --back-to.")
 
     @property
     def states(self) -> Path:
@@ -217,6 +222,10 @@ class Folder(Callback):
     def _go_on(self, run: Run) -> None:
         self._same(run.config())
         self._forget_rehearsals()
+        if self.back_to is not None:
+            with writing(self.path):
+                dropped = checkpoint.go_back(self.path / CHECKPOINT, self.back_to)
+            run.say(f"Going back to round {self.back_to}; {text.many(dropped, 'later checkpoint')} removed.")
         found = checkpoint.restore(self.path / CHECKPOINT, run.federation)
         if found is not None:
             for name in found.damaged:

@@ -1,8 +1,9 @@
 """The state of a federation on disk: tensors as safetensors, the rest as JSON, nothing that can execute.
 
 A checkpoint is two files, ``round-000012.safetensors`` and ``round-000012.json``; the second holds the hash of the
-first and is written last, so it is what makes the checkpoint exist. The two newest are kept: a damaged one falls back
-to the other.
+first and is written last, so it is what makes the checkpoint exist. The newest are kept (`Settings.checkpoints`): a
+damaged one falls back to the one before, and a run can go back to any of them (`go_back`). A server's state that is not
+finite is never written.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from bpfed.files import to_json, write_whole
 from bpfed.likelihoods import Categorical, Likelihood, Normal
 from bpfed.model import Model
 from bpfed.networks import make_model
-
-KEPT = 2
+from bpfed.uploads import finite
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,26 @@ class Restored:
 
 
 def save(folder: Path, federation: Federation, extra: dict[str, Any]) -> None:
-    """Write the state after the last finished round."""
+    """Write the state after the last finished round.
+
+    Raises:
+        UserError: The server's state is not finite; nothing is written.
+    """
+    if not finite(federation.shared):
+        raise UserError(
+            f"The server's state after round {federation.round} is not finite, so it is not kept; resume from the round "
+            "before."
+        )
     leaves, _ = tree_flatten(federation.shared)
     tensors: dict[str, Tensor] = {f"shared.{i}": t.detach().cpu().contiguous() for i, t in enumerate(leaves)}
     tensors |= {f"store.{k}": t.cpu().contiguous() for k, t in federation.store.snapshot().items()}
     data = safetensors.torch.save(tensors)
     name = _name(federation.round)
     write_whole(folder / f"{name}.safetensors", data)
-    record = {"round": federation.round, "sha256": hashlib.sha256(data).hexdigest(), **extra}
-    write_whole(folder / f"{name}.json", to_json(record))
-    kept = sorted(path.stem for path in folder.glob("round-*.json"))[-KEPT:]
+    record = {"round": federation.round, "sha256": hashlib.sha256(data).hexdigest(), "lengths": federation.lengths}
+    write_whole(folder / f"{name}.json", to_json({**record, **extra}))
+    most = min(federation.settings.checkpoints, federation.store.depth)
+    kept = sorted(path.stem for path in folder.glob("round-*.json"))[-most:]
     for old in sorted(folder.glob("round-*")):  # of each the JSON first, and what a kill left of one without it
         if old.stem not in kept:
             old.unlink(missing_ok=True)
@@ -72,17 +82,13 @@ def restore(folder: Path, federation: Federation) -> Restored | None:
     damaged: list[str] = []
     for path in sorted(folder.glob("round-*.json"), reverse=True):
         try:
-            record = json.loads(path.read_text())
-            data = path.with_suffix(".safetensors").read_bytes()
-            if hashlib.sha256(data).hexdigest() != record["sha256"]:
-                raise ValueError("hash")
-            if path.stem != _name(record["round"]):
-                raise ValueError("round")
+            record, data = _read(path)
             _place(federation, safetensors.torch.load(data))
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError):
+        except _DAMAGE:
             damaged.append(path.stem)
             continue
         federation.round = record.pop("round")
+        federation.lengths = record.pop("lengths", {})  # none before 0.8
         record.pop("sha256")
         return Restored(federation.round, record, tuple(damaged))
     if damaged:
@@ -91,6 +97,31 @@ def restore(folder: Path, federation: Federation) -> Restored | None:
             "or --overwrite."
         )
     return None
+
+
+def go_back(folder: Path, round_: int) -> int:
+    """Remove the checkpoints of all rounds after this one, so that it is the newest; how many those were.
+
+    Raises:
+        UserError: There is no sound checkpoint of it; nothing is removed.
+    """
+    there = {}
+    for path in sorted(folder.glob("round-*.json")):
+        try:
+            there[int(_read(path)[0]["round"])] = path
+        except _DAMAGE:
+            continue
+    if round_ not in there:
+        kept = ", ".join(str(n) for n in there) or "none"
+        raise UserError(
+            f"There is no checkpoint of round {round_} in '{folder}', so the run cannot go back to it; rounds to go back "
+            f"to: {kept} (run.checkpoints says how many are kept)."
+        )
+    later = [path for path in folder.glob("round-*") if path.stem > _name(round_)]
+    # The newest first, and of each the JSON first: killed in between, the run goes on from a whole checkpoint.
+    for path in sorted(later, key=lambda path: (path.stem, path.suffix == ".json"), reverse=True):
+        path.unlink()
+    return len({path.stem for path in later})
 
 
 def save_model(path: Path, model: Model) -> None:
@@ -157,12 +188,29 @@ def _name(round_: int) -> str:
     return f"round-{round_:06d}"
 
 
+#: What reading a damaged checkpoint may raise.
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, RuntimeError, safetensors.SafetensorError)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], bytes]:
+    """The record of a checkpoint and its tensors as bytes; one of `_DAMAGE` unless both are whole."""
+    record = json.loads(path.read_text())
+    data = path.with_suffix(".safetensors").read_bytes()
+    if hashlib.sha256(data).hexdigest() != record["sha256"]:
+        raise ValueError("hash")
+    if path.stem != _name(record["round"]):
+        raise ValueError("round")
+    return record, data
+
+
 def _place(federation: Federation, tensors: dict[str, Tensor]) -> None:
     leaves, spec = tree_flatten(federation.shared)
     loaded = [tensors[f"shared.{i}"] for i in range(len(leaves))]
     for old, new in zip(leaves, loaded, strict=True):
         if old.shape != new.shape or old.dtype != new.dtype:
             raise ValueError("shape")
+    if not finite(loaded):  # as versions before 0.8 may have written
+        raise ValueError("not finite")
     store = {k.removeprefix("store."): t for k, t in tensors.items() if k.startswith("store.")}
     federation.shared = tree_unflatten([t.to(federation.device) for t in loaded], spec)
     federation.store.restore(store)

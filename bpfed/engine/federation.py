@@ -111,7 +111,7 @@ class Federation:
         if settings.clip > 0.0:
             check_updates(method, model)
         initial, device = method.init(model), model.initial.device
-        store = make_store(settings.store, initial.personal, len(data), device, folder)
+        store = make_store(settings.store, initial.personal, len(data), device, folder, settings.checkpoints)
         return cls(method, data, settings, model, device, initial.shared, store, noise.client_ids(data.clients))
 
     def __len__(self) -> int:

@@ -350,7 +350,10 @@ def test_too_few_uploads_stop_the_run_with_a_sentence_and_it_goes_on_later(tmp_p
     deployed = Deployed(tmp_path, FedAvg(), DATA, epochs=1, rounds=ROUNDS, plan={"min_replies": 3})
     answer = dict(deployed.grid.clients)
     spoil(deployed, "site b", lambda r, m: None)
-    with pytest.raises(UserError, match="Round 2 got 2 of 3 uploads, 3 needed, in 3 attempts. Site .site b.: in round 2 it did not answer within 1 s\. Mend"):
+    with pytest.raises(
+        UserError,
+        match=r"Round 2 got 2 of 3 uploads, 3 needed, in 3 attempts\. Site 'site b': in round 2 it did not answer within 1",
+    ):
         deployed.serve()
     status = json.loads((tmp_path / "server" / "status.json").read_text())
     assert (status["state"], status["round"]) == ("stopped", 1)
