@@ -32,10 +32,15 @@ class Distances(NamedTuple):
             where a number of the upload is not.
         scales: By name of a tensor that holds standard deviations: the least and the greatest σ in units of the
             server's, ``[S, 2]`` float64; infinite where the server's σ is 0 and the upload's is not.
+        sizes: The norm of each upload itself, ``[S]`` float64; in practice no two uploads have the same.
+        constant: Whether each tensor of weights or means of an upload holds one number only, and the server's does not,
+            ``[S]`` bool.
     """
 
     lengths: dict[str, Tensor]
     scales: dict[str, Tensor]
+    sizes: Tensor
+    constant: Tensor
 
 
 def distances(method: Method, shared: State, uploads: State) -> Distances:
@@ -44,19 +49,25 @@ def distances(method: Method, shared: State, uploads: State) -> Distances:
     A tensor that the server's state does not have counts from 0, if it holds no standard deviations.
     """
     known = {leaf_name(path): leaf for path, leaf in tree_flatten_with_path(shared)[0]}
-    lengths, scales = {}, {}
+    lengths, scales, sizes, same = {}, {}, [], []
     for (path, new), scale in zip(tree_flatten_with_path(uploads)[0], scale_leaves(method, uploads), strict=True):
         name = leaf_name(path)
         old = known.get(name)
         if not new[0].numel() or (old is not None and old.shape != new.shape[1:]):
             continue
+        sizes.append(torch.linalg.vector_norm(new.flatten(1), dim=-1, dtype=torch.float64))
         if not scale:
+            differs = old is not None and bool((old != old.flatten()[0]).any())
+            same.append((new.flatten(1) == new.flatten(1)[:, :1]).all(-1) & differs)
             change = new if old is None else new - old
             lengths[name] = torch.linalg.vector_norm(change.flatten(1), dim=-1, dtype=torch.float64)
         elif old is not None:
             ratio = torch.where((old == 0.0) & (new == 0.0), 1.0, new / old).flatten(1)
             scales[name] = torch.stack([ratio.amin(-1), ratio.amax(-1)], -1).double()
-    return Distances(lengths, scales)
+    count, device = len(tree_leaves(uploads)[0]), tree_leaves(uploads)[0].device
+    size = torch.stack(sizes).norm(dim=0) if sizes else torch.zeros(count, dtype=torch.float64, device=device)
+    constant = torch.stack(same).all(0) if same else torch.zeros(count, dtype=torch.bool, device=device)
+    return Distances(lengths, scales, size, constant)
 
 
 def size_of(method: Method, state: State) -> float:

@@ -3,10 +3,12 @@ robustness, then the method's own rule.
 
 An upload is bounded in two ways (`judged`). Standard deviations must be within a factor of the server's. Weights and
 means must not have moved much further than is usual, which is the median of this round's uploads and of the newest ones
-of earlier rounds. The size of the first weights is one more value of that median, and moving no further than it is
-always allowed; so there is a bound in the first round too, and for one or two clients, and clients that move a lot
+of earlier rounds. The size of the first weights is one more value of that median, and moving no further than `ALWAYS`
+times that size is always allowed; so there is a bound in the first round too, and for one or two clients, and clients that move a lot
 among many that hardly move are not refused. With one client in the first round, or one of two that lies, the bound is no
 tighter than `Settings.max_update_ratio` times the size of the first weights: there is nobody to compare with.
+
+An upload of an earlier round that is sent again, and one that is a single number throughout, are refused as well.
 """
 
 from __future__ import annotations
@@ -26,10 +28,16 @@ from bpfed.privacy import Draw, private_mean
 from bpfed.robust import middle
 from bpfed.uploads import clipped, distances
 
-#: How many lengths of earlier updates are kept of each tensor.
+#: How many lengths of earlier updates are kept of each tensor,
 REMEMBERED = 100
+#: and how many norms of earlier uploads themselves, by which they are known again, under a name that no tensor has.
+KNOWN, UPLOAD = 1000, "upload itself"
 
-#: The lengths of the newest updates that were used, by name of the tensor, oldest first.
+#: Moving so many times the size of the first weights is allowed, however little others move: of many clients with few
+#: examples and one with many, the one may move fifty times as far.
+ALWAYS = 3.0
+
+#: The lengths of the newest updates that were used, by name of the tensor, oldest first; and the norms of uploads.
 Lengths = dict[str, list[float]]
 
 
@@ -40,11 +48,13 @@ class Judged(NamedTuple):
         why: For each upload a clause on why it is refused; empty: it is not.
         lengths: By name of a tensor, how far each upload moved it.
         usual: By name of a tensor, how far uploads usually move it.
+        sizes: The norm of each upload itself.
     """
 
     why: list[str]
     lengths: dict[str, list[float]]
     usual: dict[str, float]
+    sizes: list[float]
 
     @property
     def accepted(self) -> list[int]:
@@ -81,11 +91,17 @@ def judged(
     found = distances(method, shared, uploads)
     lengths = {name: values.tolist() for name, values in found.lengths.items()}
     usual = {name: _usual([*earlier.get(name, ()), *values, size]) for name, values in lengths.items()}
-    why = [""] * len(tree_leaves(uploads)[0])
+    sizes, constant, known = found.sizes.tolist(), found.constant.tolist(), set(earlier.get(UPLOAD, ()))
+    why = [""] * len(sizes)
     if settings.noise > 0.0:
-        return Judged(why, lengths, usual)
+        return Judged(why, lengths, usual, sizes)
+    for i in range(len(sizes)) if settings.max_update_ratio else ():
+        if constant[i]:
+            why[i] = "all its weights are the same number."
+        elif sizes[i] in known and any(values[i] > 0.0 for values in lengths.values()):
+            why[i] = "it is an upload of an earlier round."
     for name, values in lengths.items():
-        limit = max(settings.max_update_ratio * usual[name], size) if settings.max_update_ratio else math.inf
+        limit = max(settings.max_update_ratio * usual[name], ALWAYS * size) if settings.max_update_ratio else math.inf
         for i, length in enumerate(values):
             if not math.isfinite(length):
                 why[i] = why[i] or f"'{name}' is not finite or too large."
@@ -104,13 +120,15 @@ def judged(
                     f"'{name}' is {least:.3g} to {greatest:.3g} times the server's; if it can be trusted, raise "
                     f"max_sigma_ratio, now {settings.max_sigma_ratio:g} (0: no limit)."
                 )
-    return Judged(why, lengths, usual)
+    return Judged(why, lengths, usual, sizes)
 
 
 def remembered(earlier: Mapping[str, list[float]], found: Judged) -> Lengths:
     """The lengths to compare the next round's uploads with."""
-    kept = {name: [values[i] for i in found.accepted] for name, values in found.lengths.items()}
-    return {name: [*earlier.get(name, ()), *values][-REMEMBERED:] for name, values in kept.items()}
+    every = {**found.lengths, UPLOAD: found.sizes}
+    kept = {name: [values[i] for i in found.accepted] for name, values in every.items()}
+    most = {UPLOAD: KNOWN}
+    return {n: [*earlier.get(n, ()), *values][-most.get(n, REMEMBERED) :] for n, values in kept.items()}
 
 
 def _usual(values: list[float]) -> float:

@@ -63,8 +63,8 @@ class Settings:
         robust: How the server defends itself against bad uploads: ``median`` takes the median of each coordinate,
             ``trimmed:0.2`` the mean without that share of values at either end, ``none`` just the method's own rule.
         max_update_ratio: An upload that moved the server's weights or means more than this many times as far as the
-            median of the round's and earlier uploads is refused, if that is also further than the size of the first
-            weights. 0: no limit.
+            median of the round's and earlier uploads is refused, if that is also further than three times the size of
+            the first weights. 0: no limit.
         max_sigma_ratio: An upload is refused if one of its standard deviations is more than this many times the
             server's, or less than the server's divided by it. 0: no limit.
         compression: ``half``: uploads and the server's state are sent with means in half precision and standard

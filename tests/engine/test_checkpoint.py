@@ -21,9 +21,7 @@ from bpfed.methods.base import Method
 METHODS = [BPFed(), BPFed(keep_adam=True), BPFed(personal="none"), FedAvg()]
 
 
-def federation(
-    method: Method, folder: Path | None = None, store: str = "memory", checkpoints: int = 2
-) -> Federation:
+def federation(method: Method, folder: Path | None = None, store: str = "memory", checkpoints: int = 2) -> Federation:
     return Federation.start(method, classification(), Settings(store=store, checkpoints=checkpoints), folder=folder)
 
 
@@ -192,12 +190,11 @@ def test_a_run_goes_back_to_any_round_that_is_kept(tmp_path: Path, store: str, b
 def test_a_file_of_three_slots_goes_on(tmp_path: Path) -> None:
     """As version 0.7 wrote it, with its one older snapshot: no more are kept than it has room for."""
     old = federation(BPFed(), tmp_path / "state", "file", checkpoints=2)
+    snapshot = old.store.snapshot
+    old.store.snapshot = lambda: {k: v[0] if k == "older" else v for k, v in snapshot().items()}  # type: ignore
     for round_ in range(3):
         advance(old, round_)
-        snapshot = old.store.snapshot
-        old.store.snapshot = lambda: {k: v[0] if k == "older" else v for k, v in snapshot().items()}  # type: ignore
         checkpoint.save(tmp_path / "c", old, {})
-        old.store.snapshot = snapshot  # type: ignore[method-assign]
     there = federation(BPFed(), tmp_path / "state", "file", checkpoints=5)
     assert checkpoint.restore(tmp_path / "c", there) == checkpoint.Restored(3, {}, ())
     assert all(torch.equal(a, b) for a, b in zip(everything(old), everything(there), strict=True))
