@@ -52,6 +52,8 @@ SPOIL: dict[str, Callable[[RecordDict], None]] = {
     "nan": _tensor("mean", _first(np.nan)),
     "shape": _tensor("mean", lambda values: values[:-1]),
     "sigma": _tensor("sigma", _first(0.0)),
+    "beyond": _tensor("mean", _first(1e20)),
+    "wide": _tensor("sigma", lambda values: np.full_like(values, 3e38)),
     "old": _old,
     # Of random bytes: Flower sends equal pieces of an array once.
     "gigabyte": _tensor("mean", lambda values: np.frombuffer(os.urandom(GIGABYTE), "<f4")),
