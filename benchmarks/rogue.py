@@ -83,7 +83,7 @@ def main() -> None:
         print(sentence, file=sys.stderr, flush=True)
 
     honest = deployed.open_site
-    deployed.open_site = lambda folder, say: spoiling(honest(folder, say), folder / "spoil")
+    deployed.open_site = lambda folder, say, data=None: spoiling(honest(folder, say, data), folder / "spoil")
     threading.Thread(target=worker.work, args=(folder, say), daemon=True).start()
     env = processes.environment(folder / "flwr", plan)
     supervisor.watch("The SuperNode", lambda: supernode.command(folder, plan), env, say, lambda: None)
