@@ -219,6 +219,8 @@ def _spoilt_answers(faults: Faults, own: Path, rogue: str) -> None:
         ("nan", "a site sends NaN"),
         ("shape", "a site sends another shape"),
         ("sigma", "a site sends σ = 0"),
+        ("beyond", "a site sends a mean of 1e20"),
+        ("wide", "a site sends σ = 3e38"),
         ("old", "a site sends an answer of an old round"),
         ("gigabyte", "a site sends 1 GB"),
     ):

@@ -52,6 +52,8 @@ SPOIL: dict[str, Callable[[RecordDict], None]] = {
     "nan": _tensor("mean", _first(np.nan)),
     "shape": _tensor("mean", lambda values: values[:-1]),
     "sigma": _tensor("sigma", _first(0.0)),
+    "beyond": _tensor("mean", _first(1e20)),
+    "wide": _tensor("sigma", lambda values: np.full_like(values, 3e38)),
     "old": _old,
     # Of random bytes: Flower sends equal pieces of an array once.
     "gigabyte": _tensor("mean", lambda values: np.frombuffer(os.urandom(GIGABYTE), "<f4")),
@@ -81,7 +83,7 @@ def main() -> None:
         print(sentence, file=sys.stderr, flush=True)
 
     honest = deployed.open_site
-    deployed.open_site = lambda folder, say: spoiling(honest(folder, say), folder / "spoil")
+    deployed.open_site = lambda folder, say, data=None: spoiling(honest(folder, say, data), folder / "spoil")
     threading.Thread(target=worker.work, args=(folder, say), daemon=True).start()
     env = processes.environment(folder / "flwr", plan)
     supervisor.watch("The SuperNode", lambda: supernode.command(folder, plan), env, say, lambda: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: Clients without test examples that are noted by name.
 UNTESTED = 100
+#: Uploads of a round that were refused, of which more is said than that.
+SAID = 5
 
 
 class Run:
@@ -85,11 +87,13 @@ class Run:
 
     def _after(self, info: RoundInfo, elapsed: float, callbacks: Sequence[Callback]) -> None:
         start = time.perf_counter()
+        for sentence in _refusals(self.federation.round, info.refused):
+            self.say(sentence)
         if info.participants and not all(math.isfinite(v) for v in info.values.values()):
             raise self._diverged("its loss is not finite")
         record = None
         if self.settings.evaluated(self.federation.round):
-            record = self._evaluate(info.participants, info.values)
+            record = self._evaluate(info)
             if record["nll"]["pooled"] is None:  # the loss is that of each step's start: the last step is not in it
                 raise self._diverged("it predicts what is not a number")
         self.seconds += elapsed + time.perf_counter() - start
@@ -104,11 +108,13 @@ class Run:
             "extreme values in the data."
         )
 
-    def _evaluate(self, participants: int, values: dict[str, float]) -> dict[str, Any]:
+    def _evaluate(self, info: RoundInfo) -> dict[str, Any]:
         self.evaluation = evaluate_clients(self.federation)
         record: dict[str, Any] = {"round": self.federation.round, **self.evaluation[0].record()}
-        record |= {f"train_{name}": value for name, value in values.items()}
-        record["participants"] = participants
+        record |= {f"train_{name}": value for name, value in info.values.items()}
+        record["participants"] = info.participants
+        if info.refused:
+            record["refused"] = sorted(info.refused)
         if (epsilon := self.federation.epsilon()) is not None:
             record["epsilon"] = epsilon
         self.history.append(record)
@@ -253,6 +259,13 @@ class Run:
     def report(self, path: str | Path) -> Path:
         """Write the report, one self-contained HTML page."""
         return write(self.record(), Path(path))
+
+
+def _refusals(round_: int, refused: Mapping[str, str]) -> list[str]:
+    """What is said of a round's uploads that were not used; of many, of the first few."""
+    found = [f"Round {round_}: the upload of client '{name}' was not used: {why}" for name, why in refused.items()]
+    more = f"Round {round_}: {len(found) - SAID} more uploads were not used."
+    return [*found[:SAID], *([more] if len(found) > SAID else [])]
 
 
 def train_together(runs: Sequence[Run], callbacks: Sequence[Sequence[Callback]]) -> list[Run]:

@@ -69,7 +69,13 @@ PLACE = "place"
 RECORDED: dict[str, tuple[str, ...] | None] = {"bpfed": (), "data": ("protocol", "fingerprint", PLACE), "model": None}
 
 #: Where things are is not part of what is computed: these are flags, never keys.
-PLACES = {"data_dir": "--data-dir", "out": "--out", "resume": "--resume", "overwrite": "--overwrite"}
+PLACES = {
+    "data_dir": "--data-dir",
+    "out": "--out",
+    "resume": "--resume",
+    "overwrite": "--overwrite",
+    "back_to": "--back-to",
+}
 
 
 @dataclass(frozen=True)

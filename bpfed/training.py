@@ -41,6 +41,7 @@ def fit(
     out: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    back_to: int | None = None,
     callbacks: Sequence[Callback] = (),
     progress: bool | None = None,
     say: Callable[[str], None] | None = None,
@@ -59,13 +60,16 @@ def fit(
         out: Run folder to keep everything in; None: nothing is written.
         resume: Resume the run in ``out``.
         overwrite: Replace the run in ``out``.
+        back_to: With ``resume``, go on from the state after this round; those of the newest rounds are kept.
         callbacks: See `bpfed.callbacks`.
         progress: Whether to show it on stderr; None: on a terminal, if the run takes more than two seconds.
         say: Called with each sentence that the user should read, such as on a damaged checkpoint; None: to stderr.
         settings: See `Settings`; single ones can be given by name, e.g. ``rounds=50, seed=0``.
     """
     settings, method = changed(settings or Settings(), changes), method_of(method)
-    folder = Folder(Path(out), resume, overwrite) if out is not None else None
+    if back_to is not None and out is None:
+        raise UserError("back_to needs the run folder, out, with resume=True.")
+    folder = Folder(Path(out), resume, overwrite, back_to) if out is not None else None
     if isinstance(data, str):
         data = load(data, seed=settings.seed)
     shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []

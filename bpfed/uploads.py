@@ -2,13 +2,18 @@
 
 An upload has the tensors of the server's state. Its update is their difference, all tensors end to end; a standard
 deviation σ counts by ρ, σ = softplus ρ, so that any update of any length leaves σ above 0.
+
+How far an upload is from the server's state is also measured tensor by tensor (`distances`), to tell one that cannot be
+the result of training from the others.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from bpfed.errors import UserError
 from bpfed.gaussian import softplus, softplus_inverse
@@ -17,6 +22,68 @@ from bpfed.model import Model
 
 #: A σ below this counts as this; ρ of 0 is −∞.
 LEAST_SIGMA = 1e-8
+
+
+class Distances(NamedTuple):
+    """How far each of S uploads is from the server's state.
+
+    Attributes:
+        lengths: By name of a tensor that holds weights or means: the norm of its change, ``[S]`` float64; not finite
+            where a number of the upload is not.
+        scales: By name of a tensor that holds standard deviations: the least and the greatest σ in units of the
+            server's, ``[S, 2]`` float64; infinite where the server's σ is 0 and the upload's is not.
+        sizes: The norm of each upload itself, ``[S]`` float64; in practice no two uploads have the same.
+        constant: Whether each tensor of weights or means of an upload holds one number only, and the server's does not,
+            ``[S]`` bool.
+    """
+
+    lengths: dict[str, Tensor]
+    scales: dict[str, Tensor]
+    sizes: Tensor
+    constant: Tensor
+
+
+def distances(method: Method, shared: State, uploads: State) -> Distances:
+    """How far S uploads are from the server's state, tensor by tensor.
+
+    A tensor that the server's state does not have counts from 0, if it holds no standard deviations.
+    """
+    known = {leaf_name(path): leaf for path, leaf in tree_flatten_with_path(shared)[0]}
+    lengths, scales, sizes, same = {}, {}, [], []
+    for (path, new), scale in zip(tree_flatten_with_path(uploads)[0], scale_leaves(method, uploads), strict=True):
+        name = leaf_name(path)
+        old = known.get(name)
+        if not new[0].numel() or (old is not None and old.shape != new.shape[1:]):
+            continue
+        sizes.append(torch.linalg.vector_norm(new.flatten(1), dim=-1, dtype=torch.float64))
+        if not scale:
+            differs = old is not None and bool((old != old.flatten()[0]).any())
+            same.append((new.flatten(1) == new.flatten(1)[:, :1]).all(-1) & differs)
+            change = new if old is None else new - old
+            lengths[name] = torch.linalg.vector_norm(change.flatten(1), dim=-1, dtype=torch.float64)
+        elif old is not None:
+            ratio = torch.where((old == 0.0) & (new == 0.0), 1.0, new / old).flatten(1)
+            scales[name] = torch.stack([ratio.amin(-1), ratio.amax(-1)], -1).double()
+    count, device = len(tree_leaves(uploads)[0]), tree_leaves(uploads)[0].device
+    size = torch.stack(sizes).norm(dim=0) if sizes else torch.zeros(count, dtype=torch.float64, device=device)
+    constant = torch.stack(same).all(0) if same else torch.zeros(count, dtype=torch.bool, device=device)
+    return Distances(lengths, scales, size, constant)
+
+
+def size_of(method: Method, state: State) -> float:
+    """The norm of all weights and means of a state."""
+    flat = [leaf.flatten() for leaf, scale in _leaves(method, state)[0] if not scale]
+    return float(torch.linalg.vector_norm(torch.cat(flat), dtype=torch.float64)) if flat else 0.0
+
+
+def finite(state: State) -> bool:
+    """Whether all numbers of a state are finite."""
+    return all(bool(torch.isfinite(leaf).all()) for leaf in tree_leaves(state))
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """The name of a tensor of a state, such as ``head.sigma``."""
+    return ".".join(str(getattr(key, "name", getattr(key, "idx", key))) for key in path)
 
 
 def updates(method: Method, shared: State, uploads: State) -> Tensor:

@@ -22,9 +22,11 @@ from bpfed.files import lock
 from bpfed.methods import FedAvg
 
 ROUNDS = 4
+#: Checkpoints that are left of a run of so many rounds and more.
+KEPT = 2
 #: Kills at random times in the test that has them; the more the better, and the longer.
 KILLS = int(os.environ.get("BPFED_KILLS", "3"))
-SHORT = (*SMALL, "--data", "digits", "--rounds", str(ROUNDS), "--participants", "2")
+SHORT = (*SMALL, "--data", "digits", "--rounds", str(ROUNDS), "--participants", "2", "--checkpoints", str(KEPT))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_litter(folder: Path) -> bool:
     """Whether only whole files are left, and no more checkpoints than are kept."""
     checkpoints = list((folder / "checkpoint").glob("*.safetensors"))
-    return not any(p.name.endswith(".part") for p in folder.rglob("*")) and len(checkpoints) == 2
+    return not any(p.name.endswith(".part") for p in folder.rglob("*")) and len(checkpoints) == KEPT
 
 
 @pytest.mark.parametrize("store", ["memory", "file"])
@@ -67,6 +69,7 @@ def test_killed_at_random_times(tmp_path: Path) -> None:
     # When a kill comes depends on the machine; what must hold then does not.
     chance, out = random.Random(), tmp_path / "run"
     arguments = [*SMALL, "--data", "digits", "--rounds", str(4 * KILLS), "--eval-every", "1", "--resume"]
+    arguments += ["--checkpoints", str(KEPT)]
     for kill in range(KILLS):
         child = process([*arguments, "--out", str(out)], tmp_path / "log")
         child.start()
@@ -120,6 +123,40 @@ def unfinished(broken_off: Path, command: Command) -> Path:
 def test_a_resume_needs_no_flags_but_the_folder(command: Command, unfinished: Path, whole: Path) -> None:
     assert command.ok("run", "--resume", "--out", unfinished, "-q").err == "Resuming after round 3 of 4.\n"
     assert metrics(unfinished) == metrics(whole)
+
+
+@pytest.mark.parametrize("store", ["memory", "file"])
+def test_a_run_that_went_back_ends_bit_by_bit_as_it_did(command: Command, store: str) -> None:
+    out = Path("run")
+    arguments = [*SMALL, "--data", "digits", "--rounds", "4", "--participants", "2", "--store", store, "--out", out]
+    command.ok(*arguments)
+    line, state = metrics(out), (out / "checkpoint/round-000004.safetensors").read_bytes()
+    evaluation = (out / "evaluation.json").read_bytes()
+    for round_ in (1, 3):
+        said = command.ok("run", "--resume", "--out", out, "--back-to", str(round_), "-q").err
+        assert f"Going back to round {round_}; {4 - round_} later checkpoint" in said
+        assert f"Resuming after round {round_} of 4." in said
+        assert metrics(out) == line
+        assert (out / "evaluation.json").read_bytes() == evaluation
+        if store == "memory":  # in a file, which slots hold the states may differ, and the states do not
+            assert (out / "checkpoint/round-000004.safetensors").read_bytes() == state
+    assert (out / "summary.json").exists()
+
+
+def test_going_back_where_that_cannot_be_is_one_sentence_and_changes_nothing(
+    command: Command, unfinished: Path
+) -> None:
+    before = files(unfinished)
+    resume = ("run", "--out", unfinished, "-q")
+    kept = "rounds to go back to: 2, 3 (run.checkpoints says how many are kept)"
+    assert kept in command(*resume, "--resume", "--back-to", "1").sentence
+    assert "add --resume" in command(*resume, "--data", "digits", "--back-to", "1").sentence
+    assert "--back-to needs the run folder" in command("run", "--back-to", "1").sentence
+    assert files(unfinished) == before
+    none = command("run", "--out", "none", "--resume", "--data", "digits", "--back-to", "1").sentence
+    assert none == "There is no run in 'none' that could go back to round 1; leave out --back-to."
+    with pytest.raises(UserError, match="back_to needs the run folder"):
+        fit(FedAvg(), classification(), back_to=1)
 
 
 def test_no_run_to_resume_and_nothing_to_start(command: Command) -> None:

@@ -217,7 +217,7 @@ def test_a_run_that_noted_no_layout_is_read_in_the_order_of_registration(tmp_pat
     settings = Settings(seed=0)
     model = make_model(data.train.x[:2], 3, "head", settings, swapped)
     now = tmp_path / "now"
-    saved.save_model(now, model)
+    now.write_bytes(saved.model_bytes(model))
     again = saved.load_model(now, swapped, None, data, "head", settings)
     assert again.factors == model.factors
     before = tmp_path / "before"

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from bpfed.run import Run
 
 #: What changes how a run is computed, or where, and nothing of what comes out: it may go on with other settings.
-HOW = frozenset({"run.chunk", "run.memory", "run.compile", f"data.{PLACE}"})
+HOW = frozenset({"run.chunk", "run.memory", "run.compile", "run.checkpoints", f"data.{PLACE}"})
 
 
 class Folder(Callback):
@@ -66,21 +66,26 @@ class Folder(Callback):
         path: The folder.
         resume: Resume the run there (start from the beginning if there is none).
         overwrite: Throw away what is there.
+        back_to: Resume from the state after this round, and drop the rounds after it; None: from the last.
 
     Raises:
         UserError: There is a run already and neither was asked for, or there is something else. Nothing is written.
     """
 
-    def __init__(self, path: Path, resume: bool = False, overwrite: bool = False) -> None:
+    def __init__(self, path: Path, resume: bool = False, overwrite: bool = False, back_to: int | None = None) -> None:
         if resume and overwrite:
             raise UserError("A run cannot be both resumed and overwritten; choose one of --resume and --overwrite.")
-        self.path, self.resume, self.overwrite = path, resume, overwrite
+        if back_to is not None and not resume:
+            raise UserError(f"--back-to {back_to} is for a run that is resumed; add --resume.")
+        self.path, self.resume, self.overwrite, self.back_to = path, resume, overwrite, back_to
         self._lock: int | None = None
         self._manifest: Manifest | None = None
         self._metrics = hashlib.sha256()
         self._check()
         if self._rehearsing and not (resume or overwrite):
             raise self._exists()
+        if back_to is not None and not (path / CONFIG).exists():
+            raise UserError(f"There is no run in '{path}' that could go back to round {back_to}; leave out --back-to.")
 
     @property
     def states(self) -> Path:
@@ -261,6 +266,10 @@ class Folder(Callback):
         self._forget_rehearsals()
         # Without a manifest, which may have been lost, its checkpoints still tell whose they are.
         name = manifest.run if manifest is not None else identity(config, to_json(card(run.data)), own)
+        if self.back_to is not None:
+            with writing(self.path):
+                dropped = checkpoint.go_back(self.path / CHECKPOINT, self.back_to, name)
+            run.say(f"Going back to round {self.back_to}; {text.many(dropped, 'later checkpoint')} removed.")
         found = checkpoint.restore(self.path / CHECKPOINT, run.federation, name)
         if found is not None:
             for sentence in found.remarks:

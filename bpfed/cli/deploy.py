@@ -153,7 +153,18 @@ def client(
 
 
 @app.command("run", epilog="Example: bpfed deploy run fed")
-def run(folder: Folder) -> None:
+def run(
+    folder: Folder,
+    back_to: Annotated[
+        int | None,
+        typer.Option(
+            metavar="ROUND",
+            min=0,
+            help="Go on from the state after this round; the rounds after it are dropped.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
     """Run the remaining rounds, on the server's machine, and write the report."""
     _flower()
     from bpfed.flower import control
@@ -164,6 +175,8 @@ def run(folder: Folder) -> None:
     own = server_folder(folder)
     try:
         with Following() as shown:
+            if back_to is not None:
+                control.go_back(own, back_to, shown.say)
             record = control.run(own, Plan.read(own), shown.say, shown.status, shown.waiting)
     except KeyboardInterrupt:
         _say("No longer watching; a run that has started continues. Check it with 'bpfed deploy status'.")

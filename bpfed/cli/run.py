@@ -41,6 +41,12 @@ def run(
         bool, typer.Option("--resume", help="Resume the run in --out, up to the number of rounds it was started with.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in --out.")] = False,
+    back_to: Annotated[
+        int | None,
+        typer.Option(
+            metavar="ROUND", min=0, help="With --resume: go on from the state after this round.", show_default=False
+        ),
+    ] = None,
     data_dir: DataDir = None,
     track: Annotated[
         list[str] | None,
@@ -58,8 +64,9 @@ def run(
     """
     from bpfed.callbacks.progress import Progress
 
-    if out is None and (resume or overwrite):
-        raise UserError(f"--{'resume' if resume else 'overwrite'} needs the run folder, such as --out {_latest()}.")
+    if out is None and (resume or overwrite or back_to is not None):
+        given = "resume" if resume else "overwrite" if overwrite else "back-to"
+        raise UserError(f"--{given} needs the run folder, such as --out {_latest()}.")
     progress = Progress(patience=PATIENCE)
     try:
         if not quiet:
@@ -77,7 +84,7 @@ def run(
         from bpfed.training import prepare
 
         out = out or free(chosen)
-        folder = Folder(out, resume, overwrite)
+        folder = Folder(out, resume, overwrite, back_to)
         if resume and source is None and not any(override.key == "data.name" for override in said):
             raise UserError(
                 f"There is no run to resume in '{out}'; choose another --out, or start a new run with --data."

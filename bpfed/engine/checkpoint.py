@@ -2,7 +2,8 @@
 
 A checkpoint is two files, ``round-000012.safetensors`` and ``round-000012.json``; the second holds the hash of the
 first and is written last, so it is what makes the checkpoint exist. It also holds a hash of itself, and a word for the
-run that it is of. The two newest are kept: one that is damaged, or of another run, falls back to the other.
+run that it is of. The newest are kept (`Settings.checkpoints`): one that is damaged, or of another run, falls back to
+the one before, and a run can go back to any of them (`go_back`). A server's state that is not finite is never written.
 """
 
 from __future__ import annotations
@@ -28,10 +29,25 @@ from bpfed.likelihoods import Categorical, Likelihood, Normal
 from bpfed.manifest import IDENTITY
 from bpfed.model import Model
 from bpfed.networks import make_model
+from bpfed.uploads import finite
 
-KEPT = 2
 #: The key of a checkpoint's hash of the rest of its JSON.
 RECORD = "record"
+#: What reading a damaged checkpoint may raise.
+_DAMAGE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RuntimeError,
+    safetensors.SafetensorError,
+)
+
+
+class _Foreign(ValueError):
+    """A checkpoint of another run."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +73,26 @@ class Restored:
 
 
 def save(folder: Path, federation: Federation, extra: dict[str, Any]) -> None:
-    """Write the state after the last finished round."""
+    """Write the state after the last finished round.
+
+    Raises:
+        UserError: The server's state is not finite; nothing is written.
+    """
+    if not finite(federation.shared):
+        raise UserError(
+            f"The server's state after round {federation.round} is not finite, so it is not kept; resume from the round "
+            "before."
+        )
     leaves, _ = tree_flatten(federation.shared)
     tensors: dict[str, Tensor] = {f"shared.{i}": t.detach().cpu().contiguous() for i, t in enumerate(leaves)}
     tensors |= {f"store.{k}": t.cpu().contiguous() for k, t in federation.store.snapshot().items()}
     data = safetensors.torch.save(tensors)
     name = _name(federation.round)
     write_whole(folder / f"{name}.safetensors", data)
-    record = {"round": federation.round, "sha256": sha256(data), **extra}
+    record = {"round": federation.round, "sha256": sha256(data), "lengths": federation.lengths, **extra}
     write_whole(folder / f"{name}.json", to_json({**record, RECORD: _digest(record)}))
-    kept = sorted(path.stem for path in folder.glob("round-*.json"))[-KEPT:]
+    most = min(federation.settings.checkpoints, federation.store.depth)
+    kept = sorted(path.stem for path in folder.glob("round-*.json"))[-most:]
     for old in sorted(folder.glob("round-*")):  # of each the JSON first, and what a kill left of one without it
         if old.stem not in kept:
             old.unlink(missing_ok=True)
@@ -88,33 +114,15 @@ def restore(folder: Path, federation: Federation, run: str | None = None) -> Res
     foreign: list[str] = []
     for path in sorted(folder.glob("round-*.json"), reverse=True):
         try:
-            record = from_json(path.read_bytes())
-            own = record.pop(RECORD, None)
-            if own != (_digest(record) if own is not None or IDENTITY in record else None):
-                raise ValueError("hash of the record")
-            if run is not None and record.pop(IDENTITY, run) != run:
-                foreign.append(path.stem)
-                raise ValueError("another run")
-            data = path.with_suffix(".safetensors").read_bytes()
-            if sha256(data) != record["sha256"]:
-                raise ValueError("hash")
-            if type(record["round"]) is not int or path.stem != _name(record["round"]):
-                raise ValueError("round")
-            float(record.get("seconds", 0.0))
+            record, data = _sound(path, run)
             _place(federation, safetensors.torch.load(data))
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-            RuntimeError,
-            safetensors.SafetensorError,
-        ):
+        except _DAMAGE as error:
+            if isinstance(error, _Foreign):
+                foreign.append(path.stem)
             damaged.append(path.stem)
             continue
         federation.round = record.pop("round")
+        federation.lengths = record.pop("lengths", {})  # none before 0.8
         record.pop("sha256")
         return Restored(federation.round, record, tuple(damaged), tuple(foreign))
     if damaged:
@@ -124,6 +132,50 @@ def restore(folder: Path, federation: Federation, run: str | None = None) -> Res
             f"{'put its own back from a copy, or ' if foreign else ''}start again with a new --out or --overwrite."
         )
     return None
+
+
+def _sound(path: Path, run: str | None) -> tuple[dict[str, Any], bytes]:
+    """The record and the tensors' bytes of a checkpoint; raises one of `_DAMAGE` if something of it cannot be right."""
+    record = from_json(path.read_bytes())
+    own = record.pop(RECORD, None)
+    if own != (_digest(record) if own is not None or IDENTITY in record else None):
+        raise ValueError("hash of the record")
+    if run is not None and record.pop(IDENTITY, run) != run:
+        raise _Foreign("another run")
+    data = path.with_suffix(".safetensors").read_bytes()
+    if sha256(data) != record["sha256"]:
+        raise ValueError("hash")
+    if type(record["round"]) is not int or path.stem != _name(record["round"]):
+        raise ValueError("round")
+    float(record.get("seconds", 0.0))
+    return record, data
+
+
+def go_back(folder: Path, round_: int, run: str | None = None) -> int:
+    """Remove the checkpoints of all rounds after this one, so that it is the newest; how many those were.
+
+    ``run`` is as in `restore`.
+
+    Raises:
+        UserError: There is no sound checkpoint of it; nothing is removed.
+    """
+    there = {}
+    for path in sorted(folder.glob("round-*.json")):
+        try:
+            there[int(_sound(path, run)[0]["round"])] = path
+        except _DAMAGE:
+            continue
+    if round_ not in there:
+        kept = ", ".join(str(n) for n in there) or "none"
+        raise UserError(
+            f"There is no checkpoint of round {round_} in '{folder}', so the run cannot go back to it; rounds to go back "
+            f"to: {kept} (run.checkpoints says how many are kept)."
+        )
+    later = [path for path in folder.glob("round-*") if path.stem > _name(round_)]
+    # The newest first, and of each the JSON first: killed in between, the run goes on from a whole checkpoint.
+    for path in sorted(later, key=lambda path: (path.stem, path.suffix == ".json"), reverse=True):
+        path.unlink()
+    return len({path.stem for path in later})
 
 
 def model_bytes(model: Model) -> bytes:
@@ -251,6 +303,8 @@ def _place(federation: Federation, tensors: dict[str, Tensor]) -> None:
     for old, new in zip(leaves, loaded, strict=True):
         if old.shape != new.shape or old.dtype != new.dtype:
             raise ValueError("shape")
+    if not finite(loaded):  # as versions before 0.8 may have written
+        raise ValueError("not finite")
     store = {k.removeprefix("store."): t for k, t in tensors.items() if k.startswith("store.")}
     federation.shared = tree_unflatten([t.to(federation.device) for t in loaded], spec)
     federation.store.restore(store)

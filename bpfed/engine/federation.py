@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +15,17 @@ from bpfed import noise
 from bpfed.data.federated import FederatedData
 from bpfed.engine.checks import check_data, check_factors, check_run
 from bpfed.engine.local import LocalRound, Rows, chunk_size
-from bpfed.engine.server import combined
+from bpfed.engine.server import Judged, Lengths, combined, judged, remembered
 from bpfed.engine.settings import Settings
 from bpfed.engine.store import Store, make_store
-from bpfed.errors import UserError
+from bpfed.errors import Diverged, UserError, first_of
 from bpfed.likelihoods import Likelihood
 from bpfed.methods.base import Course, Method, State, rows
 from bpfed.model import Model
 from bpfed.networks import make_model
 from bpfed.noise import Purpose
 from bpfed.privacy import Draw, gaussian_epsilon, poisson_epsilon
-from bpfed.uploads import check_updates
+from bpfed.uploads import check_updates, finite, size_of
 
 #: Clients whose last states are made and stored at a time.
 SETTLED = 1000
@@ -49,6 +50,7 @@ class Federation:
         taken: A round, and how often each client was drawn up to it, ``[N]``; counted when first needed.
         run_of_all: The run, where this is one site of it by itself; None: all its clients are here.
         learnt_softness: The softness that rehearsals found; None: there were none.
+        lengths: How far the newest uploads that were used moved each tensor of the server's state.
     """
 
     method: Method
@@ -65,6 +67,7 @@ class Federation:
     taken: tuple[int, np.ndarray] | None = None
     run_of_all: Course | None = None
     learnt_softness: float | None = None
+    lengths: Lengths = field(default_factory=dict)
 
     @classmethod
     def start(
@@ -109,7 +112,7 @@ class Federation:
         if settings.clip > 0.0:
             check_updates(method, model)
         initial, device = method.init(model), model.initial.device
-        store = make_store(settings.store, initial.personal, len(data), device, folder)
+        store = make_store(settings.store, initial.personal, len(data), device, folder, settings.checkpoints)
         return cls(method, data, settings, model, device, initial.shared, store, noise.client_ids(data.clients))
 
     def __len__(self) -> int:
@@ -254,15 +257,56 @@ class Federation:
             self.training = LocalRound.of(self.method, self.model, self.data.train, self.settings)
         return self.training
 
-    def receive(self, clients: Tensor, uploads: State, personal: State) -> None:
-        """End a round: the server aggregates the uploads, each client keeps its own. No uploads: only noise changes."""
+    def receive(self, clients: Tensor, uploads: State, personal: State) -> dict[str, str]:
+        """End a round: the server aggregates the uploads, each client keeps its own. No uploads: only noise changes.
+
+        A client whose upload is refused keeps its old state, as if it had been away.
+
+        Returns:
+            Why uploads were refused, by client.
+
+        Raises:
+            Diverged: No upload can be used, or the server's state would not be finite; everything is as before.
+        """
+        found = self.judge(uploads) if len(clients) else None
+        refused = {} if found is None else {i: why for i, why in enumerate(found.why) if why}
+        names = [self.data.clients[i] for i in clients.tolist()]
+        if refused and found is not None:
+            reasons = [f"client '{names[i]}': {why}" for i, why in refused.items()]
+            if len(refused) == len(clients):
+                raise self._diverged(f"no upload can be used, {first_of(reasons, ' ', most=1)}")
+            kept = torch.tensor(found.accepted)
+            clients = clients[kept]
+            uploads, personal = tree_map(lambda t: t[kept.to(t.device)], (uploads, personal))
         weights = torch.ones(len(clients), device=self.device)
         if self.settings.weighting == "size":
             weights = self.data.train.sizes[clients].float().to(self.device)
-        self.shared = self.combined(uploads, weights)
+        shared = self.combined(uploads, weights)
+        if not finite(shared):
+            moved = "" if found is None else f"; client {found.furthest(names)}"
+            raise self._diverged(f"the server's state would not be finite{moved}")
+        self.shared = shared
         if len(clients):
             self.store.put(clients, personal)
+        if found is not None:
+            self.lengths = remembered(self.lengths, found)
         self.round += 1
+        return {names[i]: why for i, why in refused.items()}
+
+    def judge(self, uploads: State) -> Judged:
+        """Which of S uploads of the round in progress are used, and why the others are not; S is at least 1."""
+        return judged(self.method, self.settings, self.shared, uploads, self.lengths, self._first_size)
+
+    @cached_property
+    def _first_size(self) -> float:
+        """The norm of the weights and means of the server's first state."""
+        return size_of(self.method, self.method.init(self.model).shared)
+
+    def _diverged(self, why: str) -> Diverged:
+        return Diverged(
+            f"Training diverged in round {self.round + 1} ({why}); lower the step size, method.lr, or look for extreme "
+            "values in the data."
+        )
 
     def combined(self, uploads: State, weights: Tensor, draw: Draw | None = None) -> State:
         """The server's state after the round in progress, from S uploads and their weights ``[S]``.

@@ -26,6 +26,8 @@ LARGEST = {
     "bins": 1_000,
     "rehearsals": 1_000,
 }
+#: A slot of a file of personal states is numbered by a byte.
+MOST_CHECKPOINTS = 100
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,11 @@ class Settings:
         delta: With noise, the δ for which ε is computed.
         robust: How the server defends itself against bad uploads: ``median`` takes the median of each coordinate,
             ``trimmed:0.2`` the mean without that share of values at either end, ``none`` just the method's own rule.
+        max_update_ratio: An upload that moved the server's weights or means more than this many times as far as the
+            median of the round's and earlier uploads is refused, if that is also further than three times the size of
+            the first weights. 0: no limit.
+        max_sigma_ratio: An upload is refused if one of its standard deviations is more than this many times the
+            server's, or less than the server's divided by it. 0: no limit.
         compression: ``half``: uploads and the server's state are sent with means in half precision and standard
             deviations as one byte each; ``none``: in full precision.
         device: ``auto``, ``cpu`` or ``cuda``.
@@ -79,6 +86,8 @@ class Settings:
         chunk: Clients trained at once; None: chosen for speed within ``memory``.
         memory: Memory for the state of clients in training, in MiB.
         store: Where personal states are kept: ``memory``, ``file``, or ``auto``, a file if they exceed 64 MiB.
+        checkpoints: Newest rounds of which a checkpoint is kept, and to which a run can go back (``--back-to``); at
+            least 2.
     """
 
     rounds: int = 50
@@ -104,6 +113,8 @@ class Settings:
     noise: float = 0.0
     delta: float = 1e-5
     robust: str = "none"
+    max_update_ratio: float = 20.0
+    max_sigma_ratio: float = 100.0
     compression: Literal["none", "half"] = "none"
     device: Device = "auto"
     tf32: bool = True
@@ -111,6 +122,7 @@ class Settings:
     chunk: int | None = None
     memory: int = 2048
     store: Literal["auto", "memory", "file"] = "auto"
+    checkpoints: int = 5
 
     def check(self, clients: int) -> None:
         """Raise a `UserError` if these settings cannot be run with that many clients."""
@@ -127,6 +139,8 @@ class Settings:
         for name in ("seed", "eval_every", "rehearsals"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be 0 or more.")
+        if not 2 <= self.checkpoints <= MOST_CHECKPOINTS:
+            raise UserError(f"checkpoints is {self.checkpoints}, but must be from 2 to {MOST_CHECKPOINTS}.")
         if self.participants is not None and not 1 <= self.participants <= clients:
             raise UserError(
                 f"participants is {self.participants}, but there are {clients} clients; choose 1 to {clients}."
@@ -172,6 +186,9 @@ class Settings:
         for name in ("clip", "noise"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise UserError(f"{name} is {getattr(self, name)}, but must be 0 or more.")
+        for name in ("max_update_ratio", "max_sigma_ratio"):
+            if (value := getattr(self, name)) != 0.0 and not 1.0 < value < float("inf"):
+                raise UserError(f"{name} is {value}, but must be above 1, or 0 for no limit.")
         if not 0.0 < self.delta < 1.0:
             raise UserError(f"delta is {self.delta}, but must be above 0 and below 1.")
         if self.noise > 0.0 and self.clip == 0.0:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bpfed.data.federated import Examples
@@ -29,10 +30,17 @@ _KINDS: tuple[Callable[[Federation], object], ...] = (
 
 @dataclass(frozen=True)
 class RoundInfo:
-    """What is reported of a round: participants, and the mean of what their methods report (nats per example)."""
+    """What is reported of a round.
+
+    Attributes:
+        participants: How many uploads were used.
+        values: The mean of what these clients' methods report (nats per example).
+        refused: Why uploads were not used, by client.
+    """
 
     participants: int
     values: dict[str, float]
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 class Simulator:
@@ -72,8 +80,9 @@ class Simulator:
         for (k, federation), who in zip(active, clients, strict=True):
             mine = slice(start, start + len(who))
             start += len(who)
-            federation.receive(who, _slice(finished.upload, mine), _slice(finished.personal, mine))
-            infos[k] = _info(len(who), finished, mine)
+            refused = federation.receive(who, _slice(finished.upload, mine), _slice(finished.personal, mine))
+            used = [i not in refused for i in (federation.data.clients[c] for c in who.tolist())]
+            infos[k] = _info(finished, mine, torch.tensor(used, dtype=torch.bool), refused)
             if federation.finished:
                 federation.settle()
         return infos
@@ -100,9 +109,12 @@ class Simulator:
         return work > COMPILE_FROM
 
 
-def _info(clients: int, finished: Finished, mine: slice) -> RoundInfo:
-    means = {name: float(value[mine].mean()) if clients else float("nan") for name, value in finished.info.items()}
-    return RoundInfo(clients, means)
+def _info(finished: Finished, mine: slice, used: Tensor, refused: dict[str, str]) -> RoundInfo:
+    means: dict[str, float] = {}
+    for name, value in finished.info.items():
+        own = value[mine][used.to(value.device)] if refused else value[mine]
+        means[name] = float(own.mean()) if len(own) else float("nan")
+    return RoundInfo(int(used.sum()), means, refused)
 
 
 def _slice(state: State, index: slice) -> State:

@@ -6,6 +6,7 @@ Either way a round touches the rows of its participants only. A client that was 
 from __future__ import annotations
 
 import os
+import sys
 import zlib
 from functools import cached_property
 from io import FileIO
@@ -45,7 +46,13 @@ class Layout:
 
 
 class Store(Protocol):
-    """What the engine asks of a store."""
+    """What the engine asks of a store.
+
+    Attributes:
+        depth: So many of the newest snapshots can be restored.
+    """
+
+    depth: int
 
     def get(self, clients: Tensor) -> State:
         """States of the clients at these indices ``[S]``."""
@@ -65,7 +72,12 @@ class Store(Protocol):
 
 
 class MemoryStore:
-    """Rows in one tensor; memory of clients that never took part is not touched."""
+    """Rows in one tensor; memory of clients that never took part is not touched.
+
+    A snapshot is a copy of all rows, so that any one can be restored.
+    """
+
+    depth = sys.maxsize
 
     def __init__(self, template: State, clients: int, device: torch.device | str = "cpu") -> None:
         self.layout = Layout(template)
@@ -96,26 +108,34 @@ class MemoryStore:
 
 
 class FileStore:
-    """Rows in a file, three slots for each client.
+    """Rows in a file, for each client one slot more than there are snapshots to go back to.
 
-    A put writes to a slot that neither of the last two snapshots points at, and a snapshot is only the slot numbers and
-    a checksum (CRC-32) of each client's row. So a checkpoint costs ten bytes per client, and whatever moment a process
-    is killed at, the last two snapshots are intact. A row that is read is held against its checksum.
+    A put writes to a slot that none of the last ``depth`` snapshots points at, and a snapshot is only the slot numbers
+    and a checksum (CRC-32) of each client's row. So a checkpoint costs some ten bytes per client, and whatever moment a
+    process is killed at, these snapshots are intact. A row that is read is held against its checksum. The file that a
+    run has begun keeps its number of slots.
 
     The file is read and written row by row and not mapped into memory: a full disk is then an error with a name, where
     a map would end the process. It is made or opened when first needed, so a run that is refused has touched nothing.
     """
 
-    SLOTS = 3
-
-    def __init__(self, template: State, clients: int, path: Path) -> None:
+    def __init__(self, template: State, clients: int, path: Path, depth: int = 2) -> None:
         self.layout = Layout(template)
-        self.path = path
-        self.size = clients * self.SLOTS * self.layout.width * 4
+        self.path, self.clients, self.depth = path, clients, depth
         self.first = self.layout.first.cpu()
         self.slot = torch.full((clients,), -1, dtype=torch.int8)  # -1: never put
-        self.kept = (self.slot.clone(), self.slot.clone())  # of the last two snapshots
         self.sums = torch.full((clients,), -1, dtype=torch.int64)  # -1: not known
+        self.kept = self.slot.repeat(depth, 1)  # of the last snapshots, newest first, [depth, clients]
+
+    @property
+    def slots(self) -> int:
+        """Slots of a client."""
+        return self.depth + 1
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.clients * self.slots * self.layout.width * 4
 
     @cached_property
     def _written(self) -> FileIO:
@@ -152,8 +172,7 @@ class FileStore:
         return self.layout.unpack(rows)
 
     def put(self, clients: Tensor, state: State) -> None:
-        last, older = (kept[clients] for kept in self.kept)
-        free = torch.stack([(last != s) & (older != s) for s in range(self.SLOTS)], -1).int().argmax(-1)
+        free = torch.stack([(self.kept[:, clients] != s).all(0) for s in range(self.slots)], -1).int().argmax(-1)
         rows = self.layout.pack(state).cpu().contiguous().numpy() if self.layout.width else np.zeros((0, 0), np.float32)
         if len(rows) and rows.shape[1] != self.layout.width:  # it would be written over the next client's
             raise ValueError(f"A state of {rows.shape[1]} numbers does not fit a row of {self.layout.width}.")
@@ -169,27 +188,36 @@ class FileStore:
     def snapshot(self) -> dict[str, Tensor]:
         with writing(self.path):
             os.fsync(self._written.fileno())
-        self.kept = (self.slot.clone(), self.kept[0])
-        return {"slot": self.kept[0], "older": self.kept[1], "sums": self.sums.clone()}
+        self.kept = torch.cat([self.slot[None], self.kept[:-1]])
+        return {"slot": self.kept[0].clone(), "older": self.kept[1:].clone(), "sums": self.sums.clone()}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        if not self.path.exists() or self.path.stat().st_size != self.size:
+        slot, older = tensors["slot"], tensors["older"]
+        kept = torch.cat(
+            [slot[None], older.reshape(-1, len(slot))]
+        )  # until 0.7 there was one older row, without an axis
+        width = self.clients * self.layout.width * 4
+        if not self.path.exists() or self.path.stat().st_size != (len(kept) + 1) * width or len(slot) != self.clients:
             raise ValueError(f"'{self.path}' is missing or has another size.")
-        if any(t.shape != self.slot.shape or t.dtype != torch.int8 for t in (tensors["slot"], tensors["older"])):
-            raise ValueError("Its slots are of other clients.")
-        self.slot = tensors["slot"].clone()
-        self.kept = (tensors["slot"].clone(), tensors["older"].clone())
+        if kept.dtype != torch.int8:
+            raise ValueError("Its slots are not slots.")
+        self.slot, self.kept, self.depth = slot.clone(), kept, len(kept)
         self.sums = tensors.get("sums", torch.full_like(self.sums, -1)).clone()  # earlier versions kept none
 
     def _at(self, client: int, slot: int) -> int:
-        return (client * self.SLOTS + slot) * self.layout.width * 4
+        return (client * self.slots + slot) * self.layout.width * 4
 
 
-def make_store(kind: str, template: State, clients: int, device: torch.device, folder: Path | None) -> Store:
-    """A store of that kind; ``auto`` is a file where the rows would fill over 64 MiB and there is a folder for it."""
+def make_store(
+    kind: str, template: State, clients: int, device: torch.device, folder: Path | None, depth: int = 2
+) -> Store:
+    """A store of that kind; ``auto`` is a file where the rows would fill over 64 MiB and there is a folder for it.
+
+    ``depth`` is how many of the newest snapshots can be restored, at least.
+    """
     if kind == "file" and folder is None:
         raise UserError("store is 'file', but there is no run folder to keep the file in; give one with out (--out).")
     size = 4 * Layout(template).width * clients
     if folder is not None and (kind == "file" or (kind == "auto" and size > 64 << 20)):
-        return FileStore(template, clients, folder / "personal.f32")
+        return FileStore(template, clients, folder / "personal.f32", depth)
     return MemoryStore(template, clients, device)

@@ -145,6 +145,23 @@ def finished(folder: Path) -> RunRecord | None:
     return RunRecord.read(folder / RUN)
 
 
+def go_back(folder: Path, round_: int, say: Say) -> None:
+    """Make the state after a round the newest one of the server's run, so that `run` goes on from there.
+
+    Raises:
+        UserError: A run is under way, or there is no such state.
+    """
+    last = status(folder)
+    if last is not None and last.get("state") not in ("finished", "stopped") and alive(int(last["pid"])):
+        raise UserError(
+            f"A run is under way ({where(last)}), so it cannot go back to round {round_}; stop 'bpfed deploy server' and "
+            "start it again first, then give --back-to."
+        )
+    with writing(folder):
+        open_server(folder, say).journal.back_to(round_)
+        (folder / RUN / STATUS).unlink(missing_ok=True)
+
+
 def run(
     folder: Path, plan: Plan, say: Say, progress: Callable[[dict[str, Any]], None], waiting: Say = _nobody
 ) -> RunRecord:

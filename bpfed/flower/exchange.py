@@ -139,10 +139,17 @@ class Exchange:
                 raise Refused("its training reports {} where {} are expected.".format(*names))
             if asked.train and answer.train < 1:
                 raise Refused("it reports no training example.")
+            told = (self.journal.sites[site].facts or {}).get("train")
+            if isinstance(told, int) and answer.train > told:  # what it says before the run is what all can agree on
+                raise Refused(f"it reports {answer.train} training examples, but said before that it has {told}.")
             return answer
         except Refused as refused:
-            self.journal.sites[site].refused += 1
-            place = self.journal.place(number)
-            self.journal.sites[site].why = f"its message in {place} was not used: {refused}"
-            self.say(f"{sentence(place)}: the message from site '{site}' was not used: {refused}")
+            self.refuse(site, number, str(refused))
             return None
+
+    def refuse(self, site: str, number: int, why: str) -> None:
+        """Count a message that is not used, and name its site."""
+        self.journal.sites[site].refused += 1
+        place = self.journal.place(number)
+        self.journal.sites[site].why = f"its message in {place} was not used: {why}"
+        self.say(f"{sentence(place)}: the message from site '{site}' was not used: {why}")

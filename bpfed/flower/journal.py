@@ -22,7 +22,7 @@ from bpfed.layout import CHECKPOINT, CONFIG, EVALUATION, EXCHANGES, MANIFEST, ME
 from bpfed.manifest import Manifest
 from bpfed.metrics import Evaluation
 from bpfed.rehearsal import uncertain
-from bpfed.report import RunRecord, write
+from bpfed.report import RunRecord, text, write
 from bpfed.report.record import softly
 
 #: What a rehearsal found, in its folder.
@@ -125,6 +125,28 @@ class Journal:
         self.counted, self.softness, self.held = (kept[k] for k in ("counted", "softness", "held"))
         federation.learnt_softness = self.softness
         self.say(f"Resuming after {self.place(restored.round)} of {self.config.run.rounds}.")
+
+    def back_to(self, round_: int) -> None:
+        """Make the state after a round the newest one, before the run is taken up; later rounds are dropped.
+
+        Each site then goes on from its own state of the last round up to this one in which its upload was used; sites
+        keep as many of them as there are checkpoints.
+
+        Raises:
+            UserError: There is no sound checkpoint of it; nothing is changed.
+        """
+        if self.kept() is None:
+            raise UserError(
+                f"No run has begun in '{self.home}', so there is no round to go back to; leave out --back-to."
+            )
+        dropped = checkpoint.go_back(self.folder / CHECKPOINT, round_)
+        for name in (SUMMARY, EVALUATION, REPORT):  # of a run that was finished
+            (self.folder / name).unlink(missing_ok=True)
+        self.say(f"Going back to round {round_}; {text.many(dropped, 'later checkpoint')} removed.")
+        self.say(
+            "Sites go on from their own states of that round; one that no longer has it says so in its log, and goes on "
+            "from an older one."
+        )
 
     def save(self, federation: Federation) -> None:
         """Write a checkpoint."""

@@ -36,7 +36,10 @@ SHARES = ("sure", "sure_right", "risk", "majority", "positive", "positive_right"
 #: By how much sums may be off, by rounding.
 ROUNDING = 1e-6
 #: Settings of a run that have no part in what a site computes.
-LOCAL_SETTINGS = ("device", "tf32", "compile", "chunk", "memory", "store")
+LOCAL_SETTINGS = (
+    *("device", "tf32", "compile", "chunk", "memory", "store"),
+    *("checkpoints", "max_update_ratio", "max_sigma_ratio"),
+)
 
 
 def fingerprint(config: Config) -> str:

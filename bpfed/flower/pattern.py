@@ -22,6 +22,7 @@ from bpfed.errors import UserError, quoted
 from bpfed.flower.words import plain
 from bpfed.methods.base import Finished, Method, State, untrained
 from bpfed.model import Model
+from bpfed.uploads import leaf_name
 
 #: How tensors are written: flat, little-endian.
 RAW = "bpfed.raw"
@@ -60,7 +61,7 @@ class Pattern:
     def of(cls, state: State, scales: tuple[str, ...], half: bool = False) -> Pattern:
         """Of an example without client axis; ``scales`` are the names of fields that hold standard deviations."""
         leaves, spec = tree_flatten_with_path(state)
-        named = {_name(path): leaf for path, leaf in leaves}
+        named = {leaf_name(path): leaf for path, leaf in leaves}
         scale = {name for name in named if name.rpartition(".")[2] in scales}
         positive = frozenset(name for name in scale if bool((named[name] > 0).all()))
         shapes = {name: tuple(leaf.shape) for name, leaf in named.items()}
@@ -87,7 +88,7 @@ class Pattern:
         """A state that fits, as it travels."""
         arrays: dict[str, Array] = {}
         for path, leaf in tree_flatten_with_path(state)[0]:
-            name, plain = _name(path), leaf.detach().cpu()
+            name, plain = leaf_name(path), leaf.detach().cpu()
             if self.half and self._levels(name):
                 arrays[name], arrays[name + BOUNDS] = map(_array, to_levels(plain))
             else:
@@ -195,10 +196,6 @@ def patterns(method: Method, model: Model, half: bool = False) -> Patterns:
             "itself with 'bpfed run'."
         )
     return made
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return ".".join(str(getattr(key, "name", getattr(key, "idx", key))) for key in path)
 
 
 def listed(names: Any) -> str:

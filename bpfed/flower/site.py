@@ -293,7 +293,8 @@ class Site:
         return layout.pack(personal)[0] if layout.width else torch.zeros(0)
 
     def _states(self, ask: Ask) -> States:
-        return States(self.folder / REHEARSALS if ask.rehearsal else self.folder, self.name, ask.run)
+        folder = self.folder / REHEARSALS if ask.rehearsal else self.folder
+        return States(folder, self.name, ask.run, self.config.run.checkpoints)
 
     def _forget_rehearsals(self) -> None:
         """Once the run itself has begun."""

@@ -16,7 +16,7 @@ from bpfed.errors import UserError
 from bpfed.files import clear_parts, write_whole
 from bpfed.flower.disk import when_full
 
-#: States of earlier rounds that are kept, for a server that goes back to an older checkpoint.
+#: States of earlier rounds that are kept at least, for a server that goes back to an older checkpoint.
 KEPT = 3
 
 
@@ -25,12 +25,18 @@ class States:
 
     The server says in which round a site's contribution was last used, and the site goes on from its state of that
     round. So a reply that was lost, or a round that is asked for twice, leaves no trace: as if the site had been away.
+
+    Args:
+        folder: Of all runs' states.
+        site: Whose they are.
+        run: A word for the run.
+        kept: States of earlier rounds that are kept: as many as the server keeps checkpoints to go back to.
     """
 
-    def __init__(self, folder: Path, site: str, run: str) -> None:
+    def __init__(self, folder: Path, site: str, run: str, kept: int = KEPT) -> None:
         if not re.fullmatch(r"[0-9a-f]{1,64}", run):
             raise UserError("The run's name is not a plain word, so nothing is kept for it.")
-        self.folder, self.site = folder / run, site
+        self.folder, self.site, self.kept = folder / run, site, max(KEPT, kept)
 
     def at(self, round_: int) -> tuple[int, Tensor | None]:
         """The newest sound state up to a round and that state's round; 0 and None where there is none."""
@@ -46,7 +52,7 @@ class States:
         self._write(self._path(round_), round_, row)
         used = sorted(n for n in self.rounds() if n <= counted)
         for number in self.rounds():
-            if number != round_ and number not in used[-KEPT:]:
+            if number != round_ and number not in used[-self.kept :]:
                 self._path(number).unlink(missing_ok=True)
 
     def settle(self, round_: int, row: Tensor) -> None:

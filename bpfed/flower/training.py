@@ -8,7 +8,7 @@ them alone. In a rehearsal there is nothing but that last exchange to test, with
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,9 @@ from bpfed.data.federated import FederatedData
 from bpfed.engine.checks import check_run
 from bpfed.engine.evaluate import evaluated_clients
 from bpfed.engine.federation import Federation
+from bpfed.engine.server import remembered
 from bpfed.engine.store import MemoryStore
-from bpfed.errors import UserError
+from bpfed.errors import UserError, first_of
 from bpfed.flower.exchange import Exchange, Todo
 from bpfed.flower.journal import Journal, sentence
 from bpfed.flower.message import Answer
@@ -39,6 +40,7 @@ from bpfed.records import DEPLOYED, SITES
 from bpfed.rehearsal import as_rehearsal
 from bpfed.report import text
 from bpfed.slopes import fitted
+from bpfed.uploads import finite
 
 #: The server's rule: (the federation, uploads ``[S, ...]``, weights ``[S]``) to its new state.
 Rule = Callable[[Federation, State, Tensor], State]
@@ -104,13 +106,15 @@ class Training:
             }
             answers = self._asked(post, number, {site: what for site, what in todo.items() if any(what)})
             uploads |= {site: answer for site, answer in answers.items() if answer.upload is not None}
+            uploads = self._bounded(number, uploads)
             scores |= {site: answer.sums for site, answer in answers.items() if answer.sums is not None}
             if len(uploads) >= least:
                 break
         else:
             raise UserError(
-                f"{here} got {len(uploads)} of {len(drawn)} uploads, {least} needed, in {self.plan.attempts} attempts; "
-                "check the sites and start the run again; it resumes from here."
+                f"{here} got {len(uploads)} of {len(drawn)} uploads, {least} needed, in {self.plan.attempts} attempts. "
+                f"{self._missing(site for site in drawn if site not in uploads)} Mend that and start the run again; it "
+                "resumes from here."
             )
         if tested:
             self._record(scores)
@@ -159,8 +163,29 @@ class Training:
             if len(found) == len(wanted):
                 break
         if not found:
-            raise UserError("No site has tested the last round; check the sites and start the run again.")
+            raise UserError(
+                f"No site has tested the last round. {self._missing(wanted)} Mend that and start the run again."
+            )
         return found
+
+    def _missing(self, sites: Iterable[str]) -> str:
+        """What happened to sites of which nothing could be used, a sentence each; of many, the first."""
+        seen = self.journal.sites
+        told = [
+            f"Site '{site}': {seen[site].why if seen[site].ready and seen[site].why else 'it is not online.'}"
+            for site in sites
+        ]
+        return first_of(told, " ", " And {} more.")
+
+    def _bounded(self, number: int, uploads: dict[str, Answer]) -> dict[str, Answer]:
+        """The uploads that are within the bounds; the others are refused, and their sites named."""
+        if not uploads:
+            return uploads
+        found = self.federation.judge(_stacked([uploads[site] for site in uploads]))
+        for site, why in zip(uploads, found.why, strict=True):
+            if why:
+                self.exchange.refuse(site, number, why)
+        return {site: answer for (site, answer), why in zip(uploads.items(), found.why, strict=True) if not why}
 
     def _asked(self, post: Post, number: int, todo: Mapping[str, Todo]) -> dict[str, Answer]:
         found = self.exchange(post, number, self.federation.shared, todo)
@@ -170,11 +195,16 @@ class Training:
 
     def _aggregate(self, number: int, order: list[str], uploads: Mapping[str, Answer]) -> None:
         start, settings = time.perf_counter(), self.federation.settings
-        states = [uploads[site].upload.state for site in order]  # type: ignore[union-attr]
-        stacked = tree_map(lambda *leaves: torch.stack(leaves), *states) if states else ()
+        stacked = _stacked([uploads[site] for site in order])
         sizes = torch.tensor([float(uploads[site].train) for site in order])
         weights = sizes if settings.weighting == "size" else torch.ones(len(order))
-        self.federation.shared = self.rule(self.federation, stacked, weights)
+        shared = self.rule(self.federation, stacked, weights)
+        found = self.federation.judge(stacked) if order else None
+        if not finite(shared):
+            raise self._not_finite(number, "" if found is None else found.furthest(order))
+        self.federation.shared = shared
+        if found is not None:
+            self.federation.lengths = remembered(self.federation.lengths, found)
         self.journal.counted |= dict.fromkeys(order, number)
         self.federation.round = number
         pending: dict[str, Any] = {"participants": len(order)}
@@ -192,6 +222,16 @@ class Training:
         here = sentence(self.journal.place(number))
         self.say(f"{here} of {settings.rounds}: {len(order)} uploads.{spent}")
 
+    def _not_finite(self, number: int, furthest: str) -> UserError:
+        """A round whose result cannot be used: the server stays where it is."""
+        who = f"Site {furthest}. Stop that site, or set" if furthest else "Set"
+        return UserError(
+            f"{sentence(self.journal.place(number))} is not accepted, since the server's state would not be finite. "
+            f"{who} max_update_ratio = 20 and max_sigma_ratio = 100 in the server's config.toml, so that such uploads "
+            f"are refused, and start the run again; it resumes after round {number - 1}, or from an earlier one with "
+            "--back-to."
+        )
+
     def _scored(self, round_: int) -> bool:
         """Whether the scores of a round are asked for with the next one."""
         return not self.journal.rehearsal and self.federation.settings.evaluated(round_)
@@ -208,6 +248,12 @@ class Training:
             return
         evaluation = evaluate_sums(Sums.join([scores[site] for site in order]), self.federation.settings.bins)
         self.journal.score(self.federation.round, evaluation, order, len(scores) - len(order))
+
+
+def _stacked(answers: Sequence[Answer]) -> State:
+    """The uploads of these answers, ``[S, ...]``; of none nothing."""
+    states = [answer.upload.state for answer in answers if answer.upload is not None]
+    return tree_map(lambda *leaves: torch.stack(leaves), *states) if states else ()
 
 
 def server_side(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any], rehearsal: int = 0) -> Federation:

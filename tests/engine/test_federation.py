@@ -115,7 +115,7 @@ def test_the_schedule_acts_on_the_step_size_alone():
 
 @pytest.mark.parametrize(("weighting", "weights"), [("equal", (1, 1)), ("size", (12, 20))])
 def test_uploads_count_equally_or_by_size(weighting, weights):
-    federation = scenarios.start(BPFed(), weighting=weighting)
+    federation = scenarios.start(BPFed(), weighting=weighting, max_update_ratio=0.0)
     width = federation.model.factors.shared
     uploads = Gaussian(torch.stack([torch.zeros(width), torch.ones(width)]), torch.ones(2, width))
     clients = torch.tensor([0, 2])

@@ -83,6 +83,42 @@ def test_data_is_remembered_once_it_could_be_read(tmp_path, capfd):
     assert open_site(site, print).name == "client-00"
 
 
+def test_a_deployment_goes_back_to_a_round_that_is_kept(bpfed, tmp_path, monkeypatch):
+    fed = tmp_path / "fed"
+    small = ("--data", "digits", "--clients", "2", "--rounds", "3", "--epochs", "1", "--method", "fedavg")
+    bpfed.ok("deploy", "init", fed, *small)
+    server = fed / "server"
+    assert "No run has begun in" in bpfed("deploy", "run", fed, "--back-to", "1").err
+    made = open_server(server, print)
+    sites = {name: open_site(control.site_folder(fed, name), print, "digits") for name in made.plan.sites}
+    grid = LoopGrid({k: node_of(site) for k, site in enumerate(sites.values())})
+    grid.keys = {list(sites).index(name): key for key, name in made.meeting.named.items()}
+    made.serve(GridPost(grid, poll=0.01))
+
+    status = server / "run" / "status.json"
+    noted = json.loads(status.read_text())
+    status.write_text(json.dumps(noted | {"state": "running"}))  # by this process, which is alive
+    kept = files(server)
+    refused = bpfed("deploy", "run", fed, "--back-to", "1")
+    assert refused.code == 2
+    assert "A run is under way (round 3 of 3), so it cannot go back to round 1" in refused.err
+    status.write_text(json.dumps(noted))
+    assert "no checkpoint of round 7 in" in bpfed("deploy", "run", fed, "--back-to", "7").err
+    status.write_text(json.dumps(noted | {"state": "running"}))
+    assert files(server) == kept
+
+    status.write_text(json.dumps(noted))
+    monkeypatch.setattr(control, "STARTING", 0.1)
+    said = bpfed("deploy", "run", fed, "--back-to", "1").err  # and no server answers
+    assert "Going back to round 1; 2 later checkpoints removed." in said
+    assert "No server answers" in said
+    again = open_server(server, print)
+    again.serve(GridPost(grid, poll=0.01))
+    assert [line["round"] for line in again.history] == [1, 2, 3]
+    for before, after in zip(made.federation.shared, again.federation.shared, strict=True):
+        assert before.equal(after)
+
+
 def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_path):
     fed = tmp_path / "fed"
     bpfed.ok(

@@ -140,6 +140,7 @@ BAD = {
     "another configuration": (field("fingerprint", "0"), "it has a different configuration"),
     "another name": (field("site", "site a"), "it calls itself"),
     "no examples": (field("train", 0), "no training example"),
+    "more examples than it has": (field("train", 9), "reports 9 training examples, but said before that it has 8"),
     "no upload": (without("upload"), "no 'upload'"),
     "no scores": (without("sums"), "no 'sums'"),
     "a score too many": (summed("labels", 1.0), "its sums hold 'labels'"),
@@ -188,6 +189,77 @@ def test_a_bad_answer_is_refused_named_and_counted_and_the_round_goes_on(fault, 
     assert all(s.isprintable() and len(s) < 1000 for s in deployed.said)
     assert words in json.loads((tmp_path / "server" / "status.json").read_text())["sites"]["site b"]["why"]
     same(server, *away_gaussian)  # as if it had been away
+
+
+LIES = {
+    "one mean of 1e20": ("mean", one(1e20), "it moved 'mean' by 1e+20"),
+    "all sigma 3e38": ("sigma", lambda v: np.full_like(v, 3e38), "'sigma' is not finite, too large"),
+    "all sigma 1e-30": ("sigma", lambda v: np.full_like(v, 1e-30), "times the server's"),
+    "one sigma of 1e6": ("sigma", one(1e6), "times the server's"),
+    "means times 1e6": ("mean", lambda v: v * np.float32(1e6), "it moved 'mean' by"),
+    "all means -3e38": ("mean", lambda v: np.full_like(v, -3e38), "all its weights are the same number"),
+    "all means 0": ("mean", np.zeros_like, "all its weights are the same number"),
+}
+
+
+@pytest.mark.parametrize("rule", ["mean", "moments", "precision"])
+def test_finite_lies_are_refused_named_and_the_run_is_that_without_the_liar(rule, tmp_path):
+    method, everyday = BPFed(rule=rule), {"epochs": 1, "rounds": len(LIES)}
+    deployed = Deployed(tmp_path, method, DATA, **everyday)
+    for number, (name, change, _) in enumerate(LIES.values(), 1):
+        spoil(deployed, "site b", lambda r, m, name=name, change=change: tensor(r, name, change), (str(number),))
+    server = deployed.serve()
+    for number, (_, _, words) in enumerate(LIES.values(), 1):
+        said = f"Round {number}: the message from site 'site b' was not used: "
+        assert [s for s in deployed.said if s.startswith(said) and words in s], number
+    assert server.sites["site b"].refused == len(LIES)
+    assert server.journal.counted == {"site a": len(LIES), "site c": len(LIES)}
+    away = {number: ["site b"] for number in range(1, len(LIES) + 1)}
+    same(server, *simulated(method, DATA, away=away, **everyday))
+
+
+def test_a_state_that_is_not_finite_is_neither_kept_nor_sent(tmp_path):
+    """With the bounds off; then on again, for which no site has to change anything."""
+    off = {"max_update_ratio": 0.0, "max_sigma_ratio": 0.0}
+    method, everyday = BPFed(rule="moments"), {"epochs": 1, "rounds": ROUNDS}
+    deployed = Deployed(tmp_path, method, DATA, **everyday, **off)
+    spoil(deployed, "site b", lambda r, m: tensor(r, "mean", one(1e20)))
+    with pytest.raises(
+        UserError, match=r"^Round 2 is not accepted.* Site 'site b' moved it furthest, 'mean' by 1e\+20"
+    ):
+        deployed.serve()
+    kept = sorted(path.stem for path in (tmp_path / "server" / "checkpoint").glob("*.json"))
+    assert kept == ["round-000000", "round-000001"]
+    clients, deployed = deployed.grid.clients, Deployed(tmp_path, method, DATA, **everyday)
+    deployed.grid.clients = clients
+    same(deployed.serve(), *simulated(method, DATA, away={2: ["site b"]}, **everyday))
+
+
+@pytest.mark.parametrize("back_to", [0, 2, 4])
+def test_a_run_that_went_back_ends_as_it_did(back_to, tmp_path):
+    everyday = {"epochs": 1, "rounds": 4, "participants": 2}
+    deployed = Deployed(tmp_path, BPFed(), DATA, **everyday)
+    done = deployed.serve()
+    again = deployed.server()
+    again.journal.back_to(back_to)
+    assert not (tmp_path / "server" / "summary.json").exists()
+    again.serve(GridPost(deployed.grid, poll=0.01))
+    for before, after in zip(done.federation.shared, again.federation.shared, strict=True):
+        assert torch.equal(before, after)
+    lines = [[{k: v for k, v in line.items() if k != "seconds"} for line in s.history] for s in (done, again)]
+    assert lines[0] == lines[1]
+    assert again.journal.counted == done.journal.counted
+    assert not any("is lost" in said for said in deployed.said)
+    same(again, *simulated(BPFed(), DATA, **everyday))
+
+
+def test_going_back_where_that_cannot_be_is_one_sentence(tmp_path):
+    deployed = Deployed(tmp_path, FedAvg(), DATA, epochs=1, rounds=ROUNDS, checkpoints=2)
+    with pytest.raises(UserError, match="No run has begun in"):
+        deployed.server().journal.back_to(1)
+    deployed.serve()
+    with pytest.raises(UserError, match=r"no checkpoint of round 1 in .*; rounds to go back to: 2, 3"):
+        deployed.server().journal.back_to(1)
 
 
 def test_a_reply_that_flower_cannot_read_costs_its_site_only(tmp_path):
@@ -358,7 +430,10 @@ def test_too_few_uploads_stop_the_run_with_a_sentence_and_it_goes_on_later(tmp_p
     deployed = Deployed(tmp_path, FedAvg(), DATA, epochs=1, rounds=ROUNDS, plan={"min_replies": 3})
     answer = dict(deployed.grid.clients)
     spoil(deployed, "site b", lambda r, m: None)
-    with pytest.raises(UserError, match="Round 2 got 2 of 3 uploads, 3 needed, in 3 attempts; check the sites"):
+    with pytest.raises(
+        UserError,
+        match=r"Round 2 got 2 of 3 uploads, 3 needed, in 3 attempts\. Site 'site b': in round 2 it did not answer within 1",
+    ):
         deployed.serve()
     status = json.loads((tmp_path / "server" / "status.json").read_text())
     assert (status["state"], status["round"]) == ("stopped", 1)

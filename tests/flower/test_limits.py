@@ -238,7 +238,6 @@ LIES = {
     "words swapped": changed("ward", levels=("west", "east")),
     "a spread of nothing": changed("age", scale=1e-9),
     "a spread beyond measure": changed("age", scale=1e12),
-    "no number": changed("age", mean=float("nan")),
     "not standardised": lambda p: replace(p, standardise="none"),
     "images": lambda p: replace(p, shape=(1, 2, 2)),
     "columns out of order": lambda p: replace(p, features=p.features[::-1]),
@@ -255,6 +254,13 @@ def test_a_preparation_that_is_not_of_what_the_site_told_is_refused(honest, lie)
         source.data(facts | {"preparation": made.record()})
     assert not any(word in str(raised.value) for word in ("age", "ward", "east", "'n'"))  # said at home only
     assert "compared with what this site has told" in source.notes[-1]
+
+
+def test_a_preparation_with_what_is_no_number_is_refused(honest):
+    tables, facts = honest
+    made = changed("age", mean=float("nan"))(Preparation.from_record(facts["preparation"]))
+    with pytest.raises(Refused, match="its preparation cannot be read"):
+        tables.sites["a"].source.data(facts | {"preparation": made.record()})
 
 
 def test_classes_that_were_invented_are_limited_by_the_sites_own_number(honest):

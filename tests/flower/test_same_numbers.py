@@ -37,7 +37,9 @@ def same(server, federation, history, tolerance=1e-6):
 def test_every_method_deploys_with_the_simulators_numbers(name, tmp_path):
     method, data = METHODS[name](), classification(sizes=(7, 12))
     deployed = Deployed(tmp_path, method, data, rounds=2)
-    same(deployed.serve(), *simulated(method, data, rounds=2))
+    server = deployed.serve()
+    same(server, *simulated(method, data, rounds=2))
+    assert not any(seen.refused for seen in server.sites.values())
 
 
 @pytest.mark.parametrize("name", ["bpfed-recipe", "bpfed-population", "fedper"])
