@@ -202,6 +202,15 @@ class Preparation:
         Raises:
             UserError: It is damaged, or of another version.
         """
+        try:
+            made = cls._parsed(record)
+            made._check_numbers()
+            return made
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise UserError(f"The preparation's record is damaged ({error}); train again.") from error
+
+    @classmethod
+    def _parsed(cls, record: Mapping[str, Any]) -> Preparation:
         given = dict(record)
         version = given.pop("version", None)
         if version != VERSION:
@@ -209,21 +218,16 @@ class Preparation:
                 f"The preparation has version {version}, but this bpfed reads version {VERSION}; use the bpfed that "
                 "wrote it."
             )
-        try:
-            for key in ("labels", "ignore"):
-                given[key] = tuple(given[key])
-            given["missing"] = tuple(given.get("missing", ()))  # since 0.7
-            given["shape"] = None if given["shape"] is None else tuple(given["shape"])
-            given["features"] = tuple(Feature(**{**f, "levels": tuple(f["levels"])}) for f in given["features"])
-            given["local"] = {
-                client: {name: (float(mean), float(scale)) for name, (mean, scale) in own.items()}
-                for client, own in given["local"].items()
-            }
-            made = cls(**given)
-            made._check_numbers()
-            return made
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise UserError(f"The preparation's record is damaged ({error}); train again.") from error
+        for key in ("labels", "ignore"):
+            given[key] = tuple(given[key])
+        given["missing"] = tuple(given.get("missing", ()))  # since 0.7
+        given["shape"] = None if given["shape"] is None else tuple(given["shape"])
+        given["features"] = tuple(Feature(**{**f, "levels": tuple(f["levels"])}) for f in given["features"])
+        given["local"] = {
+            client: {name: (float(mean), float(scale)) for name, (mean, scale) in own.items()}
+            for client, own in given["local"].items()
+        }
+        return cls(**given)
 
     def _check_numbers(self) -> None:
         """Raise a `ValueError` unless everything can be scaled with these numbers."""
@@ -341,10 +345,10 @@ def read_preparation(path: Path) -> tuple[Preparation, str]:
         features = [{"levels": (), **feature} for feature in found["features"]]
         if any(key in found for key in ("local", "client_column", "missing")):
             raise ValueError("local, client_column and missing are not for all sites")
-        made = Preparation.from_record({**defaults, **found, "features": features, "local": {}})
+        made = Preparation._parsed({**defaults, **found, "features": features, "local": {}})
     except OSError as error:
         raise UserError(f"'{path}' cannot be read ({error.strerror}); give a preparation file.") from error
-    except (ValueError, KeyError, TypeError, RecursionError, UserError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UserError) as error:
         raise UserError(f"'{path}' is not a preparation file ({error}); make one with 'bpfed data prepare'.") from error
     if why := made.fault():
         raise UserError(
