@@ -115,7 +115,7 @@ def _column(values: Any, name: str, what: str, words: bool, blanks: Blanks) -> C
     if array.ndim != 1:
         raise UserError(f"Column '{name}' of the {what} has shape {list(array.shape)}; give one value for each row.")
     if isinstance(array, np.ma.MaskedArray):
-        array = array.astype(object).filled(None)
+        array = np.ma.filled(array.astype(object), None)
     if array.dtype.kind in "mM":  # of which some have whole numbers as values
         raise UserError(
             f"Column '{name}' of the {what} has dates or times, which are not read; convert them to numbers or text."
