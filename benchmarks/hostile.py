@@ -82,6 +82,14 @@ WITHIN: dict[str, Lie] = {
 }
 
 
+#: Lies of which each is within the factor of the server's σ, and which in round after round would lead anywhere.
+CREEPING: dict[str, Lie] = {
+    "99 times the server's σ": lambda u, s, r, old: u._replace(sigma=99.0 * s.sigma),
+    "the server's σ / 99": lambda u, s, r, old: u._replace(sigma=s.sigma / 99.0),
+    "99 times one σ of the server's": lambda u, s, r, old: u._replace(sigma=_one(u.sigma, 99.0 * float(s.sigma[3]))),
+}
+
+
 @dataclass
 class Outcome:
     """What became of a run.
@@ -151,7 +159,7 @@ def main() -> None:
         stage = Stage(BPFed(rule=rule))
         for since in (1, 4):
             away = stage.play(None, since).accuracy
-            for name, lie in (REFUSED | WITHIN).items():
+            for name, lie in (REFUSED | WITHIN | CREEPING).items():
                 found = stage.play(lie, since)
                 liar = found.federation.data.clients[stage.liar]
                 told = [r for r, refused in found.refused.items() if liar in refused]

@@ -32,6 +32,7 @@ class Distances(NamedTuple):
             where a number of the upload is not.
         scales: By name of a tensor that holds standard deviations: the least and the greatest σ in units of the
             server's, ``[S, 2]`` float64; infinite where the server's σ is 0 and the upload's is not.
+        sigmas: By name of such a tensor: the least and the greatest σ themselves, ``[S, 2]`` float64.
         sizes: The norm of each upload itself, ``[S]`` float64; in practice no two uploads have the same.
         constant: Whether each tensor of weights or means of an upload holds one number only, and the server's does not,
             ``[S]`` bool.
@@ -39,6 +40,7 @@ class Distances(NamedTuple):
 
     lengths: dict[str, Tensor]
     scales: dict[str, Tensor]
+    sigmas: dict[str, Tensor]
     sizes: Tensor
     constant: Tensor
 
@@ -49,7 +51,7 @@ def distances(method: Method, shared: State, uploads: State) -> Distances:
     A tensor that the server's state does not have counts from 0, if it holds no standard deviations.
     """
     known = {leaf_name(path): leaf for path, leaf in tree_flatten_with_path(shared)[0]}
-    lengths, scales, sizes, same = {}, {}, [], []
+    lengths, scales, sigmas, sizes, same = {}, {}, {}, [], []
     for (path, new), scale in zip(tree_flatten_with_path(uploads)[0], scale_leaves(method, uploads), strict=True):
         name = leaf_name(path)
         old = known.get(name)
@@ -64,16 +66,23 @@ def distances(method: Method, shared: State, uploads: State) -> Distances:
         elif old is not None:
             ratio = torch.where((old == 0.0) & (new == 0.0), 1.0, new / old).flatten(1)
             scales[name] = torch.stack([ratio.amin(-1), ratio.amax(-1)], -1).double()
+            sigmas[name] = torch.stack([new.flatten(1).amin(-1), new.flatten(1).amax(-1)], -1).double()
     count, device = len(tree_leaves(uploads)[0]), tree_leaves(uploads)[0].device
     size = torch.stack(sizes).norm(dim=0) if sizes else torch.zeros(count, dtype=torch.float64, device=device)
     constant = torch.stack(same).all(0) if same else torch.zeros(count, dtype=torch.bool, device=device)
-    return Distances(lengths, scales, size, constant)
+    return Distances(lengths, scales, sigmas, size, constant)
 
 
 def size_of(method: Method, state: State) -> float:
     """The norm of all weights and means of a state."""
     flat = [leaf.flatten() for leaf, scale in _leaves(method, state)[0] if not scale]
     return float(torch.linalg.vector_norm(torch.cat(flat), dtype=torch.float64)) if flat else 0.0
+
+
+def sigmas_of(method: Method, state: State) -> dict[str, tuple[float, float]]:
+    """The least and the greatest σ of each tensor of a state that holds standard deviations, by name."""
+    leaves = zip(tree_flatten_with_path(state)[0], scale_leaves(method, state), strict=True)
+    return {leaf_name(path): (float(t.min()), float(t.max())) for (path, t), scale in leaves if scale and t.numel()}
 
 
 def finite(state: State) -> bool:

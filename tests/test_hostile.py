@@ -11,7 +11,7 @@ import torch
 from scenarios import classification, start
 from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.hostile import REFUSED, WITHIN, Lie, Stage
+from benchmarks.hostile import CREEPING, REFUSED, WITHIN, Lie, Stage
 from bpfed.engine.federation import Federation
 from bpfed.engine.server import judged
 from bpfed.engine.settings import Settings
@@ -165,6 +165,45 @@ def test_lies_within_the_bounds_cost_less_than_a_point() -> None:
         assert found.accuracy > away - 0.01, name
         told = sum(bool(refused) for refused in found.refused.values())
         assert told == {"the server's state": 0, "an earlier upload again": 7}.get(name, 6), name
+
+
+@pytest.mark.parametrize("name", CREEPING)
+def test_no_client_can_multiply_sigma_round_by_round(stage: Stage, name: str) -> None:
+    """With the rule "precision" that ended a run in its eighth round, and with "mean" σ was 5e13 after twelve."""
+    found = stage.play(CREEPING[name])
+    liar, sigma = found.federation.data.clients[LIAR], found.federation.shared.sigma
+    first = found.federation.method.init(found.federation.model).shared.sigma
+    assert bool((sigma < 100.0 * first.max()).all())
+    assert bool((sigma > first.min() / 100.0).all())
+    assert {client for refused in found.refused.values() for client in refused} <= {liar}
+    if name == "99 times the server's σ" or stage.federation.method.settings()["rule"] == "precision":
+        assert sum(liar in refused for refused in found.refused.values()) >= len(REFUSED) - 2
+
+
+def test_far_from_the_first_sigma_the_median_of_the_round_counts() -> None:
+    """All that honest clients do together is allowed, however far it leads."""
+    shared = Gaussian(torch.linspace(-1, 1, 9), torch.full((9,), 1e-5))
+    means = torch.stack([shared.mean + 0.01 * k for k in range(1, 6)])
+    for factors, refused in (
+        ([0.6, 0.8, 1.0, 1.2, 1.4], [False] * 5),
+        ([0.6, 0.8, 1.0, 1.2, 0.3], [False] * 4 + [True]),
+        ([0.6, 0.8, 1.0, 1.2, 90.0], [False] * 5),  # back to where the run began
+    ):
+        uploads = Gaussian(means, torch.tensor(factors)[:, None] * shared.sigma)
+        found = judged(BPFed(), Settings(), shared, uploads, {}, 2.0, {"sigma": (0.07, 0.07)})
+        assert [bool(why) for why in found.why] == refused
+    assert (
+        "far from what the run began with"
+        in judged(
+            BPFed(),
+            Settings(),
+            shared,
+            Gaussian(means, torch.tensor([1.0, 1.0, 1.0, 1.0, 0.1])[:, None] * shared.sigma),
+            {},
+            2.0,
+            {"sigma": (0.07, 0.07)},
+        ).why[4]
+    )
 
 
 def test_the_liar_is_named_to_the_user_and_in_the_metrics() -> None:

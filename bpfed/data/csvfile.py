@@ -26,8 +26,9 @@ CHUNK = 2_000
 #: Longest line that is looked at to tell the delimiter.
 HEADER = 1 << 20
 _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
-#: Text that a spreadsheet takes for a formula, or that `escaped` has made of such text.
-_FORMULA = re.compile(r"'*[=+\-@\t\r]")
+#: Text that a spreadsheet takes for a formula, or that `escaped` has made of such text. Some leave out what cannot be seen
+#: at the beginning of a cell, and some take the wide signs of East Asian keyboards for the plain ones.
+_FORMULA = re.compile("'*(?:[\\s\x00\u200b\ufeff]*[=+\\-@\uff1d\uff0b\uff0d\uff20]|[\t\r\n])")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 
 

@@ -114,6 +114,12 @@ def _column(values: Any, name: str, what: str, words: bool, blanks: Blanks) -> C
         array = np.array(list(array), dtype=object)
     if array.ndim != 1:
         raise UserError(f"Column '{name}' of the {what} has shape {list(array.shape)}; give one value for each row.")
+    if isinstance(array, np.ma.MaskedArray):
+        array = np.ma.filled(array.astype(object), None)
+    if array.dtype.kind in "mM":  # of which some have whole numbers as values
+        raise UserError(
+            f"Column '{name}' of the {what} has dates or times, which are not read; convert them to numbers or text."
+        )
     if array.dtype.kind == "f" or (array.dtype.kind in "iu" and not words):
         return array.astype(np.float64)
     cells = [_cell(value, name, what) for value in array.tolist()]

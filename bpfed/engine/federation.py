@@ -25,7 +25,7 @@ from bpfed.model import Model
 from bpfed.networks import make_model
 from bpfed.noise import Purpose
 from bpfed.privacy import Draw, gaussian_epsilon, poisson_epsilon
-from bpfed.uploads import check_updates, finite, size_of
+from bpfed.uploads import check_updates, finite, sigmas_of, size_of
 
 #: Clients whose last states are made and stored at a time.
 SETTLED = 1000
@@ -295,12 +295,13 @@ class Federation:
 
     def judge(self, uploads: State) -> Judged:
         """Which of S uploads of the round in progress are used, and why the others are not; S is at least 1."""
-        return judged(self.method, self.settings, self.shared, uploads, self.lengths, self._first_size)
+        return judged(self.method, self.settings, self.shared, uploads, self.lengths, *self._first)
 
     @cached_property
-    def _first_size(self) -> float:
-        """The norm of the weights and means of the server's first state."""
-        return size_of(self.method, self.method.init(self.model).shared)
+    def _first(self) -> tuple[float, dict[str, tuple[float, float]]]:
+        """Of the server's first state the norm of the weights and means, and the range of each tensor of σ."""
+        first = self.method.init(self.model).shared
+        return size_of(self.method, first), sigmas_of(self.method, first)
 
     def _diverged(self, why: str) -> Diverged:
         return Diverged(

@@ -1,8 +1,9 @@
 """What a server makes of a round's uploads: those beyond the bounds are refused, then options for privacy and
 robustness, then the method's own rule.
 
-An upload is bounded in two ways (`judged`). Standard deviations must be within a factor of the server's. Weights and
-means must not have moved much further than is usual, which is the median of this round's uploads and of the newest ones
+An upload is bounded in two ways (`judged`). Standard deviations must be within a factor of the server's; and since a
+client could use that factor in every round, those that are as far from the first ones must be near the round's median.
+Weights and means must not have moved much further than is usual, which is the median of this round's uploads and of the newest ones
 of earlier rounds. The size of the first weights is one more value of that median, and moving no further than `ALWAYS`
 times that size is always allowed; so there is a bound in the first round too, and for one or two clients, and clients that move a lot
 among many that hardly move are not refused. With one client in the first round, or one of two that lies, the bound is no
@@ -36,6 +37,9 @@ KNOWN, UPLOAD = 1000, "upload itself"
 #: Moving so many times the size of the first weights is allowed, however little others move: of many clients with few
 #: examples and one with many, the one may move fifty times as far.
 ALWAYS = 3.0
+
+#: By what factor a σ that is far from the first ones may be beyond the median of the round's uploads.
+NEAR = 2.0
 
 #: The lengths of the newest updates that were used, by name of the tensor, oldest first; and the norms of uploads.
 Lengths = dict[str, list[float]]
@@ -73,7 +77,13 @@ class Judged(NamedTuple):
 
 
 def judged(
-    method: Method, settings: Settings, shared: State, uploads: State, earlier: Mapping[str, list[float]], size: float
+    method: Method,
+    settings: Settings,
+    shared: State,
+    uploads: State,
+    earlier: Mapping[str, list[float]],
+    size: float,
+    first: Mapping[str, tuple[float, float]] | None = None,
 ) -> Judged:
     """Which of S uploads are used, and why the others are not.
 
@@ -87,6 +97,7 @@ def judged(
         uploads: ``[S, ...]``, one at least.
         earlier: How far uploads of earlier rounds moved each tensor.
         size: The norm of the weights and means of the server's first state.
+        first: By name of a tensor of standard deviations, the least and the greatest of the server's first state.
     """
     found = distances(method, shared, uploads)
     lengths = {name: values.tolist() for name, values in found.lengths.items()}
@@ -120,6 +131,16 @@ def judged(
                     f"'{name}' is {least:.3g} to {greatest:.3g} times the server's; if it can be trusted, raise "
                     f"max_sigma_ratio, now {settings.max_sigma_ratio:g} (0: no limit)."
                 )
+        if name not in (first or {}) or not settings.max_sigma_ratio:
+            continue
+        low, high = _far(found.sigmas[name].tolist(), *(first or {})[name], most)
+        for i, (least, greatest) in enumerate(found.sigmas[name].tolist()):
+            if not (low <= least and greatest <= high):
+                why[i] = why[i] or (
+                    f"'{name}' is {least:.3g} to {greatest:.3g}, far from what the run began with and from other uploads "
+                    f"({low:.3g} to {high:.3g}); if it can be trusted, raise max_sigma_ratio, now "
+                    f"{settings.max_sigma_ratio:g} (0: no limit)."
+                )
     return Judged(why, lengths, usual, sizes)
 
 
@@ -129,6 +150,16 @@ def remembered(earlier: Mapping[str, list[float]], found: Judged) -> Lengths:
     kept = {name: [values[i] for i in found.accepted] for name, values in every.items()}
     most = {UPLOAD: KNOWN}
     return {n: [*earlier.get(n, ()), *values][-most.get(n, REMEMBERED) :] for n, values in kept.items()}
+
+
+def _far(sigmas: list[list[float]], least: float, greatest: float, most: float) -> tuple[float, float]:
+    """The range that each σ of a tensor must be in: that of the first state, made wider, and what is usual this round.
+
+    Without it a client that multiplies every σ by nearly ``most`` in each round ends any run.
+    """
+    # Of an even number, the median that is nearer to the first state.
+    usual = _usual([1.0 / max(low, 1e-300) for low, _ in sigmas]), _usual([high for _, high in sigmas])
+    return min(least / most, 1.0 / (NEAR * usual[0])), max(greatest * most, NEAR * usual[1])
 
 
 def _usual(values: list[float]) -> float:

@@ -13,6 +13,7 @@ import contextlib
 import hmac
 import ipaddress
 import json
+import re
 import secrets
 import sys
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
@@ -34,6 +35,9 @@ FLEET = "/v1/fleet/"
 SIGNED = (b"flwr-public-key", b"flwr-timestamp", b"flwr-signature")
 #: Tells that somebody listens, and no more.
 HEALTH = "/health"
+#: What the header ``Host`` may be. Some versions of Starlette, on which Flower is built, take a path in it for that of the
+#: request, and Flower decides by that path whom it asks for a key.
+HOST = re.compile(rb"[A-Za-z0-9._:\[\]-]*")
 #: What is answered to others.
 REFUSAL = "Refused: only the operator may do this, on the server's machine, with 'bpfed deploy'."
 UNKNOWN = "Refused: this key is none of the sites'."
@@ -124,6 +128,8 @@ class Gate:
     def refused(self, scope: Scope) -> str:
         """Why a request is refused; empty: it is let through."""
         path = scope.get("path", "")
+        if not all(HOST.fullmatch(value) for name, value in scope.get("headers", ()) if name == b"host"):
+            return "its header 'Host' names no host"
         if scope["type"] == "http" and path == HEALTH:
             return ""
         if scope["type"] == "http" and path.startswith(FLEET):

@@ -76,7 +76,7 @@ class Site:
         self.patterns: Patterns | None = None
         self._federation: tuple[tuple[str, int], Federation] | None = None
         self._work = 0.0
-        self._left_out = 0
+        self._untold = 0
         self._told: set[str] = set()
         self._note_source()
 
@@ -113,8 +113,9 @@ class Site:
             return self._plain(ask, facts=json.dumps(facts, sort_keys=True))
         self.requests.count(ask, self._states(ask).folder)
         federation = self._placed(ask, record)
-        # With the rows that are left out, as it told before: the difference would be the count of a rare class.
-        answer = self._plain(ask, train=self.limits.told(self._trained_on(federation) + self._left_out))
+        # As it told before, with the rows that are left out and without those that have come since: the difference would
+        # be the count of a rare class, or of the new rows.
+        answer = self._plain(ask, train=self.limits.told(self._trained_on(federation) + self._untold))
         if ask.evaluate and ask.rehearsal:
             answer = replace(answer, held=self._held(federation))
         elif ask.evaluate:
@@ -162,7 +163,7 @@ class Site:
             data = self.source.data(common)
         finally:
             self._note_source()
-        self._left_out = max(0, int(self.source.facts()["train"]) - int(data.train.sizes[0]))
+        self._untold = int(self.source.facts()["train"]) - int(data.train.sizes[0])
         self._tell(data.notes)
         settings = replace(self.config.run, participants=None, eval_clients=None, store="memory")
         federation = Federation.start(self.config.method, data, settings)

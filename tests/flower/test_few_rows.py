@@ -360,6 +360,21 @@ def test_statistics_are_told_anew_only_when_many_rows_have_come(tmp_path):
         facts(70)
 
 
+@pytest.mark.parametrize("more", [-3, 3])
+def test_a_site_with_a_few_other_rows_takes_part_and_tells_the_same_number(tmp_path, more):
+    head, files = [*HEAD, "split"], {}
+    for k, name in enumerate("ab"):
+        rows = [[*row, "test" if i % 4 == 0 else "train"] for i, row in enumerate(rows_of(k, 80))]
+        files[name] = written_to(tmp_path / f"{name}.csv", rows, head)
+    Federation(tmp_path / "fed", files)
+    extra = [[*row, "train"] for row in rows_of(9, 3)]
+    written_to(files["b"], [*rows, *extra] if more > 0 else rows[: 80 + more], head)
+    made = Federation(tmp_path / "fed", files)
+    made.serve()
+    assert {answer["answer"]["train"] for answer in made.answers["b"]} == {0, 60}  # in the greeting it is a fact
+    assert not [sentence for sentence in made.said if "was not used" in sentence]
+
+
 # --- a preparation that all agree on ----------------------------------------------------------------------------------
 
 

@@ -123,6 +123,18 @@ def test_sites_are_known_by_their_signature_before_anything_is_read():
     assert through(**OUTSIDE, headers=[], path="/health") is True
 
 
+@pytest.mark.parametrize("host", [b"x/v1/control/?", b"x#", b"x\\", b"a@b", b"x?"])
+def test_a_site_cannot_give_another_path_by_its_host(host):
+    """Of a request whose path seems to be another, Flower does not ask whose node it speaks for."""
+    own, headers = signed()
+    kept = [(name.lower(), value) for name, value in headers if name.lower() != b"host"]
+    asked = {**OUTSIDE, "path": "/v1/fleet/push-messages"}
+    for fine in (b"fed.example.org:8000", b"[::1]:8000", b"127.0.0.1"):
+        assert through({own}, **asked, headers=[(b"host", fine), *kept]) is True
+    status, (said,) = through({own}, **asked, headers=[(b"host", host), *kept])
+    assert (status, said.endswith("its header 'Host' names no host.")) == (404, True)
+
+
 def test_a_web_socket_is_closed_and_letters_a_terminal_obeys_are_not_logged():
     assert through(**{**OUTSIDE, "type": "websocket", "path": "/v1/fleet/x"})[0] == "websocket.close"
     assert through(type="websocket")[0] == "websocket.close"

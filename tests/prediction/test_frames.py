@@ -208,3 +208,19 @@ def test_words_stay_words_though_they_are_numbers() -> None:
     assert not isinstance(table.columns["other"], Words)
     with_blanks = table_of({"a": ["5", "unknown", "999"]}, missing=["unknown", "a=999"])
     assert np.array_equal(with_blanks.columns["a"], [5.0, np.nan, np.nan], equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["datetime64[ns]", "datetime64[s]", "timedelta64[ns]", "timedelta64[D]"])
+def test_dates_and_times_are_not_taken_for_numbers(kind: str) -> None:
+    with pytest.raises(UserError, match="Column 'seen' of the data frame has dates or times, which are not read"):
+        table_of({"seen": np.array([1, 2]).astype(kind)})
+
+
+def test_what_is_masked_is_missing() -> None:
+    made = table_of({n: np.ma.array(values, mask=[0, 1]) for n, values in {"a": [1.0, 2.0], "b": [3, 4]}.items()})
+    assert [type(column) for column in made.columns.values()] == [np.ndarray] * 2
+    np.testing.assert_array_equal(made.column("a"), [1.0, np.nan])
+    np.testing.assert_array_equal(made.column("b"), [3.0, np.nan])
+    words = table_of({"a": np.ma.array(["x", "y"], mask=[0, 1])}).column("a")
+    assert isinstance(words, Words)
+    assert words.words() == ["x", ""]
