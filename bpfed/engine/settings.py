@@ -42,6 +42,9 @@ class Settings:
         seed: Random seed for the whole run.
         members: Networks whose predictions are averaged, each with its own initial weights; multiplies computation and
             traffic. Two give most of the benefit, which is largest for images and smallest for small tables.
+        network: Network that is built when none is given: ``auto``, a LeNet for 32 x 32 images and else an MLP with one
+            hidden layer; ``mlp``; ``skip``, that MLP and a linear path from inputs to outputs beside it; ``linear``,
+            logistic or linear regression.
         hidden: Units in the hidden layer of the network that is built when none is given; None: 100. Noisy labels may
             need fewer. Not for 32 x 32 images, whose network is fixed.
         drop_rate: Probability that a drawn client fails to return in a round.
@@ -96,6 +99,7 @@ class Settings:
     batch: int = 50
     seed: int = 0
     members: int = 1
+    network: Literal["auto", "mlp", "skip", "linear"] = "auto"
     hidden: int | None = None
     drop_rate: float = 0.0
     sampling: Literal["fixed", "poisson"] = "fixed"
