@@ -23,6 +23,7 @@ problems, as if their rows had been pooled. With ρ = 0 the copies are averaged 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -39,6 +40,10 @@ from bpfed.methods.variational import RHO_FLOOR, Memory
 from bpfed.model import Model
 from bpfed.optim import Adam, adam
 
+#: Temperatures to choose from,
+TEMPERATURES = (1.0, 0.3, 0.1, 0.03)
+#: and deviations of the body and the head: none is FedAvg, infinite ones are training alone.
+DEVIATIONS = ((0.0, 0.0), (0.1, 0.1), (0.1, 0.3), (0.1, 1.0), (0.3, 3.0), (math.inf, math.inf))
 #: σ of a deviation at the start, in units of its prior's.
 START = 0.5
 
@@ -126,7 +131,7 @@ class Adaptive(Method):
     lr: float = 3e-3
     temperature: float = 1.0
     deviation: float = 0.1
-    head_deviation: float = 0.1
+    head_deviation: float = 0.3
     prior_scale: float = 1.0
     dual: float = 1.0
     sigma: bool = True
@@ -149,6 +154,16 @@ class Adaptive(Method):
                 f"personal is '{self.personal}', but in {self.title} every weight has a shared part; leave it at "
                 "'none' and say by deviation and head_deviation how far clients may deviate."
             )
+
+    def candidates(self) -> tuple[tuple[dict[str, float], ...], ...]:
+        """Temperatures, then how far clients deviate, from FedAvg to training alone; nothing where one of it is said."""
+        usual = type(self)()
+        if any(getattr(self, name) != getattr(usual, name) for name in ("temperature", "deviation", "head_deviation")):
+            return ()
+        return (
+            tuple({"temperature": t} for t in TEMPERATURES),
+            tuple({"deviation": body, "head_deviation": head} for body, head in DEVIATIONS),
+        )
 
     def hyper(self) -> dict[str, float]:
         return {**super().hyper(), "share": 1.0}
