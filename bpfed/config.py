@@ -267,7 +267,7 @@ def _repeats(said: Sequence[Said]) -> bool:
 
     Examples that are held back for calibration are none of those that a run trains on.
     """
-    return not any(s.table != "run" or s.key in ("seed", "members", "hidden", "calibration") for s in said)
+    return not any(s.table != "run" or s.key in ("seed", "members", "network", "hidden", "calibration") for s in said)
 
 
 def _noted(document: Document) -> list[str]:

@@ -37,6 +37,7 @@ class Model:
             there is none.
         order: Names of the module's parameters by first use in its forward.
         looked_up: Whether the module takes inputs for places in a table, such as the ids of words.
+        head: Names of the parameters of the last layers on the way to the outputs (`bpfed.trial`).
     """
 
     module: nn.Module
@@ -48,6 +49,7 @@ class Model:
     levels: str | None = None
     order: tuple[str, ...] = ()
     looked_up: bool = False
+    head: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, module: nn.Module, likelihood: Likelihood, example: Tensor, personal: Personal = "head") -> Model:
@@ -91,6 +93,7 @@ class Model:
             tuple(notes),
             order=found.order,
             looked_up=found.looked_up,
+            head=found.head,
         )
         model._try(example)
         if changed := kept.changed():

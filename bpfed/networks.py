@@ -47,15 +47,55 @@ def mlp(inputs: int, outputs: int, hidden: tuple[int, ...] = (HIDDEN,)) -> nn.Se
     return nn.Sequential(*layers, nn.Linear(inputs, outputs))
 
 
-def default(input_shape: tuple[int, ...], outputs: int, seed: int = 0, hidden: int | None = None) -> nn.Module:
-    """A network for inputs of this shape: LeNet for 32 x 32 images, else an MLP; weights drawn from ``seed``.
+class ZeroLinear(nn.Linear):
+    """A linear layer that starts at 0."""
 
-    ``hidden`` is how many units the MLP has in its hidden layer; None: 100.
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
+class SkipMLP(nn.Module):
+    """One hidden layer, and a linear path from inputs to outputs beside it: linear(x) + output(relu(hidden(x))).
+
+    Both last layers start at 0. So it starts as a logistic (or linear) regression, and stays one where the hidden layer
+    brings nothing.
+    """
+
+    def __init__(self, inputs: int, outputs: int, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.linear = ZeroLinear(inputs, outputs, bias=False)
+        self.hidden = nn.Linear(inputs, hidden)
+        self.output = ZeroLinear(hidden, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        return self.linear(x) + self.output(torch.relu(self.hidden(x)))
+
+
+def linear(inputs: int, outputs: int) -> nn.Sequential:
+    """Logistic or linear regression; starts at 0."""
+    return nn.Sequential(nn.Flatten(), ZeroLinear(inputs, outputs))
+
+
+def default(
+    input_shape: tuple[int, ...], outputs: int, seed: int = 0, hidden: int | None = None, network: str = "auto"
+) -> nn.Module:
+    """A network for inputs of this shape, with weights drawn from ``seed``.
+
+    Args:
+        input_shape: Of one example.
+        outputs: Numbers for each example.
+        seed: Of the first weights.
+        hidden: Units in the hidden layer; None: 100.
+        network: ``auto``: LeNet for 32 x 32 images, else an MLP; ``mlp``; ``skip``: see `SkipMLP`; ``linear``.
 
     Raises:
-        UserError: ``hidden`` is given, and it is LeNet.
+        UserError: ``hidden`` is given, and there is no such layer.
     """
-    images = len(input_shape) == 3 and input_shape[1:] == (32, 32)
+    images = len(input_shape) == 3 and input_shape[1:] == (32, 32) and network == "auto"
+    if network == "linear" and hidden is not None:
+        raise UserError("hidden is for a network with a hidden layer, but network is 'linear'; leave one of them out.")
     if images and hidden is not None:
         raise UserError(
             "hidden is for a network with one hidden layer, but images of 32 x 32 get a LeNet; leave it out, or "
@@ -65,7 +105,10 @@ def default(input_shape: tuple[int, ...], outputs: int, seed: int = 0, hidden: i
         torch.manual_seed(int(words(seed, 0, Purpose.INIT, np.zeros(1, dtype=np.uint64))[0] >> np.uint64(1)))
         if images:
             return LeNet(input_shape[0], outputs)
-        return mlp(math.prod(input_shape), outputs, (HIDDEN if hidden is None else hidden,))
+        inputs, width = math.prod(input_shape), HIDDEN if hidden is None else hidden
+        if network == "linear":
+            return linear(inputs, outputs)
+        return SkipMLP(inputs, outputs, width) if network == "skip" else mlp(inputs, outputs, (width,))
 
 
 def make_model(
@@ -84,7 +127,7 @@ def make_model(
         example: A small batch of inputs, ``[B, ...]``; of the network that is made here only its shape matters.
         classes: How many there are; 0: the targets are numbers.
         personal: See `Factors.of`.
-        settings: Of which the seed, ``hidden`` and ``members`` matter.
+        settings: Of which the seed, ``network``, ``hidden`` and ``members`` matter.
         module: A network; None: the `default` one.
         likelihood: None: categorical for classes, Gaussian with learnt noise for numbers.
 
@@ -100,5 +143,5 @@ def make_model(
             f"are made with bpfed.likelihoods.{known} alone; use it or a subclass, or leave likelihood out."
         )
     if module is None:
-        module = default(tuple(example.shape[1:]), classes or 1, settings.seed, settings.hidden)
+        module = default(tuple(example.shape[1:]), classes or 1, settings.seed, settings.hidden, settings.network)
     return mixture(Model.of(module, likelihood, example, personal), settings.members, settings.seed)

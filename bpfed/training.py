@@ -26,6 +26,7 @@ from bpfed.errors import UserError
 from bpfed.likelihoods import Likelihood
 from bpfed.methods.base import Method
 from bpfed.metrics import SURE
+from bpfed.pilot import choose
 from bpfed.rehearsal import rehearse
 from bpfed.report import text
 from bpfed.run import Run, once, to_stderr, train_together
@@ -72,6 +73,7 @@ def fit(
     folder = Folder(Path(out), resume, overwrite, back_to) if out is not None else None
     if isinstance(data, str):
         data = load(data, seed=settings.seed)
+    method, settings = decided(method, data, settings, model, likelihood, folder, say or to_stderr)
     shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []
     run = prepare(method, data, settings, model, likelihood, folder, say or to_stderr)
     try:
@@ -115,7 +117,8 @@ def fit_seeds(
         own = replace(base, seed=seed)
         folder = Folder(Path(out) / f"seed-{seed}", resume, overwrite) if out is not None else None
         dealt = load(data, seed=seed) if isinstance(data, str) else data
-        runs.append(prepare(method, dealt, own, model, likelihood, folder, tell))
+        used, own = decided(method, dealt, own, model, likelihood, folder, tell)
+        runs.append(prepare(used, dealt, own, model, likelihood, folder, tell))
         folders.append(folder)
     rehearse(runs, folders)
     return train_together(runs, [[folder] if folder else [] for folder in folders])
@@ -137,6 +140,31 @@ def method_of(method: Method | str | None) -> Method:
     if isinstance(method, str):
         return methods.method(method)()
     return method or methods.Recipe()
+
+
+def decided(
+    method: Method,
+    data: FederatedData,
+    settings: Settings,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    folder: Folder | None = None,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> tuple[Method, Settings]:
+    """The method and the settings of a run once what the method offers is chosen (`bpfed.pilot`).
+
+    A run that is resumed goes on with what was chosen for it. For the arguments see `fit`.
+    """
+    if settings.adapt == "off" or not method.candidates():
+        return method, settings
+    if folder is not None and folder.begun is not None:
+        from bpfed.config import read
+
+        return read(folder.begun).method, replace(settings, adapt="off")
+    check_data(data)
+    choice = choose(method, data, settings, model, likelihood, say)
+    say(choice.words)
+    return choice.method, replace(settings, adapt="off")
 
 
 def prepare(

@@ -14,7 +14,7 @@ from bpfed.data.federated import FederatedData
 from bpfed.errors import UserError
 from bpfed.likelihoods import Categorical, Normal
 from bpfed.methods import FedAvg, Recipe
-from bpfed.networks import LeNet, default
+from bpfed.networks import LeNet, SkipMLP, default
 
 QUICK = {"rounds": 1, "epochs": 1, "eval_draws": 2}
 
@@ -40,9 +40,38 @@ def test_a_run_has_the_network_that_is_asked_for(data: FederatedData, weights: i
     assert both.config()["model"]["weights"] == 2 * weights
 
 
+@pytest.mark.parametrize("data", [classification(), regression()])
+@pytest.mark.parametrize("network", ["linear", "skip"])
+def test_networks_for_tables_start_at_zero_and_are_learnt(data: FederatedData, network: str) -> None:
+    run = bpfed.fit(FedAvg(), data, network=network, members=2, **QUICK)
+    model = run.federation.model
+    assert model.head == (
+        {"1.weight", "1.bias"} if network == "linear" else {"linear.weight", "output.weight", "output.bias"}
+    )
+    first = model.one.factors if model.members == 1 else model.factors
+    assert not any(first.unflatten(model.initial)[name].any() for name in model.head)
+    assert run.config()["run"]["network"] == network
+    learnt = model.factors.unflatten(run.federation.shared.weights)
+    assert all(learnt[name].any() for name in model.head)
+
+
+def test_a_skip_network_is_a_regression_beside_an_mlp() -> None:
+    module, x = SkipMLP(4, 3, 5), torch.randn(6, 4)
+    for layer in (module.linear, module.output):
+        torch.nn.init.normal_(layer.weight)
+    expected = x @ module.linear.weight.T + module.output(torch.relu(module.hidden(x)))
+    torch.testing.assert_close(module(x), expected)
+    assert module(x).shape == (6, 3)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"network": "linear"}, "hidden is for a network with a hidden layer, but network is 'linear';"),
+        (
+            {"hidden": None, "network": "skip", "model": small_mlp()},
+            "network is for the network that is made where none is given, but one is given as model;",
+        ),
         ({"data": images()}, "hidden is for a network with one hidden layer, but images of 32 x 32 get a LeNet;"),
         (
             {"model": small_mlp()},

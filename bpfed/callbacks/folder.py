@@ -103,6 +103,12 @@ class Folder(Callback):
         return self.path / REHEARSALS
 
     @property
+    def begun(self) -> Path | None:
+        """The configuration of the run that is resumed here; None: it has not begun."""
+        places = (self.path / CONFIG, self.rehearsals / CONFIG) if self.resume else ()
+        return next((path for path in places if path.exists()), None)
+
+    @property
     def learnt(self) -> float | None:
         """The softness that the run here has learnt, if it is to go on and has."""
         return learnt(self.path, lenient=True) if self.resume and (self.path / CONFIG).exists() else None

@@ -81,7 +81,7 @@ def run(
         from bpfed.callbacks import Folder
         from bpfed.rehearsal import rehearse
         from bpfed.report.record import softly
-        from bpfed.training import prepare
+        from bpfed.training import decided, prepare
 
         out = out or free(chosen)
         folder = Folder(out, resume, overwrite, back_to)
@@ -95,7 +95,9 @@ def run(
         if not quiet:
             callbacks.append(progress)
             loading(progress, chosen.data.name, data_dir)
-        trained = prepare(chosen.method, chosen.load_data(data_dir), chosen.run, folder=folder, say=progress.say)
+        data = chosen.load_data(data_dir)
+        used, how = decided(chosen.method, data, chosen.run, folder=folder, say=progress.say)
+        trained = prepare(used, data, how, folder=folder, say=progress.say)
         chosen.confirm(trained.config())
         rehearse([trained], [folder], None if quiet else progress)
         if trained.federation.learnt_softness is not None:

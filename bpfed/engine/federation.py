@@ -89,11 +89,12 @@ class Federation:
             data = data.hold_out(settings.calibration, settings.seed)
         device = pick_device(settings.device, settings.tf32)
         own = module is not None
-        if own and settings.hidden is not None:
-            raise UserError(
-                "hidden is for the network that is made where none is given, but one is given as model; leave one of "
-                "the two out."
-            )
+        for name in ("hidden", "network"):
+            if own and getattr(settings, name) not in (None, "auto"):
+                raise UserError(
+                    f"{name} is for the network that is made where none is given, but one is given as model; leave one "
+                    "of the two out."
+                )
         tried = data.train.x[_some(len(data.train.x))]
         model = make_model(tried, data.classes, method.personal, settings, module, likelihood).to(device)
         if own and settings.members > 1:

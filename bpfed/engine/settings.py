@@ -42,8 +42,13 @@ class Settings:
         seed: Random seed for the whole run.
         members: Networks whose predictions are averaged, each with its own initial weights; multiplies computation and
             traffic. Two give most of the benefit, which is largest for images and smallest for small tables.
+        network: Network that is built when none is given: ``auto``, a LeNet for 32 x 32 images and else an MLP with one
+            hidden layer; ``mlp``; ``skip``, that MLP and a linear path from inputs to outputs beside it; ``linear``,
+            logistic or linear regression.
         hidden: Units in the hidden layer of the network that is built when none is given; None: 100. Noisy labels may
             need fewer. Not for 32 x 32 images, whose network is fixed.
+        adapt: ``auto``: where a method offers settings that only data can decide between, choose them first, in pilot
+            runs on held-out training examples; ``off``: use the method as it is.
         drop_rate: Probability that a drawn client fails to return in a round.
         sampling: ``fixed``: draws exactly ``participants`` clients; ``poisson``: draws each client independently, with
             that many on average.
@@ -96,7 +101,9 @@ class Settings:
     batch: int = 50
     seed: int = 0
     members: int = 1
+    network: Literal["auto", "mlp", "skip", "linear"] = "auto"
     hidden: int | None = None
+    adapt: Literal["auto", "off"] = "auto"
     drop_rate: float = 0.0
     sampling: Literal["fixed", "poisson"] = "fixed"
     weighting: Literal["equal", "size"] = "equal"

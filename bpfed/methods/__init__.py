@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bpfed import names
 from bpfed.errors import unknown
+from bpfed.methods.adaptive import Adaptive
 from bpfed.methods.base import Method
 from bpfed.methods.bpfed import BPFed
 from bpfed.methods.ditto import Ditto
@@ -28,6 +29,7 @@ METHODS: dict[str, type[Method]] = {
         BPFed,
         Recipe,
         Population,
+        Adaptive,
         FedAvg,
         FedAvgFT,
         LocalOnly,
@@ -60,6 +62,7 @@ def method(name: str) -> type[Method]:
 
 __all__ = [
     "METHODS",
+    "Adaptive",
     "BPFed",
     "Ditto",
     "FedAvg",

@@ -234,6 +234,13 @@ class Method(ABC):
         """What to set to try another ``temperature``, where the method has one: it, and what must move along."""
         return {"temperature": temperature}
 
+    def candidates(self) -> tuple[tuple[dict[str, float], ...], ...]:
+        """Settings between which only data can decide, in stages (`bpfed.pilot`); nothing: it is used as it is.
+
+        A stage is a tuple of settings to change, all among ``numbers``, those that share most first.
+        """
+        return ()
+
     def settings(self) -> dict[str, Any]:
         """All settings by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -1,0 +1,161 @@
+"""Pilot runs: a method's settings chosen on held-out training examples before the run, in one command.
+
+Some methods offer candidates (`Method.candidates`): settings between which only the data can decide, such as how much
+clients share. A pilot run trains all candidates side by side, as rows of one batch, on four fifths of each client's
+training examples and for half the rounds, and scores each on the rest. No test example takes part. Of a federation only
+sums of held-out log scores per client are used.
+
+The choice is made in two stages, so that it costs little: first the temperature, then how much is shared. In each stage
+the candidates are in order, those that share most first, and the first one is chosen whose score is within one standard
+error of the best. The error is that of the paired difference summed over clients, with clients as units: a difference
+that comes from one client alone does not count for much. So little data means much sharing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from bpfed.data import FederatedData
+from bpfed.data.held import HELD, held_out
+from bpfed.engine.federation import Federation
+from bpfed.engine.settings import Settings
+from bpfed.likelihoods import Likelihood
+from bpfed.methods.base import Method
+from bpfed.rehearsal import APART, as_rehearsal
+from bpfed.run import Run, train_together
+
+#: Training examples of all clients together up to which several parts are held out in turn, and how many.
+FEW, FOLDS = 5_000, 3
+#: A pilot has this share of the run's rounds, and at least so many.
+SHARE, LEAST = 0.5, 10
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A candidate and how it did.
+
+    Attributes:
+        method: With the settings of the candidate.
+        changed: Those that make it one.
+        sums: Held-out −log p of each client, summed over its held-out examples of all folds, ``[N]``.
+        examples: How many those are, ``[N]``.
+    """
+
+    method: Method
+    changed: dict[str, Any]
+    sums: NDArray[np.float64]
+    examples: NDArray[np.float64]
+
+    @property
+    def nll(self) -> float:
+        """Per held-out example, in nats."""
+        return float(self.sums.sum() / self.examples.sum())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and from what.
+
+    Attributes:
+        method: The method with the settings that were chosen.
+        stages: The candidates of each stage, in their order.
+        chosen: Which of them was chosen, in each stage.
+    """
+
+    method: Method
+    stages: tuple[tuple[Candidate, ...], ...]
+    chosen: tuple[int, ...]
+
+    @property
+    def words(self) -> str:
+        """A sentence on it."""
+        settings: dict[str, Any] = {}
+        for stage, at in zip(self.stages, self.chosen, strict=True):
+            settings |= stage[at].changed
+        named = ", ".join(f"{name} {value:g}" for name, value in settings.items())
+        last = self.stages[-1][self.chosen[-1]]
+        return (
+            f"Chosen on held-out training examples: {named} (NLL {last.nll:.3f} on {last.examples.sum():.0f} of them). "
+            "To repeat the run without choosing again, use its config.toml."
+        )
+
+
+def choose(
+    method: Method,
+    data: FederatedData,
+    settings: Settings,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Choice:
+    """Choose the settings that a method offers; for the arguments see `bpfed.fit`."""
+    folds = FOLDS if int(data.train.sizes.sum()) <= FEW else 1
+    rounds = min(settings.rounds, max(LEAST, math.ceil(SHARE * settings.rounds)))
+    parts = [held_out(data, HELD, settings.seed + APART * (k + 1)) for k in range(folds)]
+    how = replace(as_rehearsal(settings, 1), rounds=rounds, eval_every=rounds, adapt="off", store="memory")
+    count = sum(len(stage) for stage in method.candidates())
+    say(
+        f"Choosing between {count} settings on held-out training examples first: pilot runs of {rounds} rounds, "
+        f"{folds} times, some {count * folds * rounds / settings.rounds:.0f} times the arithmetic of the run itself; "
+        "adapt = off leaves that out."
+    )
+    stages, chosen = [], []
+    for offered in method.candidates():
+        tried = _tried(method, offered, parts, how, model, likelihood)
+        at = first_within_error(tried)
+        method = tried[at].method
+        stages.append(tried)
+        chosen.append(at)
+    return Choice(method, tuple(stages), tuple(chosen))
+
+
+def first_within_error(tried: Sequence[Candidate]) -> int:
+    """The first candidate whose score is within one standard error of the best one's."""
+    scores = np.array([c.nll if math.isfinite(c.nll) else math.inf for c in tried])
+    best = int(scores.argmin())
+    for at, candidate in enumerate(tried):
+        if scores[at] <= scores[best] + _error(candidate, tried[best]):
+            return at
+    return best
+
+
+def _error(one: Candidate, other: Candidate) -> float:
+    """Standard error of the difference of two scores; clients are independent, their examples are not."""
+    difference = (one.sums - other.sums)[one.examples > 0]
+    count = len(difference)
+    if count < 2 or not np.isfinite(difference).all():
+        return 0.0
+    spread = math.sqrt(count / (count - 1) * float(((difference - difference.mean()) ** 2).sum()))
+    return spread / float(one.examples.sum())
+
+
+def _tried(
+    method: Method,
+    offered: Sequence[dict[str, Any]],
+    parts: Sequence[FederatedData],
+    settings: Settings,
+    model: nn.Module | None,
+    likelihood: Likelihood | None,
+) -> tuple[Candidate, ...]:
+    """Candidates after a pilot run of each on each part of the data, all of them side by side."""
+    made = [replace(method, **changes) for changes in offered]
+    runs = [
+        Run(Federation.start(one, part, replace(settings, seed=settings.seed + at), model, likelihood))
+        for one in made
+        for at, part in enumerate(parts)
+    ]
+    train_together(runs, [[] for _ in runs])
+    found = []
+    for at, (one, changes) in enumerate(zip(made, offered, strict=True)):
+        own = [run.evaluation[0] for run in runs[at * len(parts) : (at + 1) * len(parts)] if run.evaluation is not None]
+        sizes = np.array([np.asarray(e.sizes, dtype=np.float64) for e in own])
+        sums = np.array([np.nan_to_num(e.scores["nll"].clients, nan=0.0) for e in own]) * sizes
+        found.append(Candidate(one, dict(changes), sums.sum(0), sizes.sum(0)))
+    return tuple(found)

@@ -1,0 +1,175 @@
+"""The adaptive method: its corners are the methods they should be, and its fixed point is that of pooled rows."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import scenarios
+import torch
+from torch import nn
+
+from bpfed import optim
+from bpfed.data.federated import Examples, FederatedData
+from bpfed.engine.federation import Federation
+from bpfed.engine.settings import Settings
+from bpfed.engine.simulator import Simulator
+from bpfed.errors import UserError
+from bpfed.gaussian import Gaussian
+from bpfed.likelihoods import Normal
+from bpfed.methods import Adaptive, FedAvg, FedPer, LocalOnly
+from bpfed.methods.base import rows
+
+CLIENTS, SIZE = 3, 35.0
+INF = math.inf
+NOISE = 0.5
+
+
+def corner(deviation, head):
+    return Adaptive(
+        deviation=deviation,
+        head_deviation=head,
+        temperature=0.0,
+        dual=0.0,
+        sigma=False,
+        lr=FedAvg().lr,
+        estimator="weights",
+    )
+
+
+CORNERS = {
+    "FedAvg": (FedAvg(keep_adam=True), corner(0.0, 0.0)),
+    "FedPer": (FedPer(), corner(0.0, INF)),
+    "local": (LocalOnly(), corner(INF, INF)),
+}
+
+
+def batches(round_):
+    found = []
+    for t in range(4):
+        batch = scenarios.random_batch(CLIENTS, 5, seed=100 * round_ + t, used=[5, 3, 4], size=SIZE)
+        found.append(batch._replace(x=batch.x.double(), mask=batch.mask.double(), size=batch.size.double()))
+    return found
+
+
+def path(method):
+    """All weights by name after every step of three rounds, in float64."""
+    model = scenarios.model_of(scenarios.smooth(), personal=method.personal)
+    model = replace(model, initial=model.initial.double())
+    initial = method.init(model)
+    shared, personal = initial.shared, rows(initial.personal, CLIENTS)
+    hyper = scenarios.hyper(method, CLIENTS, torch.float64)
+    seen = []
+    for round_ in range(3):
+        local = method.begin(model, rows(shared, CLIENTS), personal, hyper)
+        for batch in batches(round_):
+            local, _ = method.step(model, local, batch, hyper, "all")
+            weights = local.shared + local.mean if isinstance(method, Adaptive) else local.weights
+            seen.append(torch.stack([named(model, w) for w in weights]))
+        finished = method.finish(model, local, hyper)
+        shared, personal = method.aggregate(shared, finished.upload, torch.ones(CLIENTS)), finished.personal
+    return torch.stack(seen)
+
+
+def named(model, weights):
+    return torch.cat([part.flatten() for _, part in sorted(model.factors.unflatten(weights).items())])
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_a_corner_is_that_method_step_by_step(name, monkeypatch):
+    monkeypatch.setattr(optim, "EPS", 1e-300)  # the methods differ by the factor n, which Adam cancels but for its ε
+    expected, found = (path(method) for method in CORNERS[name])
+    assert (expected[1:] - expected[:-1]).abs().max() > 1e-4
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def lines(sizes=(40, 10, 20), seed=0):
+    """Clients of one line, whose inputs are spread very differently: averaging their own fits is not the pooled fit."""
+    g = scenarios.generator(seed)
+    slope = torch.tensor([1.0, -2.0])
+    parts = []
+    for i, n in enumerate(sizes):
+        x = torch.randn(n, 2, generator=g) * torch.tensor([1.0, 0.3 + i])
+        parts.append((x, x @ slope + 0.7 * i + 0.5 * torch.randn(n, generator=g)))
+    examples = Examples.of(parts)
+    return FederatedData("lines", ("a", "b", "c"), examples, examples, "regression")
+
+
+def pooled_ridge(data):
+    """Mean of the posterior of one linear regression on all rows."""
+    x, y = data.train.x.double(), data.train.y.double()
+    design = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
+    prior = torch.tensor([2.0, 2.0, 1.0], dtype=torch.float64)  # fan-in 2 of both weights, 1 of the bias of the output
+    return torch.linalg.solve(design.T @ design / NOISE**2 + prior.diag(), design.T @ y / NOISE**2)
+
+
+def slopes(dual):
+    """Shared weights and bias after rounds in which every client all but solves its own problem."""
+    data = lines()
+    method = Adaptive(deviation=0.0, head_deviation=0.0, sigma=False, dual=dual, lr=0.02)
+    module = nn.Linear(2, 1)
+    nn.init.zeros_(module.weight)
+    nn.init.zeros_(module.bias)
+    settings = Settings(rounds=60, epochs=20, batch=100, weighting="size", compile="off", device="cpu")
+    federation = Federation.start(method, data, settings, module, Normal(NOISE, learnt=False))
+    simulator = Simulator([federation])
+    for _ in range(settings.rounds):
+        simulator.round()
+    found = federation.model.factors.unflatten(federation.shared.weights)
+    return torch.cat([found["weight"].flatten(), found["bias"]]).double()
+
+
+def test_the_fixed_point_is_the_posterior_mean_of_pooled_rows():
+    torch.testing.assert_close(slopes(1.0), pooled_ridge(lines()), rtol=0, atol=5e-3)
+
+
+def test_without_the_dual_variable_copies_drift():
+    assert (slopes(0.0) - pooled_ridge(lines())).abs().max() > 0.05
+
+
+def test_a_newcomer_without_examples_predicts_with_the_prior_of_deviations():
+    method = Adaptive(deviation=0.1, head_deviation=0.4)
+    model = scenarios.model_of(scenarios.small_mlp(), personal="none")
+    start = method.newcomer(model, method.init(model).shared)
+    sigma = model.factors.unflatten(start.deviation.sigma)
+    torch.testing.assert_close(sigma["1.weight"], torch.full_like(sigma["1.weight"], 0.1 / math.sqrt(4)))
+    torch.testing.assert_close(sigma["3.weight"], torch.full_like(sigma["3.weight"], 0.4 / math.sqrt(6)))
+    torch.testing.assert_close(sigma["3.bias"], torch.full_like(sigma["3.bias"], 0.4))
+    assert not start.deviation.mean.any()
+
+
+def test_an_adapting_newcomer_leaves_the_shared_part_alone():
+    method = Adaptive()
+    model = scenarios.model_of(scenarios.small_mlp(), personal="none")
+    initial = method.init(model)
+    hyper = scenarios.hyper(method, CLIENTS)
+    local = method.begin(
+        model, rows(initial.shared, CLIENTS), rows(method.newcomer(model, initial.shared), CLIENTS), hyper
+    )
+    new, _ = method.step(model, local, scenarios.random_batch(CLIENTS, 5), hyper, "adapt")
+    assert torch.equal(new.shared, local.shared)
+    assert (new.mean != local.mean).any()
+
+
+def test_where_there_is_no_deviation_there_is_no_noise():
+    federation = scenarios.run(Adaptive(deviation=0.0, head_deviation=0.2), rounds=2)
+    drawn = federation.method.predictive(
+        federation.model, rows(federation.shared, 5), federation.personal(torch.arange(5))
+    ).weights
+    assert isinstance(drawn, Gaussian)
+    parts = [federation.model.factors.unflatten(row) for row in drawn.sigma]
+    assert all(not part["1.weight"].any() and (part["3.weight"] > 0).all() for part in parts)
+    means = [federation.model.factors.unflatten(row)["1.weight"] for row in drawn.mean]
+    assert all(torch.equal(mean, means[0]) for mean in means)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"personal": "head"}, "every weight has a shared part"),
+        ({"deviation": -0.1}, "deviation is -0.1, but must be 0 or more"),
+        ({"prior_scale": 0.0}, "prior_scale is 0.0, but must be above 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes, words):
+    with pytest.raises(UserError, match=words):
+        Adaptive(**changes).check()
