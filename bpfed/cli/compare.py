@@ -230,7 +230,7 @@ def _show(comparison: Comparison) -> None:
     if len(comparison.shown) < 2:
         return
     reference, chosen = comparison.titles[comparison.reference], compared(comparison)
-    found = {m.name: comparison.differences(m.name) for m in chosen}
+    found = {m.name: comparison.differences(m.name, baselines=True) for m in chosen}
     heads = [m.label for m in chosen]
     shown = show.table(
         "", *heads, "lower NLL for", title=f"\nDifferences from {reference}, mean over clients", right=len(heads) + 1

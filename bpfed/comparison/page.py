@@ -143,7 +143,7 @@ def _differences(comparison: Comparison) -> str:
     for measure in dict.fromkeys((MEASURES["nll"], comparison.measures[0])):
         factor, digits = (100.0, 1) if measure.show is text.percent else (1.0, 3)
         rows = []
-        for name, found in comparison.differences(measure.name).items():
+        for name, found in comparison.differences(measure.name, baselines=True).items():
             dots = [
                 (d, f"{comparison.words.time} {seed}: {signed(factor * d, digits)}")
                 for seed, d in zip(comparison.seeds, found.seeds, strict=False)

@@ -183,9 +183,10 @@ class Comparison:
                 raise unknown("method of this comparison", known, [*self.records, *self.baselines])
         return difference(self.clients(name, metric), self.clients(reference or self.reference, metric))
 
-    def differences(self, metric: str = "nll") -> dict[str, Difference]:
-        """How a metric differs from the reference's, for each of the others and each baseline, best NLL first."""
-        return {name: self.difference(name, metric) for name in self.shown if name != self.reference}
+    def differences(self, metric: str = "nll", baselines: bool = False) -> dict[str, Difference]:
+        """How a metric differs from the reference's, for each of the others, best NLL first; also for baselines if asked."""
+        names = self.shown if baselines else self.ranking
+        return {name: self.difference(name, metric) for name in names if name != self.reference}
 
     def summary(self) -> str:
         """Means over seeds and differences, as Markdown."""
@@ -206,7 +207,7 @@ def baselines_of(records: Mapping[str, Mapping[int, RunRecord]]) -> dict[str, di
     for seed in seeds:
         run = next((own[seed] for own in records.values() if own[seed].baselines), None)
         for row in run.baselines if run is not None else []:
-            found.setdefault(row["name"], {})[seed] = _as_run(run, row)
+            found.setdefault(f"baseline:{row['name']}", {})[seed] = _as_run(run, row)
     return {name: runs for name, runs in found.items() if len(runs) == len(seeds)}
 
 

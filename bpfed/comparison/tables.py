@@ -75,7 +75,7 @@ def _about(comparison: Comparison) -> str:
 def pairing(comparison: Comparison) -> str:
     """What the differences are, what is paired, and what their intervals leave out."""
     reference, seeds = comparison.titles[comparison.reference], comparison.seeds
-    found = next(iter(comparison.differences().values()), None)
+    found = next(iter(comparison.differences(baselines=True).values()), None)
     one, time = comparison.words.one, comparison.words.time
     words = f"Each {one}'s metric minus {reference}'s on the same client of the same {time}, mean over clients. "
     if len(seeds) > 1:
@@ -122,7 +122,7 @@ def markdown(comparison: Comparison) -> str:
     others = [name for name in comparison.shown if name != comparison.reference]
     if others:
         shown = compared(comparison)
-        found = {m.name: comparison.differences(m.name) for m in shown}
+        found = {m.name: comparison.differences(m.name, baselines=True) for m in shown}
         rows = [
             [comparison.label(n), *(gap(m, found[m.name][n]) for m in shown), better(found["nll"][n])] for n in others
         ]
@@ -162,7 +162,7 @@ def table_csv(comparison: Comparison) -> str:
         for seed, run in runs.items():
             figures = [run.last(n, part) for n in names for part in PARTS]
             cells = ["" if math.isnan(v) else repr(v) for v in (*figures, value(run.evaluation, "ece_floor"))]
-            out.writerow([f"baseline:{name}", seed, "", "", *cells])
+            out.writerow([name, seed, "", "", *cells])
     return written.getvalue()
 
 
@@ -184,7 +184,7 @@ def record(comparison: Comparison) -> dict[str, Any]:
         ),
         **({"verdict": comparison.verdict} if comparison.verdict else {}),
         "differences": {
-            m.name: {name: found._asdict() for name, found in comparison.differences(m.name).items()}
+            m.name: {name: found._asdict() for name, found in comparison.differences(m.name, baselines=True).items()}
             for m in compared(comparison)
         },
         "about_differences": pairing(comparison),
@@ -195,18 +195,17 @@ def _method(comparison: Comparison, name: str) -> dict[str, Any]:
     def figures(values: list[float]) -> dict[str, Any]:
         return {"mean": mean(values), "sd": deviation(values), "seeds": values}
 
+    runs = list(comparison.runs(name).values())
     baseline = name in comparison.baselines
-    found: dict[str, Any] = {"title": comparison.label(name).strip("[]") if baseline else comparison.titles[name]}
+    found: dict[str, Any] = dict(runs[0].summary) if baseline else {"title": comparison.titles[name]}
     for measure in comparison.measures:
         found[measure.name] = figures(comparison.over_seeds(name, measure.name)) | {
             "client_mean": figures(comparison.over_seeds(name, measure.name, "mean")),
             "worst_client": figures(comparison.over_seeds(name, measure.name, "worst")),
         }
-    runs = comparison.runs(name).values()
     found["ece_floor"] = comparison.floor(name)
-    if baseline:
-        return found
-    found["seconds"] = figures([value(run.summary, "seconds") for run in runs])
+    if not baseline:
+        found["seconds"] = figures([value(run.summary, "seconds") for run in runs])
     return found
 
 
