@@ -6,8 +6,8 @@ Each baseline is fitted to the same prepared inputs that a run trains on and is 
 - pooled logistic (ridge) regression and pooled gradient boosting: one model of all clients' rows together. These need
   all rows in one place, which is so in a simulation and not in a deployment.
 
-Settings are fixed and seeded: C = 1 and alpha = 1, as scikit-learn has them, and small trees whose number is chosen on
-a tenth of the rows where there are enough.
+Settings are fixed and seeded: C = 1 and alpha = 1, as scikit-learn has them; small trees, whose number is chosen on a
+tenth of the training rows where there are enough, and which are then fitted to all of them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MOST_ROWS = 50_000
 MOST_WORK = {"linear": 200_000_000, "boosting": 10_000_000}
 #: For trees fewer rows than this are no less work.
 FEW_ROWS = 2_000
-#: Trees that are grown at most, one for each class in each iteration.
-MOST_TREES = 2_000
+#: Iterations of boosting at most, and trees, one for each class in each iteration.
+ITERATIONS, MOST_TREES = 100, 2_000
 #: Fewer rows than this are not divided to choose the number of trees.
 DIVIDED = 200
 #: Parts of a cross-validation.
@@ -136,7 +136,7 @@ def _too_much(kind: str, rows: int, columns: int, classes: int) -> bool:
     if kind == "linear":
         return rows * columns * outputs > MOST_WORK[kind]
     fits = 1 if classes else FOLDS + 1
-    return max(rows, FEW_ROWS) * columns * outputs * fits > MOST_WORK[kind] or 100 * outputs > MOST_TREES
+    return max(rows, FEW_ROWS) * columns * outputs * fits > MOST_WORK[kind] or ITERATIONS * outputs > MOST_TREES
 
 
 def _scored(
@@ -198,7 +198,7 @@ def class_probs(kind: str, x: Floats, y: Whole, new: Floats, classes: int) -> Fl
     if len(seen) == 1:
         probs[:, seen[0]] = rest
         return probs
-    probs[:, seen] = rest * _classifier(kind, y).fit(x, y).predict_proba(new)
+    probs[:, seen] = rest * _classifier(kind, x, y).predict_proba(new)
     return probs
 
 
@@ -219,31 +219,50 @@ def number(kind: str, x: Floats, y: NDArray[Any], new: Floats, spread: float) ->
     y = y.astype(np.float64)
     if len(y) == 1:
         return np.full(len(new), y[0]), np.full(len(new), math.sqrt(spread))
-    model = _regressor(kind, len(y))
-    errors = _left_out(x, y) if kind == "linear" else _crossed(x, y)
+    model, errors = _regressor(kind, x, y)
     variance = (float(np.square(errors).sum()) + spread) / (len(y) + 1)
-    return model.fit(x, y).predict(new), np.full(len(new), math.sqrt(variance))
+    return model.predict(new), np.full(len(new), math.sqrt(variance))
 
 
-def _classifier(kind: str, y: Whole) -> Any:
+def _classifier(kind: str, x: Floats, y: Whole) -> Any:
+    """A fitted classifier."""
     from sklearn.ensemble import HistGradientBoostingClassifier  # here, since importing scikit-learn takes a second
     from sklearn.linear_model import LogisticRegression
 
     if kind == "linear":
-        return LogisticRegression(max_iter=300)
+        return LogisticRegression(max_iter=300).fit(x, y)
     counts = np.bincount(y)
     # The tenth that is held out has a row of each class, or scikit-learn refuses.
     divided = len(y) >= max(DIVIDED, 10 * len(counts)) and counts[counts > 0].min() >= 2
-    return HistGradientBoostingClassifier(max_leaf_nodes=8, early_stopping=divided, random_state=0)
+    trees = _trees(HistGradientBoostingClassifier, x, y) if divided else ITERATIONS
+    return _boosting(HistGradientBoostingClassifier, trees).fit(x, y)
 
 
-def _regressor(kind: str, rows: int) -> Any:
+def _regressor(kind: str, x: Floats, y: Floats) -> tuple[Any, Floats]:
+    """A fitted regressor, and its errors on rows that it was not fitted to, ``[n]``."""
     from sklearn.ensemble import HistGradientBoostingRegressor
     from sklearn.linear_model import Ridge
+    from sklearn.model_selection import KFold
 
     if kind == "linear":
-        return Ridge(solver="svd")
-    return HistGradientBoostingRegressor(max_leaf_nodes=8, early_stopping=rows >= DIVIDED, random_state=0)
+        return Ridge(solver="svd").fit(x, y), _left_out(x, y)
+    trees = _trees(HistGradientBoostingRegressor, x, y) if len(y) >= DIVIDED else ITERATIONS
+    model = _boosting(HistGradientBoostingRegressor, trees)
+    errors = np.empty(len(y))
+    for kept, left in KFold(min(FOLDS, len(y)), shuffle=True, random_state=0).split(x):
+        errors[left] = y[left] - model.fit(x[kept], y[kept]).predict(x[left])
+    return model.fit(x, y), errors
+
+
+def _boosting(boosting: Any, trees: int, **options: Any) -> Any:
+    options = {"early_stopping": False, **options}
+    return boosting(max_iter=trees, max_leaf_nodes=8, random_state=0, **options)
+
+
+def _trees(boosting: Any, x: Floats, y: NDArray[Any]) -> int:
+    """How many iterations are best on a tenth of the rows when the model is fitted to the others."""
+    scores = _boosting(boosting, ITERATIONS, early_stopping=True).fit(x, y).validation_score_
+    return max(1, int(np.argmax(scores)))  # the first score is that of no tree
 
 
 def _left_out(x: Floats, y: Floats) -> Floats:
@@ -254,16 +273,6 @@ def _left_out(x: Floats, y: Floats) -> Floats:
     leverage = 1.0 / len(y) + (shrunk * u).sum(1)
     residual = y - y.mean() - shrunk @ (u.T @ (y - y.mean()))
     return residual / np.maximum(1.0 - leverage, 1e-9)
-
-
-def _crossed(x: Floats, y: Floats) -> Floats:
-    """Errors of gradient boosting on rows that it was not fitted to, ``[n]``."""
-    from sklearn.model_selection import KFold
-
-    errors = np.empty(len(y))
-    for kept, left in KFold(min(FOLDS, len(y)), shuffle=True, random_state=0).split(x):
-        errors[left] = y[left] - _regressor("boosting", len(kept)).fit(x[kept], y[kept]).predict(x[left])
-    return errors
 
 
 @contextmanager
