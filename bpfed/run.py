@@ -51,6 +51,7 @@ class Run:
         compiled: Whether the local step is compiled (known once training has begun).
         calibration: What the run's folder says of its calibration, where the data are not at hand (see `calibrate`).
         say: Called with each message for the user.
+        deployed: Whether it is a site's part of a deployment, where only its own rows are.
         fitted: Baselines by what they are fitted to; runs on the same data may share them.
     """
 
@@ -62,6 +63,7 @@ class Run:
         self.seconds = 0.0
         self.compiled = False
         self.calibration: Calibration | None = None
+        self.deployed = federation.data.protocol == records.DEPLOYED
         self.fitted: dict[Any, dict[str, Any]] = {}
 
     def __repr__(self) -> str:
@@ -234,7 +236,7 @@ class Run:
 
         Empty where they are off or the inputs are no flat vectors, and for a deployed site, which has its own rows alone.
         """
-        if self.settings.baselines == "off" or self.data.protocol == records.DEPLOYED or not wanted(self.data):
+        if self.settings.baselines == "off" or self.deployed or not wanted(self.data):
             return {}
         clients, bins = tested_clients(self.federation), self.settings.bins
         key = (records.fingerprint(self.data), tuple(clients.tolist()), bins)
