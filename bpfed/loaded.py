@@ -72,6 +72,10 @@ class LoadedRun(Run):
     def detail(self) -> dict[str, Any]:
         return RunRecord.read(self.folder).evaluation
 
+    def baselines(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.detail().get("baselines", {})
+        return found
+
     def summary_record(self) -> dict[str, Any]:
         return RunRecord.read(self.folder).summary if self.finished else super().summary_record()
 

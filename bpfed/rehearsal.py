@@ -121,7 +121,7 @@ def uncertain(softness: float, examples: int, rehearsals: int, task: Task) -> st
 
 def as_rehearsal(settings: Settings, number: int) -> Settings:
     """How a rehearsal is run: as the run, but nothing is calibrated, and it is tested as seldom as can be."""
-    plain = replace(settings, rehearsals=0, scaling="none", calibration=0.0)
+    plain = replace(settings, rehearsals=0, scaling="none", calibration=0.0, baselines="off")
     return replace(plain, seed=settings.seed + APART * number, eval_every=settings.rounds)
 
 

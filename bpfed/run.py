@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from bpfed import records
+from bpfed.baselines import baselines, wanted
 from bpfed.calibration import Calibration
 from bpfed.callbacks.base import Callback
 from bpfed.client import Client
 from bpfed.console import to_stderr
 from bpfed.data import FederatedData
 from bpfed.data.rows import read_rows
-from bpfed.engine.evaluate import evaluate_clients
+from bpfed.engine.evaluate import evaluate_clients, tested_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import RoundInfo, Simulator
@@ -50,6 +51,8 @@ class Run:
         compiled: Whether the local step is compiled (known once training has begun).
         calibration: What the run's folder says of its calibration, where the data are not at hand (see `calibrate`).
         say: Called with each message for the user.
+        deployed: Whether it is a site's part of a deployment, where only its own rows are.
+        fitted: Baselines by what they are fitted to; runs on the same data may share them.
     """
 
     def __init__(self, federation: Federation, say: Callable[[str], None] = lambda sentence: None) -> None:
@@ -60,6 +63,8 @@ class Run:
         self.seconds = 0.0
         self.compiled = False
         self.calibration: Calibration | None = None
+        self.deployed = federation.data.protocol == records.DEPLOYED
+        self.fitted: dict[Any, dict[str, Any]] = {}
 
     def __repr__(self) -> str:
         federation = self.federation
@@ -226,6 +231,19 @@ class Run:
             found["untested"] = [self.data.clients[i] for i in untested[:UNTESTED]]
         return found
 
+    def baselines(self) -> dict[str, Any]:
+        """Plain models of scikit-learn on the same test rows, as in ``evaluation.json`` (see `bpfed.baselines.baselines`).
+
+        Empty where they are off or the inputs are no flat vectors, and for a deployed site, which has its own rows alone.
+        """
+        if self.settings.baselines == "off" or self.deployed or not wanted(self.data):
+            return {}
+        clients, bins = tested_clients(self.federation), self.settings.bins
+        key = (records.fingerprint(self.data), tuple(clients.tolist()), bins)
+        if key not in self.fitted:
+            self.fitted[key] = baselines(self.data, clients, bins)
+        return self.fitted[key]
+
     def summary_record(self) -> dict[str, Any]:
         """The run in figures, as in ``summary.json``; accuracy and ECE as fractions."""
         return records.summary(self.federation, self.history, self.seconds)
@@ -254,7 +272,9 @@ class Run:
     def record(self) -> RunRecord:
         """The run in plain data, as its folder holds it."""
         config = tomllib.loads(to_toml(self.config()))
-        return RunRecord(config, self.history, self.detail(), self.summary_record())
+        plain = self.baselines()
+        evaluation = {**self.detail(), **({"baselines": plain} if plain else {})}
+        return RunRecord(config, self.history, evaluation, self.summary_record())
 
     def report(self, path: str | Path) -> Path:
         """Write the report, one self-contained HTML page."""

@@ -324,7 +324,7 @@ def test_the_files_hold_the_same_figures(found: bpfed.Comparison, tmp_path: Path
             assert written["methods"][name][metric]["sd"] == pytest.approx(np.std(values, ddof=1))
     assert list(written["methods"]) == sorted(found.names, key=lambda n: written["methods"][n]["nll"]["mean"])
     lines = list(csv.DictReader(io.StringIO((tmp_path / "comparison.csv").read_text())))
-    assert len(lines) == 9
+    assert len([line for line in lines if not line["method"].startswith("baseline:")]) == 9
     one = next(line for line in lines if (line["method"], line["seed"]) == ("fast", "2"))
     assert float(one["nll_client_mean"]) == found.records["fast"][2].history[-1]["nll"]["mean"]
     text = (tmp_path / "comparison.md").read_text()
@@ -333,7 +333,7 @@ def test_the_files_hold_the_same_figures(found: bpfed.Comparison, tmp_path: Path
     assert f"**{mean:.3f} ± {sd:.3f}**" in text
     assert "ECE (10 bins)" in text
     assert "mean\\|odd" in text
-    assert all(line.replace("\\|", "").count("|") == 8 for line in text.splitlines()[2:7])
+    assert all(line.replace("\\|", "").count("|") == 8 for line in text.splitlines()[2:10])
     for name in ("comparison.json", "comparison.csv", "comparison.md"):
         assert "NaN" not in (tmp_path / name).read_text()
 
@@ -368,7 +368,7 @@ def test_regression_has_its_own_columns() -> None:
 
 
 def test_one_seed_has_no_deviation_and_one_method_no_difference() -> None:
-    found = bpfed.compare(["fedavg"], classification(), [3], rounds=1, **TINY)
+    found = bpfed.compare(["fedavg"], classification(), [3], rounds=1, baselines="off", **TINY)
     assert "±" not in found.summary().split("\n\n")[1]
     assert "Seed 3, all test examples" in found.summary()
     assert "minus" not in found.summary()
@@ -376,12 +376,12 @@ def test_one_seed_has_no_deviation_and_one_method_no_difference() -> None:
 
 def test_the_command_marks_the_best_and_shows_both_tables(command: Command, kept: Path) -> None:
     out = command.ok(*PAIR, "--out", "a", "--reference", "fedper").out
-    written = json.loads(Path("a/comparison.json").read_text())["methods"]
+    result = json.loads(Path("a/comparison.json").read_text())
+    written = result["methods"] | result["baselines"]
     best = min(written, key=lambda name: written[name]["nll"]["mean"])
     assert f"*{written[best]['nll']['mean']:.3f} ± {written[best]['nll']['sd']:.3f}" in out
-    assert out.index(written[best]["title"] + " ") < min(
-        out.index(m["title"] + " ") for n, m in written.items() if n != best
-    )
+    heads = {name: one["short"] if "short" in one else f"{one['title']} " for name, one in written.items()}
+    assert out.index(heads[best]) < min(out.index(head) for name, head in heads.items() if name != best)
     assert "Differences from FedPer, mean over clients" in out
     pairs = json.loads(Path("a/comparison.json").read_text())["differences"]["nll"]["fedavg"]
     assert f"{pairs['lower']} of {pairs['pairs']} client-seeds" in out

@@ -115,7 +115,7 @@ def test_cuts_count_alike_whether_too_sure_or_not_sure_enough():
 def test_a_rehearsal_is_run_as_the_run_will_be():
     settings = Settings(rounds=7, rehearsals=3, calibration=0.2, seed=5, epochs=2)
     own = as_rehearsal(settings, 2)
-    assert own == replace(settings, rehearsals=0, calibration=0.0, seed=5 + 2 * APART, eval_every=7)
+    assert own == replace(settings, rehearsals=0, calibration=0.0, baselines="off", seed=5 + 2 * APART, eval_every=7)
 
 
 class Stop(Exception):

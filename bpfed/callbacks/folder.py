@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from bpfed.run import Run
 
 #: What changes how a run is computed, or where, and nothing of what comes out: it may go on with other settings.
-HOW = frozenset({"run.chunk", "run.memory", "run.compile", "run.checkpoints", f"data.{PLACE}"})
+HOW = frozenset({"run.chunk", "run.memory", "run.compile", "run.checkpoints", "run.baselines", f"data.{PLACE}"})
 
 
 class Folder(Callback):
@@ -177,7 +177,7 @@ class Folder(Callback):
         checkpoint.save(self.path / CHECKPOINT, run.federation, extra)
 
     def end(self, run: Run) -> None:
-        made = {METRICS: as_lines(run.history), EVALUATION: to_json(run.detail())}
+        made = {METRICS: as_lines(run.history), EVALUATION: to_json(run.record().evaluation)}
         if run.data.calibration is not None:
             made[CALIBRATION] = to_json_line(calibrate(run.federation).record()) + "\n"
         run.report(self.report)

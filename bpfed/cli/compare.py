@@ -215,20 +215,22 @@ def _show(comparison: Comparison) -> None:
     console, measures = Console(), comparison.measures
     heads = [f"ECE ({comparison.bins} bins)" if m.name == "ece" else m.full for m in measures]
     shown = show.table("", *heads, "seconds", title=comparison.title, right=len(heads) + 1)
-    for name in comparison.ranking:
+    for name in comparison.shown:
         cells = []
         for m in measures:
             best = comparison.best(m.name) == name
             told = typed(spread(m, comparison.mean(name, m.name), comparison.sd(name, m.name)))
             cells.append(Text(f"*{told}" if best else told, "bold green" if best else ""))
-        shown.add_row(comparison.titles[name], *cells, text.decimal(comparison.seconds(name), 1))
+        shown.add_row(Text(comparison.label(name)), *cells, text.decimal(comparison.seconds(name), 1))
     shown.columns[0].no_wrap = True
     show.put(shown)
     console.print(typed(caption(comparison, "with a star")), style="dim")
-    if len(comparison.names) < 2:
+    if comparison.verdict:
+        console.print(typed(comparison.verdict))
+    if len(comparison.shown) < 2:
         return
     reference, chosen = comparison.titles[comparison.reference], compared(comparison)
-    found = {m.name: comparison.differences(m.name) for m in chosen}
+    found = {m.name: comparison.differences(m.name, baselines=True) for m in chosen}
     heads = [m.label for m in chosen]
     shown = show.table(
         "", *heads, "lower NLL for", title=f"\nDifferences from {reference}, mean over clients", right=len(heads) + 1
@@ -238,7 +240,7 @@ def _show(comparison: Comparison) -> None:
         for m in chosen:
             one = found[m.name][name]
             cells.append(Text(typed(gap(m, one)), "" if one.clear else "dim"))
-        shown.add_row(comparison.titles[name], *cells, f"{better(found['nll'][name])} {pairs(comparison)}")
+        shown.add_row(Text(comparison.label(name)), *cells, f"{better(found['nll'][name])} {pairs(comparison)}")
     shown.columns[0].no_wrap = True
     show.put(shown)
     console.print(typed(pairing(comparison)), style="dim")

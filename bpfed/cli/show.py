@@ -79,7 +79,19 @@ def result(run: RunRecord, report: Path | None = None) -> None:
         shown.add_row(name, *_figures(run, measure))
     put(shown)
     console = Console()
-    for note in filter(None, (run.untested, run.seldom, run.uncovered, run.no_use, run.softened, run.unrehearsed)):
+    for note in filter(
+        None,
+        (
+            run.verdict,
+            run.skipped_baselines,
+            run.untested,
+            run.seldom,
+            run.uncovered,
+            run.no_use,
+            run.softened,
+            run.unrehearsed,
+        ),
+    ):
         console.print(text.typed(note))
     # A deployed site's own run does not know the time; that of all rounds is with the server.
     lasted = f" for {text.duration(seconds)}" if (seconds := value(run.summary, "seconds")) > 0 else ""

@@ -22,7 +22,7 @@ from bpfed.callbacks.folder import Folder, begun, differences
 from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison import tables
 from bpfed.comparison.entrants import CSV, MARKDOWN, REPORT, REQUEST, RESULT, Entrant, entrants
-from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Vocabulary, chosen_reference
+from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Vocabulary, baselines_of, chosen_reference
 from bpfed.console import Say
 from bpfed.data import FederatedData, load
 from bpfed.engine.checks import check_data
@@ -158,7 +158,9 @@ def run_cells(
         if not sitting.trained:
             say(f"All {len(who) * len(chosen)} runs in '{out}' are finished already; none was run again.")
         ordered = {name: {seed: own[seed] for seed in chosen} for name, own in sitting.records.items()}
-        found = Comparison(ordered, {entrant.name: entrant.title for entrant in who}, base, words)
+        wanted = any(entrant.settings.baselines == "auto" for entrant in who)
+        titles = {entrant.name: entrant.title for entrant in who}
+        found = Comparison(ordered, titles, base, words, baselines_of(ordered) if wanted else {})
         if out is not None:
             if display is not None:
                 display.doing("writing the report")
@@ -198,6 +200,7 @@ class _Sitting:
         self.tell = once(say)
         self.records: dict[str, dict[int, RunRecord]] = {entrant.name: {} for entrant in who}
         self.trained = 0
+        self.fitted: dict[Any, dict[str, Any]] = {}  # baselines, once for all methods of a seed
 
     def look(self, dealt: Mapping[int, FederatedData]) -> list[list[Cell]]:
         """Read the cells of these seeds that are finished; a list for each entrant of those that are not."""
@@ -205,7 +208,7 @@ class _Sitting:
         for entrant in (e for e in self.who if e.name in self.records):
             cells = []
             for seed, data in dealt.items():
-                cell = _cell(entrant, seed, data, self.model, self.likelihood, self.out, self.tell)
+                cell = _cell(entrant, seed, data, self.model, self.likelihood, self.out, self.tell, self.fitted)
                 if isinstance(cell, Cell):
                     cells.append(cell)
                     continue
@@ -252,14 +255,18 @@ def _cell(
     likelihood: Likelihood | None,
     out: Path | None,
     say: Callable[[str], None],
+    fitted: dict[Any, dict[str, Any]],
 ) -> Cell | RunRecord:
     """A cell that is ready to run, or the record of one that is finished."""
     settings = replace(entrant.settings, seed=seed)
     if out is None:
-        return Cell(entrant, prepare(entrant.method, data, settings, model, likelihood, None, say), None)
+        run = prepare(entrant.method, data, settings, model, likelihood, None, say)
+        run.fitted = fitted
+        return Cell(entrant, run, None)
     path = out / entrant.name / f"seed-{seed}"
     folder = Folder(path, resume=begun(path))
     run = prepare(entrant.method, data, settings, model, likelihood, folder, say)
+    run.fitted = fitted
     if not finished(path):
         return Cell(entrant, run, folder)
     record = RunRecord.read(path)
@@ -270,6 +277,8 @@ def _cell(
             f"'{path}' was run with other settings: {'; '.join(differs)}; choose another --out, or delete that folder "
             "to run it again."
         )
+    if not record.baselines and (plain := run.baselines()):  # of an earlier version, or without them
+        record = replace(record, evaluation={**record.evaluation, "baselines": plain})
     return record
 
 

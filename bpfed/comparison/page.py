@@ -55,7 +55,12 @@ def _headline(comparison: Comparison) -> str:
         f"{_table(comparison)}"
         f'<p class="note">{escape(caption(comparison))} The reference, {escape(_title(comparison))}, is shaded. '
         "Click a column’s head to sort.</p>"
+        f"{_verdict(comparison)}"
     )
+
+
+def _verdict(comparison: Comparison) -> str:
+    return f"<p><strong>{escape(comparison.verdict)}</strong></p>" if comparison.verdict else ""
 
 
 def _title(comparison: Comparison) -> str:
@@ -81,15 +86,18 @@ def _table(comparison: Comparison) -> str:
     )
     best = {m.name: comparison.best(m.name) for m in measures}
     body = ""
-    for name in comparison.ranking:
+    for name in comparison.shown:
         cells = [_cell(m, *_spread(comparison, name, m.name), best[m.name] == name) for m in measures]
         cells.append(_cell(MEASURES["ece"], comparison.floor(name), math.nan))
         cells.append(_cell(MEASURES["nll"], comparison.mean(name, "nll", "mean"), math.nan))
         cells.append(_cell(main, comparison.mean(name, main.name, "worst"), math.nan))
         seconds = comparison.seconds(name)
-        cells.append(f'<td data-v="{seconds:.6g}">{text.decimal(seconds, 1)} s</td>')
+        known = math.isfinite(seconds)  # nobody waits for a baseline
+        cells.append(
+            f'<td data-v="{seconds:.6g}">{text.decimal(seconds, 1)} s</td>' if known else f"<td>{text.MISSING}</td>"
+        )
         chief = " class=chief" if name == comparison.reference else ""
-        body += f'<tr{chief}><th scope="row">{escape(comparison.titles[name])}</th>{"".join(cells)}</tr>'
+        body += f'<tr{chief}><th scope="row">{escape(comparison.label(name))}</th>{"".join(cells)}</tr>'
     return (
         '<div class="scroll whole" tabindex="0" role="region" aria-label="Methods"><table class="sortable">'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
@@ -129,20 +137,20 @@ def _long(measure: Measure) -> str:
 
 
 def _differences(comparison: Comparison) -> str:
-    if len(comparison.names) < 2:
+    if len(comparison.shown) < 2:
         return ""
     figures = []
     for measure in dict.fromkeys((MEASURES["nll"], comparison.measures[0])):
         factor, digits = (100.0, 1) if measure.show is text.percent else (1.0, 3)
         rows = []
-        for name, found in comparison.differences(measure.name).items():
+        for name, found in comparison.differences(measure.name, baselines=True).items():
             dots = [
                 (d, f"{comparison.words.time} {seed}: {signed(factor * d, digits)}")
                 for seed, d in zip(comparison.seeds, found.seeds, strict=False)
             ]
             lower = f"lower for {found.lower} of {found.pairs} {pairs(comparison)}"
             note = f"{gap(measure, found)}, {lower}"
-            title = comparison.titles[name]
+            title = comparison.label(name)
             rows.append(Row(title, found.mean, found.low, found.high, dots if len(dots) > 1 else (), note=note))
 
         def show(x: float, factor: float = factor, digits: int = digits) -> str:
@@ -160,14 +168,14 @@ def _differences(comparison: Comparison) -> str:
 def _calibration(comparison: Comparison) -> str:
     ece, intervals = MEASURES["ece"], comparison.measures[0].name != "accuracy"
     rows, small = [], []
-    for name in comparison.ranking:
+    for name in comparison.shown:
         centre, sd = _spread(comparison, name, "ece")
-        floor, title = comparison.floor(name), comparison.titles[name]
+        floor, title = comparison.floor(name), comparison.label(name)
         note = f"{ece.show(centre)}, floor {ece.show(floor)}"
         rows.append(
             Row(title, centre, centre - sd, centre + sd, floor=floor, note=note, chief=name == comparison.reference)
         )
-        found = versus.pooled([run.evaluation["reliability"] for run in comparison.records[name].values()])
+        found = versus.pooled([run.evaluation["reliability"] for run in comparison.runs(name).values()])
         drawn = versus.small_reliability(found, comparison.bins, intervals, title)
         small.append(f"<div><h4>{escape(title)}</h4>{drawn}<p>{_leaning(found, intervals)}</p></div>")
     over = f", mean over {comparison.words.time}s ± standard deviation" if len(comparison.seeds) > 1 else ""
@@ -204,14 +212,14 @@ def _clients(comparison: Comparison) -> str:
     figures = []
     for measure in dict.fromkeys((comparison.measures[0], MEASURES["nll"])):
         rows = []
-        for name in comparison.ranking:
+        for name in comparison.shown:
             clients = comparison.clients(name, measure.name)
             dots = [
                 (v, f"{client}, {comparison.words.time} {seed}: {measure.show(v)}")
                 for seed, values in clients.items()
                 for client, v in values.items()
             ]
-            title, centre = comparison.titles[name], comparison.mean(name, measure.name, "mean")
+            title, centre = comparison.label(name), comparison.mean(name, measure.name, "mean")
             values = [v for v, _ in dots]
             span = f"from {measure.show(min(values))} to {measure.show(max(values))}" if values else text.MISSING
             rows.append(Row(title, centre, dots=dots, note=span, chief=name == comparison.reference))

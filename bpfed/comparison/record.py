@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bpfed.comparison import page, tables
 from bpfed.comparison.paired import Difference, difference
 from bpfed.errors import UserError, unknown
 from bpfed.report import text
 from bpfed.report.measures import MEASURES, Measure
-from bpfed.report.record import RunRecord, value
+from bpfed.report.record import Rival, RunRecord, value, verdict
 from bpfed.scores import deviation, mean
 
 #: The metrics that are compared, as far as the runs have them.
@@ -56,12 +57,14 @@ class Comparison:
         titles: The heading of each name.
         reference: The name that the others' differences are taken from.
         words: What things are called.
+        baselines: Plain models on the same test rows (`bpfed.baselines`), likewise; none of them is a method.
     """
 
     records: dict[str, dict[int, RunRecord]]
     titles: dict[str, str]
     reference: str
     words: Vocabulary = METHODS_AND_SEEDS
+    baselines: dict[str, dict[int, RunRecord]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         scores = ", ".join(f"{name} {self.mean(name, 'nll'):.3f}" for name in self.ranking)
@@ -75,8 +78,37 @@ class Comparison:
     @property
     def ranking(self) -> list[str]:
         """Who takes part, the lowest mean NLL first."""
-        nll = {name: self.mean(name, "nll") for name in self.names}
-        return sorted(self.names, key=lambda name: (math.isnan(nll[name]), nll[name]))
+        return self._ranked(self.names)
+
+    @property
+    def shown(self) -> list[str]:
+        """Methods and baselines, the lowest mean NLL first."""
+        return self._ranked([*self.names, *self.baselines])
+
+    def _ranked(self, names: list[str]) -> list[str]:
+        nll = {name: self.mean(name, "nll") for name in names}
+        return sorted(names, key=lambda name: (math.isnan(nll[name]), nll[name]))
+
+    def runs(self, name: str) -> dict[int, RunRecord]:
+        """The records of a method or baseline by seed."""
+        return self.records[name] if name in self.records else self.baselines[name]
+
+    def label(self, name: str) -> str:
+        """The heading of a method, or of a baseline in brackets."""
+        if name in self.records:
+            return self.titles[name]
+        return f"[{next(iter(self.baselines[name].values())).summary['short']}]"
+
+    @property
+    def verdict(self) -> str:
+        """Whether a baseline is better than the reference, and which were not fitted; empty where none was asked for."""
+        rivals = []
+        for name, runs in self.baselines.items():
+            facts, found = next(iter(runs.values())).summary, self.difference(name)
+            mean = self.mean(name, "nll")
+            rivals.append(Rival(facts["title"], facts["pooled"], mean, found.lower, found.higher, found.pairs))
+        said = verdict(self.titles[self.reference], self.mean(self.reference, "nll"), rivals, tables.pairs(self))
+        return " ".join(filter(None, (said, self.first.skipped_baselines)))
 
     @property
     def seeds(self) -> list[int]:
@@ -113,7 +145,7 @@ class Comparison:
 
     def over_seeds(self, name: str, metric: str, part: str = "pooled") -> list[float]:
         """A metric at the last round for each seed; ``part`` is ``pooled``, ``mean`` (over clients) or ``worst``."""
-        return [run.last(metric, part) for run in self.records[name].values()]
+        return [run.last(metric, part) for run in self.runs(name).values()]
 
     def mean(self, name: str, metric: str, part: str = "pooled") -> float:
         """Mean of that over seeds."""
@@ -125,35 +157,36 @@ class Comparison:
 
     def floor(self, name: str) -> float:
         """The ECE that perfectly calibrated predictions as sure as these would show, mean over seeds."""
-        return mean([value(run.evaluation, "ece_floor") for run in self.records[name].values()])
+        return mean([value(run.evaluation, "ece_floor") for run in self.runs(name).values()])
 
     def seconds(self, name: str) -> float:
         """Time of a run, mean over seeds."""
-        return mean([value(run.summary, "seconds") for run in self.records[name].values()])
+        return mean([value(run.summary, "seconds") for run in self.runs(name).values()])
 
     def best(self, metric: str) -> str:
         """Whose mean over seeds is best."""
         sign = -1 if MEASURES[metric].high_is_good else 1
-        values = {name: sign * self.mean(name, metric) for name in self.names}
-        return min(self.names, key=lambda name: math.inf if math.isnan(values[name]) else values[name])
+        values = {name: sign * self.mean(name, metric) for name in self.shown}
+        return min(self.shown, key=lambda name: math.inf if math.isnan(values[name]) else values[name])
 
     def clients(self, name: str, metric: str) -> dict[int, dict[str, float]]:
         """A metric at the last round by seed and client; clients without test examples are left out."""
         return {
             seed: {row["name"]: v for row in run.rows if math.isfinite(v := value(row, metric))}
-            for seed, run in self.records[name].items()
+            for seed, run in self.runs(name).items()
         }
 
     def difference(self, name: str, metric: str = "nll", reference: str | None = None) -> Difference:
         """How a metric differs from the reference's, paired by client and by seed."""
         for known in (name, reference or self.reference):
-            if known not in self.records:
-                raise unknown("method of this comparison", known, self.records)
+            if known not in self.records and known not in self.baselines:
+                raise unknown("method of this comparison", known, [*self.records, *self.baselines])
         return difference(self.clients(name, metric), self.clients(reference or self.reference, metric))
 
-    def differences(self, metric: str = "nll") -> dict[str, Difference]:
-        """How a metric differs from the reference's, for each of the others, best NLL first."""
-        return {name: self.difference(name, metric) for name in self.ranking if name != self.reference}
+    def differences(self, metric: str = "nll", baselines: bool = False) -> dict[str, Difference]:
+        """How a metric differs from the reference's, for each of the others, best NLL first; also for baselines if asked."""
+        names = self.shown if baselines else self.ranking
+        return {name: self.difference(name, metric) for name in names if name != self.reference}
 
     def summary(self) -> str:
         """Means over seeds and differences, as Markdown."""
@@ -162,6 +195,33 @@ class Comparison:
     def report(self, path: str | os.PathLike[str]) -> Path:
         """Write the combined report, one self-contained HTML page."""
         return page.write(self, path)
+
+
+def baselines_of(records: Mapping[str, Mapping[int, RunRecord]]) -> dict[str, dict[int, RunRecord]]:
+    """The baselines of these runs by name and seed, as if each were a run; only those that every seed has.
+
+    All runs of a seed are on the same data, so the first that has baselines stands for all.
+    """
+    found: dict[str, dict[int, RunRecord]] = {}
+    seeds = list(next(iter(records.values()), {}))
+    for seed in seeds:
+        run = next((own[seed] for own in records.values() if own[seed].baselines), None)
+        for row in run.baselines if run is not None else []:
+            found.setdefault(f"baseline:{row['name']}", {})[seed] = _as_run(run, row)
+    return {name: runs for name, runs in found.items() if len(runs) == len(seeds)}
+
+
+def _as_run(run: RunRecord | None, row: Mapping[str, Any]) -> RunRecord:
+    assert run is not None
+    clients = [
+        {key: own.get(key) for key in ("name", "train", "test")}
+        | {m: values[i] for m, values in row["clients"].items()}
+        for i, own in enumerate(run.rows)
+    ]
+    evaluation = {"bins": run.evaluation["bins"], "clients": clients}
+    evaluation |= {key: row[key] for key in ("reliability", "ece_floor")}
+    summary = {key: row[key] for key in ("title", "short", "pooled")}
+    return RunRecord({}, [{"round": run.history[-1]["round"], **row["scores"]}], evaluation, summary)
 
 
 def chosen_reference(names: list[str], wanted: str | None) -> str:

@@ -51,7 +51,7 @@ def compared(comparison: Comparison) -> list[Measure]:
 
 def caption(comparison: Comparison, marked: str = "in bold") -> str:
     """What the figures of the first table are; ``marked`` is how the best stands out."""
-    floors = [comparison.floor(name) for name in comparison.names]
+    floors = [comparison.floor(name) for name in comparison.shown]
     seeds = comparison.seeds
     time = comparison.words.time
     over = (
@@ -61,14 +61,21 @@ def caption(comparison: Comparison, marked: str = "in bold") -> str:
     floor = f"{low} %" if low == high else f"{low} to {high} %"
     return (
         f"{over}, all {comparison.words.scored} of the last round pooled, lowest NLL first, the best {marked}. "
-        f"ECE over {comparison.bins} bins; perfectly calibrated predictions would show {floor} by chance (the floor)."
+        f"ECE over {comparison.bins} bins; perfectly calibrated predictions would show {floor} by chance (the floor).{_about(comparison)}"
     )
+
+
+def _about(comparison: Comparison) -> str:
+    """What the rows in brackets are; empty where there are none."""
+    if not comparison.baselines:
+        return ""
+    return " In brackets: baselines of scikit-learn, each client alone (per site) or all rows in one place (pooled)."
 
 
 def pairing(comparison: Comparison) -> str:
     """What the differences are, what is paired, and what their intervals leave out."""
     reference, seeds = comparison.titles[comparison.reference], comparison.seeds
-    found = next(iter(comparison.differences().values()), None)
+    found = next(iter(comparison.differences(baselines=True).values()), None)
     one, time = comparison.words.one, comparison.words.time
     words = f"Each {one}'s metric minus {reference}'s on the same client of the same {time}, mean over clients. "
     if len(seeds) > 1:
@@ -99,24 +106,25 @@ def markdown(comparison: Comparison) -> str:
     heads = [f"ECE ({bins} bins)" if m.name == "ece" else m.full for m in measures]
     best = {m.name: comparison.best(m.name) for m in measures}
     rows = []
-    for name in comparison.ranking:
+    for name in comparison.shown:
         cells = []
         for m in measures:
             cell = spread(m, comparison.mean(name, m.name), comparison.sd(name, m.name))
             cells.append(f"**{cell}**" if best[m.name] == name else cell)
         nll = comparison.mean(name, "nll", "mean")
-        rows.append([comparison.titles[name], *cells, text.decimal(nll), text.duration(comparison.seconds(name))])
+        rows.append([comparison.label(name), *cells, text.decimal(nll), text.duration(comparison.seconds(name))])
     parts = [
         f"# {comparison.title}",
         _table([comparison.words.one, *heads, "NLL, client mean", "time"], rows),
         caption(comparison),
+        *filter(None, [comparison.verdict]),
     ]
-    others = [name for name in comparison.ranking if name != comparison.reference]
+    others = [name for name in comparison.shown if name != comparison.reference]
     if others:
         shown = compared(comparison)
-        found = {m.name: comparison.differences(m.name) for m in shown}
+        found = {m.name: comparison.differences(m.name, baselines=True) for m in shown}
         rows = [
-            [comparison.titles[n], *(gap(m, found[m.name][n]) for m in shown), better(found["nll"][n])] for n in others
+            [comparison.label(n), *(gap(m, found[m.name][n]) for m in shown), better(found["nll"][n])] for n in others
         ]
         reference = comparison.titles[comparison.reference]
         heads = [f"{m.label} minus {reference}'s" for m in shown]
@@ -150,6 +158,11 @@ def table_csv(comparison: Comparison) -> str:
             floor = value(run.evaluation, "ece_floor")
             cells = ["" if math.isnan(v) else repr(v) for v in (*figures, floor)]
             out.writerow([name, seed, run.summary["rounds"], run.summary["seconds"], *cells])
+    for name, runs in comparison.baselines.items():
+        for seed, run in runs.items():
+            figures = [run.last(n, part) for n in names for part in PARTS]
+            cells = ["" if math.isnan(v) else repr(v) for v in (*figures, value(run.evaluation, "ece_floor"))]
+            out.writerow([name, seed, "", "", *cells])
     return written.getvalue()
 
 
@@ -164,8 +177,14 @@ def record(comparison: Comparison) -> dict[str, Any]:
         "reference": comparison.reference,
         "bins": comparison.bins,
         "methods": {name: _method(comparison, name) for name in comparison.ranking},
+        **(
+            {"baselines": {name: _method(comparison, name) for name in comparison.baselines}}
+            if comparison.baselines
+            else {}
+        ),
+        **({"verdict": comparison.verdict} if comparison.verdict else {}),
         "differences": {
-            m.name: {name: found._asdict() for name, found in comparison.differences(m.name).items()}
+            m.name: {name: found._asdict() for name, found in comparison.differences(m.name, baselines=True).items()}
             for m in compared(comparison)
         },
         "about_differences": pairing(comparison),
@@ -176,15 +195,17 @@ def _method(comparison: Comparison, name: str) -> dict[str, Any]:
     def figures(values: list[float]) -> dict[str, Any]:
         return {"mean": mean(values), "sd": deviation(values), "seeds": values}
 
-    found: dict[str, Any] = {"title": comparison.titles[name]}
+    runs = list(comparison.runs(name).values())
+    baseline = name in comparison.baselines
+    found: dict[str, Any] = dict(runs[0].summary) if baseline else {"title": comparison.titles[name]}
     for measure in comparison.measures:
         found[measure.name] = figures(comparison.over_seeds(name, measure.name)) | {
             "client_mean": figures(comparison.over_seeds(name, measure.name, "mean")),
             "worst_client": figures(comparison.over_seeds(name, measure.name, "worst")),
         }
-    runs = comparison.records[name].values()
     found["ece_floor"] = comparison.floor(name)
-    found["seconds"] = figures([value(run.summary, "seconds") for run in runs])
+    if not baseline:
+        found["seconds"] = figures([value(run.summary, "seconds") for run in runs])
     return found
 
 

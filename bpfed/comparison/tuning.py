@@ -254,7 +254,7 @@ def run_trials(
             name,
             trial.title,
             trial.method,
-            replace(trial.settings, calibration=0.0, scaling="none", softness=1.0, rehearsals=0),
+            replace(trial.settings, calibration=0.0, scaling="none", softness=1.0, rehearsals=0, baselines="off"),
         )
         for name, trial in tried.items()
     ]

@@ -56,6 +56,11 @@ def evaluated_clients(federation: Federation, among: Tensor | None = None) -> Te
     return among[torch.from_numpy(np.sort(np.argpartition(ranks, wanted - 1)[:wanted]).astype(np.int64))]
 
 
+def tested_clients(federation: Federation) -> Tensor:
+    """Indices of the clients that are tested, among those with test examples, ``[C]``."""
+    return evaluated_clients(federation, (federation.data.test.sizes > 0).nonzero().flatten())
+
+
 def evaluate_clients(federation: Federation) -> tuple[Evaluation, Tensor]:
     """Metrics over the test examples of the evaluated clients, and which clients those are."""
     small = len(federation.data.test.y) * federation.model.factors.total < SMALL
@@ -65,7 +70,7 @@ def evaluate_clients(federation: Federation) -> tuple[Evaluation, Tensor]:
 
 def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
     test = federation.data.test
-    clients = evaluated_clients(federation, (test.sizes > 0).nonzero().flatten())
+    clients = tested_clients(federation)
     if not len(clients):
         raise untested(federation.data)
     tuned = federation.tuned(clients) if federation.untuned else None

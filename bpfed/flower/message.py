@@ -38,7 +38,7 @@ ROUNDING = 1e-6
 #: Settings of a run that have no part in what a site computes.
 LOCAL_SETTINGS = (
     *("device", "tf32", "compile", "chunk", "memory", "store"),
-    *("checkpoints", "max_update_ratio", "max_sigma_ratio"),
+    *("baselines", "checkpoints", "max_update_ratio", "max_sigma_ratio"),
 )
 
 

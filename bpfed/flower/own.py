@@ -31,6 +31,7 @@ def keep(
         say: Told what the user should know.
     """
     run = Run(federation, say)
+    run.deployed = True
     run.evaluation = evaluated
     run.history = [{"round": federation.round, **evaluated[0].record()}]
     Folder(folder, overwrite=True)  # says why, if that is no place for a run

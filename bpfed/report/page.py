@@ -8,12 +8,12 @@ from pathlib import Path
 from bpfed.files import write_whole
 from bpfed.report.html import document
 from bpfed.report.record import RunRecord
-from bpfed.report.sections import calibration, clients, headline, settings, training
+from bpfed.report.sections import baselines, calibration, clients, headline, settings, training
 
 
 def render(run: RunRecord) -> str:
     """The whole page as text. The same record gives the same page, byte for byte."""
-    parts = [headline(run), training(run), calibration(run), clients(run), settings(run)]
+    parts = [headline(run), baselines(run), training(run), calibration(run), clients(run), settings(run)]
     parts.append("<footer>Made by bpfed from the run's own records.</footer>")
     return document(run.title, parts)
 

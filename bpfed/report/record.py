@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bpfed.engine.settings import MOST_EVALUATED
 from bpfed.errors import UserError
@@ -32,7 +32,7 @@ class RunRecord:
         config: All settings, nested.
         history: One dict per evaluated round, as in ``metrics.jsonl``.
         evaluation: The last evaluated round in detail: ``round, bins, clients, reliability, ece_floor``; of a
-            regression on tables ``target``, its name and standard deviation.
+            regression on tables ``target``, its name and standard deviation; ``baselines``, where they were fitted.
         summary: ``method, data, partition, protocol, seed, rounds, clients, device, seconds`` and figures.
     """
 
@@ -184,6 +184,39 @@ class RunRecord:
         return f"At {of} the model does no better than a guess on the test examples: {words} ({listed}{more})."
 
     @property
+    def baselines(self) -> list[dict[str, Any]]:
+        """What `bpfed.baselines.baselines` found of each plain model; empty in runs of earlier versions."""
+        rows: list[dict[str, Any]] = self.evaluation.get("baselines", {}).get("rows", [])
+        return rows
+
+    @property
+    def skipped_baselines(self) -> str:
+        """Sentences on the baselines that were not fitted; empty where all were."""
+        if self.summary.get("protocol") == "deployed":
+            return "Baselines are not fitted in a deployment, where the rows are not in one place."
+        return " ".join(self.evaluation.get("baselines", {}).get("skipped", []))
+
+    @property
+    def verdict(self) -> str:
+        """A sentence on whether a plain model would do better; empty where none was fitted."""
+        title = str(self.summary.get("title") or self.summary.get("method", "This run"))
+        return verdict(title, self.last("nll"), self.rivals)
+
+    @property
+    def rivals(self) -> list[Rival]:
+        """The baselines beside this run."""
+        return [self._rival(row) for row in self.baselines]
+
+    def _rival(self, row: dict[str, Any]) -> Rival:
+        pairs = [
+            (theirs, ours)
+            for theirs, own in zip(row["clients"]["nll"], self.rows, strict=False)
+            if theirs is not None and math.isfinite(ours := value(own, "nll"))
+        ]
+        lower, higher = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
+        return Rival(row["title"], row["pooled"], value(row["scores"], "nll", "pooled"), lower, higher, len(pairs))
+
+    @property
     def rows(self) -> list[dict[str, Any]]:
         """One row per client, in the data's order."""
         rows: list[dict[str, Any]] = self.evaluation.get("clients", [])
@@ -233,6 +266,66 @@ class RunRecord:
             return None
         signed, round_ = min(seen)
         return round_, sign * signed
+
+
+class Rival(NamedTuple):
+    """A baseline beside a run.
+
+    Attributes:
+        title: Its heading.
+        pooled: Whether it needs all rows in one place.
+        nll: Its NLL.
+        lower: At how many clients it is lower than the run's.
+        higher: At how many it is higher.
+        pairs: How many clients there are; in a comparison, clients of each seed.
+    """
+
+    title: str
+    pooled: bool
+    nll: float
+    lower: int
+    higher: int
+    pairs: int
+
+    @property
+    def in_words(self) -> str:
+        """Its heading inside a sentence."""
+        return self.title[0].lower() + self.title[1:]
+
+
+def verdict(title: str, nll: float, rivals: Sequence[Rival], what: str = "clients") -> str:
+    """Whether a baseline is better than a run, and what to do about it; empty where there is none to compare with.
+
+    Args:
+        title: The run's method.
+        nll: The run's NLL.
+        rivals: The baselines.
+        what: What is counted in pairs.
+    """
+    known = sorted((r for r in rivals if math.isfinite(r.nll)), key=lambda rival: rival.nll)
+    if not known or not math.isfinite(nll):
+        return ""
+    best, ours = known[0], text.decimal(nll)
+
+    def at(count: int, rival: Rival) -> str:
+        return f", lower at {text.count(count)} of {text.count(rival.pairs)} {what}" if rival.pairs > 1 else ""
+
+    if text.decimal(best.nll) == ours:
+        return f"{best.title} is as good here as {title} (NLL {ours} both{at(best.lower, best)})."
+    if nll < best.nll:
+        every = "every baseline" if len(known) > 1 else "the baseline"
+        against = f"NLL {ours} against {text.decimal(best.nll)} of {best.in_words}"
+        return f"{title} is better than {every}: {against}{at(best.higher, best)}."
+    found = f"{best.title} is better here (NLL {text.decimal(best.nll)} against {ours}{at(best.lower, best)}); use it"
+    if not best.pooled:
+        return f"{found} instead of {title}, or look for a better setting with 'bpfed tune'."
+    found += ", if all rows may be in one place."
+    apart = next((rival for rival in known if not rival.pooled), None)
+    if apart is None:
+        return found
+    if apart.nll < nll:
+        return f"{found} {apart.title}, which moves no rows, is better too (NLL {text.decimal(apart.nll)})."
+    return f"{found} If not, {title} is better than {apart.in_words} (NLL {text.decimal(apart.nll)})."
 
 
 def no_run(folder: Path) -> UserError:

@@ -104,6 +104,37 @@ def _card(title: str, explain: str, figure: str, lines: Sequence[tuple[str, str]
     )
 
 
+def baselines(run: RunRecord) -> str:
+    """The run beside plain models on the same test rows."""
+    said = " ".join(filter(None, (run.verdict, run.skipped_baselines)))
+    if not said:
+        return ""
+    top = f"<section><h2>Baselines</h2><p>{escape(said)}</p>"
+    if not run.baselines:
+        return f"{top}</section>"
+    shown = [m for m in run.measures if m.name in run.baselines[0]["scores"]]
+    heads = ["", *((run.in_units(m) or m).full for m in shown), "NLL, client mean", "Clients with a lower NLL"]
+    title = str(run.summary.get("title") or run.summary.get("method", "This run"))
+    own = {m.name: {part: run.last(m.name, part) for part in ("pooled", "mean")} for m in shown}
+    rows = [(value(own, "nll", "pooled"), title, own, text.MISSING, " class=own")]
+    for row, rival in zip(run.baselines, run.rivals, strict=True):
+        rows.append((rival.nll, row["title"], row["scores"], f"{rival.lower} of {rival.pairs}", ""))
+    body = ""
+    for _, name, scores, lower, style in sorted(rows, key=lambda row: (math.isnan(row[0]), row[0])):
+        cells = [(run.in_units(m) or m).show(value(scores, m.name, "pooled")) for m in shown]
+        cells += [text.decimal(value(scores, "nll", "mean")), lower]
+        filled = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        body += f'<tr{style}><th scope="row">{escape(name)}</th>{filled}</tr>'
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in heads)
+    return (
+        f'{top}<div class="scroll" tabindex="0" role="region" aria-label="Baselines"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+        '<p class="note">Plain models of scikit-learn with fixed settings, fitted to the same prepared inputs and scored '
+        "on the same test examples, all pooled; lowest NLL first. Per site: each client alone, from its own rows. Pooled: "
+        "one model of all rows together, which a federation is meant to avoid.</p></section>"
+    )
+
+
 def training(run: RunRecord) -> str:
     """How the metrics moved over the rounds."""
     if not run.history or not run.measures:

@@ -98,7 +98,7 @@ thead th { background: var(--paper); color: var(--muted); font-weight: 600; bord
 [aria-sort] button { color: var(--ink); }
 .scroll thead [aria-sort=ascending] button::after { content: "\\25B2"; font-size: .7em; opacity: 1; }
 .scroll thead [aria-sort=descending] button::after { content: "\\25BC"; font-size: .7em; opacity: 1; }
-tr.bad > * { background: var(--tint); }
+tr.bad > * { background: var(--tint); } tr.own > * { background: var(--soft); }
 tbody tr:last-child > * { border-bottom: 0; }
 .tag {
   color: var(--second); font-size: .78rem; font-weight: 600; border: 1px solid; border-radius: 1em;

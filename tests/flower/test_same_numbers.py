@@ -120,6 +120,15 @@ def test_a_site_without_test_examples_trains_all_the_same(make, tmp_path):
     assert Run.load(tmp_path / "own").client(name).predict(data.train.x[:2]).scores is not None
 
 
+def test_a_site_fits_no_baselines_to_its_rows_alone(tmp_path):
+    data = classification(sizes=(7, 12))
+    deployed = Deployed(tmp_path, FedAvg(), data, rounds=1)
+    deployed.sites[data.clients[1]].own = tmp_path / "own"
+    deployed.serve()
+    assert RunRecord.read(tmp_path / "own").evaluation.keys() >= {"clients", "reliability"}
+    assert "baselines" not in RunRecord.read(tmp_path / "own").evaluation
+
+
 def test_sites_that_all_lack_test_examples_are_told_so(tmp_path):
     data = classification(sizes=(7, 12), test=0)
     with pytest.raises(UserError, match="All rounds are done, but no site tells its scores"):
