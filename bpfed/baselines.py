@@ -6,8 +6,8 @@ Each baseline is fitted to the same prepared inputs that a run trains on and is 
 - pooled logistic (ridge) regression and pooled gradient boosting: one model of all clients' rows together. These need
   all rows in one place, which is so in a simulation and not in a deployment.
 
-Settings are fixed and seeded: C = 1 and alpha = 1, as scikit-learn has them; trees as it has them too, whose number is chosen on a
-tenth of the training rows where there are enough, and which are then fitted to all of them.
+Settings are fixed, seeded and scikit-learn's own. Only the number of trees is chosen, on a tenth of the training rows
+where there are enough, and then that many are fitted to all rows.
 """
 
 from __future__ import annotations
