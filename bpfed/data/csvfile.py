@@ -23,6 +23,9 @@ DELIMITERS = ",;\t|"
 #: Rows that are text at a time. The rest of the table is numbers and codes, which need a tenth of the memory; and many
 #: short-lived lists at once would keep Python's garbage collector busy.
 CHUNK = 2_000
+#: Numbers and words in one column are categories if there are at most so many different ones, and each word is in so
+#: many rows and in such a share of them.
+FEW_LEVELS, OFTEN, OFTEN_SHARE = 12, 20, 0.05
 #: Longest line that is looked at to tell the delimiter.
 HEADER = 1 << 20
 _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
@@ -310,11 +313,18 @@ def _slip(column: Words, such: list[bool], what: str) -> list[str]:
     """The first row that is not such, in words, where most are."""
     number = np.array([*such, False])[column.codes]
     known = column.codes != UNKNOWN
-    if not number.sum() * 2 > np.count_nonzero(known):
+    if not number.sum() * 2 > np.count_nonzero(known) or _categories(column, such):
         return []
     rows = np.flatnonzero(known & ~number)
     more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
     return [f"{what} except for '{column.levels[column.codes[rows[0]]][:40]}' in row {rows[0] + 1}{more}"]
+
+
+def _categories(column: Words, such: list[bool]) -> bool:
+    """Whether numbers and words are all names of categories, as in 0, 1, 2, 3+: few, and no word among them is rare."""
+    counts = np.bincount(column.codes[column.codes != UNKNOWN], minlength=len(column.levels))
+    others = counts[~np.array(such)]
+    return len(column.levels) <= FEW_LEVELS and bool((others >= max(OFTEN, OFTEN_SHARE * counts.sum())).all())
 
 
 def _binary(path: Path) -> UserError:

@@ -221,3 +221,14 @@ def test_a_word_among_decimal_commas_is_named_and_not_the_numbers(tmp_path: Path
     path.write_text("bmi;y\n22,5;1\n1.200,0;0\nk.A.;1\n31,0;0\n")
     with pytest.raises(UserError, match=r"'bmi' of .* is numeric except for 'k.A.' in row 3"):
         read_table(path)
+
+
+def test_a_word_that_is_as_common_as_numbers_is_a_category(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("children,y\n" + "".join(f"{k},0\n" for k in ["0", "1", "2", "3+"] * 25))
+    column = read_table(path).columns["children"]
+    assert isinstance(column, Words)
+    assert column.levels == ("0", "1", "2", "3+")
+    path.write_text("children,y\n" + "".join(f"{k},0\n" for k in ["0", "1", "2"] * 30 + ["3+"] * 4))
+    with pytest.raises(UserError, match=r"'children' of .* is numeric except for '3\+' in row 91 and 3 more"):
+        read_table(path)
