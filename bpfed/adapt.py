@@ -20,6 +20,7 @@ from bpfed.card import card, without_examples
 from bpfed.client import Client, as_numbers, check_shape
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.preparation import Preparation
+from bpfed.engine.checkpoint import DAMAGE
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound, Rows
 from bpfed.errors import UserError, check_count
@@ -157,16 +158,7 @@ def load_newcomer(federation: Federation, path: Path) -> NewClient:
         return NewClient(Run(alone), list(words["examples"]))
     except FileNotFoundError:
         raise UserError(f"There is no file '{path}'; make it with bpfed adapt.") from None
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        RuntimeError,
-        safetensors.SafetensorError,
-    ) as error:
+    except DAMAGE as error:
         raise UserError(f"'{path}' is not a client that bpfed adapt wrote, or is damaged; make it again.") from error
 
 

@@ -33,8 +33,8 @@ from bpfed.uploads import finite
 
 #: The key of a checkpoint's hash of the rest of its JSON.
 RECORD = "record"
-#: What reading a damaged checkpoint may raise.
-_DAMAGE = (
+#: What reading a damaged file of tensors and words may raise.
+DAMAGE = (
     OSError,
     ValueError,
     LookupError,
@@ -116,7 +116,7 @@ def restore(folder: Path, federation: Federation, run: str | None = None) -> Res
         try:
             record, data = _sound(path, run)
             _place(federation, safetensors.torch.load(data))
-        except _DAMAGE as error:
+        except DAMAGE as error:
             if isinstance(error, _Foreign):
                 foreign.append(path.stem)
             damaged.append(path.stem)
@@ -135,7 +135,7 @@ def restore(folder: Path, federation: Federation, run: str | None = None) -> Res
 
 
 def _sound(path: Path, run: str | None) -> tuple[dict[str, Any], bytes]:
-    """The record and the tensors' bytes of a checkpoint; raises one of `_DAMAGE` if something of it cannot be right."""
+    """The record and the tensors' bytes of a checkpoint; raises one of `DAMAGE` if something of it cannot be right."""
     record = from_json(path.read_bytes())
     own = record.pop(RECORD, None)
     if own != (_digest(record) if own is not None or IDENTITY in record else None):
@@ -163,7 +163,7 @@ def go_back(folder: Path, round_: int, run: str | None = None) -> int:
     for path in sorted(folder.glob("round-*.json")):
         try:
             there[int(_sound(path, run)[0]["round"])] = path
-        except _DAMAGE:
+        except DAMAGE:
             continue
     if round_ not in there:
         kept = ", ".join(str(n) for n in there) or "none"
