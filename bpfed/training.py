@@ -155,8 +155,8 @@ def decided(
 
     A run that is resumed goes on with what was chosen for it. For the arguments see `fit`.
     """
-    if settings.adapt == "off" or not method.candidates():
-        return method, settings
+    if not isinstance(method, Method) or settings.adapt == "off" or not method.candidates():
+        return method, settings  # what is no method is refused by `prepare`
     if folder is not None and folder.begun is not None:
         from bpfed.config import read
 
