@@ -168,6 +168,14 @@ def test_a_host_that_no_certificate_can_name_is_refused_before_anything_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_deployment_says_that_it_chooses_no_settings(bpfed, tmp_path):
+    asked = ("deploy", "init", tmp_path / "fed", "--sites", "a,b", "--address", "localhost:8000")
+    said = bpfed(*asked, "--method", "bpfed-adaptive").sentence
+    assert said.startswith("A deployment does not choose the settings of bpfed-adaptive;")
+    assert list(tmp_path.iterdir()) == []
+    bpfed.ok(*asked, "--method", "bpfed-adaptive", "--adapt", "off")
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "[2001:db8::1]", "10.0.0.1", "fed.example.org"])
 def test_a_certificate_names_the_host_that_sites_reach(bpfed, tmp_path, host):
     bpfed.ok("deploy", "init", tmp_path / "fed", "--sites", "a,b", "--address", f"{host}:8000")
