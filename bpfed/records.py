@@ -118,7 +118,7 @@ def summary(federation: Federation, history: Sequence[Mapping[str, Any]], second
         record["members"] = settings.members
     if federation.softness != 1.0:
         record["softness"] = federation.softness
-    record["factors"] = federation.model.factors.words
+    record["factors"] = federation.method.whose(federation.model)
     return record | figures(history)
 
 

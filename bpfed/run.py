@@ -257,7 +257,7 @@ class Run:
             f"round {record['rounds']}"
         )
         lines = [f"{head}, seed {record['seed']}, {record['seconds']:.1f} s"]
-        lines.append(f"  {self.federation.model.factors.words}")
+        lines.append(f"  {self.federation.method.whose(self.federation.model)}")
         for name, value in record.items():
             if isinstance(value, dict):
                 last, worst = ("n/a" if value[k] is None else f"{value[k]:.4f}" for k in ("last", "worst_client"))

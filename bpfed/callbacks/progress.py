@@ -101,7 +101,7 @@ class Progress(Callback):
 
     def _told_first(self, run: Run) -> str:
         """What stands above all that is shown of a run."""
-        return "" if self.stage else run.federation.model.factors.words
+        return "" if self.stage else run.federation.method.whose(run.federation.model)
 
     def _print_first(self) -> None:
         line, self._whose = self._whose, ""

@@ -167,7 +167,7 @@ class Site:
         self._tell(data.notes)
         settings = replace(self.config.run, participants=None, eval_clients=None, store="memory")
         federation = Federation.start(self.config.method, data, settings)
-        if (whose := federation.model.factors.words) not in self._told:
+        if (whose := federation.method.whose(federation.model)) not in self._told:
             self._told.add(whose)
             self.say(f"Weights of this site and of all sites: {whose}.")
         if rehearsal:  # with other examples and another seed, from the same first weights

@@ -234,6 +234,13 @@ class Method(ABC):
         """What to set to try another ``temperature``, where the method has one: it, and what must move along."""
         return {"temperature": temperature}
 
+    def whose(self, model: Model) -> str:
+        """Which weights are personal and which shared, in words."""
+        words = model.factors.words
+        if model.factors.personal or type(self).personal != "none":
+            return words
+        return words.replace("personal: nothing", f"personal: {self.personal_words}")  # beside weights that all share
+
     def candidates(self) -> tuple[tuple[dict[str, float], ...], ...]:
         """Settings between which only data can decide, in stages (`bpfed.pilot`); nothing: it is used as it is.
 

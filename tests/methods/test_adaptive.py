@@ -16,7 +16,7 @@ from bpfed.engine.simulator import Simulator
 from bpfed.errors import UserError
 from bpfed.gaussian import Gaussian
 from bpfed.likelihoods import Normal
-from bpfed.methods import Adaptive, FedAvg, FedPer, LocalOnly
+from bpfed.methods import Adaptive, BPFed, FedAvg, FedPer, LocalOnly
 from bpfed.methods.base import rows
 
 CLIENTS, SIZE = 3, 35.0
@@ -173,3 +173,10 @@ def test_where_there_is_no_deviation_there_is_no_noise():
 def test_what_cannot_be_is_refused(changes, words):
     with pytest.raises(UserError, match=words):
         Adaptive(**changes).check()
+
+
+def test_what_is_personal_is_said_though_every_weight_is_shared():
+    model = scenarios.model_of(scenarios.small_mlp(), personal="none")
+    assert Adaptive().whose(model) == "personal: a deviation of every weight; shared: layer 1, layer 3 (51 weights)"
+    assert FedAvg().whose(model) == "personal: nothing; shared: layer 1, layer 3 (51 weights)"
+    assert BPFed(personal="none").whose(model) == FedAvg().whose(model)
