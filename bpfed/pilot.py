@@ -102,9 +102,9 @@ def choose(
     how = replace(as_rehearsal(settings, 1), rounds=rounds, eval_every=rounds, adapt="off", store="memory")
     count = sum(len(stage) for stage in method.candidates())
     say(
-        f"Choosing between {count} settings on held-out training examples first: pilot runs of {rounds} rounds, "
-        f"{folds} times, some {count * folds * rounds / settings.rounds:.0f} times the arithmetic of the run itself; "
-        "adapt = off leaves that out."
+        f"Choosing between {count} settings on held-out training examples first, in pilot runs of {rounds} rounds. They "
+        f"need about {count * folds * rounds / settings.rounds:.0f} times the computation of the run; --adapt off skips "
+        "them."
     )
     stages, chosen = [], []
     for offered in method.candidates():
