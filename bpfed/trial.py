@@ -408,10 +408,13 @@ _MEANT: tuple[tuple[str, str], ...] = (
         "The module draws random numbers that cannot be keyed to a client; only dropout (nn.Dropout, and that of "
         "attention) may be random.",
     ),
-    (
-        "saved tensor hooks",
-        "The module uses gradient checkpointing, or other hooks on saved tensors, which torch.func cannot follow; "
-        "switch it off in the module.",
+    *(
+        (
+            sign,
+            "The module uses gradient checkpointing, or other hooks on saved tensors, which torch.func cannot follow; "
+            "switch it off in the module.",
+        )
+        for sign in ("saved tensor hooks", "_NoopSaveInputs")  # the second where torch traps early stops
     ),
     (
         "must override the setup_context staticmethod",

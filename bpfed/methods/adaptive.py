@@ -48,13 +48,26 @@ DEVIATIONS = ((0.0, 0.0), (0.1, 0.1), (0.1, 0.3), (0.1, 1.0), (0.3, 3.0), (math.
 START = 0.5
 
 
+class Prior(NamedTuple):
+    """Standard deviations of the priors at a client, ``[S, P]`` each.
+
+    Attributes:
+        shared: Of θ around θ₀; infinite where nothing is shared, so that θ is not learnt there.
+        deviation: Of φ_i around 0; 0 where clients do not deviate.
+        width: Of q(w_i), the width that its KL divergence pulls it to; 0 where weights are points.
+    """
+
+    shared: Tensor
+    deviation: Tensor
+    width: Tensor
+
+
 class Personal(NamedTuple):
     """What a client keeps.
 
     Attributes:
-        deviation: φ_i, ``[S, P]``.
+        deviation: Mean of φ_i and σ of w_i, ``[S, P]``.
         dual: λ_i per example, ``[S, P]``.
-        centre: θ₀, the same for all clients of a run, ``[S, P]``.
         shared_memory: Adam's memory of θ_i.
         memory: Adam's memory of φ_i.
         steps: Number of steps taken, ``[S]``; without client axis a scalar.
@@ -62,7 +75,6 @@ class Personal(NamedTuple):
 
     deviation: Gaussian
     dual: Tensor
-    centre: Tensor
     shared_memory: Adam
     memory: Memory
     steps: Tensor
@@ -74,10 +86,11 @@ class Local(NamedTuple):
     Attributes:
         shared: θ_i, ``[S, P]``.
         mean: Of φ_i, ``[S, P]``.
-        rho: σ of φ_i is softplus ρ; −∞ where there is no deviation, ``[S, P]``.
+        rho: σ of w_i is softplus ρ; −∞ where weights are points, ``[S, P]``.
         server: θ as the server sent it, ``[S, P]``.
         dual: λ_i, ``[S, P]``.
         centre: θ₀, ``[S, P]``.
+        prior: Standard deviations of the priors.
         shared_memory: Adam's memory of θ_i.
         memory: Adam's memory of φ_i.
         steps: ``[S]``.
@@ -89,6 +102,7 @@ class Local(NamedTuple):
     server: Tensor
     dual: Tensor
     centre: Tensor
+    prior: Prior
     shared_memory: Adam
     memory: Memory
     steps: Tensor
@@ -124,6 +138,8 @@ class Adaptive(Method):
         "deviation",
         "head_deviation",
         "prior_scale",
+        "shared_width",
+        "head_gain",
         "dual",
     )
 
@@ -133,6 +149,8 @@ class Adaptive(Method):
     deviation: float = 0.1
     head_deviation: float = 0.3
     prior_scale: float = 1.0
+    shared_width: float = 0.0
+    head_gain: float = 0.0
     dual: float = 1.0
     sigma: bool = True
     estimator: str = "local"
@@ -173,20 +191,10 @@ class Adaptive(Method):
         return {**super().hyper_in(course, sizes), "share": torch.full((len(sizes),), 1.0 / course.clients)}
 
     def init(self, model: Model) -> Initial:
-        hyper = self.rows_of_numbers(1, model.initial.device)
-        scale = self._scales(model, hyper)[0]
-        deviation = Gaussian(
-            torch.zeros_like(model.initial), START * scale if self.sigma else torch.zeros_like(model.initial)
-        )
-        empty = Adam.like(model.initial)
-        kept = Personal(
-            deviation,
-            torch.zeros_like(model.initial),
-            torch.where(_head(model), 0.0, model.initial),
-            empty,
-            Memory(empty, empty),
-            model.initial.new_zeros(()),
-        )
+        prior = self._prior(model, self.rows_of_numbers(1, model.initial.device))
+        nothing, empty = torch.zeros_like(model.initial), Adam.like(model.initial)
+        deviation = Gaussian(nothing, START * prior.width[0])
+        kept = Personal(deviation, nothing, empty, Memory(empty, empty), model.initial.new_zeros(()))
         return Initial(Weights(model.initial), kept)
 
     def newcomer(self, model: Model, shared: Weights) -> Personal:
@@ -195,14 +203,14 @@ class Adaptive(Method):
         return start._replace(deviation=start.deviation._replace(sigma=start.deviation.sigma / START))
 
     def begin(self, model: Model, shared: Weights, personal: Personal, hyper: dict[str, Tensor]) -> Local:
-        deviation = personal.deviation
         return Local(
             shared.weights,
-            deviation.mean,
-            softplus_inverse(deviation.sigma),
+            personal.deviation.mean,
+            softplus_inverse(personal.deviation.sigma),
             shared.weights,
             personal.dual,
-            personal.centre,
+            torch.where(_head(model), hyper["head_gain"][:, None], 1.0) * model.initial,
+            self._prior(model, hyper),
             personal.shared_memory,
             personal.memory,
             personal.steps,
@@ -213,28 +221,29 @@ class Adaptive(Method):
     ) -> tuple[Local, Tensor]:
         steps, rate, size = local.steps + 1, hyper["lr"], batch.size[:, None]
         temperature, dual = hyper["temperature"][:, None], hyper["dual"][:, None]
-        scale, pooled = self._scales(model, hyper), self._pooled(model, hyper)
-        sigma = softplus(local.rho)
+        prior, sigma = local.prior, softplus(local.rho)
         data = data_term(self.estimator, self.draws, model, Gaussian(local.shared + local.mean, sigma), batch)
 
-        deviates = scale > 0.0
-        precision = torch.where(deviates, scale, 1.0).square().reciprocal()
+        deviates = prior.deviation > 0.0
+        precision = torch.where(deviates, prior.deviation, 1.0).square().reciprocal()
         mean = torch.where(deviates, data.mean + temperature * precision * local.mean, 0.0)
         new_mean, mean_memory = adam(local.mean, mean, local.memory.mean, steps, rate)
         new_rho, rho_memory = local.rho, local.memory.rho
         if self.sigma:
-            width = data.sigma + temperature * (precision * sigma - torch.where(deviates, sigma, 1.0).reciprocal())
-            width = torch.where(deviates, width * torch.sigmoid(local.rho), 0.0)
+            random = prior.width > 0.0
+            precision = torch.where(random, prior.width, 1.0).square().reciprocal()
+            width = data.sigma + temperature * (precision * sigma - torch.where(random, sigma, 1.0).reciprocal())
+            width = torch.where(random, width * torch.sigmoid(local.rho), 0.0)
             new_rho, rho_memory = adam(local.rho, width, local.memory.rho, steps, rate)
             new_rho = torch.maximum(new_rho, local.rho.clamp(max=RHO_FLOOR))
         new = local._replace(mean=new_mean, rho=new_rho, memory=Memory(mean_memory, rho_memory), steps=steps)
         if phase == ADAPT:
             return new, data.nll
 
-        prior = (local.shared - local.centre) / self._unit(model, hyper).square()
-        gradient = data.mean + temperature * hyper["share"][:, None] * prior
-        gradient = gradient + size * (dual * (local.shared - local.server) - local.dual)
-        shared, memory = adam(local.shared, torch.where(pooled, gradient, 0.0), local.shared_memory, steps, rate)
+        pull = temperature * hyper["share"][:, None] * prior.shared.square().reciprocal() * (local.shared - local.centre)
+        gradient = data.mean + pull + size * (dual * (local.shared - local.server) - local.dual)
+        gradient = torch.where(prior.shared.isfinite(), gradient, 0.0)
+        shared, memory = adam(local.shared, gradient, local.shared_memory, steps, rate)
         return new._replace(shared=shared, shared_memory=memory), data.nll
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
@@ -242,12 +251,7 @@ class Adaptive(Method):
         dual = local.dual - rho * (local.shared - local.server)
         upload = local.shared - torch.where(rho > 0.0, dual / rho.clamp(min=1e-30), 0.0)
         kept = Personal(
-            Gaussian(local.mean, softplus(local.rho)),
-            dual,
-            local.centre,
-            local.shared_memory,
-            local.memory,
-            local.steps,
+            Gaussian(local.mean, softplus(local.rho)), dual, local.shared_memory, local.memory, local.steps
         )
         return Finished(Weights(upload), kept, {})
 
@@ -257,21 +261,15 @@ class Adaptive(Method):
     def predictive(self, model: Model, shared: Weights, personal: Personal) -> GaussianPredictive:
         return GaussianPredictive(Gaussian(shared.weights + personal.deviation.mean, personal.deviation.sigma))
 
-    def _unit(self, model: Model, hyper: dict[str, Tensor]) -> Tensor:
-        """s/√fan-in, ``[S, P]``; of a bias of the outputs and of what the likelihood learns, s."""
-        return hyper["prior_scale"][:, None] * _fan_in(model).rsqrt()
-
-    def _taus(self, model: Model, hyper: dict[str, Tensor]) -> Tensor:
-        return torch.where(_head(model), hyper["head_deviation"][:, None], hyper["deviation"][:, None])
-
-    def _pooled(self, model: Model, hyper: dict[str, Tensor]) -> Tensor:
-        """Which weights have a shared part that is learnt, ``[S, P]`` bool."""
-        return self._taus(model, hyper).isfinite()
-
-    def _scales(self, model: Model, hyper: dict[str, Tensor]) -> Tensor:
-        """The prior's standard deviation of φ, ``[S, P]``; where nothing is shared it is that of the weight itself."""
-        taus = self._taus(model, hyper)
-        return self._unit(model, hyper) * torch.where(taus.isfinite(), taus, 1.0)
+    def _prior(self, model: Model, hyper: dict[str, Tensor]) -> Prior:
+        """The priors' standard deviations; that of a unit's input is s, so that of a weight s/√fan-in."""
+        unit = hyper["prior_scale"][:, None] * _fan_in(model).rsqrt()
+        tau = torch.where(_head(model), hyper["head_deviation"][:, None], hyper["deviation"][:, None])
+        pooled = tau.isfinite()
+        tau = torch.where(pooled, tau, 1.0)
+        spread = (tau.square() + torch.where(pooled, hyper["shared_width"][:, None], 0.0).square()).sqrt()
+        width = spread * unit if self.sigma else torch.zeros_like(unit)
+        return Prior(torch.where(pooled, unit, math.inf), tau * unit, width)
 
 
 def _head(model: Model) -> Tensor:
@@ -281,6 +279,7 @@ def _head(model: Model) -> Tensor:
 
 
 def _fan_in(model: Model) -> Tensor:
+    """Inputs of a unit; 1 for a bias of the outputs and for what the likelihood learns, ``[P]``."""
     units = model.likelihood.parameters()
     ones = _each(model, [float(name == model.levels or name in units) for name in model.factors.names])
     return torch.where(ones > 0.0, 1.0, model.factors.fan_in().to(model.initial.device))
