@@ -112,7 +112,7 @@ def load_run(
     settings = chosen.run
     if settings.device == "cuda" and not torch.cuda.is_available():
         settings = replace(settings, device="cpu")
-    network = checkpoint.load_model(folder / MODEL, model, likelihood, data, chosen.method.personal, settings)
+    network = checkpoint.load_model(folder / MODEL, model, likelihood, data, chosen.method, settings)
     network = network.to(pick_device(settings.device, settings.tf32))
     federation = Federation.of(chosen.method, data, settings, network, folder / STATES)
     federation.learnt_softness = learnt(folder)

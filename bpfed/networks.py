@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
-from bpfed.factors import Personal
 from bpfed.likelihoods import Categorical, Likelihood, Normal
 from bpfed.mixture import mixture
 from bpfed.model import Model
 from bpfed.noise import Purpose, words
+
+if TYPE_CHECKING:
+    from bpfed.methods.base import Method
 
 #: Units in the hidden layer of an MLP where nothing is said.
 HIDDEN = 100
@@ -114,7 +117,7 @@ def default(
 def make_model(
     example: Tensor,
     classes: int,
-    personal: Personal,
+    method: Method,
     settings: Settings,
     module: nn.Module | None = None,
     likelihood: Likelihood | None = None,
@@ -126,7 +129,7 @@ def make_model(
     Args:
         example: A small batch of inputs, ``[B, ...]``; of the network that is made here only its shape matters.
         classes: How many there are; 0: the targets are numbers.
-        personal: See `Factors.of`.
+        method: Of which matter what is personal and which network it prefers for flat inputs.
         settings: Of which the seed, ``network``, ``hidden`` and ``members`` matter.
         module: A network; None: the `default` one.
         likelihood: None: categorical for classes, Gaussian with learnt noise for numbers.
@@ -143,5 +146,6 @@ def make_model(
             f"are made with bpfed.likelihoods.{known} alone; use it or a subclass, or leave likelihood out."
         )
     if module is None:
-        module = default(tuple(example.shape[1:]), classes or 1, settings.seed, settings.hidden, settings.network)
-    return mixture(Model.of(module, likelihood, example, personal), settings.members, settings.seed)
+        network = method.network if settings.network == "auto" and example.ndim == 2 else settings.network
+        module = default(tuple(example.shape[1:]), classes or 1, settings.seed, settings.hidden, network)
+    return mixture(Model.of(module, likelihood, example, method.personal), settings.members, settings.seed)

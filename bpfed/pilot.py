@@ -1,14 +1,14 @@
 """Pilot runs: a method's settings chosen on held-out training examples before the run, in one command.
 
-Some methods offer candidates (`Method.candidates`): settings between which only the data can decide, such as how much
-clients share. A pilot run trains all candidates side by side, as rows of one batch, on four fifths of each client's
-training examples and for half the rounds, and scores each on the rest. No test example takes part. Of a federation only
-sums of held-out log scores per client are used.
+Some methods offer candidates (`Method.candidates`): settings between which only the data can decide, such as how strong
+the prior is and how much clients share. A pilot run trains all candidates side by side, as rows of one batch, on four
+fifths of each client's training examples and for half the rounds, and scores each on the rest. No test example takes
+part. Of a federation only sums of held-out log scores per client are used.
 
-The choice is made in two stages, so that it costs little: first the temperature, then how much is shared. In each stage
-the candidates are in order, those that share most first, and the first one is chosen whose score is within one standard
-error of the best. The error is that of the paired difference summed over clients, with clients as units: a difference
-that comes from one client alone does not count for much. So little data means much sharing.
+The choice is made in stages, so that it costs little. In the first stage the best candidate is chosen. In the second,
+those that share most come first, and the first one is chosen whose score is within one standard error of the best. The
+error is that of the paired difference summed over clients, with clients as units: a difference that comes from one
+client alone does not count for much. So little data means much sharing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +26,23 @@ from bpfed.data import FederatedData
 from bpfed.data.held import HELD, held_out
 from bpfed.engine.federation import Federation
 from bpfed.engine.settings import Settings
+from bpfed.errors import Diverged
 from bpfed.likelihoods import Likelihood
 from bpfed.methods.base import Method
 from bpfed.rehearsal import APART, as_rehearsal
 from bpfed.run import Run, train_together
 
 #: Training examples of all clients together up to which several parts are held out in turn, and how many.
-FEW, FOLDS = 5_000, 3
+FEW, FOLDS = 1_000, 3
 #: A pilot has this share of the run's rounds, and at least so many.
 SHARE, LEAST = 0.5, 10
+
+
+class Scores(NamedTuple):
+    """Held-out −log p of each client, summed over its held-out examples of all folds, ``[N]``; and how many those are."""
+
+    sums: NDArray[np.float64]
+    examples: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -100,30 +108,37 @@ def choose(
     rounds = min(settings.rounds, max(LEAST, math.ceil(SHARE * settings.rounds)))
     parts = [held_out(data, HELD, settings.seed + APART * (k + 1)) for k in range(folds)]
     how = replace(as_rehearsal(settings, 1), rounds=rounds, eval_every=rounds, adapt="off", store="memory")
-    count = sum(len(stage) for stage in method.candidates())
+    count = sum(len(stage) for stage in method.candidates()) - len(method.candidates()) + 1  # one of each is known then
     say(
         f"Choosing between {count} settings on held-out training examples first, in pilot runs of {rounds} rounds. They "
         f"need about {count * folds * rounds / settings.rounds:.0f} times the computation of the run; --adapt off skips "
         "them."
     )
-    stages, chosen = [], []
+    stages, chosen, known = [], [], {}
     for offered in method.candidates():
-        tried = _tried(method, offered, parts, how, model, likelihood)
-        at = first_within_error(tried)
+        made = [replace(method, **changes) for changes in offered]
+        new = [one for one in made if one not in known]
+        known |= dict(zip(new, _scored(new, parts, how, model, likelihood), strict=True))
+        tried = tuple(Candidate(one, dict(own), *known[one]) for one, own in zip(made, offered, strict=True))
+        at = first_within_error(tried) if stages else best(tried)
+        if not math.isfinite(tried[at].nll):
+            raise Diverged("All pilot runs diverged; lower the step size, method.lr, or look for extreme values.")
         method = tried[at].method
         stages.append(tried)
         chosen.append(at)
     return Choice(method, tuple(stages), tuple(chosen))
 
 
+def best(tried: Sequence[Candidate]) -> int:
+    """The candidate with the best score."""
+    return int(np.argmin([c.nll if math.isfinite(c.nll) else math.inf for c in tried]))
+
+
 def first_within_error(tried: Sequence[Candidate]) -> int:
     """The first candidate whose score is within one standard error of the best one's."""
-    scores = np.array([c.nll if math.isfinite(c.nll) else math.inf for c in tried])
-    best = int(scores.argmin())
-    for at, candidate in enumerate(tried):
-        if scores[at] <= scores[best] + _error(candidate, tried[best]):
-            return at
-    return best
+    least = tried[best(tried)]
+    within = (at for at, one in enumerate(tried) if one.nll <= least.nll + _error(one, least))
+    return next(within, best(tried))
 
 
 def _error(one: Candidate, other: Candidate) -> float:
@@ -136,26 +151,38 @@ def _error(one: Candidate, other: Candidate) -> float:
     return spread / float(one.examples.sum())
 
 
-def _tried(
-    method: Method,
-    offered: Sequence[dict[str, Any]],
+def _scored(
+    methods: Sequence[Method],
     parts: Sequence[FederatedData],
     settings: Settings,
     model: nn.Module | None,
     likelihood: Likelihood | None,
-) -> tuple[Candidate, ...]:
-    """Candidates after a pilot run of each on each part of the data, all of them side by side."""
-    made = [replace(method, **changes) for changes in offered]
-    runs = [
-        Run(Federation.start(one, part, replace(settings, seed=settings.seed + at), model, likelihood))
-        for one in made
+) -> list[Scores]:
+    """How pilot runs of these methods did on each part of the data, all of them side by side.
+
+    Should one of them diverge, they are run one by one, to know which; its score is then infinite.
+    """
+    starts = [
+        Federation.start(methods[0], part, replace(settings, seed=settings.seed + at), model, likelihood)
         for at, part in enumerate(parts)
     ]
+    try:
+        return _trained(methods, starts)
+    except Diverged:
+        if len(methods) == 1:
+            return [Scores(np.full(len(parts[0]), math.inf), np.ones(len(parts[0])))]
+        return [_scored([one], parts, settings, model, likelihood)[0] for one in methods]
+
+
+def _trained(methods: Sequence[Method], starts: Sequence[Federation]) -> list[Scores]:
+    runs = [Run(Federation.of(one, of.data, of.settings, of.model)) for one in methods for of in starts]
     train_together(runs, [[] for _ in runs])
     found = []
-    for at, (one, changes) in enumerate(zip(made, offered, strict=True)):
-        own = [run.evaluation[0] for run in runs[at * len(parts) : (at + 1) * len(parts)] if run.evaluation is not None]
+    for at in range(len(methods)):
+        own = [
+            run.evaluation[0] for run in runs[at * len(starts) : (at + 1) * len(starts)] if run.evaluation is not None
+        ]
         sizes = np.array([np.asarray(e.sizes, dtype=np.float64) for e in own])
         sums = np.array([np.nan_to_num(e.scores["nll"].clients, nan=0.0) for e in own]) * sizes
-        found.append(Candidate(one, dict(changes), sums.sum(0), sizes.sum(0)))
-    return tuple(found)
+        found.append(Scores(sums.sum(0), sizes.sum(0)))
+    return found

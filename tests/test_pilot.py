@@ -14,7 +14,7 @@ from bpfed.config import read
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.engine.settings import Settings
 from bpfed.methods import Adaptive, FedAvg
-from bpfed.methods.adaptive import DEVIATIONS, TEMPERATURES
+from bpfed.methods.adaptive import DEVIATIONS, PRIORS
 from bpfed.pilot import Candidate, first_within_error
 
 #: A few steps have to do, so they are long.
@@ -71,7 +71,7 @@ def test_clients_that_are_alike_share_and_clients_that_differ_do_not():
     pooled = apart.stages[1][0]  # no deviation at all, which cannot tell slopes of either sign apart
     assert pooled.nll > apart.stages[1][apart.chosen[1]].nll + 0.2
     for choice in (alike, apart):
-        assert [len(stage) for stage in choice.stages] == [len(TEMPERATURES), len(DEVIATIONS)]
+        assert [len(stage) for stage in choice.stages] == [len(PRIORS), len(DEVIATIONS)]
         best = min(c.nll for c in choice.stages[1])
         assert choice.stages[1][choice.chosen[1]].nll <= best + 0.1
         assert choice.method == choice.stages[1][choice.chosen[1]].method
@@ -91,7 +91,7 @@ def test_no_test_example_takes_part():
 def test_a_run_says_what_was_chosen_and_its_configuration_repeats_it(tmp_path):
     data, said = federation(True), []
     run = bpfed.fit(Adaptive(lr=0.03), data, out=tmp_path / "a", say=said.append, **QUICK)
-    assert any("Choosing between 10 settings" in s for s in said)
+    assert any("Choosing between 9 settings" in s for s in said)
     assert any(s.startswith("Chosen on held-out training examples: temperature ") for s in said)
     config = read(tmp_path / "a" / "config.toml")
     assert config.run.adapt == "off"

@@ -205,7 +205,7 @@ def test_the_order_of_attributes_changes_nothing(members):
     ],
 )
 def test_networks_used_in_the_order_of_their_layers_have_that_order(make, shape):
-    model = make_model(torch.zeros(2, *shape), 3 if make is scenarios.small_conv else 10, "head", Settings(), make())
+    model = make_model(torch.zeros(2, *shape), 3 if make is scenarios.small_conv else 10, FedPer(), Settings(), make())
     names = [n for n, _ in model.module.named_parameters()]
     assert list(model.factors.names) == names == list(model.order)
 
@@ -215,16 +215,16 @@ def test_a_run_that_noted_no_layout_is_read_in_the_order_of_registration(tmp_pat
     data = scenarios.classification()
     swapped = net(plain, order=["fc2", "fc1"], fc1=linear(4, 5), fc2=linear(5, 3))
     settings = Settings(seed=0)
-    model = make_model(data.train.x[:2], 3, "head", settings, swapped)
+    model = make_model(data.train.x[:2], 3, FedPer(), settings, swapped)
     now = tmp_path / "now"
     now.write_bytes(saved.model_bytes(model))
-    again = saved.load_model(now, swapped, None, data, "head", settings)
+    again = saved.load_model(now, swapped, None, data, FedPer(), settings)
     assert again.factors == model.factors
     before = tmp_path / "before"
     weights = {n: t.contiguous() for n, t in model.factors.unflatten(model.initial).items()}
     words = {"network": str(model.module), "likelihood": repr(model.likelihood)}
     before.write_bytes(saved.safetensors.torch.save(weights, words))
-    old = saved.load_model(before, swapped, None, data, "head", settings)
+    old = saved.load_model(before, swapped, None, data, FedPer(), settings)
     assert old.factors.names == ("fc2.weight", "fc2.bias", "fc1.weight", "fc1.bias")
     assert old.factors.personal_names == ("fc1.weight", "fc1.bias")
     torch.testing.assert_close(old.outputs(old.initial, data.test.x), swapped(data.test.x))

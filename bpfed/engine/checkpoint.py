@@ -27,6 +27,7 @@ from bpfed.factors import Factors, Personal
 from bpfed.files import from_json, sha256, to_json, write_whole
 from bpfed.likelihoods import Categorical, Likelihood, Normal
 from bpfed.manifest import IDENTITY
+from bpfed.methods.base import Method
 from bpfed.model import Model
 from bpfed.networks import make_model
 from bpfed.uploads import finite
@@ -216,7 +217,7 @@ def load_model(
     module: nn.Module | None,
     likelihood: Likelihood | None,
     data: FederatedData,
-    personal: Personal,
+    method: Method,
     settings: Settings,
 ) -> Model:
     """The network that was saved there, with its first weights.
@@ -226,7 +227,7 @@ def load_model(
         module: The module it was; None: the default one.
         likelihood: None: that of the file, if it is one of `bpfed.likelihoods`.
         data: What it was trained on; of which its form matters, so that it needs no examples.
-        personal: See `Factors.of`.
+        method: What trained it.
         settings: Of the run.
     """
     try:
@@ -238,7 +239,7 @@ def load_model(
     if likelihood is None:
         likelihood = _likelihood(path, words.get("likelihood", ""))
     given, example = module is not None, torch.zeros(2, *data.input_shape)
-    model = make_model(example, data.classes, personal, settings, module, likelihood)
+    model = make_model(example, data.classes, method, settings, module, likelihood)
     there = {n: tuple(t.shape) for n, t in weights.items()}
     here = {n: tuple(t.shape) for n, t in model.factors.unflatten(model.initial).items()}
     if not given and (there != here or words.get("network") != str(model.module)):
@@ -250,7 +251,7 @@ def load_model(
                 "Parameter '{}' of the module given is {} here and {} in the run of '{}'; give the module it was "
                 "trained with.".format(name, *shapes, path)
             )
-    factors = model.factors.arranged(*_layout(path, words.get("layout"), model, personal))
+    factors = model.factors.arranged(*_layout(path, words.get("layout"), model, method.personal))
     return replace(model, factors=factors, initial=factors.flatten(weights))
 
 

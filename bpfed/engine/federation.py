@@ -96,7 +96,7 @@ class Federation:
                     "of the two out."
                 )
         tried = data.train.x[_some(len(data.train.x))]
-        model = make_model(tried, data.classes, method.personal, settings, module, likelihood).to(device)
+        model = make_model(tried, data.classes, method, settings, module, likelihood).to(device)
         if own and settings.members > 1:
             model = replace(
                 model,
@@ -280,7 +280,7 @@ class Federation:
             clients = clients[kept]
             uploads, personal = tree_map(lambda t: t[kept.to(t.device)], (uploads, personal))
         weights = torch.ones(len(clients), device=self.device)
-        if self.settings.weighting == "size":
+        if self.by_size:
             weights = self.data.train.sizes[clients].float().to(self.device)
         shared = self.combined(uploads, weights)
         if not finite(shared):
@@ -293,6 +293,14 @@ class Federation:
             self.lengths = remembered(self.lengths, found)
         self.round += 1
         return {names[i]: why for i, why in refused.items()}
+
+    @property
+    def by_size(self) -> bool:
+        """Whether an upload weighs as many as its client has examples, which nobody can check."""
+        settings = self.settings
+        if settings.weighting == "auto":
+            return self.method.weighting == "size" and settings.noise == 0.0 and settings.trim is None
+        return settings.weighting == "size"
 
     def judge(self, uploads: State) -> Judged:
         """Which of S uploads of the round in progress are used, and why the others are not; S is at least 1."""

@@ -21,6 +21,8 @@ from bpfed.model import Model
 
 #: Below this many weights in all stacked clients a step runs on one thread.
 SMALL = 100_000
+#: Batches of clients with few examples are padded to a power of two, and to this at least.
+NARROWEST = 8
 #: State of clients trained side by side on a CPU should stay in its cache.
 CPU_CHUNK_BYTES = 24 << 20
 
@@ -65,7 +67,7 @@ class LocalRound:
         batch: Mini-batch size.
         epochs: Local passes over the data.
         compiled: Whether steps are compiled.
-        width: Padded batch size; fixed for a federation so that a client's arithmetic does not depend on its chunk.
+        width: Most that a batch is padded to (see `padded`).
     """
 
     method: Method
@@ -118,15 +120,29 @@ class LocalRound:
     def in_chunks(self, rows: Rows, chunk: int, phases: Sequence[Phase] | None = None) -> Finished:
         """As a call, ``chunk`` clients of similar size side by side at a time; their order is that of ``rows``."""
         order = rows.size.argsort(descending=True, stable=True)
+        widths = torch.tensor([self.padded(size) for size in rows.size[order].tolist()])
+        counts = widths.unique_consecutive(return_counts=True)[1].tolist()
         done = []
-        for start in range(0, len(rows), chunk):
-            index = order[start : start + chunk]
+        for alike in order.split(counts):
             # Every chunk has the same shape (one traced step for all): the last is filled up with a row done already.
-            filled = torch.cat([index, index[-1:].expand(chunk - len(index))])
-            own = slice(len(index))
-            done.append(tree_map(lambda t, own=own: t[own], self(rows.take(filled), phases)))
+            # Groups of other sizes differ from round to round, so theirs are powers of two.
+            many = chunk if len(counts) == 1 else min(chunk, 1 << (len(alike) - 1).bit_length())
+            for index in alike.split(many):
+                filled = torch.cat([index, index[-1:].expand(many - len(index))])
+                own = slice(len(index))
+                done.append(tree_map(lambda t, own=own: t[own], self(rows.take(filled), phases)))
         back = order.argsort()
         return tree_map(lambda *leaves: torch.cat(leaves)[back], *done)
+
+    def padded(self, size: int) -> int:
+        """How wide the batches of a client with so many examples are.
+
+        It depends on nothing else, so that a client's arithmetic does not depend on who trains beside it. A compiled or
+        recorded step has one width for all, since each further one takes seconds to make.
+        """
+        if self.compiled or self.x.is_cuda:
+            return self.width
+        return min(self.width, max(NARROWEST, 1 << (size - 1).bit_length()))
 
     def stops(self, rows: Rows, stops: Sequence[int], told: Callable[[int], None] = lambda step: None) -> list[State]:
         """Let clients take exactly so many steps in the phase `ADAPT`, whether or not these end an epoch.
@@ -159,13 +175,14 @@ class LocalRound:
         most = int(batches.max())
         ragged = int(batches.min()) != most
         # Up to a power of two of batches, so that clients of many sizes make a few shapes to trace and not one each.
-        longest = self.width * (1 << (most - 1).bit_length())
+        width = self.padded(int(rows.size.max()))
+        longest = width * (1 << (most - 1).bit_length())
         local, hyper = self._begin(rows)
         loss = torch.zeros(len(rows), device=self.x.device)
         taken = torch.zeros(len(rows), device=self.x.device)
         before = 0
         for phase in phases:
-            todo = self._plan(rows, phase, before, longest)
+            todo = self._plan(rows, phase, before, longest, width)
             step = torch.zeros(1, dtype=torch.int64, device=self.x.device)
             work = Work(local, step, loss, self.x, self.y, todo, rows.hyper)
             steps = phase.batches * phase.repeats or most * phase.epochs
@@ -195,13 +212,11 @@ class LocalRound:
             counts.scatter_add_(1, self.y[rows.start[:, None] + torch.where(own, slot, 0)], own.float())
         return counts
 
-    def _plan(self, rows: Rows, phase: Phase, before: int, longest: int) -> Plan:
+    def _plan(self, rows: Rows, phase: Phase, before: int, longest: int, width: int) -> Plan:
         if phase.batches:
             first = rows.done[0] * phase.batches if rows.done else torch.zeros_like(rows.size)
-            return cyclic(rows.key, rows.start, rows.size, self.batch, first, phase.batches, phase.repeats, self.width)
-        return plan(
-            rows.shuffle, rows.key, rows.start, rows.size, self.batch, before, phase.epochs, longest, self.width
-        )
+            return cyclic(rows.key, rows.start, rows.size, self.batch, first, phase.batches, phase.repeats, width)
+        return plan(rows.shuffle, rows.key, rows.start, rows.size, self.batch, before, phase.epochs, longest, width)
 
     def _first(self, rows: Rows, steps: int) -> Plan:
         """The first ``steps`` mini-batches of each client, which has as many epochs as that takes."""

@@ -15,6 +15,8 @@ Device = Literal["auto", "cpu", "cuda"]
 EVALUATIONS = 20
 #: and so many of its clients are.
 MOST_EVALUATED = 1000
+#: Up to so many clients all take part in every round unless something else is said; of more, at least so many.
+ALL_TAKE_PART, FEWEST_DRAWN = 200, 10
 #: More than anybody can mean; a checkpoint's name has six digits for its round.
 LARGEST = {
     "rounds": 999_999,
@@ -36,14 +38,15 @@ class Settings:
 
     Attributes:
         rounds: Communication rounds.
-        participants: Clients drawn at random in each round; None: 10, or all if there are fewer.
+        participants: Clients drawn at random in each round; None: all of up to 200, and of more as many as let each
+            take part twice on average, at least 10.
         epochs: Local passes over a client's data in a round.
         batch: Mini-batch size; the last batch of an epoch may be smaller.
         seed: Random seed for the whole run.
         members: Networks whose predictions are averaged, each with its own initial weights; multiplies computation and
             traffic. Two give most of the benefit, which is largest for images and smallest for small tables.
-        network: Network that is built when none is given: ``auto``, a LeNet for 32 x 32 images and else an MLP with one
-            hidden layer; ``mlp``; ``skip``, that MLP and a linear path from inputs to outputs beside it; ``linear``,
+        network: Network that is built when none is given: ``auto``, a LeNet for 32 x 32 images, what the method
+            prefers for tables (``mlp`` or ``skip``), and else an MLP with one hidden layer; ``mlp``; ``skip``, that MLP and a linear path from inputs to outputs beside it; ``linear``,
             logistic or linear regression.
         hidden: Units in the hidden layer of the network that is built when none is given; None: 100. Noisy labels may
             need fewer. Not for 32 x 32 images, whose network is fixed.
@@ -52,7 +55,8 @@ class Settings:
         drop_rate: Probability that a drawn client fails to return in a round.
         sampling: ``fixed``: draws exactly ``participants`` clients; ``poisson``: draws each client independently, with
             that many on average.
-        weighting: Weight of an upload in the server's rule: ``equal`` (as in the paper) or ``size``.
+        weighting: Weight of an upload in the server's rule: ``equal`` (as in the paper); ``size``, the number of a
+            client's examples; ``auto``, the method's own.
         schedule: Step size over the rounds: ``constant``; ``cosine``, which falls along half a cosine; ``auto``, the
             method's own.
         eval_every: Evaluate every so many rounds, and always after the first and the last; 0: ten to twenty times in
@@ -109,7 +113,7 @@ class Settings:
     adapt: Literal["auto", "off"] = "auto"
     drop_rate: float = 0.0
     sampling: Literal["fixed", "poisson"] = "fixed"
-    weighting: Literal["equal", "size"] = "equal"
+    weighting: Literal["auto", "equal", "size"] = "auto"
     schedule: Literal["auto", "constant", "cosine"] = "auto"
     eval_every: int = 0
     eval_draws: int = 20
@@ -222,7 +226,9 @@ class Settings:
 
     def per_round(self, clients: int) -> int:
         """Number of clients drawn in a round; by coins, the mean number."""
-        return min(10, clients) if self.participants is None else self.participants
+        if self.participants is not None:
+            return self.participants
+        return clients if clients <= ALL_TAKE_PART else max(FEWEST_DRAWN, -(-2 * clients // self.rounds))
 
     def evaluated(self, round_: int) -> bool:
         """Whether this round (from 1) is evaluated."""

@@ -30,7 +30,7 @@ def check_deployment(config: Config, sites: int, data: FederatedData | None = No
         return  # which parameters there are to name depends on the network, and that on the data
     shape = SHAPE if data is None else data.input_shape
     classes = data.classes if data is not None else 0 if task == "regression" else CLASSES
-    model = make_model(torch.zeros(2, *shape), classes, method.personal, settings)
+    model = make_model(torch.zeros(2, *shape), classes, method, settings)
     check_factors(method, model)
     if settings.clip > 0.0:
         check_updates(method, model)

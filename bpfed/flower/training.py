@@ -197,7 +197,7 @@ class Training:
         start, settings = time.perf_counter(), self.federation.settings
         stacked = _stacked([uploads[site] for site in order])
         sizes = torch.tensor([float(uploads[site].train) for site in order])
-        weights = sizes if settings.weighting == "size" else torch.ones(len(order))
+        weights = sizes if self.federation.by_size else torch.ones(len(order))
         shared = self.rule(self.federation, stacked, weights)
         found = self.federation.judge(stacked) if order else None
         if not finite(shared):
@@ -267,7 +267,7 @@ def server_side(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any]
     """
     check_run(config.method, config.run, len(sites), facts["task"])
     method, settings, data = config.method, config.run, _known(config, sites, facts)
-    model = make_model(torch.zeros(2, *data.input_shape), data.classes, method.personal, settings)
+    model = make_model(torch.zeros(2, *data.input_shape), data.classes, method, settings)
     first = method.init(model)
     settings = as_rehearsal(settings, rehearsal) if rehearsal else settings
     ids, cpu = noise.client_ids(sites), torch.device("cpu")

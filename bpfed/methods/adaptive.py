@@ -4,21 +4,29 @@ The weights of client i are
 
     w_i = θ + φ_i,    φ_i ~ N(0, τ² s²/fan-in),    θ ~ N(θ₀, s²/fan-in).
 
-θ is shared by all clients and is a point; φ_i is personal and Gaussian. The paper splits the weights once and for all,
-the last layer personal and the rest shared, and leaves open how to choose. Here the scale τ chooses, one for the last
-layer (``head_deviation``) and one for all other layers (``deviation``). Every split is a corner of this family: τ = 0
-everywhere is FedAvg, τ = ∞ everywhere is training alone, and τ = ∞ in the last layer with 0 elsewhere is FedPer.
+θ is shared by all clients, φ_i is the client's own, and θ₀ are the first weights of the network. The paper splits the
+weights once and for all, the last layer personal and the rest shared, and leaves open how to choose. Here the scale τ
+chooses, one for the last layer (``head_deviation``) and one for all other layers (``deviation``). Every split is a
+corner of this family: τ = 0 everywhere is FedAvg, τ = ∞ everywhere is training alone, and τ = ∞ in the last layer with 0
+elsewhere is FedPer (100 stands for ∞). How frequent a class is, or how high a target, differs between clients more than what it depends
+on: the biases of the outputs have s = 1, and their deviations the standard deviation √τ.
 
-A client minimises, at temperature T and over its n examples,
+The posterior of w_i is Gaussian, q(w_i) = N(θ + m_i, σ_i²). A client minimises, at temperature T and over its n
+examples,
 
-    −E log p(D | θ_i + φ_i) + T KL(q(φ_i) ‖ N(0, τ² s²/fan-in)) + (T/N) ‖θ_i − θ₀‖² fan-in/(2 s²)
-    + n (ρ/2 ‖θ_i − θ‖² − ⟨λ_i, θ_i⟩)
+    −E_q log p(D | w_i) + T ‖m_i‖² fan-in/(2 τ² s²) + (T/N) ‖θ_i − θ₀‖² fan-in/(2 s²)                       (means)
+    + T c KL(σ_i ‖ s √(1 + τ²)/√fan-in),    c = (τ² + 1/N)/(τ² + 1)                                         (widths)
+    + n (ρ/2 ‖θ_i − θ‖² − ⟨λ_i, θ_i⟩)                                                                       (consensus)
 
-in its own copy θ_i of θ and in the mean and σ of φ_i. The last line keeps copies from drifting apart. λ_i is the dual
-variable of the constraint θ_i = θ, which the client updates after each round, λ_i ← λ_i − ρ (θ_i − θ), and the client
-uploads θ_i − λ_i/ρ. The server's mean of the uploads is then the consensus step of ADMM (Boyd et al. 2011, section 7.1;
-FedDyn, Acar et al. 2021, in federated learning), and the only fixed point is the optimum of the sum of all clients'
-problems, as if their rows had been pooled. With ρ = 0 the copies are averaged as in FedAvg.
+in its own copy θ_i of θ, in m_i and in σ_i; KL(σ ‖ v) = σ²/(2 v²) − log σ. A weight that all N clients share is known
+from all their examples, so a client counts 1/N of the divergence of its width, and of a weight of its own all of it; c
+is between the two. (With equal curvature at all clients and τ = 0 this is the width of the pooled posterior.)
+
+The last line keeps copies from drifting apart. λ_i is the dual variable of the constraint θ_i = θ, which the client
+updates after each round, λ_i ← λ_i − ρ (θ_i − θ), and the client uploads θ_i − λ_i/ρ. The server's mean of the uploads
+is then the consensus step of ADMM (Boyd et al. 2011, section 7.1; FedDyn, Acar et al. 2021, in federated learning), and
+the only fixed point is the optimum of the sum of all clients' problems, as if their rows had been pooled. That holds if
+all clients take part in every round. Where they do not, ρ is 0, and copies are averaged as in FedAvg.
 """
 
 from __future__ import annotations
@@ -32,20 +40,22 @@ from torch import Tensor
 
 from bpfed.aggregate import weighted_mean
 from bpfed.errors import UserError
-from bpfed.estimators import Batch, check_estimator, data_term
+from bpfed.estimators import Batch, data_term
 from bpfed.factors import Personal as Split
 from bpfed.gaussian import Gaussian, softplus, softplus_inverse
 from bpfed.methods.base import ADAPT, Course, Finished, GaussianPredictive, Initial, Method, Weights
+from bpfed.methods.heads import NOISE_SIGMA
 from bpfed.methods.variational import RHO_FLOOR, Memory
 from bpfed.model import Model
 from bpfed.optim import Adam, adam
 
-#: Temperatures to choose from,
-TEMPERATURES = (1.0, 0.3, 0.1, 0.03)
-#: and deviations of the body and the head: none is FedAvg, infinite ones are training alone.
-DEVIATIONS = ((0.0, 0.0), (0.1, 0.1), (0.1, 0.3), (0.1, 1.0), (0.3, 3.0), (math.inf, math.inf))
-#: σ of a deviation at the start, in units of its prior's.
-START = 0.5
+#: Temperatures and prior scales to choose from, the strongest prior first,
+PRIORS = ((1.0, 0.5), (1.0, 1.0), (0.3, 1.0), (0.3, 2.0), (0.3, 4.0))
+#: and deviations of the body and the head: none is FedAvg, and those of ``ALONE`` are training alone.
+ALONE = 100.0
+DEVIATIONS = ((0.0, 0.0), (0.0, 0.1), (0.1, 0.3), (0.1, 1.0), (ALONE, ALONE))
+#: σ of a weight at the start, in units of its prior's.
+START = 0.2
 
 
 class Prior(NamedTuple):
@@ -54,27 +64,31 @@ class Prior(NamedTuple):
     Attributes:
         shared: Of θ around θ₀; infinite where nothing is shared, so that θ is not learnt there.
         deviation: Of φ_i around 0; 0 where clients do not deviate.
-        width: Of q(w_i), the width that its KL divergence pulls it to; 0 where weights are points.
+        width: Of w_i; 0 where weights are points.
+        part: c, how much of the divergence of the widths a client counts.
     """
 
     shared: Tensor
     deviation: Tensor
     width: Tensor
+    part: Tensor
 
 
 class Personal(NamedTuple):
     """What a client keeps.
 
     Attributes:
-        deviation: Mean of φ_i and σ of w_i, ``[S, P]``.
+        deviation: m_i and σ_i, ``[S, P]``.
         dual: λ_i per example, ``[S, P]``.
+        centre: θ₀, the same for all clients of a run, ``[S, P]``.
         shared_memory: Adam's memory of θ_i.
-        memory: Adam's memory of φ_i.
+        memory: Adam's memory of m_i and σ_i.
         steps: Number of steps taken, ``[S]``; without client axis a scalar.
     """
 
     deviation: Gaussian
     dual: Tensor
+    centre: Tensor
     shared_memory: Adam
     memory: Memory
     steps: Tensor
@@ -85,14 +99,14 @@ class Local(NamedTuple):
 
     Attributes:
         shared: θ_i, ``[S, P]``.
-        mean: Of φ_i, ``[S, P]``.
-        rho: σ of w_i is softplus ρ; −∞ where weights are points, ``[S, P]``.
+        mean: m_i, ``[S, P]``.
+        rho: σ_i is softplus of this; −∞ where weights are points, ``[S, P]``.
         server: θ as the server sent it, ``[S, P]``.
         dual: λ_i, ``[S, P]``.
         centre: θ₀, ``[S, P]``.
         prior: Standard deviations of the priors.
         shared_memory: Adam's memory of θ_i.
-        memory: Adam's memory of φ_i.
+        memory: Adam's memory of m_i and σ_i.
         steps: ``[S]``.
     """
 
@@ -115,14 +129,14 @@ class Adaptive(Method):
     Attributes:
         personal: Always ``none``: every weight has a shared part.
         temperature: T, the weight of all prior terms; 1 is Bayes' rule, lower trusts the labels more.
-        deviation: τ of all layers but the last; 0: they are the same for all clients, inf: nothing of them is shared.
-        head_deviation: τ of the last layer.
         prior_scale: s, the prior's standard deviation of a unit's input.
-        dual: ρ, how strongly a client's copy of the shared weights is held to the server's in a round, per example; 0
-            averages the copies as FedAvg does.
-        sigma: Whether deviations are Gaussian; without, they are points (MAP).
-        estimator: See `bpfed.estimators`.
-        draws: Weight draws in a step.
+        deviation: τ of all layers but the last; 0: they are the same for all clients; 100 or more: nothing of them is
+            shared.
+        head_deviation: τ of the last layer.
+        dual: ρ times s, how strongly a client's copy of the shared weights is held to the server's in a round, per
+            example; 0 averages the copies as FedAvg does, and so does a run in which not all clients take part in
+            every round.
+        sigma: Whether weights are Gaussian; without, they are points (MAP).
     """
 
     name: ClassVar[str] = "bpfed-adaptive"
@@ -130,42 +144,36 @@ class Adaptive(Method):
     paper: ClassVar[str] = "bpfed; the split that Chen et al. 2023 leave open"
     shared_words: ClassVar[str] = "one part of every weight"
     personal_words: ClassVar[str] = "a deviation of every weight"
-    random_words: ClassVar[str] = "the deviations"
+    random_words: ClassVar[str] = "every weight"
     schedule: ClassVar[str] = "cosine"
+    weighting: ClassVar[str] = "size"
+    network: ClassVar[str] = "skip"
     numbers: ClassVar[tuple[str, ...]] = (
         "lr",
         "temperature",
+        "prior_scale",
         "deviation",
         "head_deviation",
-        "prior_scale",
-        "shared_width",
-        "head_gain",
         "dual",
     )
 
     personal: Split = "none"
     lr: float = 3e-3
-    temperature: float = 1.0
+    temperature: float = 0.3
+    prior_scale: float = 1.0
     deviation: float = 0.1
     head_deviation: float = 0.3
-    prior_scale: float = 1.0
-    shared_width: float = 0.0
-    head_gain: float = 0.0
-    dual: float = 1.0
+    dual: float = 0.3
     sigma: bool = True
-    estimator: str = "local"
-    draws: int = 1
 
     def check(self) -> None:
         super().check()
-        check_estimator(self.estimator)
         self.require(
             temperature="0 or more",
+            prior_scale="above 0",
             deviation="0 or more",
             head_deviation="0 or more",
-            prior_scale="above 0",
             dual="0 or more",
-            draws="at least 1",
         )
         if self.personal != "none":
             raise UserError(
@@ -174,12 +182,12 @@ class Adaptive(Method):
             )
 
     def candidates(self) -> tuple[tuple[dict[str, float], ...], ...]:
-        """Temperatures, then how far clients deviate, from FedAvg to training alone; nothing where one of it is said."""
-        usual = type(self)()
-        if any(getattr(self, name) != getattr(usual, name) for name in ("temperature", "deviation", "head_deviation")):
+        """Priors, then how far clients deviate, from FedAvg to training alone; nothing where one of it is said."""
+        usual, chosen = type(self)(), ("temperature", "prior_scale", "deviation", "head_deviation")
+        if any(getattr(self, name) != getattr(usual, name) for name in chosen):
             return ()
         return (
-            tuple({"temperature": t} for t in TEMPERATURES),
+            tuple({"temperature": t, "prior_scale": s} for t, s in PRIORS),
             tuple({"deviation": body, "head_deviation": head} for body, head in DEVIATIONS),
         )
 
@@ -188,19 +196,24 @@ class Adaptive(Method):
 
     def hyper_in(self, course: Course, sizes: Tensor) -> dict[str, Tensor]:
         """The prior of θ is one for all clients: each has an equal share of it."""
-        return {**super().hyper_in(course, sizes), "share": torch.full((len(sizes),), 1.0 / course.clients)}
+        numbers = super().hyper_in(course, sizes)
+        numbers["share"] = torch.full((len(sizes),), 1.0 / course.clients)
+        if course.participants < course.clients:
+            numbers["dual"] = torch.zeros_like(numbers["dual"])
+        return numbers
 
     def init(self, model: Model) -> Initial:
         prior = self._prior(model, self.rows_of_numbers(1, model.initial.device))
         nothing, empty = torch.zeros_like(model.initial), Adam.like(model.initial)
         deviation = Gaussian(nothing, START * prior.width[0])
-        kept = Personal(deviation, nothing, empty, Memory(empty, empty), model.initial.new_zeros(()))
+        kept = Personal(deviation, nothing, model.initial, empty, Memory(empty, empty), model.initial.new_zeros(()))
         return Initial(Weights(model.initial), kept)
 
     def newcomer(self, model: Model, shared: Weights) -> Personal:
-        """Its deviation is as the prior says."""
-        start = self.init(model).personal
-        return start._replace(deviation=start.deviation._replace(sigma=start.deviation.sigma / START))
+        """It is at θ, as uncertain as its deviation."""
+        prior = self._prior(model, self.rows_of_numbers(1, model.initial.device))
+        sigma = prior.deviation[0] if self.sigma else torch.zeros_like(model.initial)
+        return self.init(model).personal._replace(deviation=Gaussian(torch.zeros_like(sigma), sigma))
 
     def begin(self, model: Model, shared: Weights, personal: Personal, hyper: dict[str, Tensor]) -> Local:
         return Local(
@@ -209,7 +222,7 @@ class Adaptive(Method):
             softplus_inverse(personal.deviation.sigma),
             shared.weights,
             personal.dual,
-            torch.where(_head(model), hyper["head_gain"][:, None], 1.0) * model.initial,
+            personal.centre,
             self._prior(model, hyper),
             personal.shared_memory,
             personal.memory,
@@ -219,39 +232,43 @@ class Adaptive(Method):
     def step(
         self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
-        steps, rate, size = local.steps + 1, hyper["lr"], batch.size[:, None]
-        temperature, dual = hyper["temperature"][:, None], hyper["dual"][:, None]
+        steps, rate, temperature = local.steps + 1, hyper["lr"], hyper["temperature"][:, None]
         prior, sigma = local.prior, softplus(local.rho)
-        data = data_term(self.estimator, self.draws, model, Gaussian(local.shared + local.mean, sigma), batch)
+        estimator = "local" if self.sigma else "weights"
+        data = data_term(estimator, 1, model, Gaussian(local.shared + local.mean, sigma), batch)
 
         deviates = prior.deviation > 0.0
-        precision = torch.where(deviates, prior.deviation, 1.0).square().reciprocal()
-        mean = torch.where(deviates, data.mean + temperature * precision * local.mean, 0.0)
-        new_mean, mean_memory = adam(local.mean, mean, local.memory.mean, steps, rate)
-        new_rho, rho_memory = local.rho, local.memory.rho
+        gradient = data.mean + temperature * _precision(prior.deviation) * local.mean
+        mean, memory = adam(local.mean, torch.where(deviates, gradient, 0.0), local.memory.mean, steps, rate)
+        rho, width_memory = local.rho, local.memory.rho
         if self.sigma:
-            random = prior.width > 0.0
-            precision = torch.where(random, prior.width, 1.0).square().reciprocal()
-            width = data.sigma + temperature * (precision * sigma - torch.where(random, sigma, 1.0).reciprocal())
-            width = torch.where(random, width * torch.sigmoid(local.rho), 0.0)
-            new_rho, rho_memory = adam(local.rho, width, local.memory.rho, steps, rate)
-            new_rho = torch.maximum(new_rho, local.rho.clamp(max=RHO_FLOOR))
-        new = local._replace(mean=new_mean, rho=new_rho, memory=Memory(mean_memory, rho_memory), steps=steps)
+            # A newcomer takes θ as known: only its deviation is uncertain.
+            width, part = (prior.deviation, 1.0) if phase == ADAPT else (prior.width, prior.part)
+            gradient = _precision(width) * sigma - torch.where(sigma > 0.0, sigma, 1.0).reciprocal()
+            gradient = (data.sigma + temperature * part * gradient) * torch.sigmoid(local.rho)
+            rho, width_memory = adam(rho, torch.where(width > 0.0, gradient, 0.0), width_memory, steps, rate)
+            rho = torch.maximum(rho, local.rho.clamp(max=RHO_FLOOR))
+        new = local._replace(mean=mean, rho=rho, memory=Memory(memory, width_memory), steps=steps)
         if phase == ADAPT:
             return new, data.nll
 
-        pull = temperature * hyper["share"][:, None] * prior.shared.square().reciprocal() * (local.shared - local.centre)
-        gradient = data.mean + pull + size * (dual * (local.shared - local.server) - local.dual)
-        gradient = torch.where(prior.shared.isfinite(), gradient, 0.0)
-        shared, memory = adam(local.shared, gradient, local.shared_memory, steps, rate)
-        return new._replace(shared=shared, shared_memory=memory), data.nll
+        pull = temperature * hyper["share"][:, None] * _precision(prior.shared) * (local.shared - local.centre)
+        consensus = self._hold(hyper) * (local.shared - local.server) - local.dual
+        gradient = torch.where(prior.shared.isfinite(), data.mean + pull + batch.size[:, None] * consensus, 0.0)
+        shared, shared_memory = adam(local.shared, gradient, local.shared_memory, steps, rate)
+        return new._replace(shared=shared, shared_memory=shared_memory), data.nll
 
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
-        rho = hyper["dual"][:, None]
-        dual = local.dual - rho * (local.shared - local.server)
-        upload = local.shared - torch.where(rho > 0.0, dual / rho.clamp(min=1e-30), 0.0)
+        hold = self._hold(hyper)
+        dual = local.dual - hold * (local.shared - local.server)
+        upload = local.shared - torch.where(hold > 0.0, dual / hold.clamp(min=1e-30), 0.0)
         kept = Personal(
-            Gaussian(local.mean, softplus(local.rho)), dual, local.shared_memory, local.memory, local.steps
+            Gaussian(local.mean, softplus(local.rho)),
+            dual,
+            local.centre,
+            local.shared_memory,
+            local.memory,
+            local.steps,
         )
         return Finished(Weights(upload), kept, {})
 
@@ -261,31 +278,36 @@ class Adaptive(Method):
     def predictive(self, model: Model, shared: Weights, personal: Personal) -> GaussianPredictive:
         return GaussianPredictive(Gaussian(shared.weights + personal.deviation.mean, personal.deviation.sigma))
 
+    def _hold(self, hyper: dict[str, Tensor]) -> Tensor:
+        """ρ, ``[S, 1]``: where weights may be large, steps of a round are too."""
+        return (hyper["dual"] / hyper["prior_scale"])[:, None]
+
     def _prior(self, model: Model, hyper: dict[str, Tensor]) -> Prior:
-        """The priors' standard deviations; that of a unit's input is s, so that of a weight s/√fan-in."""
-        unit = hyper["prior_scale"][:, None] * _fan_in(model).rsqrt()
+        level = _those(model, {model.levels})
+        unit = hyper["prior_scale"][:, None] * model.factors.fan_in().to(model.initial.device).rsqrt()
+        unit = torch.where(_those(model, set(model.likelihood.parameters())), NOISE_SIGMA, unit)
+        unit = torch.where(level, 1.0, unit)
         tau = torch.where(_head(model), hyper["head_deviation"][:, None], hyper["deviation"][:, None])
-        pooled = tau.isfinite()
-        tau = torch.where(pooled, tau, 1.0)
-        spread = (tau.square() + torch.where(pooled, hyper["shared_width"][:, None], 0.0).square()).sqrt()
-        width = spread * unit if self.sigma else torch.zeros_like(unit)
-        return Prior(torch.where(pooled, unit, math.inf), tau * unit, width)
+        tau = torch.where(level & (tau < ALONE), tau.sqrt(), tau)
+        pooled, one = tau < ALONE, torch.ones_like(tau)
+        tau = torch.where(pooled, tau, one)
+        own = tau.square()
+        part = torch.where(pooled, (own + hyper["share"][:, None]) / (own + 1.0), one)
+        width = torch.where(pooled, (1.0 + own).sqrt(), one) * unit if self.sigma else torch.zeros_like(unit)
+        return Prior(torch.where(pooled, unit, math.inf), tau * unit, width, part)
+
+
+def _precision(scale: Tensor) -> Tensor:
+    """1/scale²; 1 where there is nothing to scale."""
+    return torch.where(scale > 0.0, scale, 1.0).square().reciprocal()
 
 
 def _head(model: Model) -> Tensor:
     """Which weights belong to the last layer or to the likelihood, ``[P]`` bool."""
-    head = {*model.head, *model.likelihood.parameters()}
-    return _each(model, [float(name in head) for name in model.factors.names]) > 0.0
+    return _those(model, {*model.head, *model.likelihood.parameters()})
 
 
-def _fan_in(model: Model) -> Tensor:
-    """Inputs of a unit; 1 for a bias of the outputs and for what the likelihood learns, ``[P]``."""
-    units = model.likelihood.parameters()
-    ones = _each(model, [float(name == model.levels or name in units) for name in model.factors.names])
-    return torch.where(ones > 0.0, 1.0, model.factors.fan_in().to(model.initial.device))
-
-
-def _each(model: Model, values: list[Any]) -> Tensor:
-    """A value for each parameter as one for each weight, ``[P]``."""
-    sizes = torch.tensor(model.factors.sizes)
-    return torch.tensor(values).repeat_interleave(sizes).to(model.initial.device)
+def _those(model: Model, names: set[Any]) -> Tensor:
+    """Which weights are of parameters with these names, ``[P]`` bool."""
+    chosen = torch.tensor([name in names for name in model.factors.names])
+    return chosen.repeat_interleave(torch.tensor(model.factors.sizes)).to(model.initial.device)

@@ -186,6 +186,10 @@ class Method(ABC):
     population: ClassVar[bool] = False
     #: How the step size changes over the rounds unless the run's settings say: ``constant`` or ``cosine``.
     schedule: ClassVar[str] = "constant"
+    #: What an upload weighs unless the run's settings say: ``equal``, or ``size``, the number of the client's examples.
+    weighting: ClassVar[str] = "equal"
+    #: Network for flat inputs unless one is given or the run's settings say: ``mlp`` or ``skip``.
+    network: ClassVar[str] = "mlp"
     #: Fields of states that hold standard deviations: what arrives from elsewhere must be above 0 there.
     scales: ClassVar[tuple[str, ...]] = ("sigma",)
     #: Parts of the network that may not be empty, ``shared`` or ``personal``, whatever ``personal`` says.

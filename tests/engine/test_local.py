@@ -162,14 +162,14 @@ def test_every_client_takes_the_steps_of_every_phase_and_hands_states_on(sizes):
 def test_a_batch_that_nobody_fills_costs_nothing(monkeypatch):
     seen, plan = [], LocalRound._plan
 
-    def watched(self, rows, phase, before, longest):
-        seen.append(longest)
-        return plan(self, rows, phase, before, longest)
+    def watched(self, rows, phase, before, longest, width):
+        seen.append((longest, width))
+        return plan(self, rows, phase, before, longest, width)
 
     monkeypatch.setattr(LocalRound, "_plan", watched)
     data = scenarios.classification(sizes=(12, 7))
     Simulator([Federation.start(FedAvg(), data, Settings(rounds=1, epochs=1, batch=10**7, device="cpu"))]).round()
-    assert set(seen) == {12}
+    assert set(seen) == {(12, 12), (8, 8)}
 
 
 @pytest.mark.parametrize(

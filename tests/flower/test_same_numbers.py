@@ -176,7 +176,7 @@ def test_simulation_server_and_loaded_run_have_the_same_model_to_the_bit(make, m
     federation = Federation.start(config.method, data, config.run)
     facts = {"shape": list(data.input_shape), "task": data.task, "classes": data.classes}
     (tmp_path / "model").write_bytes(checkpoint.model_bytes(federation.model))
-    args = config.method.personal, config.run
+    args = config.method, config.run
     loaded = checkpoint.load_model(tmp_path / "model", None, None, without_examples(card(data)), *args)
     for model in (server_side(config, data.clients, facts).model, loaded):
         assert torch.equal(model.initial, federation.model.initial)

@@ -17,10 +17,10 @@ from bpfed.errors import UserError
 from bpfed.gaussian import Gaussian
 from bpfed.likelihoods import Normal
 from bpfed.methods import Adaptive, BPFed, FedAvg, FedPer, LocalOnly
-from bpfed.methods.base import rows
+from bpfed.methods.base import Course, rows
 
 CLIENTS, SIZE = 3, 35.0
-INF = math.inf
+INF = 100.0
 NOISE = 0.5
 
 
@@ -32,7 +32,6 @@ def corner(deviation, head):
         dual=0.0,
         sigma=False,
         lr=FedAvg().lr,
-        estimator="weights",
     )
 
 
@@ -105,7 +104,7 @@ def pooled_ridge(data):
 def slopes(dual):
     """Shared weights and bias after rounds in which every client all but solves its own problem."""
     data = lines()
-    method = Adaptive(deviation=0.0, head_deviation=0.0, sigma=False, dual=dual, lr=0.02)
+    method = Adaptive(temperature=1.0, deviation=0.0, head_deviation=0.0, sigma=False, dual=dual, lr=0.02)
     module = nn.Linear(2, 1)
     nn.init.zeros_(module.weight)
     nn.init.zeros_(module.bias)
@@ -133,7 +132,7 @@ def test_a_newcomer_without_examples_predicts_with_the_prior_of_deviations():
     sigma = model.factors.unflatten(start.deviation.sigma)
     torch.testing.assert_close(sigma["1.weight"], torch.full_like(sigma["1.weight"], 0.1 / math.sqrt(4)))
     torch.testing.assert_close(sigma["3.weight"], torch.full_like(sigma["3.weight"], 0.4 / math.sqrt(6)))
-    torch.testing.assert_close(sigma["3.bias"], torch.full_like(sigma["3.bias"], 0.4))
+    torch.testing.assert_close(sigma["3.bias"], torch.full_like(sigma["3.bias"], math.sqrt(0.4)))
     assert not start.deviation.mean.any()
 
 
@@ -150,16 +149,43 @@ def test_an_adapting_newcomer_leaves_the_shared_part_alone():
     assert (new.mean != local.mean).any()
 
 
-def test_where_there_is_no_deviation_there_is_no_noise():
+def test_where_clients_do_not_deviate_their_weights_have_one_mean():
     federation = scenarios.run(Adaptive(deviation=0.0, head_deviation=0.2), rounds=2)
     drawn = federation.method.predictive(
         federation.model, rows(federation.shared, 5), federation.personal(torch.arange(5))
     ).weights
     assert isinstance(drawn, Gaussian)
     parts = [federation.model.factors.unflatten(row) for row in drawn.sigma]
-    assert all(not part["1.weight"].any() and (part["3.weight"] > 0).all() for part in parts)
-    means = [federation.model.factors.unflatten(row)["1.weight"] for row in drawn.mean]
-    assert all(torch.equal(mean, means[0]) for mean in means)
+    assert all((part["1.weight"] > 0).all() and (part["3.weight"] > 0).all() for part in parts)
+    means = [federation.model.factors.unflatten(row) for row in drawn.mean]
+    assert all(torch.equal(mean["1.weight"], means[0]["1.weight"]) for mean in means)
+    assert not all(torch.equal(mean["3.weight"], means[0]["3.weight"]) for mean in means)
+
+
+@pytest.mark.parametrize(("clients", "tau"), [(2, 0.0), (8, 0.0), (8, INF)])
+def test_the_width_of_a_weight_is_that_of_the_pooled_or_of_the_own_posterior(clients, tau):
+    # Mean-field width of a linear regression: 1/σ² is the sum of squares of an input over the noise, plus the prior's.
+    g = scenarios.generator(0)
+    x = torch.randn(30, 2, generator=g)
+    parts = [(x, x @ torch.tensor([1.0, -2.0]) + NOISE * torch.randn(30, generator=g)) for _ in range(clients)]
+    examples = Examples.of(parts)
+    data = FederatedData("alike", tuple(f"c{i}" for i in range(clients)), examples, examples, "regression")
+    method = Adaptive(temperature=1.0, deviation=tau, head_deviation=tau, lr=0.02)
+    settings = Settings(rounds=100, epochs=20, batch=30, compile="off", device="cpu")
+    federation = Federation.start(method, data, settings, nn.Linear(2, 1), Normal(NOISE, learnt=False))
+    simulator = Simulator([federation])
+    for _ in range(settings.rounds):
+        simulator.round()
+    found = federation.model.factors.unflatten(federation.personal(torch.arange(clients)).deviation.sigma[0])
+    counted = 1 if tau else clients
+    expected = (counted * x.square().sum(0) / NOISE**2 + 2.0).rsqrt()
+    torch.testing.assert_close(found["weight"][0], expected, rtol=0.03, atol=0)
+
+
+def test_copies_are_averaged_where_not_all_clients_take_part():
+    method, sizes = Adaptive(dual=0.5), torch.tensor([10, 20])
+    all_, some = (method.hyper_in(Course(4, part, 10, 1, 5), sizes)["dual"].tolist() for part in (4, 3))
+    assert (all_, some) == ([0.5, 0.5], [0.0, 0.0])
 
 
 @pytest.mark.parametrize(
