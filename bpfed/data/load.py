@@ -17,7 +17,7 @@ from bpfed.data.folder import DataDir
 from bpfed.data.natural import NATURAL
 from bpfed.data.ordering import client_names, lay_out, streams
 from bpfed.data.partition import OWN, Partition, parse_partition
-from bpfed.data.preparation import Standardise
+from bpfed.data.preparation import Codes, Standardise
 from bpfed.data.remarks import of_one_class
 from bpfed.data.sources import SOURCES, Source
 from bpfed.data.split import split
@@ -49,6 +49,7 @@ def load(
     standardise: Standardise = "federated",
     ignore: str | Iterable[str] | None = None,
     missing: str | Iterable[str] | None = None,
+    codes: Codes = "both",
     read: Mapping[str, Table] | None = None,
 ) -> FederatedData:
     """Load a dataset as a federation of clients.
@@ -72,6 +73,8 @@ def load(
             (``"local"``), or not at all (``"none"``).
         ignore: For tables: columns that are not inputs, as a list or as one text with commas between them.
         missing: For tables: words that stand for no value, given in the same way; ``age=999`` is one in that column.
+        codes: For tables: use columns with 3 to 10 different whole numbers as numbers with one more input per value
+            (``"both"``), or as numbers alone (``"number"``).
         read: For tables: what `tables` returned, where that has been called already.
 
     Raises:
@@ -99,6 +102,7 @@ def load(
             client_column=client_column,
             ignore=own.column_names(ignore),
             missing=own.column_names(missing),
+            codes=codes,
             test_fraction=test_fraction,
             seed=seed,
         )
@@ -106,9 +110,15 @@ def load(
             raise UserError(f"'{name}' has its own clients ({len(data)}), so it cannot have {clients}; omit --clients.")
         return data
     check_data(name, names())
-    scaling = None if standardise == "federated" else standardise
     _no_table(
-        name, target=target, client_column=client_column, task=task, standardise=scaling, ignore=ignore, missing=missing
+        name,
+        target=target,
+        client_column=client_column,
+        task=task,
+        standardise=None if standardise == "federated" else standardise,
+        ignore=ignore,
+        missing=missing,
+        codes=None if codes == "both" else codes,
     )
     dealt = parse_partition(partition if partition is not None else PARTITION)
     if name in CELLS:

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from bpfed.data.blanks import Blanks
-from bpfed.data.columns import doubts
+from bpfed.data.columns import coded, doubts
 from bpfed.data.combine import combine
 from bpfed.data.federated import Examples, FederatedData, Task
 from bpfed.data.hints import hints
 from bpfed.data.lookalikes import lookalikes
 from bpfed.data.mistaken import PARTS, mistaken
 from bpfed.data.ordering import check_seed
-from bpfed.data.preparation import Preparation, Standardise
+from bpfed.data.preparation import Codes, Preparation, Standardise
 from bpfed.data.remarks import of_one_class, rare_classes
 from bpfed.data.split import split
 from bpfed.data.summary import MOST_WHOLE, SPLIT, check_words, client_summary
@@ -100,6 +100,7 @@ def federate(
     client_column: str | None = None,
     ignore: Sequence[str] = (),
     missing: Sequence[str] = (),
+    codes: Codes = "both",
     test_fraction: float | None = None,
     seed: int = 0,
 ) -> FederatedData:
@@ -146,6 +147,7 @@ def federate(
         client_column=client_column,
         ignore=ignore,
         missing=missing,
+        codes=codes,
     )
     data = FederatedData(
         name=name,
@@ -163,6 +165,7 @@ def federate(
         *lookalikes(preparation, clients),
         *mistaken(tables, preparation),
         *doubts(tables, preparation),
+        *coded(preparation),
         *of_one_class(data),
         *rare_classes(data),
         *hints(data, summaries, guessed),

@@ -17,7 +17,7 @@ import torch
 
 from bpfed.config import Config
 from bpfed.data import FederatedData
-from bpfed.data.columns import doubts, telling
+from bpfed.data.columns import coded, doubts, telling
 from bpfed.data.combine import combine, ordered
 from bpfed.data.folder import DataDir
 from bpfed.data.load import names
@@ -170,7 +170,8 @@ class File:
             listed = first_of([f"'{name}' ({reason})" for name, reason in why.items()])
             self.notes.append(
                 f"Not told to others, or only in part, as it is of fewer than {limits.minimum} rows: {listed}. Rows with "
-                "such words count as one group; rows with such classes are left out unless other sites have the class."
+                "such words count as one group, and such whole numbers are numbers without an input of their own; rows with "
+                "such classes are left out unless other sites have the class."
             )
         self._facts = {"summary": summary.record(), "target": self.target, "train": len(self.train)}
         if told is not None:
@@ -218,7 +219,7 @@ class File:
             classes=len(preparation.labels),
             labels=preparation.labels,
             preparation=preparation,
-            notes=doubts({self.site: self.table}, preparation),
+            notes=(*doubts({self.site: self.table}, preparation), *coded(preparation)),
         )
 
     def _check(self, found: Preparation) -> None:
@@ -265,11 +266,13 @@ class File:
             elif column.count and told.shape is None:
                 if (feature.kind == "words") is not column.words:
                     raise self._other(f"'{name}' is of another kind")
-                if set(column.levels or ()) - set(feature.levels):
+                if (feature.kind == "words" or feature.coded) and set(column.levels or ()) - set(feature.levels):
                     raise self._other(f"it lacks words of '{name}'")
+                if feature.coded and (column.levels is None or asked.codes == "number"):
+                    raise self._other(f"'{name}' is no column of codes")
                 if column.scale and not _near(feature.scale, column.scale):
                     raise self._other(f"the spread of '{name}' is {feature.scale:g}, and here {column.scale:g}")
-        if any(list(f.levels) != sorted(f.levels) for f in found.features):
+        if any(f.levels != (ordered(f.levels) if f.coded else tuple(sorted(f.levels))) for f in found.features):
             raise self._other("the words of a column are not in order")
 
     def _other(self, why: str) -> Refused:
@@ -384,6 +387,7 @@ def agreed(
             standardise=asked.standardise,
             ignore=column_names(asked.ignore),
             missing=column_names(asked.missing),
+            codes=asked.codes,
         )
         return _of_tables(made, longest)
     if summaries:
@@ -443,7 +447,7 @@ def remarks(facts: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any]) -
     if "preparation" not in common:
         return []
     preparation = Preparation.from_record(common["preparation"])
-    found = list(lookalikes(preparation))
+    found = [*lookalikes(preparation), *coded(preparation)]
     lacking: dict[str, list[str]] = {}
     for site, told in facts.items() if preparation.shape is None else ():
         # Of a site that came late, nobody knows yet whether it has a file.
