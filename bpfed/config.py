@@ -104,6 +104,7 @@ class Config:
             data_dir=data_dir,
             ignore=asked.ignore,
             missing=asked.missing,
+            holdout=asked.holdout,
         )
 
     def load_data(self, data_dir: DataDir = None, read: Mapping[str, Table] | None = None) -> FederatedData:
@@ -127,6 +128,7 @@ class Config:
             ignore=self.data.ignore,
             missing=self.data.missing,
             codes=self.data.codes,
+            holdout=self.data.holdout,
             read=read,
         )
         if noted and self.data.clients not in (None, len(data)):

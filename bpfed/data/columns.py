@@ -45,6 +45,8 @@ def columns(tables: Mapping[str, Table], preparation: Preparation) -> list[Colum
             what = "marks the test rows"
         elif name in preparation.ignore:
             what = "ignored (--ignore)"
+        elif name in preparation.left_out:
+            what = "says what is held out (--holdout)"
         elif feature is None:
             empty = all(table.missing(name).all() for table in tables.values())
             what = "all missing, not used" if empty else "constant, not used"

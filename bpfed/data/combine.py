@@ -39,6 +39,7 @@ def combine(
     ignore: Iterable[str] = (),
     missing: Iterable[str] = (),
     codes: Codes = "both",
+    holdout: str | None = None,
 ) -> Preparation:
     """Make the preparation of a federation from what its clients tell; for the arguments see `bpfed.data.load`.
 
@@ -100,6 +101,7 @@ def combine(
         ignore=tuple(ignore),
         missing=tuple(missing),
         codes=codes,
+        holdout=holdout,
         shape=shape,
     )
     if not made.features:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from bpfed.data.federated import Task
+from bpfed.data.holdout import Holdout
 from bpfed.data.summary import MOST_CODES, MOST_LEVELS, OTHER, ColumnSummary, of_channels, of_numbers
 from bpfed.data.table import LARGEST, Column, Table, Words, written
 from bpfed.errors import UserError, quoted, unknown
@@ -84,6 +85,7 @@ class Preparation:
         client_column: The column that identifies the client, where all rows are in one table.
         ignore: Columns that are not inputs.
         missing: Words that stand for no value, beside those that always do, ``WORD`` or ``COLUMN=WORD`` each.
+        holdout: How rows are held out, ``time:COLUMN`` or ``group:COLUMN`` of a column that is no input; None: at random.
         codes: Whether columns of few whole numbers could become coded ones (``"both"``) or not (``"number"``).
         shape: Shape of an image, ``(c, h, w)``; None for tables.
         local: Mean and scale of each number, by client and column; only with ``"local"``.
@@ -99,6 +101,7 @@ class Preparation:
     client_column: str | None = None
     ignore: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    holdout: str | None = None
     codes: Codes = "both"
     shape: tuple[int, ...] | None = None
     local: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
@@ -107,6 +110,12 @@ class Preparation:
     def input_names(self) -> tuple[str, ...]:
         """A name for each input, ``[F]``; for images, for each channel."""
         return tuple(name for feature in self.features for name in feature.inputs)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Columns of the tables that are no inputs: those to ignore, and the one by which rows are held out."""
+        by = Holdout.of(self.holdout)
+        return self.ignore if by is None else (*self.ignore, by.column)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -197,6 +206,7 @@ class Preparation:
             "task": self.task,
             "standardise": self.standardise,
             "codes": self.codes,
+            "holdout": self.holdout,
             "ignore": ",".join(self.ignore) or None,
             "missing": ",".join(self.missing) or None,
         }
@@ -340,8 +350,8 @@ def write_preparation(path: Path, preparation: Preparation) -> str:
 
     Nothing of single clients is in it: neither their own statistics nor the column that names them.
     """
-    record = replace(preparation, local={}, client_column=None, missing=()).record()
-    left_out = ("local", "client_column", "missing", "codes")
+    record = preparation.record()
+    left_out = ("local", "client_column", "missing", "codes", "holdout")
     content = to_json({key: value for key, value in record.items() if key not in left_out})
     write_whole(path, content)
     return digest(content.encode())
@@ -361,8 +371,8 @@ def read_preparation(path: Path) -> tuple[Preparation, str]:
         found = json.loads(content)
         defaults = {"version": VERSION, "labels": (), "ignore": (), "codes": "both", "shape": None}
         features = [{"levels": (), **feature} for feature in found["features"]]
-        if any(key in found for key in ("local", "client_column", "missing")):
-            raise ValueError("local, client_column and missing are not for all sites")
+        if any(key in found for key in ("local", "client_column", "missing", "holdout")):
+            raise ValueError("local, client_column, missing and holdout are not for all sites")
         made = Preparation._parsed({**defaults, **found, "features": features, "local": {}})
     except OSError as error:
         raise UserError(f"'{path}' cannot be read ({error.strerror}); give a preparation file.") from error

@@ -85,7 +85,7 @@ def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]
         return _unlike(preparation, table, client)
     found = []
     known = {_letters(f.name): f.name for f in preparation.features if f.name not in table.columns}
-    used = {preparation.target, *preparation.ignore, *(f.name for f in preparation.features)}
+    used = {preparation.target, *preparation.left_out, *(f.name for f in preparation.features)}
     other = {name: known[_letters(name)] for name in table.columns if name not in used and _letters(name) in known}
     if other:
         told = first_of([f"'{name}' (training had '{was}')" for name, was in other.items()])
