@@ -180,6 +180,16 @@ def test_it_is_said_in_one_sentence() -> None:
     assert coded(federate("t", tables, "y", codes="number").preparation) == ()  # type: ignore[arg-type]
 
 
+def test_ten_codes_are_not_numbers_written_as_text_and_may_still_name_clients() -> None:
+    """As words, ten numbers would be a category of numbers; and one code for each client tells the client."""
+    tables = {f"c{k}": table(f"c{k}", grade=range(10), ward=[k]) for k in range(10)}
+    data = federate("t", tables, "y")
+    assert data.preparation is not None
+    assert [len(feature(data.preparation, name).levels) for name in ("grade", "ward")] == [10, 10]
+    assert not [note for note in data.notes if "look like numbers" in note]
+    assert [note for note in data.notes if "client names" in note and "in 'ward'" in note]
+
+
 def test_new_values_are_said_and_numbers_far_off_are_said_once() -> None:
     made = prepared(table(code=[1, 2, 4]))
     new = Table("new", 4, {"age": np.full(4, 50.0), "code": np.array([1.0, 3.0, 1e6, np.nan])})

@@ -23,7 +23,9 @@ from bpfed.data.held import held_out as held_out_of
 from bpfed.data.holdout import Holdout, whole_groups
 from bpfed.data.own import federate, held_out
 from bpfed.data.preparation import read_preparation, write_preparation
+from bpfed.data.rows import read_rows
 from bpfed.data.table import Words
+from bpfed.data.unfamiliar import unfamiliar
 from bpfed.errors import UserError
 from bpfed.files import from_toml
 from bpfed.flower.data import one_client
@@ -248,6 +250,20 @@ def test_the_column_is_no_input_and_that_is_said() -> None:
     assert ("when", "says what is held out (--holdout)", 0) in columns({"a": tables}, data.preparation)
 
 
+def test_new_rows_may_have_the_column() -> None:
+    """It is known, so it is neither a stranger nor a feature spelt otherwise."""
+    made = federated("time:Dose", table(Dose=np.arange(20.0), dose=np.linspace(-1.5, 2.5, 20)))
+    assert made.preparation is not None
+    new = {"Dose": [1.0, 2.0], "dose": [0.5, 1.5], "row": [3.5, 4.5]}
+    said: list[str] = []
+    read_rows(made, new, "a", said.append)
+    assert said == []
+    read_rows(made, {**new, "other": [1.0, 2.0]}, "a", said.append)
+    assert said == ["The data frame has the column 'other', which training did not use; it is ignored."]
+    without = Table("new", 2, {"Dose": np.array([1.0, 2.0]), "row": np.array([3.5, 4.5])})
+    assert not [note for note in unfamiliar(made.preparation, without, "a") if "training had" in note]
+
+
 def test_clients_of_one_group_are_named() -> None:
     data = federated("group:who", table(who=["p", "q"] * 5), table("b", who=["p"] * 10))
     assert (
@@ -362,6 +378,15 @@ def test_tune_chooses_on_whole_groups(visits: Path, command: Command, monkeypatc
     assert groups
     assert all(held and train and held.isdisjoint(train) for train, held in groups)
     assert 'holdout = "group:patient"' in Path("tuned/best.toml").read_text()
+
+
+def test_identities_that_look_like_numbers_are_not_rounded(tmp_path: Path) -> None:
+    """As numbers, 007 and 7 would be one group, and so would these two of 18 digits."""
+    for names in (("007", "7"), ("900000000000000001", "900000000000000002"), ("12", "x12")):
+        lines = [f"{names[k // 10]},{k}.5,{'yn'[k % 2]}" for k in range(20)]
+        (tmp_path / "a.csv").write_text("\n".join(["who,age,y", *lines]))
+        data = load(f"folder:{tmp_path}", target="y", holdout="group:who")
+        assert data.test.sizes.tolist() == [10]
 
 
 def test_identities_are_words_and_parquet_dates_are_read(visits: Path, tmp_path: Path) -> None:
