@@ -226,10 +226,11 @@ def _summary(column: Column, table: Table, name: str) -> ColumnSummary:
 
 def whole_numbers(values: np.ndarray, most: int) -> tuple[str, ...] | None:
     """The different ones of these numbers ``[n]``, as words by size; None where they are more than ``most`` or not whole."""
-    for part in (values[:FIRST], values):
-        different = np.unique(part)
-        if len(different) > most or (different != np.trunc(different)).any():
-            return None
+    different = np.unique(values[:FIRST])
+    if len(different) <= most:  # few of the other rows have further ones, if any
+        different = np.union1d(different, values[FIRST:][~np.isin(values[FIRST:], different)])
+    if len(different) > most or (different != np.trunc(different)).any():
+        return None
     return tuple(written(value) for value in different.tolist())
 
 
