@@ -32,7 +32,7 @@ from bpfed.errors import UserError, hint
 from bpfed.files import from_toml
 from bpfed.names import PREFIX
 from bpfed.schema import LISTS, PLACE, PLACES, RECORDED, TABLES, DataSettings, Field, fields_of
-from bpfed.versions import Gone, as_then
+from bpfed.versions import Gone, as_then, data_as_then
 
 if TYPE_CHECKING:
     from bpfed.data import FederatedData
@@ -104,6 +104,7 @@ class Config:
             data_dir=data_dir,
             ignore=asked.ignore,
             missing=asked.missing,
+            holdout=asked.holdout,
         )
 
     def load_data(self, data_dir: DataDir = None, read: Mapping[str, Table] | None = None) -> FederatedData:
@@ -126,6 +127,8 @@ class Config:
             standardise=self.data.standardise,
             ignore=self.data.ignore,
             missing=self.data.missing,
+            codes=self.data.codes,
+            holdout=self.data.holdout,
             read=read,
         )
         if noted and self.data.clients not in (None, len(data)):
@@ -172,6 +175,8 @@ def read(path: Path | None = None, overrides: Sequence[Override] = (), text: str
     recorded = _recorded(tables)
     place = recorded.get("data", {}).pop(PLACE, None)
     own = tables["data"].get("name")
+    if recorded.get("data"):
+        tables["data"] = data_as_then(tables["data"])
     _merged(tables, said, schema, document)
     if place is not None and own == tables["data"].get("name"):
         tables["data"]["name"] = _from_here(str(own), str(place))

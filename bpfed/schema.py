@@ -38,6 +38,11 @@ class DataSettings:
         ignore: For tables: columns that are not inputs, separated by commas.
         missing: For tables: words that stand for no value, beside blanks, ``?``, ``NA`` and the like, separated by
             commas; ``age=999`` is one in that column alone.
+        codes: For tables: use columns with 3 to 10 different whole numbers as numbers with one more input per value
+            (``both``), or as numbers alone (``number``).
+        holdout: For tables: hold out the last rows of each client by a column of numbers or ISO dates
+            (``time:COLUMN``), or whole groups of rows (``group:COLUMN``), for the test and wherever training rows are
+            held out; None: rows drawn at random.
     """
 
     name: str = "digits"
@@ -51,6 +56,8 @@ class DataSettings:
     standardise: Literal["federated", "local", "none"] = "federated"
     ignore: str | None = None
     missing: str | None = None
+    codes: Literal["both", "number"] = "both"
+    holdout: str | None = None
 
 
 #: The tables whose fields are always the same; those of ``[method]`` are the chosen method's.

@@ -9,6 +9,7 @@ import numpy as np
 
 from bpfed import config
 from bpfed.data import own
+from bpfed.data.holdout import Holdout
 from bpfed.data.table import Table
 from bpfed.errors import UserError
 from bpfed.layout import CONFIG
@@ -53,7 +54,15 @@ def rows_of(run: LoadedRun, data_dir: Path | None = None) -> list[Tested]:
     found = []
     for client in run.data.clients:
         table = read[client]
-        held = own.held_out(table, made.target, client, task=made.task, test_fraction=fraction, seed=asked.data_seed)
+        held = own.held_out(
+            table,
+            made.target,
+            client,
+            task=made.task,
+            test_fraction=fraction,
+            seed=asked.data_seed,
+            by=Holdout.of(made.holdout),
+        )
         if held.any():
             rows = np.flatnonzero(held)
             mine = table.take(rows)

@@ -53,6 +53,12 @@ def as_then(written: str, method: str, settings: Mapping[str, Any]) -> dict[str,
     return now
 
 
+def data_as_then(noted: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the data that a run has noted, as they would be noted now; those of tables alone have changed."""
+    tables = "standardise" in noted
+    return {**({"codes": "number"} if tables else {}), **noted}
+
+
 def check_states(written: str, method: str, folder: Path) -> None:
     """Raise a `UserError` if the states of a method that version ``written`` has kept in a folder cannot be used."""
     for version, methods in KEPT.items():

@@ -256,7 +256,7 @@ def test_a_user_tunes_the_width_of_the_network(command):
     few = ("tune", "--data", "folder:sites", "--rounds", "2", "--epochs", "2", "--cuts", "1", "--quiet")
     Path("sites").mkdir()
     for site in "ab":
-        rows = "".join(f"{i % 5},{'yes' if i % 5 > 2 else 'no'}\n" for i in range(40))
+        rows = "".join(f"{i % 5}.5,{'yes' if i % 5 > 2 else 'no'}\n" for i in range(40))  # not whole: no codes
         Path(f"sites/{site}.csv").write_text(f"dose,label\n{rows}")
     command.ok(*few, "--method", "fedavg", "--grid", "lr=0.01", "--hidden", "1", "--out", "a")
     grid = ("--grid", "hidden=1,60", "--grid", "method.lr=0.02", "--hidden", "1")

@@ -45,6 +45,8 @@ def columns(tables: Mapping[str, Table], preparation: Preparation) -> list[Colum
             what = "marks the test rows"
         elif name in preparation.ignore:
             what = "ignored (--ignore)"
+        elif name in preparation.left_out:
+            what = "says what is held out (--holdout)"
         elif feature is None:
             empty = all(table.missing(name).all() for table in tables.values())
             what = "all missing, not used" if empty else "constant, not used"
@@ -52,9 +54,21 @@ def columns(tables: Mapping[str, Table], preparation: Preparation) -> list[Colum
             what = "constant, some missing"
         else:
             what = f"{len(feature.levels)} categories" if feature.kind == "words" else "numbers"
+            what += f", and {len(feature.levels)} categories" if feature.coded else ""
             what += ", some missing" if feature.indicator else ""
         rows.append(ColumnRow(name, what, len(feature.inputs) if feature else 0))
     return rows
+
+
+def coded(preparation: Preparation) -> tuple[str, ...]:
+    """Which columns are used both as numbers and as categories, in a sentence; none where none is."""
+    names = [f.name for f in preparation.features if f.coded]
+    if not names:
+        return ()
+    return (
+        f"{quoted(names)} {'has' if len(names) == 1 else 'have'} few whole numbers, which may be codes, so the number and "
+        "one input per value are used; --codes number uses the number alone.",
+    )
 
 
 def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, ...]:
@@ -64,7 +78,7 @@ def doubts(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, 
     dates, identities, owners, wordy = [], [], [], []
     for feature in (f for f in preparation.features if f.scale):
         held = [table.columns[feature.name] for table in tables.values() if feature.name in table.columns]
-        if as_text(feature.levels) or marks_split(feature.levels):
+        if feature.kind == "words" and (as_text(feature.levels) or marks_split(feature.levels)):
             continue  # of which `mistaken` speaks
         named = _IDENTITY.fullmatch(feature.name) is not None
         dated, identity = _of_words(held) if feature.kind == "words" else _of_numbers(held, named)

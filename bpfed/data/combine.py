@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import get_args
 
 from bpfed.data.federated import Task
-from bpfed.data.preparation import Feature, Preparation, Standardise, meant
-from bpfed.data.summary import MOST_LEVELS, MOST_WHOLE, ColumnSummary, Summary, too_many, too_many_classes
+from bpfed.data.preparation import Codes, Feature, Preparation, Standardise, meant
+from bpfed.data.summary import (
+    FEWEST_CODES,
+    MOST_CODES,
+    MOST_LEVELS,
+    MOST_WHOLE,
+    ColumnSummary,
+    Summary,
+    too_many,
+    too_many_classes,
+)
 from bpfed.errors import OTHERS, UserError, first_of, unknown
 
 #: How many times as much the pixels of one client may vary as another's. Between bytes and fractions it is some 255.
 UNITS_APART = 50.0
+#: Columns of codes that a table has at most; where more are whole numbers of few values, they are counts or pixels.
+CODED = 30
+#: Values of such a column for each different one, at least, on average; of fewer no effect can be learnt.
+PER_CODE = 10
 
 
 def combine(
@@ -24,14 +38,18 @@ def combine(
     client_column: str | None = None,
     ignore: Iterable[str] = (),
     missing: Iterable[str] = (),
+    codes: Codes = "both",
+    holdout: str | None = None,
 ) -> Preparation:
-    """Make the preparation of a federation from what its clients tell.
+    """Make the preparation of a federation from what its clients tell; for the arguments see `bpfed.data.load`.
 
     Raises:
         UserError: The clients' columns cannot be brought together, or there is nothing to learn.
     """
     if standardise not in get_args(Standardise):
         raise unknown("way to standardise", str(standardise), get_args(Standardise))
+    if codes not in get_args(Codes):
+        raise unknown("way to use codes", str(codes), get_args(Codes))
     if task is not None and task not in get_args(Task):
         raise unknown("task", str(task), get_args(Task))
     if task != "classification":  # as classes, numbers may pass for words
@@ -66,6 +84,8 @@ def combine(
     if shape is not None and standardise == "federated":
         _check_units(told)
     features = [_feature(name, [column for _, column in told[name]], shape is not None) for name in names]
+    if codes == "number" or sum(f.coded for f in features) > CODED:
+        features = [replace(f, levels=()) if f.coded else f for f in features]
     crowded = {f.name: len(f.levels) for f in features if len(f.levels) > MOST_LEVELS}
     if crowded:
         raise too_many(crowded, "all clients together", ignore)
@@ -80,6 +100,8 @@ def combine(
         client_column=client_column,
         ignore=tuple(ignore),
         missing=tuple(missing),
+        codes=codes,
+        holdout=holdout,
         shape=shape,
     )
     if not made.features:
@@ -110,7 +132,9 @@ def _feature(name: str, told: Sequence[ColumnSummary], image: bool) -> Feature:
     if total.words:
         levels = total.levels or ()
         return Feature(name, "words", 0.0, float(len(levels) > 1), levels, indicator)
-    return Feature(name, "number", total.mean, total.scale, (), indicator)
+    codes = ordered(total.levels or ())
+    enough = FEWEST_CODES <= len(codes) <= MOST_CODES and total.count >= PER_CODE * len(codes)
+    return Feature(name, "number", total.mean, total.scale, codes if enough else (), indicator)
 
 
 def _check_alike(told: Mapping[str, Iterable[tuple[str, ColumnSummary]]]) -> None:

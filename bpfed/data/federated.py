@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bpfed import noise
+from bpfed.data.holdout import Holdout, whole_groups
 from bpfed.data.partition import OWN
 from bpfed.errors import UserError
 
@@ -28,11 +29,14 @@ class Examples:
         x: Inputs, ``[E, ...]`` float32.
         y: Targets, ``[E]`` int64 (class) or ``[E]`` float32 (regression).
         offsets: ``[N + 1]`` int64, from 0 to E, never falling.
+        keys: By what they are held out, ``[E]`` int64: places in time or numbers of groups, of each client by itself
+            (`bpfed.data.holdout`); None: they are drawn at random.
     """
 
     x: Tensor
     y: Tensor
     offsets: Tensor
+    keys: Tensor | None = None
 
     @property
     def sizes(self) -> Tensor:
@@ -61,7 +65,9 @@ class Examples:
         """The clients of several federations, one federation's after the other's."""
         sizes = torch.cat([part.sizes for part in parts])
         offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        return cls(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]), offsets)
+        keys = [part.keys for part in parts if part.keys is not None]
+        joined = torch.cat(keys) if len(keys) == len(parts) else None
+        return cls(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]), offsets, joined)
 
     def select(self, clients: Tensor) -> Examples:
         """The examples of the clients at these indices ``[S]``, in that order."""
@@ -69,13 +75,48 @@ class Examples:
         offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         shift = (self.offsets[clients] - offsets[:-1]).repeat_interleave(sizes)
         index = shift + torch.arange(len(shift), device=shift.device)
-        return Examples(self.x[index], self.y[index], offsets)
+        return Examples(self.x[index], self.y[index], offsets, None if self.keys is None else self.keys[index])
+
+    def where(self, chosen: Tensor) -> Examples:
+        """These examples of each client only, ``[E]`` bool."""
+        counts = self.sizes.new_zeros(len(self.sizes)).index_add_(0, self.owner, chosen.long())
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        return Examples(self.x[chosen], self.y[chosen], offsets, None if self.keys is None else self.keys[chosen])
 
 
 def held_back(sizes: Tensor, fraction: float) -> Tensor:
     """How many of so many training examples, ``[N]``, clients do not train on; see `FederatedData.hold_out`."""
     held = (sizes * fraction).round().long().clamp(min=1)
     return torch.minimum(held, sizes - 1).clamp(min=0)
+
+
+def last_rows(examples: Examples, held: Tensor) -> Tensor:
+    """The last examples in time, ``[E]`` bool, so many of each client, ``[N]``."""
+    assert examples.keys is not None
+    owner = examples.owner
+    order = examples.keys.argsort(stable=True)
+    order = order[owner[order].argsort(stable=True)]
+    place = torch.arange(len(owner)) - examples.offsets[owner]
+    chosen = torch.zeros(len(owner), dtype=torch.bool)
+    chosen[order] = place >= (examples.sizes - held)[owner]
+    return chosen
+
+
+def rows_of_groups(examples: Examples, held: Tensor, key: Tensor) -> Tensor:
+    """The examples of groups that are drawn, ``[E]`` bool, about so many of each client, ``[N]``.
+
+    ``key`` is each client's, ``[N, ...]``, as `bpfed.noise.keys` gives it.
+    """
+    assert examples.keys is not None
+    draws = noise.fold(noise.fold(key, 0)[examples.owner], examples.keys.int())[:, 0]
+    chosen = torch.zeros(len(examples.y), dtype=torch.bool)
+    for i, number in enumerate(held.tolist()):
+        own = slice(int(examples.offsets[i]), int(examples.offsets[i + 1]))
+        # Examples of one group have one draw, and groups are taken in the order of their draws.
+        drawn, sizes = draws[own].unique(return_counts=True)
+        taken = drawn[torch.from_numpy(whole_groups(sizes.tolist(), number))]
+        chosen[own] = torch.isin(draws[own], taken)
+    return chosen
 
 
 def untested(data: FederatedData) -> UserError:
@@ -166,13 +207,31 @@ class FederatedData:
         Of n examples round(n · fraction) are moved, at least one where n is 2 or more, and never all; of those of one
         class, that part rounded up or down. Every example of a client has the same chance. Which ones they are depends
         on ``seed``, the client's name and the order of its examples, and on no other client.
+
+        If the tables are held out by time (`Preparation.holdout`), the last ones are moved, whatever the seed. If by
+        group, whole groups are, about as many examples, and none of a client that has one group.
         """
         if self.calibration is not None:
             raise UserError(f"'{self.name}' already has calibration examples; leave the setting 'calibration' at 0.")
-        sizes = self.train.sizes
-        owner = self.train.owner
-        held = held_back(sizes, fraction)
+        held = held_back(self.train.sizes, fraction)
         key = noise.keys(seed, 0, noise.Purpose.HOLD_OUT, noise.client_ids(self.clients))
+        if self.holdout is None:
+            moved = self._drawn(held, key)
+        elif self.holdout.kind == "time":
+            moved = last_rows(self.train, held)
+        else:
+            moved = rows_of_groups(self.train, held, key)
+        return replace(self, train=self.train.where(~moved), calibration=self.train.where(moved))
+
+    @property
+    def holdout(self) -> Holdout | None:
+        """By which column training examples are held out; None: they are drawn at random."""
+        made = self.preparation if self.train.keys is not None else None
+        return None if made is None else Holdout.of(made.holdout)
+
+    def _drawn(self, held: Tensor, key: Tensor) -> Tensor:
+        """Which training examples are held out at random, ``[E]`` bool, so many of each client, ``[N]``."""
+        sizes, owner = self.train.sizes, self.train.owner
         place = torch.arange(len(owner)) - self.train.offsets[owner]
         # Each client's examples class by class, in random order inside of a class; then at equal distances from a
         # random start, with which every place has the same chance.
@@ -185,14 +244,7 @@ class FederatedData:
         taken = after.floor() > before.floor()
         moved = torch.zeros(len(owner), dtype=torch.bool)
         moved[order[taken]] = True
-
-        def part(chosen: Tensor) -> Examples:
-            counts = torch.zeros(len(self), dtype=torch.int64).index_add_(0, owner, chosen.long())
-            return Examples(
-                self.train.x[chosen], self.train.y[chosen], torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-            )
-
-        return replace(self, train=part(~moved), calibration=part(moved))
+        return moved
 
     def check(self) -> FederatedData:
         """Return self, or say in one sentence which client's data cannot be trained on, and why."""

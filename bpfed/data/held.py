@@ -14,6 +14,11 @@ HELD = 0.2
 def held_out(data: FederatedData, held: float, cut: int) -> FederatedData:
     """As `parted`, or a `UserError` where nothing is held out."""
     kept = parted(data, held, cut)
+    if not len(kept.test.y) and (by := data.holdout) is not None and by.kind == "group":
+        raise UserError(
+            f"The training rows of each client of '{data.name}' are of one '{by.column}', so no group can be held out to "
+            "choose settings on; choose another column for --holdout."
+        )
     if not len(kept.test.y):
         raise UserError(
             f"No client of '{data.name}' has two training examples, so none can be held out to choose settings on; "

@@ -14,10 +14,11 @@ from bpfed.data import own, sources
 from bpfed.data.cells import CELLS, Cell, deal_cell
 from bpfed.data.federated import Examples, FederatedData, Task
 from bpfed.data.folder import DataDir
+from bpfed.data.holdout import Holdout
 from bpfed.data.natural import NATURAL
 from bpfed.data.ordering import client_names, lay_out, streams
 from bpfed.data.partition import OWN, Partition, parse_partition
-from bpfed.data.preparation import Standardise
+from bpfed.data.preparation import Codes, Standardise
 from bpfed.data.remarks import of_one_class
 from bpfed.data.sources import SOURCES, Source
 from bpfed.data.split import split
@@ -49,6 +50,8 @@ def load(
     standardise: Standardise = "federated",
     ignore: str | Iterable[str] | None = None,
     missing: str | Iterable[str] | None = None,
+    codes: Codes = "both",
+    holdout: str | None = None,
     read: Mapping[str, Table] | None = None,
 ) -> FederatedData:
     """Load a dataset as a federation of clients.
@@ -72,6 +75,11 @@ def load(
             (``"local"``), or not at all (``"none"``).
         ignore: For tables: columns that are not inputs, as a list or as one text with commas between them.
         missing: For tables: words that stand for no value, given in the same way; ``age=999`` is one in that column.
+        codes: For tables: use columns with 3 to 10 different whole numbers as numbers with one more input per value
+            (``"both"``), or as numbers alone (``"number"``).
+        holdout: For tables: hold out the last rows of each client by a column of numbers or ISO dates
+            (``"time:COLUMN"``), or whole groups of rows (``"group:COLUMN"``), for the test and wherever training rows
+            are held out; the column is no input. Default: rows drawn at random.
         read: For tables: what `tables` returned, where that has been called already.
 
     Raises:
@@ -90,6 +98,7 @@ def load(
                 download=download,
                 ignore=ignore,
                 missing=missing,
+                holdout=holdout,
             )
             if read is None
             else read,
@@ -99,6 +108,8 @@ def load(
             client_column=client_column,
             ignore=own.column_names(ignore),
             missing=own.column_names(missing),
+            codes=codes,
+            holdout=holdout,
             test_fraction=test_fraction,
             seed=seed,
         )
@@ -106,9 +117,16 @@ def load(
             raise UserError(f"'{name}' has its own clients ({len(data)}), so it cannot have {clients}; omit --clients.")
         return data
     check_data(name, names())
-    scaling = None if standardise == "federated" else standardise
     _no_table(
-        name, target=target, client_column=client_column, task=task, standardise=scaling, ignore=ignore, missing=missing
+        name,
+        target=target,
+        client_column=client_column,
+        task=task,
+        standardise=None if standardise == "federated" else standardise,
+        ignore=ignore,
+        missing=missing,
+        codes=None if codes == "both" else codes,
+        holdout=holdout,
     )
     dealt = parse_partition(partition if partition is not None else PARTITION)
     if name in CELLS:
@@ -131,11 +149,13 @@ def tables(
     download: bool = True,
     ignore: str | Iterable[str] | None = None,
     missing: str | Iterable[str] | None = None,
+    holdout: str | None = None,
 ) -> dict[str, Table]:
     """The tables of ``folder:PATH`` or of a dataset that is tables, by client; for the arguments see `load`."""
     if name.startswith(PREFIX):
-        said = (own.column_names(ignore), own.column_names(missing))
-        return own.read_clients(name.removeprefix(PREFIX), client_column, *said)
+        by = Holdout.of(holdout)
+        said = (own.not_inputs(ignore, by), own.column_names(missing))
+        return own.read_clients(name.removeprefix(PREFIX), client_column, *said, by.words if by is not None else ())
     if name not in NATURAL:
         check_data(name, names())
         raise UserError(f"'{name}' is not a table; use {', '.join(NATURAL)} or {PREFIX}PATH.")

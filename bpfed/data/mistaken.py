@@ -30,7 +30,7 @@ _NUMERIC = re.compile(r"[-+−'~$€£¥]*\s*\d[\d.,'’_\s]*([^\W\d]{1,5}(/[^\W
 def mistaken(tables: Mapping[str, Table], preparation: Preparation) -> tuple[str, ...]:
     """What to say of columns that are probably used as what they are not; a sentence for each kind that there is."""
     features = [f for f in preparation.features if f.scale]
-    texts = {f.name: such for f in features if (such := as_text(f.levels))}
+    texts = {f.name: such for f in features if f.kind == "words" and (such := as_text(f.levels))}
     if such := as_text(preparation.labels, plain=False):
         texts[preparation.target] = such
     gaps = {f.name: value for f in features if f.kind == "number" and (value := _gap(f.name, tables)) is not None}

@@ -11,14 +11,15 @@ import numpy as np
 import torch
 
 from bpfed.data.blanks import Blanks
-from bpfed.data.columns import doubts
+from bpfed.data.columns import coded, doubts
 from bpfed.data.combine import combine
 from bpfed.data.federated import Examples, FederatedData, Task
 from bpfed.data.hints import hints
+from bpfed.data.holdout import Holdout
 from bpfed.data.lookalikes import lookalikes
 from bpfed.data.mistaken import PARTS, mistaken
 from bpfed.data.ordering import check_seed
-from bpfed.data.preparation import Preparation, Standardise
+from bpfed.data.preparation import Codes, Preparation, Standardise
 from bpfed.data.remarks import of_one_class, rare_classes
 from bpfed.data.split import split
 from bpfed.data.summary import MOST_WHOLE, SPLIT, check_words, client_summary
@@ -37,11 +38,16 @@ SHOWN = 12
 
 
 def read_clients(
-    path: str | Path, client_column: str | None = None, ignore: Sequence[str] = (), missing: Sequence[str] = ()
+    path: str | Path,
+    client_column: str | None = None,
+    ignore: Sequence[str] = (),
+    missing: Sequence[str] = (),
+    words: Sequence[str] = (),
 ) -> dict[str, Table]:
     """The tables of all clients, by name, from a folder with a file for each, or from one file and its client column.
 
-    ``ignore`` are columns that are not inputs, ``missing`` words that stand for no value (see `read_table`).
+    ``ignore`` are columns that are not inputs, ``missing`` words that stand for no value, ``words`` columns that are
+    words (see `read_table`).
 
     Raises:
         UserError: There is no such place, or a file of it cannot be used.
@@ -59,11 +65,12 @@ def read_clients(
                 f"'{path}' is a folder with one file per client, so no column identifies the client; omit "
                 "--client-column, or give a single file."
             )
-        found = {name: read_table(file, ignore=ignore, missing=missing) for name, file in _files(path).items()}
+        found = {name: read_table(file, words, ignore=ignore, missing=missing) for name, file in _files(path).items()}
         Blanks.of(missing).check(column for table in found.values() for column in table.columns)
         return found
     # Names are words even if they are digits: 007 is not 7, and long numbers would be rounded to the same one.
-    table = read_table(path, [client_column] if client_column else (), ignore=ignore, missing=missing)
+    words = [*words, *([client_column] if client_column else ())]
+    table = read_table(path, words, ignore=ignore, missing=missing)
     Blanks.of(missing).check(table.columns)
     if client_column is None:
         raise UserError(
@@ -100,6 +107,8 @@ def federate(
     client_column: str | None = None,
     ignore: Sequence[str] = (),
     missing: Sequence[str] = (),
+    codes: Codes = "both",
+    holdout: str | None = None,
     test_fraction: float | None = None,
     seed: int = 0,
 ) -> FederatedData:
@@ -122,8 +131,12 @@ def federate(
             f"The column '{SPLIT}' of '{name}' already marks the test rows; do not set a test fraction as well."
         )
     fraction = TEST_FRACTION if test_fraction is None else test_fraction
-    clients = sorted(tables)
+    clients, by = sorted(tables), Holdout.of(holdout)
     _ignored(tables, ignore)
+    if by is not None:
+        check_column(by, target)
+        by.check(tables, name)
+    left_out = not_inputs(ignore, by)
     for client in clients:
         tables[client].check_filled(target)
     guessed = task is None
@@ -131,13 +144,13 @@ def federate(
     parts = []
     for client in clients:
         table = tables[client]
-        test = held_out(table, target, client, task=task, test_fraction=fraction, seed=seed)
+        test = held_out(table, target, client, task=task, test_fraction=fraction, seed=seed, by=by)
         parts.append((client, table.take(np.flatnonzero(~test)), table.take(np.flatnonzero(test))))
     empty = [client for client, train, _ in parts if not len(train)]
     if empty:
         raise UserError(f"Client '{empty[0]}' of '{name}' has no training row; remove it or give it one.")
-    check_words([train.without([target, SPLIT, *ignore]) for _, train, _ in parts], ignore)
-    summaries = [client_summary(train, target, client=client, task=task, ignore=ignore) for client, train, _ in parts]
+    check_words([train.without([target, SPLIT, *left_out]) for _, train, _ in parts], ignore)
+    summaries = [client_summary(train, target, client=client, task=task, ignore=left_out) for client, train, _ in parts]
     preparation = combine(
         summaries,
         target,
@@ -146,11 +159,13 @@ def federate(
         client_column=client_column,
         ignore=ignore,
         missing=missing,
+        codes=codes,
+        holdout=None if by is None else str(by),
     )
     data = FederatedData(
         name=name,
         clients=tuple(clients),
-        train=examples(preparation, [(client, train) for client, train, _ in parts], seed),
+        train=examples(preparation, [(client, train) for client, train, _ in parts], seed, by),
         test=examples(preparation, [(client, test) for client, _, test in parts], seed),
         task=preparation.task,
         classes=len(preparation.labels),
@@ -163,6 +178,8 @@ def federate(
         *lookalikes(preparation, clients),
         *mistaken(tables, preparation),
         *doubts(tables, preparation),
+        *coded(preparation),
+        *(() if by is None else by.notes(tables)),
         *of_one_class(data),
         *rare_classes(data),
         *hints(data, summaries, guessed),
@@ -218,8 +235,9 @@ def held_out(
     task: Task | None = None,
     test_fraction: float = TEST_FRACTION,
     seed: int = 0,
+    by: Holdout | None = None,
 ) -> np.ndarray:
-    """Which rows of a client are for testing, ``[n]`` bool: as its column ``split`` says, else drawn.
+    """Which rows of a client are for testing, ``[n]`` bool: as its column ``split`` says, else by a column, else drawn.
 
     Drawn is a fraction, of each class alike; each class that the client has keeps a row for training. It depends on the
     seed, the task and the client's name and rows, not on other clients. Without a task, as at a deployed site that
@@ -234,6 +252,8 @@ def held_out(
                 f"'{strange}'; rename it if it is an input."
             )
         return np.array([PARTS[word] for word in words], dtype=bool)
+    if by is not None:
+        return by.rows(table, test_fraction, _generator(seed, client, 0))
     column = table.column(target)
     strata = np.zeros(table.rows, dtype=np.int64)
     if isinstance(column, Words):
@@ -262,16 +282,23 @@ def _surely_classes(values: np.ndarray, counts: np.ndarray) -> bool:
     return len(values) <= 2 or np.count_nonzero(counts == 1) <= max(1, ONCE * counts.sum())
 
 
-def examples(preparation: Preparation, tables: Sequence[tuple[str, Table]], seed: int) -> Examples:
-    """Inputs and targets of clients' tables, given as (client, table); each client's rows are in random order."""
-    xs, ys, sizes = [], [], [0]
+def examples(
+    preparation: Preparation, tables: Sequence[tuple[str, Table]], seed: int, by: Holdout | None = None
+) -> Examples:
+    """Inputs and targets of clients' tables, given as (client, table); each client's rows are in random order.
+
+    ``by`` is how they are held out later; None: at random, or not at all.
+    """
+    xs, ys, keys, sizes = [], [], [], [0]
     for client, table in tables:
         # In random order: whoever trains on rows as they come must not meet one class after the other.
         order = torch.from_numpy(_generator(seed, client, 1).permutation(table.rows))
         xs.append(preparation.inputs(table, client)[order])
         ys.append(preparation.targets(table)[order])
         sizes.append(table.rows)
-    return Examples(torch.cat(xs), torch.cat(ys), torch.tensor(sizes).cumsum(0))
+        if by is not None:
+            keys.append(torch.from_numpy(by.keys(table))[order])
+    return Examples(torch.cat(xs), torch.cat(ys), torch.tensor(sizes).cumsum(0), torch.cat(keys) if keys else None)
 
 
 def _generator(seed: int, client: str, purpose: int) -> np.random.Generator:
@@ -318,6 +345,18 @@ def _is_utf8(name: str) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def check_column(by: Holdout, target: str) -> None:
+    """Raise a `UserError` if the column of a hold-out has another use."""
+    if by.column in (target, SPLIT):
+        what = "is to be predicted" if by.column == target else "marks the test rows"
+        raise UserError(f"Column '{by.column}' {what}, so nothing can be held out by it; choose another for --holdout.")
+
+
+def not_inputs(ignore: str | Iterable[str] | None, by: Holdout | None) -> list[str]:
+    """Columns that are no inputs: those to ignore, and the one by which rows are held out."""
+    return list(dict.fromkeys([*column_names(ignore), *([by.column] if by is not None else ())]))
 
 
 def _ignored(tables: Mapping[str, Table], ignore: Sequence[str]) -> None:

@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 
 from bpfed.data.federated import Task
-from bpfed.data.summary import MOST_LEVELS, OTHER, ColumnSummary, of_channels, of_numbers
+from bpfed.data.holdout import Holdout
+from bpfed.data.summary import MOST_CODES, MOST_LEVELS, OTHER, ColumnSummary, of_channels, of_numbers
 from bpfed.data.table import LARGEST, Column, Table, Words, written
 from bpfed.errors import UserError, quoted, unknown
 from bpfed.files import to_json, write_whole
 
 Standardise = Literal["federated", "local", "none"]
+Codes = Literal["both", "number"]
 VERSION = 1
 #: Columns or labels that an error lists.
 SHOWN = 8
@@ -39,11 +41,12 @@ class Feature:
 
     Attributes:
         name: The column's name.
-        kind: ``"number"`` (one input), ``"words"`` (one input per level, 1 for the row's own; for a word that is no
-            level, `bpfed.data.summary.OTHER` if that is one, else all 0), or ``"channel"`` (of images).
+        kind: ``"number"`` (one input, and one per level as for words), ``"words"`` (one input per level, 1 for the
+            row's own; for a word that is no level, `bpfed.data.summary.OTHER` if that is one, else all 0), or
+            ``"channel"`` (of images).
         mean: Mean over all clients; missing numbers become it.
         scale: Standard deviation over all clients; 0: the value is always the same and no input.
-        levels: The words.
+        levels: The words; of numbers that may be codes, the whole numbers that occur, as words.
         indicator: Whether there is one more input that is 1 where the value is missing.
     """
 
@@ -57,8 +60,13 @@ class Feature:
     @property
     def inputs(self) -> tuple[str, ...]:
         """A name for each of its inputs."""
-        values = tuple(f"{self.name} = {level}" for level in self.levels) if self.kind == "words" else (self.name,)
+        values = (*(() if self.kind == "words" else (self.name,)), *(f"{self.name} = {level}" for level in self.levels))
         return (*(values if self.scale else ()), *((f"{self.name} missing",) if self.indicator else ()))
+
+    @property
+    def coded(self) -> bool:
+        """Whether it is numbers that may be codes, with an input for each value beside the number."""
+        return self.kind == "number" and bool(self.levels)
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,8 @@ class Preparation:
         client_column: The column that identifies the client, where all rows are in one table.
         ignore: Columns that are not inputs.
         missing: Words that stand for no value, beside those that always do, ``WORD`` or ``COLUMN=WORD`` each.
+        holdout: How rows are held out, ``time:COLUMN`` or ``group:COLUMN`` of a column that is no input; None: at random.
+        codes: Whether columns of few whole numbers could become coded ones (``"both"``) or not (``"number"``).
         shape: Shape of an image, ``(c, h, w)``; None for tables.
         local: Mean and scale of each number, by client and column; only with ``"local"``.
     """
@@ -91,6 +101,8 @@ class Preparation:
     client_column: str | None = None
     ignore: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    holdout: str | None = None
+    codes: Codes = "both"
     shape: tuple[int, ...] | None = None
     local: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
 
@@ -98,6 +110,12 @@ class Preparation:
     def input_names(self) -> tuple[str, ...]:
         """A name for each input, ``[F]``; for images, for each channel."""
         return tuple(name for feature in self.features for name in feature.inputs)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Columns of the tables that are no inputs: those to ignore, and the one by which rows are held out."""
+        by = Holdout.of(self.holdout)
+        return self.ignore if by is None else (*self.ignore, by.column)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -187,6 +205,8 @@ class Preparation:
             "client_column": self.client_column,
             "task": self.task,
             "standardise": self.standardise,
+            "codes": self.codes,
+            "holdout": self.holdout,
             "ignore": ",".join(self.ignore) or None,
             "missing": ",".join(self.missing) or None,
         }
@@ -221,6 +241,7 @@ class Preparation:
         for key in ("labels", "ignore"):
             given[key] = tuple(given[key])
         given["missing"] = tuple(given.get("missing", ()))  # since 0.7
+        given.setdefault("codes", "number")  # since 0.9
         given["shape"] = None if given["shape"] is None else tuple(given["shape"])
         given["features"] = tuple(Feature(**{**f, "levels": tuple(f["levels"])}) for f in given["features"])
         given["local"] = {
@@ -244,6 +265,8 @@ class Preparation:
         names = [f.name for f in self.features]
         if self.task not in get_args(Task) or self.standardise not in get_args(Standardise):
             return f"its task is {self.task!r} and its standardise {self.standardise!r}, which must be known ones"
+        if self.codes not in get_args(Codes):
+            return f"its codes are {self.codes!r}, which must be one of {quoted(get_args(Codes))}"
         texts = [self.target, *names, *self.labels, *(level for f in self.features for level in f.levels)]
         if not all(isinstance(text, str) and text for text in texts):
             return "a name, word or class of it is not a text"
@@ -261,7 +284,9 @@ class Preparation:
                 return f"the kind of '{f.name}' is {f.kind!r}, which must be number or words, or channel for images"
             if not (_finite(f.mean) and _finite(f.scale) and f.scale >= 0.0) or type(f.indicator) is not bool:
                 return f"mean and scale of '{f.name}' are not numbers, the scale 0 or more, or its indicator is not true or false"
-            if len(set(f.levels)) < len(f.levels) or len(f.levels) > MOST_LEVELS or (f.kind != "words" and f.levels):
+            if f.coded and (len(f.levels) > MOST_CODES or not all(map(whole, f.levels))):
+                return f"the levels of '{f.name}' are not up to {MOST_CODES} whole numbers, such as \"3\""
+            if len(set(f.levels)) < len(f.levels) or len(f.levels) > MOST_LEVELS or (f.kind == "channel" and f.levels):
                 return f"the levels of '{f.name}' are not up to {MOST_LEVELS} different words"
             if not f.inputs:
                 return f"'{f.name}' gives no input; leave it out"
@@ -301,6 +326,8 @@ class Preparation:
             fill = feature.mean if self.standardise == "none" else mean
             values = _numbers(column, table, feature.name)
             found.append((np.where(np.isnan(values), fill, values) - mean) / scale)
+            if feature.levels:
+                found.append((values[:, None] == np.array(feature.levels, dtype=np.float64)).astype(np.float64))
         if feature.indicator:
             found.append(missing.astype(np.float64))
         return found
@@ -323,8 +350,9 @@ def write_preparation(path: Path, preparation: Preparation) -> str:
 
     Nothing of single clients is in it: neither their own statistics nor the column that names them.
     """
-    record = replace(preparation, local={}, client_column=None, missing=()).record()
-    content = to_json({key: value for key, value in record.items() if key not in ("local", "client_column", "missing")})
+    record = preparation.record()
+    left_out = ("local", "client_column", "missing", "codes", "holdout")
+    content = to_json({key: value for key, value in record.items() if key not in left_out})
     write_whole(path, content)
     return digest(content.encode())
 
@@ -341,10 +369,10 @@ def read_preparation(path: Path) -> tuple[Preparation, str]:
     try:
         content = path.read_bytes()
         found = json.loads(content)
-        defaults = {"version": VERSION, "labels": (), "ignore": (), "shape": None}
+        defaults = {"version": VERSION, "labels": (), "ignore": (), "codes": "both", "shape": None}
         features = [{"levels": (), **feature} for feature in found["features"]]
-        if any(key in found for key in ("local", "client_column", "missing")):
-            raise ValueError("local, client_column and missing are not for all sites")
+        if any(key in found for key in ("local", "client_column", "missing", "holdout")):
+            raise ValueError("local, client_column, missing and holdout are not for all sites")
         made = Preparation._parsed({**defaults, **found, "features": features, "local": {}})
     except OSError as error:
         raise UserError(f"'{path}' cannot be read ({error.strerror}); give a preparation file.") from error
@@ -388,6 +416,14 @@ def _numbers(column: Column | None, table: Table, name: str) -> np.ndarray:
 
 def _as_words(column: np.ndarray) -> Words:
     return Words.of([written(v) for v in column.tolist()])
+
+
+def whole(word: str) -> bool:
+    """Whether this is a whole number, as `written` writes it."""
+    try:
+        return float(word).is_integer() and written(float(word)) == word
+    except (ValueError, OverflowError):
+        return False
 
 
 def meant(numbers: Iterable[str], words: Iterable[str]) -> dict[str, str]:

@@ -131,7 +131,7 @@ def _in_memory(
             f"The {table.name} has no {what} {quoted(lost, SHOWN)}; give every column that training used"
             f"{', with NaN where a value is not known' if len(lost) < len(used) else f' ({quoted(used, SHOWN)})'}."
         )
-    known = {*needed, preparation.target, *preparation.ignore, preparation.client_column}
+    known = {*needed, preparation.target, *preparation.left_out, preparation.client_column}
     if extra := [name for name in table.columns if name not in known]:
         many = len(extra) > 1
         say(

@@ -22,8 +22,7 @@ def split(y: np.ndarray, owners: np.ndarray, test_fraction: float, rng: np.rando
     Returns:
         ``[E]`` bool, True for a test example.
     """
-    if not 0 <= test_fraction < 1:
-        raise UserError(f"A test fraction must be at least 0 and below 1, not {test_fraction:g}.")
+    check_fraction(test_fraction)
     test = np.zeros(len(y), dtype=bool)
     rows = np.flatnonzero(owners >= 0)
     if not len(rows):
@@ -39,13 +38,20 @@ def split(y: np.ndarray, owners: np.ndarray, test_fraction: float, rng: np.rando
     first = np.flatnonzero(np.diff(owner, prepend=-1))
     sizes = np.diff(first, append=len(owner))
     place = np.arange(len(owner)) - np.repeat(first, sizes)
-    taken = _count(place + 1, test_fraction) > _count(place, test_fraction)
+    taken = rounded(place + 1, test_fraction) > rounded(place, test_fraction)
     none_left = np.add.reduceat(taken, first, dtype=np.int64) == sizes
     taken[first[none_left]] = False
     test[rows[order[taken]]] = True
     return test
 
 
-def _count(examples: np.ndarray, fraction: float) -> np.ndarray:
+def check_fraction(test_fraction: float) -> None:
+    """Raise a `UserError` unless this is a fraction that leaves something to train on."""
+    if not 0 <= test_fraction < 1:
+        raise UserError(f"A test fraction must be at least 0 and below 1, not {test_fraction:g}.")
+
+
+def rounded(examples: np.ndarray, fraction: float) -> np.ndarray:
+    """That fraction of so many examples as a whole number; halves are rounded up."""
     # Rounded first: 0.1 * 35 + 0.5 must not fall below 4 by the last bit.
     return np.floor(np.round(examples * fraction + 0.5, 9))

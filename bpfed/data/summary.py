@@ -21,6 +21,10 @@ from bpfed.errors import UserError, quoted
 MOST_WHOLE = 20
 #: A column (or target) with more words than this is text or an identity and no category.
 MOST_LEVELS = 100
+#: Different whole numbers that a column of codes has, such as kinds of pain from 1 to 4: at least and at most.
+FEWEST_CODES, MOST_CODES = 3, 10
+#: Rows of a column that are looked at first: most columns show there that they are no codes.
+FIRST = 1000
 #: The column that says which rows are for training and which for testing.
 SPLIT = "split"
 #: Stands for all words of a column that are not levels of their own, where there are such (see `released`).
@@ -41,7 +45,8 @@ class ColumnSummary:
         mean: Mean of the numbers.
         squares: Sum of their squared distances from the mean. (Count, mean and this are sums of values and squares in
             a form that rounding does not harm.)
-        levels: The words that occur, or the distinct whole numbers of a target; None for other numbers.
+        levels: The words that occur, or the different numbers where all are whole and few (up to `MOST_CODES`, of a
+            target up to `MOST_LEVELS`); None for other numbers.
         words: Whether it is a column of words.
     """
 
@@ -114,10 +119,9 @@ def client_summary(
     if isinstance(values, Words) and len(values.levels) > MOST_LEVELS:
         raise too_many_classes(target, f"'{table.name}'", values.levels)
     aim = _summary(values, table, target)
-    if not isinstance(values, Words) and task != "regression":
-        distinct = np.unique(values[~np.isnan(values)])
-        few = len(distinct) <= (MOST_WHOLE if task is None else MOST_LEVELS) and (distinct == np.trunc(distinct)).all()
-        aim = replace(aim, levels=tuple(written(v) for v in distinct.tolist()) if few else None)
+    if not isinstance(values, Words):
+        most = 0 if task == "regression" else MOST_WHOLE if task is None else MOST_LEVELS
+        aim = replace(aim, levels=whole_numbers(values[~np.isnan(values)], most) if most else None)
     shape = None
     if table.images is not None:
         shape, columns = tuple(table.images.shape[1:]), of_channels(table.images)
@@ -131,8 +135,8 @@ def client_summary(
 def released(summary: Summary, table: Table, target: str, minimum: int) -> tuple[Summary, dict[str, str]]:
     """What of a summary may be told to others, so that nothing in it is of fewer than ``minimum`` rows.
 
-    - Words and classes in fewer rows are withheld. In a column that is an input, all such words together are `OTHER`,
-      if that is of enough rows.
+    - Words, whole numbers and classes in fewer rows are withheld. In a column that is an input, all such words together
+      are `OTHER`, if that is of enough rows.
     - A column with fewer values is not told of, nor one whose count, mean and squares would give single rows: one in
       which fewer rows differ from the commonest value, or up to `SOLVABLE` values of which one is rare, or whose spread
       is that of one row.
@@ -178,12 +182,11 @@ def _released(
         why[name] = f"it has only {told.count} values"
         return ColumnSummary(0, 0)
     if isinstance(column, Words):
-        common = _common(column, minimum)
-        rare = len(column.levels) - len(common)
-        others = told.count - sum(common.values())
-        if rare:
+        words = _common(column, minimum)
+        others = told.count - sum(words.values())
+        if rare := len(column.levels) - len(words):
             why[name] = f"{rare} of {len(column.levels)} words are too rare"
-        told = replace(told, levels=tuple(sorted((*common, *((OTHER,) if others >= minimum else ())))))
+        told = replace(told, levels=tuple(sorted((*words, *((OTHER,) if others >= minimum else ())))))
     else:
         values = column[~np.isnan(column)]
         different, counts = np.unique(values, return_counts=True)
@@ -196,6 +199,11 @@ def _released(
             why[name] = "one value is far from all others"
         if name in why:
             return ColumnSummary(0, 0)
+        if told.levels is not None:
+            common = {written(value) for value in different[counts >= minimum].tolist()}
+            if rare := len(told.levels) - len(common):
+                why[name] = f"{rare} of {len(told.levels)} whole numbers are too rare"
+            told = replace(told, levels=tuple(level for level in told.levels if level in common))
     if told.missing < minimum:  # as if these were like the others: same mean, same spread
         told = replace(told, count=rows, missing=0, squares=told.squares * rows / told.count)
     return told
@@ -212,7 +220,18 @@ def _summary(column: Column, table: Table, name: str) -> ColumnSummary:
     count = table.rows - missing
     if isinstance(column, Words):
         return ColumnSummary(count, missing, levels=column.levels, words=bool(count))
-    return of_numbers(column[~np.isnan(column)], missing)
+    values = column[~np.isnan(column)]
+    return replace(of_numbers(values, missing), levels=whole_numbers(values, MOST_CODES) if count else None)
+
+
+def whole_numbers(values: np.ndarray, most: int) -> tuple[str, ...] | None:
+    """The different ones of these numbers ``[n]``, as words by size; None where they are more than ``most`` or not whole."""
+    different = np.unique(values[:FIRST])
+    if len(different) <= most:  # few of the other rows have further ones, if any
+        different = np.union1d(different, values[FIRST:][~np.isin(values[FIRST:], different)])
+    if len(different) > most or (different != np.trunc(different)).any():
+        return None
+    return tuple(written(value) for value in different.tolist())
 
 
 def of_numbers(values: np.ndarray, missing: int) -> ColumnSummary:

@@ -27,12 +27,14 @@ class Unusual:
         words: Where a word is one that training never saw, ``[n]`` bool by column.
         numbers: Where a number is far off, likewise.
         missing: Where there is no value though training had one in every row, likewise.
+        codes: Where a whole number that may be a code is one that training never saw, likewise.
     """
 
     rows: int
     words: dict[str, np.ndarray]
     numbers: dict[str, np.ndarray]
     missing: dict[str, np.ndarray] = field(default_factory=dict)
+    codes: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def far(self) -> np.ndarray:
@@ -42,7 +44,7 @@ class Unusual:
     def names(self) -> list[list[str]]:
         """The columns that are unusual in each row."""
         found: list[list[str]] = [[] for _ in range(self.rows)]
-        for places in (self.numbers, self.words, self.missing):
+        for places in (self.numbers, self.words, self.codes, self.missing):
             for name, where in places.items():
                 for row in np.flatnonzero(where).tolist():
                     found[row].append(name)
@@ -50,8 +52,8 @@ class Unusual:
 
 
 def unusual(preparation: Preparation, table: Table, client: str) -> Unusual:
-    """Which rows have unseen words, numbers far off, or no value where training always had one; see `unfamiliar`."""
-    words, numbers, missing = {}, {}, {}
+    """Which rows have unseen words or codes, numbers far off, or no value where training had one; see `unfamiliar`."""
+    words, numbers, missing, codes = {}, {}, {}, {}
     for feature in (f for f in preparation.features if f.scale):
         # Without an indicator a missing value is an average one, and nothing of the model can tell.
         if not feature.indicator and (gaps := table.missing(feature.name)).any():
@@ -63,13 +65,16 @@ def unusual(preparation: Preparation, table: Table, client: str) -> Unusual:
                 words[feature.name] = new
         elif feature.kind == "number":
             own = preparation.local.get(client, {})
-            if (far := far_numbers(table, feature.name, *own.get(feature.name, (feature.mean, feature.scale)))).any():
+            far = far_numbers(table, feature.name, *own.get(feature.name, (feature.mean, feature.scale)))
+            if far.any():
                 numbers[feature.name] = far
-    return Unusual(table.rows, words, numbers, missing)
+            if feature.coded and (new := _new_words(feature, table) & ~far).any():
+                codes[feature.name] = new
+    return Unusual(table.rows, words, numbers, missing, codes)
 
 
 def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]:
-    """A sentence each for misspelt columns, unseen words, numbers far off, gaps, and for pixels in another unit.
+    """A sentence each for misspelt columns, unseen words and codes, numbers far off, gaps, and pixels in another unit.
 
     Args:
         preparation: Of training.
@@ -80,7 +85,7 @@ def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]
         return _unlike(preparation, table, client)
     found = []
     known = {_letters(f.name): f.name for f in preparation.features if f.name not in table.columns}
-    used = {preparation.target, *preparation.ignore, *(f.name for f in preparation.features)}
+    used = {preparation.target, *preparation.left_out, *(f.name for f in preparation.features)}
     other = {name: known[_letters(name)] for name in table.columns if name not in used and _letters(name) in known}
     if other:
         told = first_of([f"'{name}' (training had '{was}')" for name, was in other.items()])
@@ -99,6 +104,12 @@ def unfamiliar(preparation: Preparation, table: Table, client: str) -> list[str]
         found.append(
             f"'{table.name}' has numbers more than {FAR:g} standard deviations from the training mean in "
             f"{first_of(numbers)}; the predictions there may mean little."
+        )
+    codes = [_told(table, name, where, number=True) for name, where in strange.codes.items()]
+    if codes:
+        found.append(
+            f"'{table.name}' has numbers that were not seen in training in {first_of(codes)}; the model knows them "
+            "by their size alone, which means little if they are codes."
         )
     gaps = [
         f"'{name}' ({np.count_nonzero(where)} of {table.rows} rows)"
@@ -143,7 +154,7 @@ def _told(table: Table, name: str, where: np.ndarray, number: bool) -> str:
 
 
 def _new_words(feature: Feature, table: Table) -> np.ndarray:
-    """Which rows have a word that training had not, ``[n]`` bool."""
+    """Which rows have a word, or a code, that training had not, ``[n]`` bool."""
     column = table.columns[feature.name]
     words = column if isinstance(column, Words) else Words.of(table.words(feature.name))
     known = set(feature.levels)

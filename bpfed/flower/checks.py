@@ -6,7 +6,9 @@ import torch
 
 from bpfed.config import Config
 from bpfed.data.federated import FederatedData, Task
+from bpfed.data.holdout import Holdout
 from bpfed.engine.checks import check_factors, check_run
+from bpfed.errors import UserError
 from bpfed.flower.pattern import patterns
 from bpfed.networks import make_model
 from bpfed.uploads import check_updates
@@ -26,6 +28,12 @@ def check_deployment(config: Config, sites: int, data: FederatedData | None = No
     method, settings = config.method, config.run
     task: Task | None = config.data.task if data is None else data.task
     check_run(method, settings, sites, task)
+    by = Holdout.of(config.data.holdout)
+    if by is not None and by.kind == "group" and settings.calibration > 0.0:
+        raise UserError(
+            "In a deployment nobody is told how large the groups of a site are, so calibration examples cannot be held out "
+            "by group; leave calibration at 0, or use --holdout time:COLUMN."
+        )
     if data is None and not isinstance(method.personal, str):
         return  # which parameters there are to name depends on the network, and that on the data
     shape = SHAPE if data is None else data.input_shape

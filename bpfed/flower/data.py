@@ -17,12 +17,21 @@ import torch
 
 from bpfed.config import Config
 from bpfed.data import FederatedData
-from bpfed.data.columns import doubts, telling
+from bpfed.data.columns import coded, doubts, telling
 from bpfed.data.combine import combine, ordered
 from bpfed.data.folder import DataDir
+from bpfed.data.holdout import Holdout
 from bpfed.data.load import names
 from bpfed.data.lookalikes import lookalikes, spelling
-from bpfed.data.own import TEST_FRACTION, column_names, examples, find_target, held_out
+from bpfed.data.own import (
+    TEST_FRACTION,
+    check_column,
+    column_names,
+    examples,
+    find_target,
+    held_out,
+    not_inputs,
+)
 from bpfed.data.preparation import Preparation, meant
 from bpfed.data.summary import MOST_WHOLE, SPLIT, Summary, client_summary, released
 from bpfed.data.table import Table, Words, read_table
@@ -130,20 +139,27 @@ class File:
         told: Path | None = None,
     ) -> None:
         self.site, self.config, self.limits, self.agreed = site, config, limits, agreed
-        asked, words = config.data, agreed.preparation.words if agreed else ()
-        ignore, missing = column_names(asked.ignore), column_names(asked.missing)
+        asked, self.by = config.data, Holdout.of(config.data.holdout)
+        words = (*(agreed.preparation.words if agreed else ()), *(self.by.words if self.by else ()))
+        ignore, missing = not_inputs(asked.ignore, self.by), column_names(asked.missing)
         self.table = read_table(path, words, ignore=ignore, missing=missing)
         self.seed = config.data_seed
         self.task = asked.task
         self.ignore = tuple(ignore)
         self.notes: list[str] = []
         self.target = find_target({site: self.table}, agreed.preparation.target if agreed else asked.target)
+        if self.by is not None:
+            check_column(self.by, self.target)
+            self.by.keys(self.table)  # says what does not suit it
+            self.notes += self.by.notes({site: self.table})
         if agreed is None:
-            _check_told(self.table, path, self.target, self.ignore)
+            _check_told(self.table.without(self.ignore), path, self.target, column_names(asked.ignore))
         else:
             self.task = agreed.preparation.task
         fraction = TEST_FRACTION if asked.test_fraction is None else asked.test_fraction
-        test = held_out(self.table, self.target, site, task=self.task, test_fraction=fraction, seed=self.seed)
+        test = held_out(
+            self.table, self.target, site, task=self.task, test_fraction=fraction, seed=self.seed, by=self.by
+        )
         self.train, self.test = (self.table.take(np.flatnonzero(rows)) for rows in (~test, test))
         if not len(self.train):
             raise UserError(f"'{path}' has no row left for training; give it more rows.")
@@ -170,7 +186,8 @@ class File:
             listed = first_of([f"'{name}' ({reason})" for name, reason in why.items()])
             self.notes.append(
                 f"Not told to others, or only in part, as it is of fewer than {limits.minimum} rows: {listed}. Rows with "
-                "such words count as one group; rows with such classes are left out unless other sites have the class."
+                "such words count as one group, and such whole numbers are numbers without an input of their own; rows with "
+                "such classes are left out unless other sites have the class."
             )
         self._facts = {"summary": summary.record(), "target": self.target, "train": len(self.train)}
         if told is not None:
@@ -206,19 +223,19 @@ class File:
             except (TypeError, ValueError, AttributeError):  # what should be a name, a number or a list is none
                 raise Refused("its preparation cannot be read.") from None
             train, test = self._known(found)
-        preparation = replace(found, local={}, missing=said)
+        preparation = replace(found, local={}, missing=said, holdout=None if self.by is None else str(self.by))
         if preparation.standardise == "local":
             preparation = preparation.joined(self.site, train)
         return FederatedData(
             name=self.config.data.name,
             clients=(self.site,),
-            train=examples(preparation, [(self.site, train)], self.seed),
+            train=examples(preparation, [(self.site, train)], self.seed, self.by),
             test=examples(preparation, [(self.site, test)], self.seed),
             task=preparation.task,
             classes=len(preparation.labels),
             labels=preparation.labels,
             preparation=preparation,
-            notes=doubts({self.site: self.table}, preparation),
+            notes=(*doubts({self.site: self.table}, preparation), *coded(preparation)),
         )
 
     def _check(self, found: Preparation) -> None:
@@ -265,11 +282,13 @@ class File:
             elif column.count and told.shape is None:
                 if (feature.kind == "words") is not column.words:
                     raise self._other(f"'{name}' is of another kind")
-                if set(column.levels or ()) - set(feature.levels):
+                if (feature.kind == "words" or feature.coded) and set(column.levels or ()) - set(feature.levels):
                     raise self._other(f"it lacks words of '{name}'")
+                if feature.coded and (column.levels is None or asked.codes == "number"):
+                    raise self._other(f"'{name}' is no column of codes")
                 if column.scale and not _near(feature.scale, column.scale):
                     raise self._other(f"the spread of '{name}' is {feature.scale:g}, and here {column.scale:g}")
-        if any(list(f.levels) != sorted(f.levels) for f in found.features):
+        if any(f.levels != (ordered(f.levels) if f.coded else tuple(sorted(f.levels))) for f in found.features):
             raise self._other("the words of a column are not in order")
 
     def _other(self, why: str) -> Refused:
@@ -304,9 +323,12 @@ def _near(pooled: float, own: float) -> bool:
     return own / FAR <= pooled <= own * FAR
 
 
-def _check_told(table: Table, path: Path, target: str, ignore: tuple[str, ...]) -> None:
-    """Refuse, before anything is sent, a file whose words look like dates or identifiers: `File.facts` has them."""
-    found = telling(table.without([target, SPLIT, *ignore])) if table.images is None else {}
+def _check_told(table: Table, path: Path, target: str, ignore: Sequence[str]) -> None:
+    """Refuse, before anything is sent, a file whose words look like dates or identifiers: `File.facts` has them.
+
+    ``ignore`` are columns that have been left out already, for the advice.
+    """
+    found = telling(table.without([target, SPLIT])) if table.images is None else {}
     if not found:
         return
     what = " and ".join(f"{kind} in {quoted(names, len(names))}" for kind, names in found.items())
@@ -384,6 +406,8 @@ def agreed(
             standardise=asked.standardise,
             ignore=column_names(asked.ignore),
             missing=column_names(asked.missing),
+            codes=asked.codes,
+            holdout=asked.holdout,
         )
         return _of_tables(made, longest)
     if summaries:
@@ -443,7 +467,7 @@ def remarks(facts: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any]) -
     if "preparation" not in common:
         return []
     preparation = Preparation.from_record(common["preparation"])
-    found = list(lookalikes(preparation))
+    found = [*lookalikes(preparation), *coded(preparation)]
     lacking: dict[str, list[str]] = {}
     for site, told in facts.items() if preparation.shape is None else ():
         # Of a site that came late, nobody knows yet whether it has a file.

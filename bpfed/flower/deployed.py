@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from bpfed.config import Config, read
+from bpfed.data.holdout import Holdout
 from bpfed.data.load import names
-from bpfed.data.own import column_names
+from bpfed.data.own import not_inputs
 from bpfed.data.preparation import Preparation, read_preparation
 from bpfed.data.summary import SPLIT
 from bpfed.errors import UserError, quoted
@@ -57,7 +58,7 @@ def _checked(made: Preparation, config: Config, path: Path) -> Preparation:
     ):
         if wanted not in (None, found):
             raise UserError(f"'{path}' has the {key} '{found}', but the configuration '{wanted}'; give both the same.")
-    left_out = {SPLIT, *column_names(asked.ignore)} & {f.name for f in made.features}
+    left_out = {SPLIT, *not_inputs(asked.ignore, Holdout.of(asked.holdout))} & {f.name for f in made.features}
     if left_out:
         raise UserError(
             f"'{path}' has the inputs {quoted(sorted(left_out))}, which are left out here; remove them from it."

@@ -8,7 +8,8 @@ from collections.abc import Collection
 from typing import Any, get_args
 
 from bpfed.data.federated import Task
-from bpfed.data.summary import SPLIT, ColumnSummary, Summary
+from bpfed.data.preparation import whole
+from bpfed.data.summary import MOST_CODES, SPLIT, ColumnSummary, Summary
 from bpfed.flower.message import LARGEST, MOST
 from bpfed.flower.pattern import Refused, listed
 
@@ -73,6 +74,9 @@ def _check_summary(summary: Summary, site: str, target: Any) -> None:
         raise ValueError("client")
     for column in (summary.target, *summary.columns.values()):
         _check_column(column)
+    codes = [column.levels for column in summary.columns.values() if not column.words and column.levels is not None]
+    if not all(len(levels) <= MOST_CODES and all(map(whole, levels)) for levels in codes):
+        raise ValueError("codes")
     if summary.shape is not None:
         if len(summary.shape) != 3 or not all(_count(n, 1) for n in summary.shape):
             raise ValueError("shape")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bpfed.config import Config
-from bpfed.data.own import column_names
+from bpfed.data.holdout import Holdout
+from bpfed.data.own import not_inputs
 from bpfed.engine.federation import Federation
 from bpfed.errors import UserError
 from bpfed.files import writing
@@ -63,7 +64,7 @@ class Server:
         self.plan, self.config, self.rule, self.say, self.sleep = plan, config, rule, say, sleep
         self.fingerprint = fingerprint(config)
         self.sites = {site: Seen() for site in plan.sites}
-        ignore = column_names(config.data.ignore)
+        ignore = not_inputs(config.data.ignore, Holdout.of(config.data.holdout))
         self.agreed, digest = agreed, agreed.digest if agreed else ""
         self.meeting = Meeting(self.sites, keys, self.fingerprint, plan.timeout, say, ignore, digest)
         self.journal = self._journal(folder, 0)

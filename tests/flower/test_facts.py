@@ -70,6 +70,9 @@ UNREADABLE = {
     "an infinite spread": column(squares=float("inf")),
     "words that are numbers": column(levels=[1, "y"], words=True),
     "words that are a number": column(levels=3),
+    "codes that are words": column(levels=["1", "x", "3"]),
+    "codes that are fractions": column(levels=["1", "2.5", "3"]),
+    "more codes than there may be": column(levels=[str(k) for k in range(11)]),
     "a field too many": column(row=[1, 2]),
     "images without columns": images([1, 4, 4], 0),
     "images of other channels": images([3, 4, 4], 2),
@@ -79,7 +82,9 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("told", [PART, FILE, column(count=0, mean=0.0, squares=0), images([2, 4, 4], 2)])
+@pytest.mark.parametrize(
+    "told", [PART, FILE, column(count=0, mean=0.0, squares=0), column(levels=["1", "3"]), images([2, 4, 4], 2)]
+)
 def test_what_sites_tell_is_let_in_and_nothing_beside_it(told):
     found = read_facts(json.dumps(told | {"more": "x" * 100}), "a")
     assert json.loads(json.dumps(found)) == told

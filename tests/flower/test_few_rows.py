@@ -14,14 +14,15 @@ from flwr.app import Message
 from loopgrid import LoopGrid
 
 from bpfed.data.own import federate
-from bpfed.data.preparation import digest, read_preparation, write_preparation
+from bpfed.data.preparation import Preparation, digest, read_preparation, write_preparation
 from bpfed.data.summary import OTHER, client_summary, released
 from bpfed.data.table import Table, Words, read_table
 from bpfed.errors import UserError
 from bpfed.flower import control
-from bpfed.flower.data import TOLD, Agreed, File
+from bpfed.flower.data import TOLD, Agreed, File, agreed
 from bpfed.flower.deployed import open_server, open_site
 from bpfed.flower.limits import Limits
+from bpfed.flower.pattern import Refused
 from bpfed.flower.plan import Plan
 from bpfed.flower.site import Site
 from bpfed.methods import BPFed, FedAvg
@@ -256,6 +257,16 @@ def test_rare_words_are_one_group_if_that_is_large_enough():
     assert made.columns["x"].levels == ("blue", "white")
 
 
+def test_rare_whole_numbers_are_not_told():
+    made, why = told_of(x=[*[1.0] * 12, *[2.0] * 10, *[3.0] * 10, *[9.0] * 8])
+    assert made.columns["x"].levels == ("1", "2", "3")
+    assert why["x"] == "1 of 4 whole numbers are too rare"
+    made, why = told_of(x=[1.0, 2.0, 3.0, 9.0] * 10)
+    assert (made.columns["x"].levels, why) == (("1", "2", "3", "9"), {})
+    made, _ = told_of(x=[*np.arange(10.0), *np.arange(10.0), *np.arange(10.0), *np.arange(10.0)])
+    assert made.columns["x"].levels == ()  # all are rare
+
+
 def test_of_classes_no_mean_and_no_rare_one_is_told():
     rows = table(x=list(MANY), y=[0] * 12 + [1] * 25 + [2] * 3)
     made, why = released(client_summary(rows, "y"), rows, "y", 10)
@@ -297,6 +308,83 @@ def test_no_byte_has_a_rare_word_or_class(tmp_path):
     x = inputs.inputs(own.train)[:, column]
     assert x.tolist() == [float(r) for r in rare]
     assert sum(rare) > 9
+
+
+CODES = ("30001117", "30001118", "30001119", "30001120")
+RARE_CODE = "90007771"
+
+
+def coded_federation(tmp_path, **changes):
+    """Wards as long whole numbers, so that none is found by chance; three rows of site a have one that is rare."""
+    files = {}
+    for k, name in enumerate("ab"):
+        rows = [[*row[:2], CODES[i % 4], row[3]] for i, row in enumerate(rows_of(1 + k, 100))]
+        for row in rows[:3] if name == "a" else ():
+            row[2] = RARE_CODE
+        parts = ["train"] * 80 + ["test"] * 20
+        marked = [[*row, part] for row, part in zip(rows, parts, strict=True)]
+        tmp_path.mkdir(exist_ok=True)
+        files[name] = written_to(tmp_path / f"{name}.csv", marked, [*HEAD, "split"])
+    return Federation(tmp_path, files, **changes)
+
+
+def test_no_byte_has_a_rare_code_and_all_sites_use_the_others(tmp_path):
+    made = coded_federation(tmp_path)
+    server, wire = made.serve(), made.grid.bytes()
+    assert [word for word in CODES if f'"{word}"'.encode() not in wire] == []
+    assert not [form for form in (RARE_CODE.encode(), *forms(float(RARE_CODE))) if form in wire]
+    source = made.sites["a"].source
+    assert any("'ward' (1 of 5 whole numbers are too rare)" in note for note in source.notes)
+    prepared = source.data(server.journal.facts).preparation
+    ward = next(f for f in prepared.features if f.name == "ward")
+    assert (ward.kind, ward.levels) == ("number", CODES)
+    at = prepared.input_names.index("ward") + 1
+    x = prepared.inputs(source.train)[:, at : at + 4]
+    rare = [word == RARE_CODE for word in source.train.words("ward")]
+    assert (x.sum(1) == 0).tolist() == rare
+    assert any("'ward' has few whole numbers, which may be codes" in sentence for sentence in made.said)
+
+
+def test_a_rare_code_is_seen_on_the_wire_without_a_minimum(tmp_path):
+    made = coded_federation(tmp_path, limits={"a": Limits(minimum=1)})
+    made.serve()
+    assert f'"{RARE_CODE}"'.encode() in made.grid.bytes()
+
+
+def test_with_an_agreed_preparation_no_byte_has_a_code_of_a_small_site(tmp_path):
+    """The file has codes that are common elsewhere; those of the small site are used as numbers."""
+    public = coded_federation(tmp_path / "public", limits={"a": Limits(minimum=1)})
+    common = agreed({name: site.source.facts() for name, site in public.sites.items()}, public.config)
+    made = Preparation.from_record(common["preparation"])
+    write_preparation(tmp_path / "p.json", made)
+    rows = [[*row[:2], ward, row[3]] for row, ward in zip(rows_of(3, 9), [RARE_CODE, "41117771"] * 5, strict=False)]
+    big = rows_of(4, 100, CODES)
+    files = {"a": written_to(tmp_path / "a.csv", rows), "b": written_to(tmp_path / "b.csv", big)}
+    deployed = Federation(tmp_path, files, tmp_path / "p.json")
+    server = deployed.serve()
+    assert server.journal.counted == {"a": 2, "b": 2}
+    sent = deployed.sent("a")
+    assert not [
+        form for word in (RARE_CODE, "41117771") for form in (word.encode(), *forms(float(word))) if form in sent
+    ]
+    x = deployed.sites["a"].source.data(server.journal.facts).train.x
+    assert x.shape[1] == len(made.input_names) == 2 + 1 + 5
+    assert set(x[:, 3:].sum(1).tolist()) == {0.0, 1.0}  # one of them is in the file, the other is not
+
+
+def test_a_site_refuses_codes_that_it_has_not(tmp_path):
+    made = coded_federation(tmp_path)
+    source = made.sites["a"].source
+    common = agreed({name: site.source.facts() for name, site in made.sites.items()}, made.config)
+    assert source.data(common).preparation.input_names[2:] == ("ward", *(f"ward = {code}" for code in CODES))
+    for levels in (CODES[1:], CODES[::-1], ("1.5", *CODES)):
+        changed = json.loads(json.dumps(common))
+        next(f for f in changed["preparation"]["features"] if f["name"] == "ward")["levels"] = levels
+        with pytest.raises(Refused, match="does not hold the columns and classes that this site has told"):
+            source.data(changed)
+    next(f for f in common["preparation"]["features"] if f["name"] == "age")["levels"] = ("40", "41", "42")
+    with pytest.raises(Refused, match="does not hold the columns"):
+        source.data(common)
 
 
 def test_a_rare_word_is_seen_on_the_wire_without_a_minimum(tmp_path):
@@ -485,6 +573,7 @@ def test_a_preparation_can_be_written_by_hand(tmp_path):
         ({"features": [{"name": "age", "kind": "letters"}]}, "the kind of 'age'"),
         ({"features": [{"name": "age", "kind": "channel"}]}, "the kind of 'age'"),
         ({"features": [{"name": "w", "kind": "words", "levels": ["a", "a"]}]}, "levels of 'w'"),
+        ({"features": [{"name": "age", "kind": "number", "levels": ["a", "b"]}]}, "up to 10 whole numbers"),
         ({"features": [{"name": "w", "kind": "words"}]}, "'w' gives no input"),
         ({"features": [{"name": "w", "kind": "words", "levels": [1, 2]}]}, "is not a text"),
         ({"features": [{"name": "age", "kind": "number", "width": 3}]}, "width"),

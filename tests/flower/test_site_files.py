@@ -72,6 +72,24 @@ def test_the_numbers_are_those_of_a_simulation_and_no_row_travels(tmp_path, file
             assert row[1].encode() not in wire
 
 
+def test_codes_are_used_as_in_a_simulation(tmp_path, files):
+    """One site has all values, one has gaps, one lacks a value."""
+    kinds = {"north": "123", "south": ("2", "3", ""), "east": "13"}
+    for name, choice in kinds.items():
+        head, *rows = files[name].read_text().splitlines()
+        lines = [f"pain,{head}", *(f"{choice[k % len(choice)]},{row}" for k, row in enumerate(rows))]
+        files[name].write_text("\n".join(lines))
+    made, data = deployed(tmp_path, files, FedAvg())
+    server = made.serve()
+    wanted = tuple(f"pain{what}" for what in ("", " = 1", " = 2", " = 3", " missing"))
+    assert data.preparation.input_names == ("age", "height", *wanted, "ward = a", "ward = b")
+    for k, name in enumerate(data.clients):
+        own = made.sites[name].source.data(server.journal.facts)
+        assert torch.allclose(own.train.x, data.train.client(k)[0], atol=1e-6)
+    same(server, *simulated(FedAvg(), data, rounds=ROUNDS))
+    assert any(note.startswith("'pain' has few whole numbers") for note in status_of(made)["notes"])
+
+
 def test_the_target_of_a_regression_is_named_with_its_spread_and_what_its_mean_would_give(tmp_path, files):
     for path in files.values():
         path.write_text(path.read_text().replace("age,height,ward,target", "target,height,ward,sick"))

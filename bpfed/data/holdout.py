@@ -1,0 +1,159 @@
+"""Hold-out by a column: the last rows of each client by time, or whole groups of its rows.
+
+Rows drawn at random flatter a model where neighbours are alike, such as overlapping windows or visits of one patient:
+what is held out was nearly seen in training.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Literal
+
+import numpy as np
+
+from bpfed.data.split import check_fraction, rounded
+from bpfed.data.table import Table, Words
+from bpfed.errors import UserError, quoted
+
+_MONTH = re.compile(r"\d{4}-\d{2}")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class Holdout:
+    """How rows are held out, for the test and among training rows.
+
+    Attributes:
+        kind: ``"time"``: the last rows of each client. ``"group"``: whole groups of its rows.
+        column: The column of times (numbers or ISO dates) or of groups, which is no input.
+    """
+
+    kind: Literal["time", "group"]
+    column: str
+
+    @classmethod
+    def of(cls, text: str | None) -> Holdout | None:
+        """What ``time:COLUMN`` or ``group:COLUMN`` says; None: rows are drawn at random."""
+        if text is None:
+            return None
+        kind, _, column = text.partition(":")
+        kind, column = kind.strip(), column.strip()
+        if kind == "time" and column:
+            return cls("time", column)
+        if kind == "group" and column:
+            return cls("group", column)
+        raise UserError(
+            f"The hold-out is '{text}', but must be time:COLUMN or group:COLUMN, such as time:admitted or group:patient."
+        )
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.column}"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Columns to be read as words: identities, which may look like numbers."""
+        return (self.column,) if self.kind == "group" else ()
+
+    def check(self, tables: Mapping[str, Table], name: str) -> None:
+        """Raise a `UserError` if nothing of these clients' tables can be held out so; ``name`` is what they are called."""
+        if len(self._undivided(tables)) == len(tables):
+            raise UserError(
+                f"All rows of each client of '{name}' are of one '{self.column}', so no group can be held out; choose "
+                "another column for --holdout."
+            )
+
+    def notes(self, tables: Mapping[str, Table]) -> list[str]:
+        """What is done to these clients' tables, in sentences."""
+        what = "The last rows of each client by" if self.kind == "time" else "Whole groups of rows by"
+        found = [f"{what} '{self.column}' are held out; the column is used for this alone and is no input."]
+        if lone := self._undivided(tables):
+            who = f"Client {quoted(lone)} has" if len(lone) == 1 else f"Clients {quoted(lone)} have"
+            found.append(f"{who} rows of one '{self.column}' only, so none of them is held out.")
+        return found
+
+    def _undivided(self, tables: Mapping[str, Table]) -> list[str]:
+        """Clients whose rows are all of one group, where groups are held out."""
+        return [client for client, table in tables.items() if self.kind == "group" and not self.keys(table).any()]
+
+    def keys(self, table: Table) -> np.ndarray:
+        """What decides about each row, ``[n]`` int64: its place in time, or the number of its group.
+
+        Rows of the same time are in the order of the file.
+
+        Raises:
+            UserError: The column lacks, or a value of it; or its text is no date.
+        """
+        column = table.column(self.column)
+        table.check_filled(self.column)
+        if self.kind == "group":
+            return column.codes if isinstance(column, Words) else np.unique(column, return_inverse=True)[1]
+        times = self._times(column, table.name) if isinstance(column, Words) else column
+        places = np.empty(table.rows, dtype=np.int64)
+        places[np.argsort(times, kind="stable")] = np.arange(table.rows)
+        return places
+
+    def rows(self, table: Table, fraction: float, rng: np.random.Generator) -> np.ndarray:
+        """Which rows of a client are held out, ``[n]`` bool: about this fraction of them, and never all.
+
+        Args:
+            table: The client's rows.
+            fraction: From 0 up to, but not, 1.
+            rng: Which groups are drawn.
+        """
+        check_fraction(fraction)
+        keys = self.keys(table)
+        number = min(int(rounded(np.array(table.rows), fraction)), table.rows - 1)
+        if self.kind == "time":
+            return keys >= table.rows - number
+        sizes = np.bincount(keys)
+        order = rng.permutation(len(sizes))
+        chosen = order[whole_groups(sizes[order].tolist(), number)]
+        return np.isin(keys, chosen)
+
+    def _times(self, column: Words, name: str) -> np.ndarray:
+        """Microseconds of dates that are written as text, ``[n]`` int64."""
+        read = [self._date(word, name) for word in column.levels]
+        zoned = [date.tzinfo is not None for date in read]
+        if any(zoned) and not all(zoned):
+            one, other = column.levels[zoned.index(True)], column.levels[zoned.index(False)]
+            raise UserError(
+                f"Column '{self.column}' of '{name}' has dates with a time zone and without, such as '{one}' and "
+                f"'{other}'; write all alike."
+            )
+        dates = [date if date.tzinfo is not None else date.replace(tzinfo=UTC) for date in read]
+        return np.array([(date - _EPOCH) // timedelta(microseconds=1) for date in dates], dtype=np.int64)[column.codes]
+
+    def _date(self, word: str, name: str) -> datetime:
+        try:
+            return datetime.fromisoformat(f"{word}-01" if _MONTH.fullmatch(word) else word)
+        except ValueError:
+            raise UserError(
+                f"Column '{self.column}' of '{name}' has '{word[:40]}', but to hold out rows by time it must have numbers "
+                "or ISO dates, such as 2024-05-14 or 2024-05-14T10:30; convert it."
+            ) from None
+
+
+def whole_groups(sizes: Sequence[int], number: int) -> np.ndarray:
+    """Which groups are held out so that about ``number`` rows are, ``[G]`` bool; one at least, and never all.
+
+    Each is taken in turn if that brings the number of rows nearer, so that it is off by half a group at most. Where
+    none does, the smallest is taken.
+
+    Args:
+        sizes: Rows of each group, ``[G]``, in the order in which they are taken.
+        number: Rows to hold out; 0: none.
+    """
+    taken = np.zeros(len(sizes), dtype=bool)
+    if number < 1 or len(sizes) < 2:
+        return taken
+    held, total = 0, sum(sizes)
+    for k, size in enumerate(sizes):
+        if held + size < total and abs(held + size - number) < abs(held - number):
+            held += size
+            taken[k] = True
+    if not held:
+        taken[int(np.argmin(sizes))] = True
+    return taken
