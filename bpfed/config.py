@@ -77,6 +77,7 @@ class Config:
         recorded: What an earlier run noted of itself, by table, to be met again.
         document: The file it came from.
         notes: What the user should know, in words.
+        named: Whether the method is named, or one of its settings is given; else it may be chosen by the data.
     """
 
     data: DataSettings
@@ -85,6 +86,7 @@ class Config:
     recorded: dict[str, dict[str, Any]]
     document: Document
     notes: tuple[str, ...] = ()
+    named: bool = True
 
     @property
     def data_seed(self) -> int:
@@ -169,6 +171,7 @@ def read(path: Path | None = None, overrides: Sequence[Override] = (), text: str
     said = [Said(*_split(o, _wanted_method(tables, overrides)), o) for o in overrides]
     schema = {table: fields_of(cls) for table, cls in TABLES.items()}
     _check_values(said, schema)
+    named = bool(tables["method"]) or any(s.table == "method" for s in said)
     name, notes = _method_name(document, tables, said)
     chosen = _methods()[name]
     schema["method"] = fields_of(chosen)
@@ -192,6 +195,7 @@ def read(path: Path | None = None, overrides: Sequence[Override] = (), text: str
         recorded,
         document,
         (*notes, *_noted(document)),
+        named,
     )
 
 

@@ -5,10 +5,10 @@ the prior is and how much clients share. A pilot run trains all candidates side 
 fifths of each client's training examples and for half the rounds, and scores each on the rest. No test example takes
 part. Of a federation only sums of held-out log scores per client are used.
 
-The choice is made in stages, so that it costs little. In the first stage the best candidate is chosen. In the second,
-those that share most come first, and the first one is chosen whose score is within one standard error of the best. The
+The choice is made in stages, so that it costs little. In each stage the candidates are in order, the plain Bayesian one
+or those that share most first, and the first one is chosen whose score is within one standard error of the best. The
 error is that of the paired difference summed over clients, with clients as units: a difference that comes from one
-client alone does not count for much. So little data means much sharing.
+client alone does not count for much. So little data means Bayes' rule and much sharing.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def choose(
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Choice:
     """Choose the settings that a method offers; for the arguments see `bpfed.fit`."""
-    folds = FOLDS if int(data.train.sizes.sum()) <= FEW else 1
+    by_time = data.holdout is not None and data.holdout.kind == "time"  # then all folds would be the same
+    folds = FOLDS if int(data.train.sizes.sum()) <= FEW and not by_time else 1
     rounds = min(settings.rounds, max(LEAST, math.ceil(SHARE * settings.rounds)))
     parts = [held_out(data, HELD, settings.seed + APART * (k + 1)) for k in range(folds)]
     how = replace(as_rehearsal(settings, 1), rounds=rounds, eval_every=rounds, adapt="off", store="memory")
@@ -114,13 +115,15 @@ def choose(
         f"need about {count * folds * rounds / settings.rounds:.0f} times the computation of the run; --adapt off skips "
         "them."
     )
-    stages, chosen, known = [], [], {}
+    stages: list[tuple[Candidate, ...]] = []
+    chosen: list[int] = []
+    known: dict[Method, Scores] = {}
     for offered in method.candidates():
-        made = [replace(method, **changes) for changes in offered]
+        made = [replace(method, **dict[str, Any](changes)) for changes in offered]
         new = [one for one in made if one not in known]
         known |= dict(zip(new, _scored(new, parts, how, model, likelihood), strict=True))
         tried = tuple(Candidate(one, dict(own), *known[one]) for one, own in zip(made, offered, strict=True))
-        at = first_within_error(tried) if stages else best(tried)
+        at = first_within_error(tried)
         if not math.isfinite(tried[at].nll):
             raise Diverged("All pilot runs diverged; lower the step size, method.lr, or look for extreme values.")
         method = tried[at].method

@@ -9,7 +9,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from bpfed import methods
 from bpfed.calibration import fewest
@@ -53,7 +53,8 @@ def fit(
 
     Args:
         method: E.g. ``bpfed.methods.BPFed()``, the paper's, or the name of one, such as ``"fedavg"``, with its usual
-            settings; None: ``bpfed.methods.Recipe()``, what that became.
+            settings; None: ``bpfed.methods.Adaptive()`` for flat inputs, such as tables, with settings chosen from the
+            data, and else ``bpfed.methods.Recipe()``.
         data: A federated dataset or the name of one.
         model: Any module; None: a network that suits the data. With ``members`` its weights are the first member's, and
             the others' are drawn by its layers' ``reset_parameters``.
@@ -67,13 +68,13 @@ def fit(
         say: Called with each sentence that the user should read, such as on a damaged checkpoint; None: to stderr.
         settings: See `Settings`; single ones can be given by name, e.g. ``rounds=50, seed=0``.
     """
-    settings, method = changed(settings or Settings(), changes), method_of(method)
+    settings = changed(settings or Settings(), changes)
     if back_to is not None and out is None:
         raise UserError("back_to needs the run folder, out, with resume=True.")
     folder = Folder(Path(out), resume, overwrite, back_to) if out is not None else None
     if isinstance(data, str):
         data = load(data, seed=settings.seed)
-    method, settings = decided(method, data, settings, model, likelihood, folder, say or to_stderr)
+    method, settings = decided(method_of(method, data), data, settings, model, likelihood, folder, say or to_stderr)
     shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []
     run = prepare(method, data, settings, model, likelihood, folder, say or to_stderr)
     try:
@@ -109,7 +110,7 @@ def fit_seeds(
 
     For the other arguments see `fit`.
     """
-    base, method = changed(settings or Settings(), changes), method_of(method)
+    base = changed(settings or Settings(), changes)
     tell = once(say or to_stderr)
     runs: list[Run] = []
     folders: list[Folder | None] = []
@@ -117,7 +118,7 @@ def fit_seeds(
         own = replace(base, seed=seed)
         folder = Folder(Path(out) / f"seed-{seed}", resume, overwrite) if out is not None else None
         dealt = load(data, seed=seed) if isinstance(data, str) else data
-        used, own = decided(method, dealt, own, model, likelihood, folder, tell)
+        used, own = decided(method_of(method, dealt), dealt, own, model, likelihood, folder, tell)
         runs.append(prepare(used, dealt, own, model, likelihood, folder, tell))
         folders.append(folder)
     rehearse(runs, folders)
@@ -135,11 +136,15 @@ def seeds_of(seeds: int | Sequence[int]) -> list[int]:
     return chosen
 
 
-def method_of(method: Method | str | None) -> Method:
-    """The method itself, or the one of that name with its usual settings; the recipe where none is given."""
+def method_of(method: Method | str | None, data: FederatedData | None = None) -> Method:
+    """The method itself, or the one of that name with its usual settings.
+
+    Where none is given it is `methods.Adaptive` for flat inputs such as tables, and else `methods.Recipe`.
+    """
     if isinstance(method, str):
         return methods.method(method)()
-    return method or methods.Recipe()
+    flat = data is not None and isinstance(data.train.x, Tensor) and data.train.x.ndim == 2
+    return method or (methods.Adaptive() if flat else methods.Recipe())
 
 
 def decided(

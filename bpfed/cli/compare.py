@@ -47,7 +47,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Method that the others are compared with. \\[default: bpfed-recipe, else bpfed, else the first]",
+            help="Method that the others are compared with. \\[default: bpfed-adaptive, else bpfed-recipe, else bpfed, else the first]",
             show_default=False,
         ),
     ] = None,

@@ -17,7 +17,11 @@ ConfigFile = Annotated[
 ]
 MethodName = Annotated[
     str | None,
-    typer.Option(metavar="TEXT", help="Method (see 'bpfed methods'). \\[default: bpfed-recipe]", show_default=False),
+    typer.Option(
+        metavar="TEXT",
+        help="Method (see 'bpfed methods'). \\[default: bpfed-adaptive for tables, else bpfed-recipe]",
+        show_default=False,
+    ),
 ]
 DataDir = Annotated[
     Path | None,

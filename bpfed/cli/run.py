@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -81,21 +82,24 @@ def run(
         from bpfed.callbacks import Folder
         from bpfed.rehearsal import rehearse
         from bpfed.report.record import softly
-        from bpfed.training import decided, prepare
+        from bpfed.training import decided, method_of, prepare
 
-        out = out or free(chosen)
-        folder = Folder(out, resume, overwrite, back_to)
         if resume and source is None and not any(override.key == "data.name" for override in said):
             raise UserError(
                 f"There is no run to resume in '{out}'; choose another --out, or start a new run with --data."
             )
-        callbacks: list[Callback] = [folder, *_trackers(track or [], out)]
+        folder = Folder(out, resume, overwrite, back_to) if out is not None else None  # refused before data are read
+        _check_trackers(track or [])
         for note in chosen.notes:
             progress.say(note)
         if not quiet:
-            callbacks.append(progress)
             loading(progress, chosen.data.name, data_dir)
         data = chosen.load_data(data_dir)
+        if not chosen.named:
+            chosen = replace(chosen, method=method_of(None, data))
+        out = out or free(chosen)
+        folder = folder or Folder(out, resume, overwrite, back_to)
+        callbacks: list[Callback] = [folder, *_trackers(track or [], out), *([] if quiet else [progress])]
         used, how = decided(chosen.method, data, chosen.run, folder=folder, say=progress.say)
         trained = prepare(used, data, how, folder=folder, say=progress.say)
         chosen.confirm(trained.config())
@@ -165,12 +169,16 @@ def override(setting: str) -> Override:
 def _trackers(names: list[str], out: Path) -> list[Callback]:
     from bpfed.callbacks import MLflow, TensorBoard
 
-    found: list[Callback] = []
+    return [
+        TensorBoard(out / "tensorboard") if name == "tensorboard" else MLflow(remember=out / "mlflow.txt")
+        for name in names
+    ]
+
+
+def _check_trackers(names: list[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             raise unknown("tracker", name, TRACKERS)
-        found.append(TensorBoard(out / "tensorboard") if name == "tensorboard" else MLflow(remember=out / "mlflow.txt"))
-    return found
 
 
 def loading(progress: Progress, name: str, data_dir: Path | None) -> None:

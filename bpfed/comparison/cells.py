@@ -37,7 +37,7 @@ from bpfed.rehearsal import rehearse
 from bpfed.report.record import RunRecord
 from bpfed.run import Run, once, to_stderr, train_together
 from bpfed.schema import ROUNDS, changed
-from bpfed.training import prepare, seeds_of
+from bpfed.training import decided, prepare, seeds_of
 
 
 @dataclass
@@ -77,7 +77,8 @@ def compare(
         data: Name of a dataset, dealt out again for each seed; or a function from the seed to the data; or the data
             itself, the same for all seeds.
         seeds: Which, or how many: 3 is 0, 1 and 2.
-        reference: Whom the others' differences are taken from; None: ``bpfed-recipe``, else ``bpfed``, else the first.
+        reference: Whom the others' differences are taken from; None: ``bpfed-adaptive``, else ``bpfed-recipe``,
+            else ``bpfed``, else the first.
         out: Folder to keep everything in; what is finished there is not run again. None: nothing is written.
         settings: See `Settings`; single ones can be given by name. Rounds are 30 where nothing is said.
 
@@ -260,12 +261,14 @@ def _cell(
     """A cell that is ready to run, or the record of one that is finished."""
     settings = replace(entrant.settings, seed=seed)
     if out is None:
-        run = prepare(entrant.method, data, settings, model, likelihood, None, say)
+        used, settings = decided(entrant.method, data, settings, model, likelihood, None, say)
+        run = prepare(used, data, settings, model, likelihood, None, say)
         run.fitted = fitted
         return Cell(entrant, run, None)
     path = out / entrant.name / f"seed-{seed}"
     folder = Folder(path, resume=begun(path))
-    run = prepare(entrant.method, data, settings, model, likelihood, folder, say)
+    used, settings = decided(entrant.method, data, settings, model, likelihood, folder, say)
+    run = prepare(used, data, settings, model, likelihood, folder, say)
     run.fitted = fitted
     if not finished(path):
         return Cell(entrant, run, folder)

@@ -20,7 +20,7 @@ from bpfed.scores import deviation, mean
 #: The metrics that are compared, as far as the runs have them.
 COMPARED = ("accuracy", "rmse", "nll", "brier", "ece")
 #: The reference where none is named: the first of these that takes part.
-REFERENCES = ("bpfed-recipe", "bpfed")
+REFERENCES = ("bpfed-adaptive", "bpfed-recipe", "bpfed")
 
 
 class Vocabulary(NamedTuple):

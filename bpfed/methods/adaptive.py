@@ -49,8 +49,8 @@ from bpfed.methods.variational import RHO_FLOOR, Memory
 from bpfed.model import Model
 from bpfed.optim import Adam, adam
 
-#: Temperatures and prior scales to choose from, the strongest prior first,
-PRIORS = ((1.0, 0.5), (1.0, 1.0), (0.3, 1.0), (0.3, 2.0), (0.3, 4.0))
+#: Temperatures and prior scales to choose from, Bayes' rule with a unit prior first,
+PRIORS = ((1.0, 1.0), (1.0, 0.5), (0.3, 1.0), (0.3, 2.0), (0.3, 4.0))
 #: and deviations of the body and the head: none is FedAvg, and those of ``ALONE`` are training alone.
 ALONE = 100.0
 DEVIATIONS = ((0.0, 0.0), (0.0, 0.1), (0.1, 0.3), (0.1, 1.0), (ALONE, ALONE))
@@ -182,7 +182,7 @@ class Adaptive(Method):
             )
 
     def candidates(self) -> tuple[tuple[dict[str, float], ...], ...]:
-        """Priors, then how far clients deviate, from FedAvg to training alone; nothing where one of it is said."""
+        """Priors, then how far clients deviate, from FedAvg to training alone; nothing where one of these is given."""
         usual, chosen = type(self)(), ("temperature", "prior_scale", "deviation", "head_deviation")
         if any(getattr(self, name) != getattr(usual, name) for name in chosen):
             return ()
