@@ -13,7 +13,7 @@ from bpfed.errors import UserError, unknown
 
 # fmt: off
 METHODS = (
-    "bpfed", "bpfed-recipe", "bpfed-population", "bpfed-adaptive", "fedavg", "fedavg-ft", "local", "perfedavg", "pfedme", "pfedbayes",
+    "bpfed", "bpfed-recipe", "bpfed-population", "bpfed-adaptive", "bpfed-linear", "fedavg", "fedavg-ft", "local", "perfedavg", "pfedme", "pfedbayes",
     "fedper", "lg-fedavg", "fedrep", "fedsoul", "pfedvem", "ditto", "fedbabu",
 )
 DATASETS = (

@@ -151,6 +151,28 @@ class GaussianPredictive(NamedTuple):
         return self.weights.draw(noise.normal(noise.fold(key, word), self.weights.mean.shape[-1]))
 
 
+class CorrelatedPredictive(NamedTuple):
+    """Gaussian weights with all their correlations, w = mean + directions · ε with ε ~ N(0, I).
+
+    Draws come in pairs of ε and −ε, so that their mean is the mean's.
+
+    Attributes:
+        mean: ``[S, P]``.
+        directions: A root of the covariance, ``[S, P, R]``.
+    """
+
+    mean: Tensor
+    directions: Tensor
+
+    def draws(self, wanted: int) -> int:
+        return wanted
+
+    def draw(self, key: Tensor, index: int) -> Tensor:
+        eps = noise.normal(noise.fold(key, index // 2), self.directions.shape[-1])
+        moved = (self.directions @ eps[..., None])[..., 0]
+        return self.mean - moved if index % 2 else self.mean + moved
+
+
 class PointPredictive(NamedTuple):
     """One weight vector for each client, ``[S, P]``."""
 
@@ -188,6 +210,15 @@ class Method(ABC):
     schedule: ClassVar[str] = "constant"
     #: Fields of states that hold standard deviations: what arrives from elsewhere must be above 0 there.
     scales: ClassVar[tuple[str, ...]] = ("sigma",)
+    #: Fields of uploads that count examples or are sums of squares: they may differ between clients by any factor, so no
+    #: upload is refused for how far they moved.
+    counts: ClassVar[tuple[str, ...]] = ()
+    #: Whether the server adds uploads up, each being a change of what its client told before: no other rule can be used.
+    adds: ClassVar[bool] = False
+    #: The network that it is made for, where the run's settings leave it open.
+    network: ClassVar[str] = "auto"
+    #: Whether all clients take part in each round where the run's settings leave it open.
+    everyone: ClassVar[bool] = False
     #: Parts of the network that may not be empty, ``shared`` or ``personal``, whatever ``personal`` says.
     needs: ClassVar[tuple[str, ...]] = ()
 
@@ -233,6 +264,14 @@ class Method(ABC):
     def at_temperature(self, temperature: float) -> dict[str, float]:
         """What to set to try another ``temperature``, where the method has one: it, and what must move along."""
         return {"temperature": temperature}
+
+    def guarded(self, minimum: int) -> Method:
+        """The method at a site that tells nothing of fewer training rows than ``minimum``."""
+        return self
+
+    def held(self, model: Model) -> int:
+        """Numbers in a client's state, about; how many clients train side by side depends on it."""
+        return model.factors.total
 
     def whose(self, model: Model) -> str:
         """Which weights are personal and which shared, in words."""
