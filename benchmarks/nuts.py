@@ -86,7 +86,9 @@ def hsb82() -> Problem:
     """Achievement in mathematics, 160 schools."""
     columns, who = _table("Hsb82", "school")
     x = [columns["cses"].astype(np.float64), columns["minrty"] == "Yes", columns["sx"] == "Male"]
-    return Problem(np.column_stack(x).astype(np.float64), _standardised(columns["mAch"]), who, 0, ("cses", "minority", "male"))
+    return Problem(
+        np.column_stack(x).astype(np.float64), _standardised(columns["mAch"]), who, 0, ("cses", "minority", "male")
+    )
 
 
 def contraception() -> Problem:

@@ -20,9 +20,16 @@ def check_data(data: object) -> None:
         )
 
 
-def suited(method: Method, settings: Settings, clients: int) -> Settings:
-    """The settings with what the method is made for where they leave it open: the network, and who takes part."""
-    if settings.network == "auto" and method.network != "auto":
+def suited(method: Method, settings: Settings, clients: int, own: bool = False) -> Settings:
+    """The settings with what the method is made for where they leave it open: the network, and who takes part.
+
+    Args:
+        method: Of the run.
+        settings: As they were given.
+        clients: How many there are.
+        own: Whether the network is the user's own.
+    """
+    if settings.network == "auto" and not own:
         settings = replace(settings, network=method.network)
     if settings.participants is None and method.everyone:
         settings = replace(settings, participants=clients)

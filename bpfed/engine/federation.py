@@ -85,7 +85,7 @@ class Federation:
         check_data(data)
         data.check()
         own = module is not None
-        settings = replace(suited(method, settings, len(data)), **({"network": settings.network} if own else {}))
+        settings = suited(method, settings, len(data), own)
         check_run(method, settings, len(data), data.task, data.calibration is not None)
         if settings.calibration > 0.0:
             data = data.hold_out(settings.calibration, settings.seed)

@@ -26,7 +26,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +54,9 @@ RANGES: dict[str, Callable[[float], bool]] = {
     "between 0 and 1": lambda value: 0.0 < value < 1.0,
     "at least 0 and below 1": lambda value: 0.0 <= value < 1.0,
 }
+
+#: Networks that are built where none is given (`bpfed.networks`).
+Network = Literal["auto", "mlp", "skip", "linear"]
 
 State = Any  # a NamedTuple (of NamedTuples) of tensors; each method has its own
 
@@ -216,9 +219,11 @@ class Method(ABC):
     #: Whether the server adds uploads up, each being a change of what its client told before: no other rule can be used.
     adds: ClassVar[bool] = False
     #: The network that it is made for, where the run's settings leave it open.
-    network: ClassVar[str] = "auto"
+    network: ClassVar[Network] = "auto"
     #: Whether all clients take part in each round where the run's settings leave it open.
     everyone: ClassVar[bool] = False
+    #: Whether a step can be compiled, and recorded as a CUDA graph; not where it factorises matrices.
+    recordable: ClassVar[bool] = True
     #: Parts of the network that may not be empty, ``shared`` or ``personal``, whatever ``personal`` says.
     needs: ClassVar[tuple[str, ...]] = ()
 

@@ -16,7 +16,8 @@ exp(−½ w·A_i w + b_i·w) in place of p(D_i | w). With m, S the mean and cova
 For numbers this is A_i = XᵀX/σ² and b_i = Xᵀy/σ², whatever q, and the posterior is exact. For classes it is a fixed
 point, the Gaussian that maximises the evidence lower bound (Khan, Lin 2017, conjugate-computation variational
 inference); with values at m in place of expectations it would be Newton's method and the Laplace approximation. A pass
-over the rows sums up (2) at the present q, and a solve makes a new q of it.
+over the rows sums up (2) at the present q, and a solve makes a new q of it. For classes it goes a part of the way only,
+which is halved when the slope of the bound turns round.
 
 **Messages.** φ_i is integrated at the client, which leaves a Gaussian factor of θ with natural parameters
 
@@ -51,6 +52,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -58,7 +60,7 @@ from bpfed.errors import UserError
 from bpfed.estimators import Batch
 from bpfed.factors import Personal as Split
 from bpfed.likelihoods import Categorical, Normal
-from bpfed.methods.base import ADAPT, CorrelatedPredictive, Finished, Initial, Method, Phase
+from bpfed.methods.base import ADAPT, CorrelatedPredictive, Finished, Initial, Method, Network, Phase
 from bpfed.methods.laplace import Head
 from bpfed.model import Model
 
@@ -73,8 +75,12 @@ POINTS = 16
 #: Share of a precision's diagonal that is added for each coefficient: states are float32, and a difference of two
 #: of them (a cavity) must not be negative in any direction.
 ROUNDING = 1e-7
+#: Slopes whose product is below this, in nats, are too small to tell whether they turned round.
+LEAST_SLOPE = 1e-6
 #: Changes of a message below this, in its units, are not told: they are rounding.
 LEAST_CHANGE = 1e-5
+#: τ grows by this factor in a round at most, so that no message is far beyond the ones before.
+FASTEST = 2.0
 #: τ, σ are at least this.
 LEAST_SCALE = 1e-4
 
@@ -209,10 +215,14 @@ class Personal(NamedTuple):
     Attributes:
         site: A_i and b_i where σ = 1, ``[S, C, C]`` and ``[S, C]``; 0 before its first pass.
         told: What the server has of it; 0 before its first upload.
+        slope: Of the evidence lower bound in m, as the last solve found it, ``[S, C]``.
+        rate: Share of the way to a new site that a solve goes, ``[S, 1]``.
     """
 
     site: Natural
     told: Told
+    slope: Tensor
+    rate: Tensor
 
 
 class Local(NamedTuple):
@@ -232,6 +242,8 @@ class Local(NamedTuple):
         seen: How many rows these are, ``[S]``; 0 after a solve, with which the next pass begins.
         size: The client's rows, ``[S]``; 0 before its first step.
         telling: 1 for a client that takes part, 0 for a newcomer, ``[S]``.
+        slope: As the client keeps it.
+        rate: Likewise.
     """
 
     site: Natural
@@ -247,6 +259,8 @@ class Local(NamedTuple):
     seen: Tensor
     size: Tensor
     telling: Tensor
+    slope: Tensor
+    rate: Tensor
 
     def posterior(self) -> Natural:
         """q of w_i: the prior that the cavity makes, and the site."""
@@ -285,9 +299,10 @@ class Linear(Method):
     numbers: ClassVar[tuple[str, ...]] = ("lr", "prior_scale", "deviation", "deviation_scale")
     scales: ClassVar[tuple[str, ...]] = ("deviation", "noise")
     counts: ClassVar[tuple[str, ...]] = ("squares", "residual", "rows")
-    network: ClassVar[str] = "linear"
+    network: ClassVar[Network] = "linear"
     everyone: ClassVar[bool] = True
     adds: ClassVar[bool] = True
+    recordable: ClassVar[bool] = False
 
     personal: Split = "none"
     lr: float = 1.0
@@ -332,7 +347,7 @@ class Linear(Method):
             torch.full_like(sums.squares, self.deviation),
             torch.full_like(sums.rows, form.noise),
         )
-        return Initial(shared, Personal(none, Told(none, sums)))
+        return Initial(shared, Personal(none, Told(none, sums), none.shift, torch.full_like(sums.rows, form.rate)))
 
     def begin(self, model: Model, shared: Shared, personal: Personal, hyper: dict[str, Tensor]) -> Local:
         shared, personal = _double(shared), _double(personal)
@@ -352,6 +367,8 @@ class Linear(Method):
             seen=none,
             size=none,
             telling=torch.ones_like(none),
+            slope=personal.slope,
+            rate=personal.rate,
         )
         mean, spread = local.posterior().moments()
         # Before the first pass q is the prior, which may be so wide that no rule integrates over it.
@@ -383,7 +400,7 @@ class Linear(Method):
         tells = (local.telling > 0.0) & (local.size >= self.least_rows) & (largest >= LEAST_CHANGE)
         upload = tree_map(lambda leaf: _kept(tells, leaf).float(), Upload(added))
         known = tree_map(lambda old, more: (old + _kept(tells, more)).float(), local.told, change)
-        return Finished(upload, Personal(_float(local.site), known), {})
+        return Finished(upload, Personal(*_float((local.site, known, local.slope, local.rate))), {})
 
     def _told(self, local: Local, learnt: bool) -> Told:
         """The client's factor of θ, Eq. 3, and its sums, under the server's scales; ``learnt``: whether σ is."""
@@ -397,8 +414,8 @@ class Linear(Method):
         if learnt:
             explained = (local.spread.mT @ local.curvature @ local.spread).diagonal(dim1=-2, dim2=-1).sum(-1)
             residual, rows = local.residual + explained[:, None], local.size[:, None]
-        by_input = (t.unflatten(-1, (-1, inputs)).sum(-2) for t in (squares, determined))
-        return Told(factor, Sums(*by_input, residual, rows))
+        squares, determined = (t.unflatten(-1, (-1, inputs)).sum(-2) for t in (squares, determined))
+        return Told(factor, Sums(squares, determined, residual, rows))
 
     def aggregate(self, shared: Shared, uploads: Upload, weights: Tensor) -> Shared:
         """The sum of what clients add. Every row counts once, so ``weights`` have no part in it."""
@@ -429,6 +446,7 @@ class Linear(Method):
         known = squares + old.square()
         found = 2.0 * known / (determined + (determined.square() + 4.0 * known / self.deviation_scale**2).sqrt())
         found = torch.where(determined > 0.0, found.sqrt(), old).clamp(min=LEAST_SCALE)
+        found = torch.minimum(found, FASTEST * old)
         return torch.cat([found[:1].expand(len(sums.squares) - 1), found[-1:]]) if self.deviations == "two" else found
 
     def predictive(self, model: Model, shared: Shared, personal: Personal) -> CorrelatedPredictive:
@@ -495,6 +513,11 @@ class Form:
         return form
 
     @property
+    def rate(self) -> float:
+        """Share of the way that the first solve goes: what it finds is exact for numbers."""
+        return 0.5 if self.classes else 1.0
+
+    @property
     def outputs(self) -> int:
         """K − 1 for K classes, 1 for numbers."""
         return max(1, self.classes - 1)
@@ -511,7 +534,7 @@ class Form:
 
     def weights(self, model: Model, coefficients: Tensor, noise: Tensor | None = None) -> Tensor:
         """Weight vectors ``[S, P]`` of coefficients ``[S, C]``, with log σ of noise ``[S, 1]`` in its place."""
-        contrasts = _contrasts(self.classes).to(coefficients)
+        contrasts = torch.from_numpy(_contrasts(self.classes)).to(coefficients)
         made = coefficients.new_zeros(len(coefficients), model.factors.total)
         made = self.head.put(made, contrasts @ coefficients.unflatten(-1, (self.outputs, self.inputs)))
         if noise is not None and self.noise_at is not None:
@@ -542,8 +565,9 @@ class Form:
 
     def _classes(self, eta: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Expected slope ``[S, B, k]`` and curvature ``[S, B, k, k]`` of −log p in the outputs, and −log p itself."""
-        contrasts = _contrasts(self.classes).to(eta)
-        nodes, shares = (t.to(eta) for t in _rule(self.outputs))
+        contrasts, nodes, shares = (
+            torch.from_numpy(array).to(eta) for array in (_contrasts(self.classes), *_rule(self.outputs))
+        )
         tiny = 1e-12 * torch.eye(self.outputs, dtype=eta.dtype, device=eta.device)
         root = torch.linalg.cholesky_ex(covariance + tiny).L
         logp = torch.log_softmax((eta[..., None, :] + nodes @ root.mT) @ contrasts.T, -1)  # [S, B, points, K]
@@ -555,14 +579,22 @@ class Form:
         return (right - mean) @ contrasts, curve, -((shares @ logp) * right).sum(-1)
 
 
-def _solved(local: Local, rate: Tensor) -> Local:
+def _solved(local: Local, most: Tensor) -> Local:
     """The new site and posterior from the sums of a pass, with the sums as they are at the new mean; else as it was."""
     new = local.seen > 0.0
     full = (local.size / local.seen.clamp(min=1.0))[:, None]  # a pass that was cut short counts for all rows
     curvature, gradient = full[..., None] * local.curvature, full * local.gradient
     found = Natural(curvature, gradient + (curvature @ local.mean[..., None])[..., 0])  # Eq. 2
-    rate = rate.double()
-    site = local.site.times(1.0 - rate).plus(found.times(rate))
+    # Eq. 2 is a step along the natural gradient. Where the slope turns round it went too far.
+    slope = gradient - local.site.shift + (local.site.precision @ local.mean[..., None])[..., 0]
+    now, then = ((local.spread.mT @ t[..., None])[..., 0] / local.noise for t in (slope, local.slope))
+    turned = (now * then).sum(-1, keepdim=True)
+    rate = torch.where(
+        turned < -LEAST_SLOPE, 0.5 * local.rate, torch.where(turned > LEAST_SLOPE, 1.25 * local.rate, local.rate)
+    )
+    rate = rate.clamp(max=1.0)
+    share = torch.minimum(rate[:, 0], most.double())
+    site = local.site.times(1.0 - share).plus(found.times(share))
     solved = local._replace(site=site)
     mean, spread = solved.posterior().moments()
     moved = mean - local.mean
@@ -574,6 +606,8 @@ def _solved(local: Local, rate: Tensor) -> Local:
         curvature=curvature,
         gradient=gradient - bent,
         residual=residual,
+        slope=slope,
+        rate=rate,
         seen=torch.zeros_like(local.seen),
     )
     return tree_map(lambda then, now: torch.where(new.view(-1, *(1,) * (now.ndim - 1)), now, then), local, solved)
@@ -586,28 +620,28 @@ def _noise(old: Tensor, sums: Sums) -> Tensor:
 
 
 @cache
-def _contrasts(classes: int) -> Tensor:
+def _contrasts(classes: int) -> NDArray[np.float64]:
     """B, orthonormal: each class against the mean of those before it, ``[K, K - 1]``; of numbers 1."""
-    made = torch.ones(1, 1, dtype=torch.float64)
-    if classes:
-        made = torch.zeros(classes, classes - 1, dtype=torch.float64)
-        for k in range(1, classes):
-            made[:k, k - 1], made[k, k - 1] = -1.0, k
-            made[:, k - 1] /= math.sqrt(k * (k + 1.0))
+    if not classes:
+        return np.ones((1, 1))
+    made = np.zeros((classes, classes - 1))
+    for k in range(1, classes):
+        made[:k, k - 1], made[k, k - 1] = -1.0, k
+        made[:, k - 1] /= math.sqrt(k * (k + 1.0))
     return made
 
 
 @cache
-def _rule(outputs: int) -> tuple[Tensor, Tensor]:
+def _rule(outputs: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Points ``[T, k]`` and their shares ``[T]`` for means under N(0, I).
 
     Of one output Gauss and Hermite's; of more the points ± √k on each axis, exact for polynomials of degree 3.
     """
     if outputs == 1:
         points, shares = np.polynomial.hermite_e.hermegauss(POINTS)
-        return torch.from_numpy(points)[:, None], torch.from_numpy(shares / shares.sum())
-    axes = math.sqrt(outputs) * torch.eye(outputs, dtype=torch.float64)
-    return torch.cat([axes, -axes]), torch.full((2 * outputs,), 0.5 / outputs, dtype=torch.float64)
+        return points[:, None], shares / shares.sum()
+    axes = math.sqrt(outputs) * np.eye(outputs)
+    return np.concatenate([axes, -axes]), np.full(2 * outputs, 0.5 / outputs)
 
 
 def _each(by_input: Tensor, like: Tensor) -> Tensor:
