@@ -72,9 +72,9 @@ PASSES = 3
 MOST = 600
 #: Points of the Gauss-Hermite rule.
 POINTS = 16
-#: Share of a precision's diagonal that is added for each coefficient: states are float32, and a difference of two
-#: of them (a cavity) must not be negative in any direction.
-ROUNDING = 1e-7
+#: Share of a precision's diagonal that is added, times the number of coefficients, where it is not positive: states are
+#: float32, and a difference of two of them (a cavity) may be negative by rounding.
+ROUNDING = 1e-6
 #: Slopes whose product is below this, in nats, are too small to tell whether they turned round.
 LEAST_SLOPE = 1e-6
 #: Changes of a message below this, in its units, are not told: they are rounding.
@@ -110,11 +110,13 @@ class Natural(NamedTuple):
         return self._replace(precision=0.5 * (self.precision + self.precision.mT))
 
     def root(self) -> Tensor:
-        """L with L Lᵀ = P, ``[..., C, C]``; not a number where P is not positive."""
+        """L with L Lᵀ = P, ``[..., C, C]``; not a number where P is not positive beyond rounding."""
         diagonal = self.precision.diagonal(dim1=-2, dim2=-1)
-        added = ROUNDING * diagonal.shape[-1] * diagonal.abs()
-        factor, failed = torch.linalg.cholesky_ex(self.precision + torch.diag_embed(added))
-        return torch.where((failed > 0)[..., None, None], torch.nan, factor)
+        added = torch.diag_embed(ROUNDING * diagonal.shape[-1] * diagonal.abs())
+        factor, failed = torch.linalg.cholesky_ex(self.precision)
+        second, beyond = torch.linalg.cholesky_ex(self.precision + added)
+        factor = torch.where((failed > 0)[..., None, None], second, factor)
+        return torch.where(((failed > 0) & (beyond > 0))[..., None, None], torch.nan, factor)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean ``[..., C]``, and R with R Rᵀ the covariance, ``[..., C, C]``."""
