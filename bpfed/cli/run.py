@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bpfed.cli import show
-from bpfed.cli.flags import ConfigFile, DataDir, MethodName, ModelName, Quiet, argument, flag, schema_fields, with_schema
+from bpfed.cli.flags import (
+    ConfigFile,
+    DataDir,
+    MethodName,
+    ModelName,
+    Quiet,
+    argument,
+    flag,
+    schema_fields,
+    with_schema,
+)
 from bpfed.errors import UserError, unknown
 from bpfed.layout import CONFIG, REHEARSALS
 from bpfed.names import check_data, method_named

@@ -97,9 +97,11 @@ class Natural(NamedTuple):
     shift: Tensor
 
     def plus(self, other: Natural) -> Natural:
+        """The product of two factors."""
         return Natural(self.precision + other.precision, self.shift + other.shift)
 
     def minus(self, other: Natural) -> Natural:
+        """This factor without the other."""
         return Natural(self.precision - other.precision, self.shift - other.shift)
 
     def times(self, factor: Tensor) -> Natural:
@@ -107,6 +109,7 @@ class Natural(NamedTuple):
         return Natural(factor[..., None, None] * self.precision, factor[..., None] * self.shift)
 
     def symmetric(self) -> Natural:
+        """The same with a precision that is symmetric to the bit."""
         return self._replace(precision=0.5 * (self.precision + self.precision.mT))
 
     def root(self) -> Tensor:
