@@ -17,7 +17,7 @@ from torch.func import functional_call, vmap
 
 from bpfed.errors import UserError
 from bpfed.kernels.conv import Convolutions
-from bpfed.methods.base import GaussianPredictive, PointPredictive, Predictive
+from bpfed.methods.base import CorrelatedPredictive, GaussianPredictive, PointPredictive, Predictive
 from bpfed.model import Model
 from bpfed.propagation import Propagation
 
@@ -52,6 +52,10 @@ def moments(model: Model, predictive: Predictive, x: Tensor) -> Moments:
     """
     if isinstance(predictive, PointPredictive):
         return Moments(model.stacked_outputs(predictive.weights, x), None)
+    if isinstance(predictive, CorrelatedPredictive):  # of a network that is linear in its weights
+        along = vmap(model.stacked_outputs, (2, None))(predictive.directions, x)  # [R, S, B, K]
+        along = along.reshape(*along.shape[:3], -1).movedim(0, -1)
+        return Moments(model.stacked_outputs(predictive.mean, x).flatten(2), along @ along.mT)
     if not isinstance(predictive, GaussianPredictive):
         raise UserError("The weights of this method are not Gaussian, so there is no single pass; use how='sample'.")
     mean, sigma = predictive.weights

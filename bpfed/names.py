@@ -13,7 +13,7 @@ from bpfed.errors import UserError, unknown
 
 # fmt: off
 METHODS = (
-    "bpfed", "bpfed-recipe", "bpfed-population", "bpfed-adaptive", "fedavg", "fedavg-ft", "local", "perfedavg", "pfedme", "pfedbayes",
+    "bpfed", "bpfed-recipe", "bpfed-population", "bpfed-adaptive", "bpfed-linear", "fedavg", "fedavg-ft", "local", "perfedavg", "pfedme", "pfedbayes",
     "fedper", "lg-fedavg", "fedrep", "fedsoul", "pfedvem", "ditto", "fedbabu",
 )
 DATASETS = (
@@ -21,6 +21,8 @@ DATASETS = (
     "mnist-large", "fmnist-small", "fmnist-large", "cifar10-small", "cifar10-large",
 )
 # fmt: on
+#: Models that a method stands for, by name.
+MODELS = {"linear": "bpfed-linear"}
 #: How a path is told from a dataset's name.
 PREFIX = "folder:"
 
@@ -40,6 +42,22 @@ def check_method(name: str | None) -> None:
     """Raise a `UserError` unless there is a method of that name; None is left to the default."""
     if name is not None and name not in METHODS:
         raise unknown("method", name, METHODS)
+
+
+def method_named(method: str | None, model: str | None) -> str | None:
+    """The name of the method that is asked for, by itself or as a model; None: by neither.
+
+    Raises:
+        UserError: There is no such method or model, or both are named.
+    """
+    check_method(method)
+    if model is None:
+        return method
+    if model not in MODELS:
+        raise unknown("model", model, MODELS)
+    if method is not None and method != MODELS[model]:
+        raise UserError(f"--model {model} stands for --method {MODELS[model]}, but the method is {method}; give one.")
+    return MODELS[model]
 
 
 def check_data(name: str | None, known: Collection[str] = DATASETS) -> None:

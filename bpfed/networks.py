@@ -146,6 +146,6 @@ def make_model(
             f"are made with bpfed.likelihoods.{known} alone; use it or a subclass, or leave likelihood out."
         )
     if module is None:
-        network = method.network if settings.network == "auto" and example.ndim == 2 else settings.network
+        network = method.flat_network if settings.network == "auto" and example.ndim == 2 else settings.network
         module = default(tuple(example.shape[1:]), classes or 1, settings.seed, settings.hidden, network)
     return mixture(Model.of(module, likelihood, example, method.personal), settings.members, settings.seed)

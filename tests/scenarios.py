@@ -14,7 +14,7 @@ from bpfed.estimators import Batch
 from bpfed.likelihoods import Categorical
 from bpfed.methods.base import rows
 from bpfed.model import Model
-from bpfed.networks import mlp
+from bpfed.networks import linear, mlp
 
 
 def generator(seed=0):
@@ -79,6 +79,11 @@ def small_mlp(features=4, outputs=3, hidden=6, seed=0):
     return seeded(lambda: mlp(features, outputs, (hidden,)), seed)
 
 
+def module_for(method, features=4, outputs=3, **options):
+    """A small network of the kind that a method is for."""
+    return linear(features, outputs) if method.network == "linear" else small_mlp(features, outputs, **options)
+
+
 def smooth():
     """A network whose every weight has a gradient: a rounding error in one that has none would become a step of Adam."""
     return seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
@@ -102,7 +107,7 @@ def start(method, data=None, module=None, **settings):
     """A federation before its first round; few epochs, small batches, nothing compiled."""
     data = classification() if data is None else data
     if module is None:
-        module = small_mlp(data.input_shape[0], data.classes or 1)
+        module = module_for(method, data.input_shape[0], data.classes or 1)
     chosen = {"rounds": 2, "epochs": 2, "batch": 5, "compile": "off", "device": "cpu", "eval_draws": 4} | settings
     return Federation.start(method, data, Settings(**chosen), module)
 
@@ -236,7 +241,7 @@ def hyper(method, clients, dtype=torch.float32):
 
 def untrained(method, clients=3):
     """A method, the server's first state, and what clients would upload that train on nothing."""
-    model = model_of(small_mlp(), personal=method.personal)
+    model = model_of(module_for(method), personal=method.personal)
     first = method.init(model)
     numbers = hyper(method, clients)
     with torch.no_grad():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from scenarios import classification, generator, regression, small_mlp
+from scenarios import classification, generator, module_for, regression, small_mlp
 
 import bpfed
 from bpfed.data.federated import Examples, FederatedData
@@ -77,7 +77,8 @@ def test_more_examples_make_it_surer(run: bpfed.Run) -> None:
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_method_takes_newcomers(name: str, tmp_path: Path) -> None:
-    run = bpfed.fit(METHODS[name](), classification(), model=small_mlp(), rounds=1, epochs=1, eval_draws=2)
+    method = METHODS[name]()
+    run = bpfed.fit(method, classification(), model=module_for(method), rounds=1, epochs=1, eval_draws=2)
     x, y = newcomer()
     client = run.adapt(x, y, steps=20)
     found = client.predict(x, draws=2)

@@ -91,6 +91,24 @@ def test_flags_come_before_the_file_and_the_file_before_the_defaults(bpfed: Comm
     assert (config["run"]["rounds"], config["run"]["batch"], config["run"]["bins"]) == (1, 20, Settings().bins)
 
 
+def test_a_linear_model_is_a_flag_and_its_run_can_be_repeated_resumed_and_used(bpfed: Command) -> None:
+    lines = [f"{site},{x},{2 * x + 3 * site + (x * 7) % 3}" for site in range(12) for x in range(8)]
+    Path("t.csv").write_text("\n".join(["site,x,y", *lines]) + "\n")
+    asked = ("run", "--data", "folder:t.csv", "--target", "y", "--client-column", "site", "--rounds", "3", "--quiet")
+    outcome = bpfed.ok(*asked, "--model", "linear", "--out", "a")
+    assert "BPFed linear on folder:t.csv, 12 clients, 3 rounds, seed 0" in outcome.out
+    config = tomllib.loads(Path("a/config.toml").read_text())
+    assert config["method"]["name"] == "bpfed-linear"
+    assert (config["run"]["network"], config["run"]["participants"]) == ("linear", 12)
+    bpfed.ok("run", "a/config.toml", "--out", "b", "--quiet")
+    assert metrics(Path("a")) == metrics(Path("b"))
+    bpfed.ok("run", "--out", "b", "--resume", "--back-to", "1", "--quiet")
+    assert metrics(Path("a")) == metrics(Path("b"))
+    bpfed.ok("predict", "a", "--input", "t.csv", "--client", "3", "--out", "p.csv")
+    assert len(Path("p.csv").read_text().splitlines()) == 97
+    assert "stands for --method bpfed-linear" in bpfed(*asked, "--model", "linear", "--method", "fedavg").sentence
+
+
 def test_the_config_of_a_run_repeats_it(bpfed: Command) -> None:
     args = ("--partition", "dirichlet:0.123456789", "--test-fraction", "0.3", "--data-seed", "3", "--seed", "5")
     bpfed.ok(*SMALL, "--rounds", "2", *args, "--set", "method.sigma=0.02", "--participants", "2", "--out", "a")

@@ -19,6 +19,7 @@ def test_they_are_those_that_exist() -> None:
     assert tuple(METHODS) == names.METHODS
     assert loaded() == names.DATASETS
     assert Recipe.name == METHOD
+    assert set(names.MODELS.values()) <= set(METHODS)
     assert set(ENDINGS) == set(TABLES)
 
 
@@ -27,6 +28,8 @@ def test_they_are_those_that_exist() -> None:
     [
         "run --data digitz",
         "run --method bpfd",
+        "run --model lineer",
+        "run --model linear --method fedavg",
         "run --rounds many",
         "run --set run.seed=x",
         "run --set rounds",

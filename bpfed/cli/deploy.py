@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import typer
 
 from bpfed.cli import show
-from bpfed.cli.flags import MethodName, with_schema
+from bpfed.cli.flags import MethodName, ModelName, with_schema
 from bpfed.cli.group import Group
 from bpfed.cli.run import overrides
 from bpfed.errors import UserError
 from bpfed.files import write_whole, writing
-from bpfed.names import DATASETS, check_data, check_method
+from bpfed.names import DATASETS, check_data, method_named
 from bpfed.report import text
 
 app = typer.Typer(
@@ -79,6 +79,7 @@ def init(
         ),
     ] = None,
     method: MethodName = None,
+    model: ModelName = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. method.temperature=0.3; repeatable."),
@@ -86,7 +87,7 @@ def init(
     **flags: str | None,
 ) -> None:
     """Create certificates, a key pair per site and the configuration, ready to be taken to the sites."""
-    check_method(method)
+    method = method_named(method, model)
     _flower()
     from bpfed.config import read
     from bpfed.data.load import names

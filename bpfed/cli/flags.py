@@ -23,6 +23,15 @@ MethodName = Annotated[
         show_default=False,
     ),
 ]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="linear",
+        help="Instead of --method: 'linear' is logistic or linear regression as a hierarchical Bayesian model "
+        "(bpfed-linear).",
+        show_default=False,
+    ),
+]
 DataDir = Annotated[
     Path | None,
     typer.Option(help="Folder of the dataset's files. \\[default: BPFED_DATA, then the cache]", show_default=False),

@@ -11,10 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bpfed.cli import show
-from bpfed.cli.flags import ConfigFile, DataDir, MethodName, Quiet, argument, flag, schema_fields, with_schema
+from bpfed.cli.flags import (
+    ConfigFile,
+    DataDir,
+    MethodName,
+    ModelName,
+    Quiet,
+    argument,
+    flag,
+    schema_fields,
+    with_schema,
+)
 from bpfed.errors import UserError, unknown
 from bpfed.layout import CONFIG, REHEARSALS
-from bpfed.names import check_data, check_method
+from bpfed.names import check_data, method_named
 
 if TYPE_CHECKING:
     from bpfed.callbacks import Callback, Progress
@@ -31,6 +41,7 @@ PATIENCE = 2.0
 def run(
     config: ConfigFile = None,
     method: MethodName = None,
+    model: ModelName = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. method.temperature=0.3; repeatable."),
@@ -73,7 +84,7 @@ def run(
         if not quiet:
             progress.doing("starting")
         # The display is up before torch is imported, which takes seconds, and what was typed is looked at before that.
-        check_method(method)
+        method = method_named(method, model)
         check_data(flags["data"])
         from bpfed.config import read
 

@@ -22,7 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sgd": {"method.optimiser": "sgd", "method.lr": 0.03, "method.decay": 3.0, "run.batch": 10},
 }
 
-#: The name that stands for every method.
+#: The name that stands for every method that takes any network: what is for tables alone has to be named.
 ALL = "all"
 
 
@@ -54,9 +54,10 @@ class Entrant:
 
 
 def listed(names: str | Iterable[str]) -> list[str]:
-    """The names in a list or in a text such as ``all,fedper+laplace``, each once; ``all`` is every method."""
+    """The names in a list or in a text such as ``all,fedper+laplace``, each once; for ``all`` see `ALL`."""
     words = [w.strip() for w in (names.split(",") if isinstance(names, str) else names)]
-    found = [name for word in words if word for name in (METHODS if word == ALL else (word,))]
+    every = [name for name, kind in METHODS.items() if kind.network == "auto"]
+    found = [name for word in words if word for name in (every if word == ALL else (word,))]
     if not found:
         raise UserError("No method is named; give some as in --methods bpfed,fedavg, or all of them by --methods all.")
     for name in found:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bpfed.data.federated import FederatedData, Task
 from bpfed.engine.settings import Settings
 from bpfed.errors import UserError, first_of
@@ -16,6 +18,22 @@ def check_data(data: object) -> None:
             f"The data is a {type(data).__name__}, but must be the name of a dataset or federated data; make such data "
             "of arrays with bpfed.data.from_arrays()."
         )
+
+
+def suited(method: Method, settings: Settings, clients: int, own: bool = False) -> Settings:
+    """The settings with what the method is made for where they leave it open: the network, and who takes part.
+
+    Args:
+        method: Of the run.
+        settings: As they were given.
+        clients: How many there are.
+        own: Whether the network is the user's own.
+    """
+    if settings.network == "auto" and not own:
+        settings = replace(settings, network=method.network)
+    if settings.participants is None and method.everyone:
+        settings = replace(settings, participants=clients)
+    return settings
 
 
 def check_factors(method: Method, model: Model) -> None:
@@ -45,6 +63,12 @@ def check_run(
     """
     method.check()
     settings.check(clients)
+    if method.adds and (settings.trim is not None or settings.compression != "none"):
+        option = f"robust is '{settings.robust}'" if settings.trim is not None else "compression is 'half'"
+        raise UserError(
+            f"{option}, but the server of {method.title} adds up what clients change, and needs each change as it is; "
+            "set it to 'none'."
+        )
     if settings.scaling == "client" and task == "regression":
         raise UserError(
             "scaling fits a temperature to class probabilities, but the targets here are numbers; leave it out."

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from bpfed import noise
 from bpfed.data.federated import FederatedData
-from bpfed.engine.checks import check_data, check_factors, check_run
+from bpfed.engine.checks import check_data, check_factors, check_run, suited
 from bpfed.engine.local import LocalRound, Rows, chunk_size
 from bpfed.engine.server import Judged, Lengths, combined, judged, remembered
 from bpfed.engine.settings import Settings
@@ -84,11 +84,12 @@ class Federation:
             raise UserError(f"The method is {method!r}, but must be one such as bpfed.methods.BPFed().")
         check_data(data)
         data.check()
+        own = module is not None
+        settings = suited(method, settings, len(data), own)
         check_run(method, settings, len(data), data.task, data.calibration is not None)
         if settings.calibration > 0.0:
             data = data.hold_out(settings.calibration, settings.seed)
         device = pick_device(settings.device, settings.tf32)
-        own = module is not None
         for name in ("hidden", "network"):
             if own and getattr(settings, name) not in (None, "auto"):
                 raise UserError(
@@ -223,8 +224,8 @@ class Federation:
         key = self.keys(self.round, Purpose.TUNING, clients)
         numbers = self.method.rows_of_numbers(len(clients), self.device)
         rows_ = self._rows(clients, numbers, noise.fold(key, 0), noise.fold(key, 1))
-        weights, settings = self.model.factors.total, self.settings
-        chunk = settings.chunk or chunk_size(len(clients), weights, self.device, settings.memory)
+        held, settings = self.method.held(self.model), self.settings
+        chunk = settings.chunk or chunk_size(len(clients), held, self.device, settings.memory)
         phases = self.method.tuning(settings.epochs)
         return self._training().in_chunks(rows_, min(chunk, len(clients)), phases).personal
 

@@ -113,6 +113,7 @@ def judged(
             why[i] = "it is an upload of an earlier round."
     for name, values in lengths.items():
         limit = max(settings.max_update_ratio * usual[name], ALWAYS * size) if settings.max_update_ratio else math.inf
+        limit = math.inf if name.rpartition(".")[2] in method.counts else limit
         for i, length in enumerate(values):
             if not math.isfinite(length):
                 why[i] = why[i] or f"'{name}' is not finite or too large."

@@ -93,8 +93,8 @@ class Simulator:
             return Finished((), (), {})
         everyone = parts[0] if len(parts) == 1 else _concatenate(parts)
         drawn = sum(f.settings.per_round(len(f)) for f in self.federations)  # whoever of them fails to return
-        weights = self.train.model.factors.total
-        chunk = self.settings.chunk or chunk_size(drawn, weights, self.device, self.settings.memory)
+        held = self.train.method.held(self.train.model)
+        chunk = self.settings.chunk or chunk_size(drawn, held, self.device, self.settings.memory)
         return self.train.in_chunks(everyone, min(chunk, drawn))
 
     def _compiled(self) -> bool:

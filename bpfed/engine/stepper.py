@@ -94,7 +94,8 @@ class Stepper:
     """
 
     def __init__(self, method: Method, model: Model, phase: str, ragged: bool, compiled: bool) -> None:
-        self.method, self.model, self.phase, self.ragged, self.compiled = method, model, phase, ragged, compiled
+        self.method, self.model, self.phase, self.ragged = method, model, phase, ragged
+        self.compiled = compiled and method.recordable
         self.loops: dict[tuple[Any, ...], Repeated | Recorded] = {}
 
     def run(self, work: Work, steps: int) -> None:
@@ -103,7 +104,7 @@ class Stepper:
         shape = tuple((tuple(t.shape), t.dtype) for t in leaves)
         with torch.no_grad():
             if shape not in self.loops:
-                self.loops[shape] = (Recorded if work.x.is_cuda else Repeated)(self, work)
+                self.loops[shape] = (Recorded if work.x.is_cuda and self.method.recordable else Repeated)(self, work)
             self.loops[shape](work, steps)
 
     def advance(self, work: Work, slot: Slot) -> None:

@@ -7,7 +7,7 @@ import torch
 from bpfed.config import Config
 from bpfed.data.federated import FederatedData, Task
 from bpfed.data.holdout import Holdout
-from bpfed.engine.checks import check_factors, check_run
+from bpfed.engine.checks import check_factors, check_run, suited
 from bpfed.errors import UserError
 from bpfed.flower.pattern import patterns
 from bpfed.networks import make_model
@@ -25,7 +25,7 @@ def check_deployment(config: Config, sites: int, data: FederatedData | None = No
         sites: How many sites there are.
         data: What they have together, if that is at hand; None: what is asked for is all that is known.
     """
-    method, settings = config.method, config.run
+    method, settings = config.method, suited(config.method, config.run, sites)
     task: Task | None = config.data.task if data is None else data.task
     check_run(method, settings, sites, task)
     by = Holdout.of(config.data.holdout)

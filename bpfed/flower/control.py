@@ -19,6 +19,7 @@ from bpfed.config import Config
 from bpfed.data.load import names
 from bpfed.data.preparation import read_preparation
 from bpfed.data.table import ENDINGS
+from bpfed.engine.checks import suited
 from bpfed.engine.settings import MOST_EVALUATED
 from bpfed.errors import UserError
 from bpfed.files import PART, sync_folder, to_toml, write_whole, writing
@@ -87,6 +88,7 @@ def make(folder: Path, plan: Plan, config: Config, preparation: Path | None = No
             f"A deployment does not choose the settings of {config.method.name}; choose them in a simulation, or leave "
             "them as they are, and say --adapt off."
         )
+    config = replace(config, run=suited(config.method, config.run, len(plan.sites)))
     check_deployment(config, len(plan.sites))
     there = folder.exists()  # then it stays the folder that it is: a mount, or somebody's working directory
     part = (folder if there else folder.parent) / f".{folder.name}.{secrets.token_hex(4)}{PART}"

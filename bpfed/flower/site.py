@@ -166,14 +166,15 @@ class Site:
         self._untold = int(self.source.facts()["train"]) - int(data.train.sizes[0])
         self._tell(data.notes)
         settings = replace(self.config.run, participants=None, eval_clients=None, store="memory")
-        federation = Federation.start(self.config.method, data, settings)
+        method = self.config.method.guarded(self.limits.minimum)
+        federation = Federation.start(method, data, settings)
         if (whose := federation.method.whose(federation.model)) not in self._told:
             self._told.add(whose)
             self.say(f"Weights of this site and of all sites: {whose}.")
         if rehearsal:  # with other examples and another seed, from the same first weights
             settings = as_rehearsal(settings, rehearsal)
             cut = parted(federation.data, HELD, settings.seed)
-            federation = Federation.of(self.config.method, cut, settings, federation.model)
+            federation = Federation.of(method, cut, settings, federation.model)
         together = self.config.run.per_round(sites)
         federation.run_of_all = Course(sites, together, settings.rounds, settings.epochs, settings.batch)
         train = federation.data.train  # without what is held back or held out
@@ -181,10 +182,8 @@ class Site:
         # clients of any size, and what is beyond a client's examples counts for nothing; a site that joined late may
         # have more examples than any that told of theirs.
         compiled = settings.compile == "on"
-        federation.training = LocalRound.of(
-            self.config.method, federation.model, train, settings, compiled, longest=longest
-        )
-        self.patterns = patterns(self.config.method, federation.model, settings.compression == "half")
+        federation.training = LocalRound.of(method, federation.model, train, settings, compiled, longest=longest)
+        self.patterns = patterns(method, federation.model, settings.compression == "half")
         return federation
 
     def _tell(self, notes: Iterable[str]) -> None:

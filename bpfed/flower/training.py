@@ -20,7 +20,7 @@ from bpfed import noise
 from bpfed.card import without_examples
 from bpfed.config import Config
 from bpfed.data.federated import FederatedData
-from bpfed.engine.checks import check_run
+from bpfed.engine.checks import check_run, suited
 from bpfed.engine.evaluate import evaluated_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.server import remembered
@@ -265,8 +265,9 @@ def server_side(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any]
         facts: What their data have in common.
         rehearsal: Which rehearsal it is, from 1; 0: the run itself. All start with the run's first weights.
     """
-    check_run(config.method, config.run, len(sites), facts["task"])
-    method, settings, data = config.method, config.run, _known(config, sites, facts)
+    method, data = config.method, _known(config, sites, facts)
+    settings = suited(method, config.run, len(sites))
+    check_run(method, settings, len(sites), facts["task"])
     model = make_model(torch.zeros(2, *data.input_shape), data.classes, method, settings)
     first = method.init(model)
     settings = as_rehearsal(settings, rehearsal) if rehearsal else settings

@@ -15,6 +15,7 @@ from bpfed.methods.fedper import FedPer
 from bpfed.methods.fedrep import FedRep
 from bpfed.methods.fedsoul import FedSOUL
 from bpfed.methods.lgfedavg import LGFedAvg
+from bpfed.methods.linear import Linear
 from bpfed.methods.local import LocalOnly
 from bpfed.methods.perfedavg import PerFedAvg
 from bpfed.methods.pfedbayes import PFedBayes
@@ -30,6 +31,7 @@ METHODS: dict[str, type[Method]] = {
         Recipe,
         Population,
         Adaptive,
+        Linear,
         FedAvg,
         FedAvgFT,
         LocalOnly,
@@ -72,6 +74,7 @@ __all__ = [
     "FedRep",
     "FedSOUL",
     "LGFedAvg",
+    "Linear",
     "LocalOnly",
     "Method",
     "PFedBayes",

@@ -147,7 +147,7 @@ class Adaptive(Method):
     random_words: ClassVar[str] = "every weight"
     schedule: ClassVar[str] = "cosine"
     weighting: ClassVar[str] = "size"
-    network: ClassVar[str] = "skip"
+    flat_network: ClassVar[str] = "skip"
     numbers: ClassVar[tuple[str, ...]] = (
         "lr",
         "temperature",

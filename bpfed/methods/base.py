@@ -26,7 +26,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +54,9 @@ RANGES: dict[str, Callable[[float], bool]] = {
     "between 0 and 1": lambda value: 0.0 < value < 1.0,
     "at least 0 and below 1": lambda value: 0.0 <= value < 1.0,
 }
+
+#: Networks that are built where none is given (`bpfed.networks`).
+Network = Literal["auto", "mlp", "skip", "linear"]
 
 State = Any  # a NamedTuple (of NamedTuples) of tensors; each method has its own
 
@@ -151,6 +154,28 @@ class GaussianPredictive(NamedTuple):
         return self.weights.draw(noise.normal(noise.fold(key, word), self.weights.mean.shape[-1]))
 
 
+class CorrelatedPredictive(NamedTuple):
+    """Gaussian weights with all their correlations, w = mean + directions · ε with ε ~ N(0, I).
+
+    Draws come in pairs of ε and −ε, so that their mean is the mean's.
+
+    Attributes:
+        mean: ``[S, P]``.
+        directions: A root of the covariance, ``[S, P, R]``.
+    """
+
+    mean: Tensor
+    directions: Tensor
+
+    def draws(self, wanted: int) -> int:
+        return wanted
+
+    def draw(self, key: Tensor, index: int) -> Tensor:
+        eps = noise.normal(noise.fold(key, index // 2), self.directions.shape[-1])
+        moved = (self.directions @ eps[..., None])[..., 0]
+        return self.mean - moved if index % 2 else self.mean + moved
+
+
 class PointPredictive(NamedTuple):
     """One weight vector for each client, ``[S, P]``."""
 
@@ -188,10 +213,21 @@ class Method(ABC):
     schedule: ClassVar[str] = "constant"
     #: What an upload weighs unless the run's settings say: ``equal``, or ``size``, the number of the client's examples.
     weighting: ClassVar[str] = "equal"
-    #: Network for flat inputs unless one is given or the run's settings say: ``mlp`` or ``skip``.
-    network: ClassVar[str] = "mlp"
+    #: Network for flat inputs, where neither the run's settings nor ``network`` say which: ``mlp`` or ``skip``.
+    flat_network: ClassVar[str] = "mlp"
     #: Fields of states that hold standard deviations: what arrives from elsewhere must be above 0 there.
     scales: ClassVar[tuple[str, ...]] = ("sigma",)
+    #: Fields of uploads that count examples or are sums of squares: they may differ between clients by any factor, so no
+    #: upload is refused for how far they moved.
+    counts: ClassVar[tuple[str, ...]] = ()
+    #: Whether the server adds uploads up, each being a change of what its client told before: no other rule can be used.
+    adds: ClassVar[bool] = False
+    #: The network that it is made for, where the run's settings leave it open.
+    network: ClassVar[Network] = "auto"
+    #: Whether all clients take part in each round where the run's settings leave it open.
+    everyone: ClassVar[bool] = False
+    #: Whether a step can be compiled, and recorded as a CUDA graph; not where it factorises matrices.
+    recordable: ClassVar[bool] = True
     #: Parts of the network that may not be empty, ``shared`` or ``personal``, whatever ``personal`` says.
     needs: ClassVar[tuple[str, ...]] = ()
 
@@ -237,6 +273,14 @@ class Method(ABC):
     def at_temperature(self, temperature: float) -> dict[str, float]:
         """What to set to try another ``temperature``, where the method has one: it, and what must move along."""
         return {"temperature": temperature}
+
+    def guarded(self, minimum: int) -> Method:
+        """The method at a site that tells nothing of fewer training rows than ``minimum``."""
+        return self
+
+    def held(self, model: Model) -> int:
+        """Numbers in a client's state, about; how many clients train side by side depends on it."""
+        return model.factors.total
 
     def whose(self, model: Model) -> str:
         """Which weights are personal and which shared, in words."""

@@ -178,6 +178,14 @@ def test_a_deployment_says_that_it_chooses_no_settings(bpfed, tmp_path):
     bpfed.ok(*asked, "--method", "bpfed-adaptive", "--adapt", "off")
 
 
+def test_a_deployment_notes_what_its_method_is_made_for(bpfed, tmp_path):
+    asked = ("deploy", "init", tmp_path / "fed", "--sites", ",".join(f"s{i}" for i in range(12)))
+    bpfed.ok(*asked, "--address", "localhost:8000", "--model", "linear")
+    config = tomllib.loads((tmp_path / "fed" / "server" / "config.toml").read_text())
+    assert config["method"]["name"] == "bpfed-linear"
+    assert (config["run"]["network"], config["run"]["participants"]) == ("linear", 12)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "[2001:db8::1]", "10.0.0.1", "fed.example.org"])
 def test_a_certificate_names_the_host_that_sites_reach(bpfed, tmp_path, host):
     bpfed.ok("deploy", "init", tmp_path / "fed", "--sites", "a,b", "--address", f"{host}:8000")

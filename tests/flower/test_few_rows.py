@@ -25,7 +25,7 @@ from bpfed.flower.limits import Limits
 from bpfed.flower.pattern import Refused
 from bpfed.flower.plan import Plan
 from bpfed.flower.site import Site
-from bpfed.methods import BPFed, FedAvg
+from bpfed.methods import BPFed, FedAvg, Linear
 from bpfed.report import RunRecord
 from bpfed.schema import DataSettings
 
@@ -144,7 +144,7 @@ def test_a_small_site_does_not_join_and_is_told_what_to_do(tmp_path, rows):
 
 @pytest.mark.parametrize(
     ("rows", "method"),
-    [(1, FedAvg()), (2, FedAvg()), (3, FedAvg()), (9, FedAvg()), (9, BPFed())],
+    [(1, FedAvg()), (2, FedAvg()), (3, FedAvg()), (9, FedAvg()), (9, BPFed()), (1, Linear()), (9, Linear())],
     ids=lambda given: getattr(given, "name", given),
 )
 def test_with_an_agreed_preparation_no_byte_tells_of_a_row_of_a_small_site(tmp_path, preparation, rows, method):
@@ -166,6 +166,19 @@ def test_with_an_agreed_preparation_no_byte_tells_of_a_row_of_a_small_site(tmp_p
     for part in ("sums", "held", "info"):
         assert not any(made.numbers("a", part)), part
     assert {record["answer"]["train"] for record in made.answers["a"]} == {0, 10}  # never how many it has
+
+
+def test_sums_of_few_rows_are_not_uploaded(tmp_path, preparation):
+    """The messages of linear models are sums over rows, and of few rows they are the rows."""
+    files = {"a": written_to(tmp_path / "a.csv", rows_of(1, 9)), "b": written_to(tmp_path / "b.csv", rows_of(2, 80))}
+    made = Federation(tmp_path, files, preparation, Linear())
+    server = made.serve()
+    assert server.journal.counted == {"a": 2, "b": 2}
+    uploaded = {
+        site: any(any(array.data) for record in answers if "upload" in record for array in record["upload"].values())
+        for site, answers in made.answers.items()
+    }
+    assert uploaded == {"a": False, "b": True}
 
 
 def test_what_is_searched_for_is_found_in_a_site_that_tells_of_every_row(tmp_path, preparation):

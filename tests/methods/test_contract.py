@@ -52,7 +52,7 @@ class Client:
     def __init__(self, name, count=CLIENTS):
         self.method = METHODS[name]()
         self.method.check()
-        self.model = scenarios.model_of(scenarios.small_mlp(), personal=self.method.personal)
+        self.model = scenarios.model_of(scenarios.module_for(self.method), personal=self.method.personal)
         self.initial = self.method.init(self.model)
         self.shared = rows(self.initial.shared, count)
         self.personal = rows(self.initial.personal, count)
@@ -130,7 +130,10 @@ def test_an_upload_is_made_of_shared_tensors_only(client):
     finished, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
     factors = client.model.factors
     widths = {factors.shared} | ({factors.total - factors.shared} if client.method.population else set())
-    assert all(t.shape[0] == CLIENTS and t.shape[1:] in {(width,) for width in widths} for t in leaves(finished.upload))
+    shapes = {(width,) for width in widths}
+    if client.method.adds:  # changes of what the server holds: sums over all clients
+        shapes = {t.shape for t in leaves(client.initial.shared)}
+    assert all(t.shape[0] == CLIENTS and t.shape[1:] in shapes for t in leaves(finished.upload))
 
 
 def test_an_upload_before_any_step_says_nothing_of_the_personal_state(client):
