@@ -9,7 +9,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from bpfed import methods
 from bpfed.calibration import fewest
@@ -25,6 +25,7 @@ from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.likelihoods import Likelihood
 from bpfed.methods.base import Method
+from bpfed.names import PREFIX
 from bpfed.metrics import SURE
 from bpfed.pilot import choose
 from bpfed.rehearsal import rehearse
@@ -53,8 +54,8 @@ def fit(
 
     Args:
         method: E.g. ``bpfed.methods.BPFed()``, the paper's, or the name of one, such as ``"fedavg"``, with its usual
-            settings; None: ``bpfed.methods.Adaptive()`` for flat inputs, such as tables, with settings chosen from the
-            data, and else ``bpfed.methods.Recipe()``.
+            settings; None: ``bpfed.methods.Adaptive()`` for tables, with settings chosen from the data, and else
+            ``bpfed.methods.Recipe()``.
         data: A federated dataset or the name of one.
         model: Any module; None: a network that suits the data. With ``members`` its weights are the first member's, and
             the others' are drawn by its layers' ``reset_parameters``.
@@ -139,12 +140,14 @@ def seeds_of(seeds: int | Sequence[int]) -> list[int]:
 def method_of(method: Method | str | None, data: FederatedData | None = None) -> Method:
     """The method itself, or the one of that name with its usual settings.
 
-    Where none is given it is `methods.Adaptive` for flat inputs such as tables, and else `methods.Recipe`.
+    Where none is given it is `methods.Adaptive` for tables and other files of flat inputs, and else `methods.Recipe`.
     """
     if isinstance(method, str):
         return methods.method(method)()
-    flat = data is not None and isinstance(data.train.x, Tensor) and data.train.x.ndim == 2
-    return method or (methods.Adaptive() if flat else methods.Recipe())
+    if method is not None or not isinstance(data, FederatedData):
+        return method or methods.Recipe()
+    files = data.preparation is not None or data.name.startswith(PREFIX)
+    return methods.Adaptive() if files and data.train.x.ndim == 2 else methods.Recipe()
 
 
 def decided(
@@ -166,7 +169,7 @@ def decided(
         from bpfed.config import read
 
         return read(folder.begun).method, replace(settings, adapt="off")
-    check_data(data)
+    prepare(method, data, settings, model, likelihood)  # so that what cannot be run is refused at once
     choice = choose(method, data, settings, model, likelihood, say)
     say(choice.words)
     return choice.method, replace(settings, adapt="off")

@@ -95,11 +95,11 @@ def run(
         from bpfed.report.record import softly
         from bpfed.training import decided, method_of, prepare
 
+        folder = Folder(out, resume, overwrite, back_to) if out is not None else None  # refused before data are read
         if resume and source is None and not any(override.key == "data.name" for override in said):
             raise UserError(
                 f"There is no run to resume in '{out}'; choose another --out, or start a new run with --data."
             )
-        folder = Folder(out, resume, overwrite, back_to) if out is not None else None  # refused before data are read
         _check_trackers(track or [])
         for note in chosen.notes:
             progress.say(note)

@@ -34,7 +34,7 @@ def test_as_many_take_part_as_were_asked_for_and_nobody_twice():
         drawn = federation.participants(round_)
         assert len(drawn) == len(drawn.unique()) == 5
     assert len(many(participants=12).participants(1)) == 12
-    assert len(many().participants(1)) == 10  # the paper's number
+    assert len(many().participants(1)) == 12  # all of them
 
 
 def test_everybody_takes_part_equally_often_and_pairs_meet_equally_often():
