@@ -25,8 +25,8 @@ from bpfed.engine.settings import Settings
 from bpfed.errors import UserError
 from bpfed.likelihoods import Likelihood
 from bpfed.methods.base import Method
-from bpfed.names import PREFIX
 from bpfed.metrics import SURE
+from bpfed.names import PREFIX
 from bpfed.pilot import choose
 from bpfed.rehearsal import rehearse
 from bpfed.report import text
