@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bpfed.run import Run
     from bpfed.training import fit, fit_seeds
 
-__version__ = "0.8.0"
+__version__ = "0.9.0"
 
 __all__ = [
     "Client",
