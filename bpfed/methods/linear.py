@@ -286,7 +286,8 @@ class Linear(Method):
 
     Attributes:
         personal: Always ``none``: every coefficient has a shared part.
-        lr: Share of the way from a client's old site to the new one that a solve goes; 1: all of it.
+        lr: Share of the way to a new solution that a pass goes at most, where 1 is a whole Newton step. Below 1 it takes
+            more rounds; classes begin with half a step and adapt by themselves.
         prior_scale: s, prior standard deviation of the shared coefficients.
         deviation: τ at the start: how far the coefficients of clients deviate.
         deviation_scale: u, scale of the prior of τ.
