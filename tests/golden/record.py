@@ -20,6 +20,8 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -177,11 +179,15 @@ def helps(folder: Path) -> dict[str, str]:
         for name, one in getattr(command, "commands", {}).items():
             yield from commands(one, (*path, name))
 
+    apps = {"bpfed": app}
+    if find_spec("experiments") is not None:  # a package of its own, whose commands are still reached by `bpfed paper`
+        apps["bpfed paper"] = import_module("experiments.cli").app
     found = {}
-    for path in commands(get_command(app)):
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
-            app([*path, "--help"], prog_name="bpfed")
-        found[" ".join(("bpfed", *path))] = " ".join(re.sub("[─-╿]", " ", out.getvalue()).split())
+    for program, one in apps.items():
+        for path in commands(get_command(one)):
+            with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+                one([*path, "--help"], prog_name=program)
+            found[" ".join((program, *path))] = " ".join(re.sub("[─-╿]", " ", out.getvalue()).split())
     return found
 
 
@@ -253,7 +259,8 @@ def main() -> None:
             for part, value in hashes(numbers(name)).items():
                 print(f"{value}  {name}: {part}")
         for name in TEXTS:
-            print(f"{digest(texts(name))}  {name}")
+            for of, text in sorted(texts(name).items()):
+                print(f"{digest(text)}  {name}: {of}")
         return
     found = {name: summed(numbers(name)) for name in CASES}
     said = {f"{name}: {of}": text for name in TEXTS for of, text in texts(name).items()}
