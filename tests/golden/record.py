@@ -68,7 +68,7 @@ def fit(method: str, data: Any = None, **changes: Any) -> bpfed.Run:
     """A short run on a small federation; the network is smooth, so that rounding errors stay small."""
     data = scenarios.classification() if data is None else data
     chosen = {"progress": False, "say": lambda sentence: None, **SHORT, **changes}
-    if data.task == "classification":
+    if data.task == "classification" and METHODS[method].network == "auto":
         chosen.setdefault("model", scenarios.smooth())
     return bpfed.fit(METHODS[method](), data, **chosen)
 
