@@ -16,13 +16,13 @@ test: .venv/.test
 
 # Real processes on loopback; minutes, and they want a quiet machine.
 test-deploy: .venv/.test
-	BPFED_TEST_DEPLOY=1 $(BIN)/python -m pytest tests/flower/test_real.py tests/flower/test_socket.py tests/flower/test_strangers.py
+	BPFED_TEST_DEPLOY=1 $(BIN)/python -m pytest tests/deploy/test_real.py tests/deploy/test_socket.py tests/deploy/test_strangers.py
 
 bench: .venv/.test
 	$(BIN)/python -m benchmarks
 
 lint: .venv/.dev
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
 
 docs: .venv/.deploy
 	$(BIN)/python docs/build.py

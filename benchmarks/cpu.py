@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.loops import bayesian, deterministic
 from benchmarks.stacked import Stacked
 from bpfed.methods import BPFed, FedAvg
-from bpfed.networks import mlp
+from bpfed.nn.networks import mlp
 
 REPEATS = 5
 

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rounds
-from bpfed.config import Override, read
-from bpfed.files import write_whole
-from bpfed.flower import control, keys, processes
-from bpfed.flower.plan import Plan
-from bpfed.layout import RUN, SERVER, STATES
+from bpfed._util.files import write_whole
+from bpfed._util.paths import RUN, SERVER, STATES
+from bpfed.config.reader import Override, read
+from bpfed.deploy.ops import admin, certificates, supervise
+from bpfed.deploy.settings import Plan
 
 ROUNDS = 400  # more than are needed: the script ends the run
 WANTED = {"data.name": "digits", "data.clients": 4, "run.rounds": ROUNDS, "run.epochs": 1, "run.eval_every": 1}
@@ -105,7 +105,7 @@ class Watched:
         self.server, self.most, self.back = server, 0, 0
 
     def now(self) -> dict[str, Any]:
-        found = control.status(self.server)
+        found = admin.status(self.server)
         if found is None or found["state"] == "starting":
             return {"round": 0, "sites": {}, "pid": 0}
         self.most = max(self.most, found["round"])
@@ -171,9 +171,9 @@ class Faults:
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="bpfed-faults-")).resolve()
     config = read(None, [Override(key, str(value)) for key, value in WANTED.items()])
-    plan = Plan(config.load_data().clients, f"127.0.0.1:{processes.free_port()}", timeout=TIMEOUT, wait=600.0)
+    plan = Plan(config.load_data().clients, f"127.0.0.1:{supervise.free_port()}", timeout=TIMEOUT, wait=600.0)
     fed = folder / "fed"
-    control.make(fed, plan, config)
+    admin.make(fed, plan, config)
     server = fed / SERVER
     *honest, rogue = plan.sites
     victim, tight = honest[1], honest[2]
@@ -184,22 +184,22 @@ def main() -> None:
 
     faults = Faults(watched, sys.argv[2:], say)
     with (
-        processes.until_told(),
-        small_disk(control.site_folder(fed, tight) / STATES) as small,
-        control.started(fed, replace(plan, sites=tuple(honest)), "digits", say) as running,
+        supervise.until_told(),
+        small_disk(admin.site_folder(fed, tight) / STATES) as small,
+        admin.started(fed, replace(plan, sites=tuple(honest)), "digits", say) as running,
     ):
-        own = control.site_folder(fed, rogue)
+        own = admin.site_folder(fed, rogue)
         replace(plan, site=rogue, data="digits").write(own)
         command = [sys.executable, "-m", "benchmarks.rogue", str(own)]
-        running[rogue] = processes.start(command, dict(os.environ), own / "site.log")
-        follower = threading.Thread(target=lambda: control.run(server, plan, say, lambda found: None), daemon=True)
+        running[rogue] = supervise.start(command, dict(os.environ), own / "site.log")
+        follower = threading.Thread(target=lambda: admin.run(server, plan, say, lambda found: None), daemon=True)
         follower.start()
         watched.until(lambda s: s["round"] >= 1, "the first round")
         quiet = watched.now()["round"] + 3
         watched.until(lambda s: s["round"] >= quiet, "rounds without a fault")
         _spoilt_answers(faults, own, rogue)
         if small:
-            _full_disk(faults, control.site_folder(fed, tight) / STATES, tight)
+            _full_disk(faults, admin.site_folder(fed, tight) / STATES, tight)
         else:
             say("No disk of its own could be mounted; the fault 'full disk' is left out.")
         _killed(faults, fed, running, victim)
@@ -211,7 +211,7 @@ def main() -> None:
         print("| " + " | ".join(row) + " |")
     print(f"\n{final['round']} rounds done; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.")
     print(f"Sites: {final['sites']}\n")
-    print(rounds.table(server / RUN, {site: control.site_folder(fed, site) / "site.log" for site in plan.sites}))
+    print(rounds.table(server / RUN, {site: admin.site_folder(fed, site) / "site.log" for site in plan.sites}))
 
 
 def _spoilt_answers(faults: Faults, own: Path, rogue: str) -> None:
@@ -265,7 +265,7 @@ def _killed(faults: Faults, fed: Path, running: dict[str, subprocess.Popen[bytes
         "`kill -9` of a site's worker",
         "the client starts another, which reads its state from the disk",
         victim,
-        kill(client, "bpfed.flower.worker"),
+        kill(client, "bpfed.deploy.site.worker"),
     )
     faults.make(
         "`kill -9` of a site's SuperNode",
@@ -283,16 +283,16 @@ def _killed(faults: Faults, fed: Path, running: dict[str, subprocess.Popen[bytes
         "a site's worker hangs (`SIGSTOP`)",
         "time-out, the client replaces the worker",
         victim,
-        kill(client, "bpfed.flower.worker", signal.SIGSTOP),
+        kill(client, "bpfed.deploy.site.worker", signal.SIGSTOP),
     )
 
     def restart() -> None:
-        own = control.site_folder(fed, victim)
+        own = admin.site_folder(fed, victim)
         for pid in [*children(client.pid), client.pid]:
             os.kill(pid, signal.SIGKILL)
         client.wait()
         command = [sys.executable, "-m", "bpfed", "deploy", "client", str(own), "--data", "digits"]
-        running[victim] = processes.start(command, dict(os.environ), own / "site.log")
+        running[victim] = supervise.start(command, dict(os.environ), own / "site.log")
 
     faults.make("`kill -9` of all of a site, and restart", "its state is read from its disk", victim, restart)
 
@@ -313,13 +313,13 @@ def _stranger(
     own.mkdir()
     elsewhere.mkdir()
     replace(plan, site=victim, data="digits").write(own)
-    for file in ("config.toml", keys.AUTHORITY):
+    for file in ("config.toml", certificates.AUTHORITY):
         (own / file).write_bytes((server / file).read_bytes())
-    (elsewhere / keys.AUTHORITY).write_bytes((server / keys.AUTHORITY).read_bytes())
-    keys.make_site(own, elsewhere, victim)
+    (elsewhere / certificates.AUTHORITY).write_bytes((server / certificates.AUTHORITY).read_bytes())
+    certificates.make_site(own, elsewhere, victim)
     start, log, before = time.monotonic(), folder / "stranger.log", faults.watched.now()["round"]
     command = [sys.executable, "-m", "bpfed", "deploy", "client", str(own), "--data", "digits"]
-    alien = running["stranger"] = processes.start(command, dict(os.environ), log)
+    alien = running["stranger"] = supervise.start(command, dict(os.environ), log)
     faults.watched.until(lambda s: alien.poll() is not None, "the refusal of a stranger")
     said, seconds = log.read_text(errors="replace"), time.monotonic() - start
     what = "refused" if "refuses this site's key" in said else f"ended with {alien.returncode}"

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from benchmarks.stacked import Stacked
+from bpfed.engine.compiled_step import Recorded
 from bpfed.engine.federation import pick_device
-from bpfed.engine.stepper import Recorded
 from bpfed.methods import BPFed
-from bpfed.networks import LeNet, mlp
+from bpfed.nn.networks import LeNet, mlp
 
 
 def run() -> dict[str, object] | str:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from bpfed.config.settings import Settings
 from bpfed.data import load
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
-from bpfed.engine.store import MemoryStore
-from bpfed.gaussian import Gaussian
+from bpfed.engine.state_store import MemoryStore
+from bpfed.inference.gaussian import Gaussian
 from bpfed.methods import BPFed
 
 #: From what the client would send, the server's state, the round, and the uploads of earlier rounds to what it sends.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bpfed.engine.federation import pick_device
-from bpfed.kernels import conv
+from bpfed.nn.kernels import conv
 
 #: Clients, images of each, channels in and out, side of the kernel, side of the images, stride, padding.
 SHAPES = [
@@ -35,7 +35,7 @@ def run() -> dict[str, object] | str:
     if not torch.cuda.is_available():
         return "no CUDA device here; skipped"
     pick_device("cuda")
-    from bpfed.kernels import conv_triton
+    from bpfed.nn.kernels import conv_triton
 
     found: dict[str, object] = {"device": torch.cuda.get_device_name()}
     before = os.environ.get("BPFED_KERNELS")

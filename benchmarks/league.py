@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from bpfed.config.settings import Settings
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
 from bpfed.methods import BPFed, FedAvg, Recipe
 from bpfed.methods.base import Method

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bpfed import fit
+from bpfed._util.errors import UserError
 from bpfed.data import Examples, FederatedData, load
-from bpfed.errors import UserError
+from bpfed.inference.predictive import Classified, Predictive, classify
+from bpfed.inference.rng import Purpose
 from bpfed.methods import BPFed, Recipe
-from bpfed.methods.base import Predictive, rows
-from bpfed.model import Model
-from bpfed.networks import LeNet
-from bpfed.noise import Purpose
-from bpfed.predict import Classified, classify
-from bpfed.run import Run
+from bpfed.methods.base import rows
+from bpfed.nn.model import Model
+from bpfed.nn.networks import LeNet
+from bpfed.runs.run import Run
 
 #: Draws that the single pass is compared with in time, and in its probabilities.
 DRAWS, MANY = 50, 400

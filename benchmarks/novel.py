@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import bpfed
-from bpfed.adapt import adapt
-from bpfed.client import Client
 from bpfed.data import FederatedData, load
 from bpfed.engine.federation import Federation
-from bpfed.likelihoods import Categorical
+from bpfed.inference.likelihoods import Categorical
 from bpfed.methods import BPFed, method
-from bpfed.model import Model
-from bpfed.networks import default
+from bpfed.nn.model import Model
+from bpfed.nn.networks import default
+from bpfed.runs.adapt import adapt
+from bpfed.runs.client import Client
 
 ROUNDS, SEED = 40, 0
 #: Clients held out of training, one of each of the two groups of labels.

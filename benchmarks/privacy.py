@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.nn.functional import avg_pool2d
 
+from bpfed.aggregation.privacy import noise_for
+from bpfed.config.settings import Settings
 from bpfed.data import FederatedData, load
 from bpfed.data.arrays import from_arrays
 from bpfed.data.partition import Partition
-from bpfed.engine.settings import Settings
 from bpfed.methods import Method, method
-from bpfed.networks import mlp
-from bpfed.privacy import noise_for
-from bpfed.run import train_together
-from bpfed.training import prepare
+from bpfed.nn.networks import mlp
+from bpfed.runs.fit import prepare
+from bpfed.runs.run import train_together
 
 ROUNDS, EPOCHS, BATCH, HIDDEN, DELTA = 20, 10, 100, 32, 1e-5
 #: Number of clients; half of them take part in a round in the mean.

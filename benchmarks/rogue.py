@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from bpfed.flower import deployed, processes, supernode, supervisor, worker
-from bpfed.flower.plan import Plan
-from bpfed.flower.site import Site
+from bpfed.deploy import folders
+from bpfed.deploy.ops import flower, supervise
+from bpfed.deploy.settings import Plan
+from bpfed.deploy.site import worker
+from bpfed.deploy.site.site import Site
 
 GIGABYTE = 1 << 30
 
@@ -82,11 +84,11 @@ def main() -> None:
     def say(sentence: str) -> None:
         print(sentence, file=sys.stderr, flush=True)
 
-    honest = deployed.open_site
-    deployed.open_site = lambda folder, say, data=None: spoiling(honest(folder, say, data), folder / "spoil")
+    honest = folders.open_site
+    folders.open_site = lambda folder, say, data=None: spoiling(honest(folder, say, data), folder / "spoil")
     threading.Thread(target=worker.work, args=(folder, say), daemon=True).start()
-    env = processes.environment(folder / "flwr", plan)
-    supervisor.watch("The SuperNode", lambda: supernode.command(folder, plan), env, say, lambda: None)
+    env = supervise.environment(folder / "flwr", plan)
+    supervise.watch("The SuperNode", lambda: flower.supernode_command(folder, plan), env, say, lambda: None)
 
 
 if __name__ == "__main__":

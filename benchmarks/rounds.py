@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bpfed.layout import EXCHANGES
+from bpfed._util.paths import EXCHANGES
 
 DAY = 86_400.0
-#: What marks a moment in a site's log; the times of `bpfed.flower.supervisor.stamp` stand before it.
+#: What marks a moment in a site's log; the times of `bpfed.deploy.ops.supervise.stamp` stand before it.
 MARKS = {
     "received": r"Receiving: train message",
     "asked": r"bpfed: .+: asked, (?P<age>[\d.]+) s after",

@@ -30,12 +30,12 @@ def _measure(clients: int) -> dict[str, float]:
 def _child(clients: int) -> None:
     import torch
 
+    from bpfed.config.settings import Settings
     from bpfed.data import synthetic
-    from bpfed.engine import checkpoint
     from bpfed.engine.federation import Federation
-    from bpfed.engine.settings import Settings
     from bpfed.engine.simulator import Simulator
     from bpfed.methods import BPFed
+    from bpfed.runs import checkpoint
 
     torch.set_num_threads(1)
     data = synthetic(clients, 20)

@@ -6,13 +6,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from bpfed import noise
-from bpfed.engine.local import LocalRound, Rows
-from bpfed.engine.simulator import chunk_size
-from bpfed.likelihoods import Categorical
+from bpfed.engine.local import LocalRound, Rows, chunk_size
+from bpfed.inference import rng
+from bpfed.inference.likelihoods import Categorical
+from bpfed.inference.rng import Purpose
 from bpfed.methods.base import Method, rows
-from bpfed.model import Model
-from bpfed.noise import Purpose
+from bpfed.nn.model import Model
 
 
 class Stacked:
@@ -55,8 +54,8 @@ class Stacked:
                     hyper={k: torch.full((count,), v, device=self.device) for k, v in self.method.hyper().items()},
                     start=torch.from_numpy(who.astype(np.int64)).to(self.device) * self.examples,
                     size=torch.full((count,), self.examples, device=self.device),
-                    shuffle=noise.keys(0, number, Purpose.SHUFFLE, who).to(self.device),
-                    key=noise.keys(0, number, Purpose.WEIGHTS, who).to(self.device),
+                    shuffle=rng.keys(0, number, Purpose.SHUFFLE, who).to(self.device),
+                    key=rng.keys(0, number, Purpose.WEIGHTS, who).to(self.device),
                 )
             )
         return self.steps * self.clients

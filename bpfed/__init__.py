@@ -5,14 +5,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from bpfed._util.moved import install
+
 if TYPE_CHECKING:
     from bpfed import callbacks, config, data, methods
-    from bpfed.client import Client
+    from bpfed._util.errors import UserError
     from bpfed.comparison import Comparison, Tuning, compare, tune
-    from bpfed.engine.settings import Settings
-    from bpfed.errors import UserError
-    from bpfed.run import Run
-    from bpfed.training import fit, fit_seeds
+    from bpfed.config.settings import Settings
+    from bpfed.runs.client import Client
+    from bpfed.runs.fit import fit, fit_seeds
+    from bpfed.runs.run import Run
+
+install()
 
 __version__ = "0.9.0"
 
@@ -36,15 +40,15 @@ __all__ = [
 
 # Imported when first asked for: torch takes two seconds, and `bpfed --help` needs none of it.
 _HOME = {
-    "Client": "bpfed.client",
+    "Client": "bpfed.runs.client",
     "Comparison": "bpfed.comparison",
-    "Run": "bpfed.run",
-    "Settings": "bpfed.engine.settings",
+    "Run": "bpfed.runs.run",
+    "Settings": "bpfed.config.settings",
     "Tuning": "bpfed.comparison",
-    "UserError": "bpfed.errors",
+    "UserError": "bpfed._util.errors",
     "compare": "bpfed.comparison",
-    "fit": "bpfed.training",
-    "fit_seeds": "bpfed.training",
+    "fit": "bpfed.runs.fit",
+    "fit_seeds": "bpfed.runs.fit",
     "tune": "bpfed.comparison",
 }
 

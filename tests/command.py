@@ -85,7 +85,7 @@ def metrics(folder: Path) -> str:
 
 _processes = multiprocessing.get_context("forkserver")
 # What takes seconds to import is imported once, and every process begins as a copy.
-_processes.set_forkserver_preload(["bpfed.config", "bpfed.training", "bpfed.cli", "sklearn.datasets", "torch._dynamo"])
+_processes.set_forkserver_preload(["bpfed.config", "bpfed.runs.fit", "bpfed.cli", "sklearn.datasets", "torch._dynamo"])
 
 
 def process(arguments: list[str], log: Path, dies_at: int = 0) -> BaseProcess:

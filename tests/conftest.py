@@ -11,7 +11,7 @@ import torch
 from command import Command
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from bpfed.engine.stepper import Stepper
+from bpfed.engine.compiled_step import Stepper
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("local", deadline=None)

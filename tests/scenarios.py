@@ -4,17 +4,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bpfed import noise
+from bpfed.config.settings import Settings
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound, Rows
-from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
-from bpfed.estimators import Batch
-from bpfed.likelihoods import Categorical
+from bpfed.inference import rng
+from bpfed.inference.estimators import Batch
+from bpfed.inference.likelihoods import Categorical
 from bpfed.methods.base import rows
-from bpfed.model import Model
-from bpfed.networks import linear, mlp
+from bpfed.nn.model import Model
+from bpfed.nn.networks import linear, mlp
 
 
 def generator(seed=0):
@@ -123,7 +123,7 @@ def run(method, data=None, rounds=2, module=None, **settings):
 
 def keys(count, seed=0, word=0):
     """Keys of ``count`` clients, ``[S, 2]``."""
-    return noise.keys(seed, word, noise.Purpose.WEIGHTS, noise.client_ids([f"client {i}" for i in range(count)]))
+    return rng.keys(seed, word, rng.Purpose.WEIGHTS, rng.client_ids([f"client {i}" for i in range(count)]))
 
 
 def random_batch(clients=3, examples=5, shape=(4,), classes=3, seed=0, used=None, size=20.0):
@@ -220,8 +220,8 @@ def rows_of(federation, clients, round_=1):
         hyper=federation.hyper(round_, clients),
         start=federation.data.train.offsets[clients],
         size=federation.data.train.sizes[clients],
-        shuffle=federation.keys(round_, noise.Purpose.SHUFFLE, clients),
-        key=federation.keys(round_, noise.Purpose.WEIGHTS, clients),
+        shuffle=federation.keys(round_, rng.Purpose.SHUFFLE, clients),
+        key=federation.keys(round_, rng.Purpose.WEIGHTS, clients),
     )
 
 

@@ -7,24 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bpfed.callbacks.base import Callback
-    from bpfed.callbacks.folder import Folder
-    from bpfed.callbacks.mlflow import MLflow
     from bpfed.callbacks.progress import Progress
-    from bpfed.callbacks.tensorboard import TensorBoard
+    from bpfed.callbacks.trackers import MLflow, TensorBoard
+    from bpfed.runs.folder import Folder
 
 __all__ = ["Callback", "Folder", "MLflow", "Progress", "TensorBoard"]
 
 # Imported when first asked for, so that a progress display can be up before torch is.
 _HOME = {
-    "Callback": "base",
-    "Folder": "folder",
-    "MLflow": "mlflow",
-    "Progress": "progress",
-    "TensorBoard": "tensorboard",
+    "Callback": "bpfed.callbacks.base",
+    "Folder": "bpfed.runs.folder",
+    "MLflow": "bpfed.callbacks.trackers",
+    "Progress": "bpfed.callbacks.progress",
+    "TensorBoard": "bpfed.callbacks.trackers",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(import_module(f"bpfed.callbacks.{_HOME[name]}"), name)
+        return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'bpfed.callbacks' has no attribute '{name}'")

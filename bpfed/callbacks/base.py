@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bpfed.engine.simulator import RoundInfo
-    from bpfed.run import Run
+    from bpfed.runs.run import Run
 
 
 class Callback:

@@ -16,16 +16,16 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from bpfed._util import text
+from bpfed._util.console import Console as Plain
 from bpfed.callbacks.base import Callback
-from bpfed.console import Console as Plain
-from bpfed.names import shown
-from bpfed.report import text
+from bpfed.config.registry import shown
 from bpfed.report.measures import MEASURES
 from bpfed.report.record import value
 
 if TYPE_CHECKING:
     from bpfed.engine.simulator import RoundInfo
-    from bpfed.run import Run
+    from bpfed.runs.run import Run
 
 #: The metrics shown, as far as a run has them.
 SHOWN = ("accuracy", "rmse", "nll", "ece")

@@ -9,11 +9,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from bpfed import __version__
+from bpfed._util.console import Console
+from bpfed._util.errors import UserError
 from bpfed.cli import adapt, compare, data, deploy, methods, paper, predict, report, run, tune
-from bpfed.cli.group import Group
 from bpfed.cli.interrupts import imported_whole
-from bpfed.console import Console
-from bpfed.errors import UserError
+from bpfed.cli.terminal import Group
 
 OUT_OF_MEMORY = (
     "The machine has too little memory for this; give it less at a time (--chunk, --memory, --jobs), or use smaller "
@@ -38,7 +38,7 @@ app.command("adapt", epilog=adapt.EXAMPLE)(adapt.adapt)
 app.command("methods", epilog=methods.EXAMPLE)(methods.methods)
 app.add_typer(data.app, name="data")
 app.add_typer(deploy.app, name="deploy")
-app.add_typer(paper.app, name="paper")
+app.command("paper", add_help_option=False, context_settings=paper.ANYTHING)(paper.paper)
 app.command("report", epilog=report.EXAMPLE)(report.report)
 
 

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bpfed.cli import show
+from bpfed._util import text
+from bpfed._util.console import Console
+from bpfed._util.errors import UserError, quoted
+from bpfed.cli import terminal
 from bpfed.cli.predict import ADAPTED, finished_run, newcomers_of
 from bpfed.cli.run import PATIENCE
-from bpfed.console import Console
-from bpfed.errors import UserError, quoted
-from bpfed.report import text
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bpfed.adapt import NewClient
+    from bpfed.runs.adapt import NewClient
 
 EXAMPLE = "Example: bpfed adapt runs/first --name ward3 --input ward3.csv"
 
@@ -71,8 +71,8 @@ def adapt(
     try:
         progress.doing(f"loading {folder}")
         run = finished_run(folder, progress.say)
-        from bpfed.adapt import adapt as join
-        from bpfed.data.rows import read_rows
+        from bpfed.data.tabular.rows import read_rows
+        from bpfed.runs.adapt import adapt as join
 
         x = y = preparation = None
         if rows is not None:
@@ -86,7 +86,7 @@ def adapt(
     finally:
         progress.close()
     if shown is not None:
-        show.put(shown)
+        terminal.put(shown)
     if client.remark:
         progress.say(client.remark)
     if run.data.classes and any(client.examples) and not all(client.examples):
@@ -98,14 +98,14 @@ def adapt(
     Console().print(f"Client '{name}': {out}", style="bold", soft_wrap=True)
 
 
-def _shown(before: NewClient, after: NewClient, x: Tensor, y: Tensor) -> show.Table:
+def _shown(before: NewClient, after: NewClient, x: Tensor, y: Tensor) -> terminal.Table:
     """How many examples there are, and how sure the model was and is of them."""
-    from bpfed.predict import Classified
+    from bpfed.inference.predictive import Classified
 
     data, preparation = after.run.data, after.run.data.preparation
     found = [client.predict(x, prepared=True) for client in (before, after)]
     title = f"{after.name}: how sure it is of the {text.many(len(y), 'example')} it has just learnt from"
-    shown = show.table("", "examples", "before", "after", title=title, right=3)
+    shown = terminal.table("", "examples", "before", "after", title=title, right=3)
     for k, label in enumerate(data.class_names):
         if after.examples[k]:
             sure = [float(f.probs[y == k, k].mean()) for f in found if isinstance(f, Classified)]

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from bpfed.cli import show
+from bpfed._util.console import Console
+from bpfed._util.errors import UserError, hint
+from bpfed._util.text import typed
+from bpfed.cli import terminal
 from bpfed.cli.flags import DataDir, Quiet, argument, flag, schema_fields, with_schema
 from bpfed.cli.run import PATIENCE, RUNS, data_word, loading, override, overrides
-from bpfed.console import Console
-from bpfed.errors import UserError, hint
-from bpfed.names import check_data, check_method
-from bpfed.report.text import typed
-from bpfed.schema import ROUNDS
+from bpfed.config.registry import check_data, check_method
+from bpfed.config.schema import ROUNDS
 
 if TYPE_CHECKING:
     from bpfed.comparison import Comparison, Entrant
-    from bpfed.config import Config, Override
+    from bpfed.config.reader import Config, Override
     from bpfed.data import FederatedData
 
 EXAMPLE = "Example: bpfed compare --data digits --methods bpfed,fedper,fedper+laplace,local --seeds 3 --out runs/digits"
@@ -82,7 +82,8 @@ def compare(
         for word in filter(None, map(str.strip, methods.split(","))):
             check_method(None if word == "all" else word.partition("+")[0])
         check_data(flags["data"])
-        from bpfed.comparison.cells import REPORT, run_cells
+        from bpfed.comparison.candidates import REPORT
+        from bpfed.comparison.runner import run_cells
 
         who, first = _entrants(methods, rounds, settings or [], flags)
         out = out or RUNS / f"compare-{data_word(first)}"
@@ -116,8 +117,8 @@ def _entrants(
     methods: str, rounds: int, settings: list[str], flags: dict[str, str | None]
 ) -> tuple[list[Entrant], Config]:
     """Who takes part, and the configuration of the first of them."""
-    from bpfed.comparison.entrants import Entrant, changes, check_common, listed, title
-    from bpfed.config import Override, no_prefix, read
+    from bpfed.comparison.candidates import Entrant, changes, check_common, listed, title
+    from bpfed.config.reader import Override, no_prefix, read
 
     names = listed(methods)
     common = [Override("run.rounds", str(rounds), "--rounds"), *overrides(None, [], flags)]
@@ -164,8 +165,8 @@ def _override(setting: str) -> Override:
 
 def _check(base: str, overrides: list[Override]) -> None:
     """Raise unless the method has all settings that are meant for it."""
+    from bpfed.config.schema import fields_of
     from bpfed.methods import method
-    from bpfed.schema import fields_of
 
     known = fields_of(method(base))
     for table, _, key in (o.key.partition(".") for o in overrides):
@@ -209,12 +210,12 @@ def _again(
 
 def _show(comparison: Comparison) -> None:
     """Both tables on stdout."""
+    from bpfed._util import text
     from bpfed.comparison.tables import better, caption, compared, gap, pairing, pairs, spread
-    from bpfed.report import text
 
     console, measures = Console(), comparison.measures
     heads = [f"ECE ({comparison.bins} bins)" if m.name == "ece" else m.full for m in measures]
-    shown = show.table("", *heads, "seconds", title=comparison.title, right=len(heads) + 1)
+    shown = terminal.table("", *heads, "seconds", title=comparison.title, right=len(heads) + 1)
     for name in comparison.shown:
         cells = []
         for m in measures:
@@ -223,7 +224,7 @@ def _show(comparison: Comparison) -> None:
             cells.append(Text(f"*{told}" if best else told, "bold green" if best else ""))
         shown.add_row(Text(comparison.label(name)), *cells, text.decimal(comparison.seconds(name), 1))
     shown.columns[0].no_wrap = True
-    show.put(shown)
+    terminal.put(shown)
     console.print(typed(caption(comparison, "with a star")), style="dim")
     if comparison.verdict:
         console.print(typed(comparison.verdict))
@@ -232,7 +233,7 @@ def _show(comparison: Comparison) -> None:
     reference, chosen = comparison.titles[comparison.reference], compared(comparison)
     found = {m.name: comparison.differences(m.name, baselines=True) for m in chosen}
     heads = [m.label for m in chosen]
-    shown = show.table(
+    shown = terminal.table(
         "", *heads, "lower NLL for", title=f"\nDifferences from {reference}, mean over clients", right=len(heads) + 1
     )
     for name in found["nll"]:
@@ -242,5 +243,5 @@ def _show(comparison: Comparison) -> None:
             cells.append(Text(typed(gap(m, one)), "" if one.clear else "dim"))
         shown.add_row(Text(comparison.label(name)), *cells, f"{better(found['nll'][name])} {pairs(comparison)}")
     shown.columns[0].no_wrap = True
-    show.put(shown)
+    terminal.put(shown)
     console.print(typed(pairing(comparison)), style="dim")

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from bpfed.cli import show
+from bpfed._util import text
+from bpfed._util.console import Console
+from bpfed.cli import terminal
 from bpfed.cli.flags import DataDir, schema_fields, with_schema
-from bpfed.cli.group import Group
 from bpfed.cli.run import PATIENCE, loading, overrides
-from bpfed.console import Console
-from bpfed.names import PREFIX, check_data
-from bpfed.report import text
+from bpfed.cli.terminal import Group
+from bpfed.config.registry import PREFIX, check_data
 
 if TYPE_CHECKING:
     from bpfed.callbacks import Progress
     from bpfed.data import FederatedData
-    from bpfed.data.columns import ColumnRow
+    from bpfed.data.checks.column_types import ColumnRow
     from bpfed.data.overview import Missing
 
 app = typer.Typer(
@@ -44,15 +44,15 @@ def list_(data_dir: DataDir = None) -> None:
     from bpfed.data import describe
     from bpfed.data.partition import KINDS
 
-    shown = show.table("name", "present", "what it is", "examples", "clients", right=2)
+    shown = terminal.table("name", "present", "what it is", "examples", "clients", right=2)
     for row in describe(data_dir):
         present = Text("yes", "green") if row.present else Text("no", "yellow")
         shown.add_row(row.name, present, row.sentence, f"{row.examples}", f"{row.clients}")
-    show.put(shown)
-    shown = show.table("--partition", "how examples are distributed over clients")
+    terminal.put(shown)
+    shown = terminal.table("--partition", "how examples are distributed over clients")
     for name, kind in KINDS.items():
         shown.add_row(name if kind.default is None else f"{name}:{kind.default:g}", kind.sentence)
-    show.put(shown)
+    terminal.put(shown)
 
 
 @app.command(epilog="Example: bpfed data fetch mnist")
@@ -87,10 +87,9 @@ def inspect(
     """
     check_data(name)
     with _busy() as progress:
-        from bpfed.config import read as configured
-        from bpfed.data.columns import columns
-        from bpfed.data.overview import missing
-        from bpfed.data.picture import check_ending, draw
+        from bpfed.config.reader import read as configured
+        from bpfed.data.checks.column_types import columns
+        from bpfed.data.overview import check_ending, draw, missing
 
         if plot is not None:
             check_ending(plot)
@@ -107,7 +106,7 @@ def inspect(
         options = [_clients(data, bars, classes) for bars, classes in ((True, True), (False, True), (True, False))]
     else:
         options = [_clients(data, bars, False) for bars in (True, False)]
-    show.put(next((t for t in options if show.narrowest(t) <= console.width), options[-1]))
+    terminal.put(next((t for t in options if terminal.narrowest(t) <= console.width), options[-1]))
     if not all(len(word) <= SHORT for word in data.labels):
         _say("Classes: " + ", ".join(f"{i} {word}" for i, word in enumerate(data.labels)))
     of = f" of {data.classes} classes" if data.task == "classification" else ""
@@ -120,13 +119,13 @@ def inspect(
     _say(f"{text.many(len(data), 'client')}{cut}; {total}; {inputs}.")
     if read and data.preparation is not None:
         if listed := columns(read, data.preparation):
-            show.put(_columns(listed))
+            terminal.put(_columns(listed))
         if len(listed) > COLUMNS:
             _say(f"... and {len(listed) - COLUMNS} more columns.")
         for note in data.notes:
             _say(note)
     if gaps.columns:
-        show.put(_missing(gaps))
+        terminal.put(_missing(gaps))
     elif read:
         _say("No values are missing.")
     if plot is not None:
@@ -150,11 +149,11 @@ def prepare(
     ('bpfed deploy init --preparation') sites tell nothing of their own columns.
     """
     with _busy() as progress:
-        from bpfed.card import preparation_of
-        from bpfed.config import read as configured
-        from bpfed.data.preparation import write_preparation
-        from bpfed.errors import UserError
-        from bpfed.layout import DATA, of_run
+        from bpfed._util.errors import UserError
+        from bpfed._util.paths import DATA, of_run
+        from bpfed.config.reader import read as configured
+        from bpfed.data.tabular.preprocessing import write_preparation
+        from bpfed.runs.metadata import preparation_of
 
         if out.exists():
             raise UserError(f"'{out}' exists already; choose another --out.")
@@ -183,8 +182,8 @@ def export(
     """Write the tables of a dataset as CSV files, one per client, to be used as folder:PATH."""
     check_data(name)
     with _busy() as progress:
-        from bpfed.data.csvfile import write_folder
         from bpfed.data.load import tables
+        from bpfed.data.tabular.csvfile import write_folder
 
         loading(progress, name, data_dir)
         read = tables(name, data_dir=data_dir)
@@ -210,7 +209,7 @@ def _say(sentence: str) -> None:
     Console().print(sentence, soft_wrap=True)
 
 
-def _clients(data: FederatedData, bars: bool, classes: bool) -> show.Table:
+def _clients(data: FederatedData, bars: bool, classes: bool) -> terminal.Table:
     """A row for each client, with a bar for its size and a column for each class if so wanted."""
     from bpfed.data import inspect as look
 
@@ -221,7 +220,7 @@ def _clients(data: FederatedData, bars: bool, classes: bool) -> show.Table:
     rows = look(data)
     what = "training examples of each class" if classes else "number of classes in training"
     what = f"mean and standard deviation of {_target(data)} in training" if numbers else what
-    shown = show.table(*columns, title=f"{data.name}, {_dealt(data)}: {what}", right=len(columns))
+    shown = terminal.table(*columns, title=f"{data.name}, {_dealt(data)}: {what}", right=len(columns))
     for column in shown.columns[: 4 if bars else 1]:
         column.justify = "left" if column.header in ("client", "") else "right"
     shown.padding = (0, 1, 0, 0)
@@ -258,23 +257,23 @@ def _spread(data: FederatedData, client: int) -> list[str]:
     return [text.typed(text.figure(float(x))) for x in (targets.mean(), targets.std(correction=0))]
 
 
-def _columns(listed: Sequence[ColumnRow]) -> show.Table:
-    shown = show.table("column", "what it is", "inputs", title="Columns", right=1)
+def _columns(listed: Sequence[ColumnRow]) -> terminal.Table:
+    shown = terminal.table("column", "what it is", "inputs", title="Columns", right=1)
     for row in listed[:COLUMNS]:
         shown.add_row(Text(row.name), row.what, str(row.inputs or "·"))
     return shown
 
 
-def _missing(gaps: Missing) -> show.Table:
+def _missing(gaps: Missing) -> terminal.Table:
     """The share missing: of each client where they are few, else the mean and the client with most."""
     shares = gaps.shares.mean(0)
     order = sorted(range(len(gaps.columns)), key=lambda k: -shares[k])[:ROWS]
     if len(gaps.clients) <= SIDE_BY_SIDE:
-        shown = show.table("column", *gaps.clients, title="Missing, % of rows", right=len(gaps.clients))
+        shown = terminal.table("column", *gaps.clients, title="Missing, % of rows", right=len(gaps.clients))
         for k in order:
             shown.add_row(gaps.columns[k], *(_percent(share) for share in gaps.shares[:, k]))
         return shown
-    shown = show.table("column", "clients with gaps", "mean", "most", "at", title="Missing, % of rows", right=4)
+    shown = terminal.table("column", "clients with gaps", "mean", "most", "at", title="Missing, % of rows", right=4)
     for k in order:
         worst = int(gaps.shares[:, k].argmax())
         some = int((gaps.shares[:, k] > 0).sum())

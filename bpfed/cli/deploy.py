@@ -12,14 +12,14 @@ from typing import Annotated, Any
 
 import typer
 
-from bpfed.cli import show
+from bpfed._util import text
+from bpfed._util.errors import UserError
+from bpfed._util.files import write_whole, writing
+from bpfed.cli import terminal
 from bpfed.cli.flags import MethodName, ModelName, with_schema
-from bpfed.cli.group import Group
 from bpfed.cli.run import overrides
-from bpfed.errors import UserError
-from bpfed.files import write_whole, writing
-from bpfed.names import DATASETS, check_data, method_named
-from bpfed.report import text
+from bpfed.cli.terminal import Group
+from bpfed.config.registry import DATASETS, check_data, method_named
 
 app = typer.Typer(
     name="deploy",
@@ -89,20 +89,20 @@ def init(
     """Create certificates, a key pair per site and the configuration, ready to be taken to the sites."""
     method = method_named(method, model)
     _flower()
-    from bpfed.config import read
+    from bpfed.config.reader import read
     from bpfed.data.load import names
-    from bpfed.flower import control
-    from bpfed.flower.plan import Plan
+    from bpfed.deploy.ops import admin
+    from bpfed.deploy.settings import Plan
 
     given = [name.strip() for name in sites.split(",")] if sites else []
     if given and config is None and flags.get("data") is None:
         flags["data"] = folder.name  # the sites' own files, which have no name together
     chosen = read(config, overrides(method, settings or [], flags))
-    plan = Plan(control.named_sites(chosen, given), address, bind=bind)
-    control.make(folder, plan, chosen, preparation)
+    plan = Plan(admin.named_sites(chosen, given), address, bind=bind)
+    admin.make(folder, plan, chosen, preparation)
     print(f"Created '{folder}' for {text.many(len(plan.sites), 'site')}. Next:")
     print(f"  bpfed deploy server {folder}            # on the server")
-    first, own = control.site_folder(folder, plan.sites[0]), control.data_of(chosen, plan.sites[0])
+    first, own = admin.site_folder(folder, plan.sites[0]), admin.data_of(chosen, plan.sites[0])
     whose = "own folder" if own in names() else "own folder and its own file"
     print(f"  bpfed deploy client {first} --data {own}    # at each site, with its {whose}")
     print(f"  bpfed deploy run {folder}               # on the server")
@@ -112,11 +112,11 @@ def init(
 def server(folder: Folder) -> None:
     """Run the server in the foreground until SIGTERM or Ctrl-C."""
     _flower()
-    from bpfed.flower import superlink
-    from bpfed.flower.plan import Plan, server_folder
+    from bpfed.deploy.ops import flower
+    from bpfed.deploy.settings import Plan, server_folder
 
     own = server_folder(folder)
-    superlink.serve(own, Plan.read(own), _say)
+    flower.serve(own, Plan.read(own), _say)
 
 
 @app.command("client", epilog="Example: bpfed deploy client fed/site-north --data patients.csv")
@@ -132,9 +132,9 @@ def client(
 ) -> None:
     """Run a site in the foreground until SIGTERM or Ctrl-C."""
     _flower()
-    from bpfed.flower import supernode
-    from bpfed.flower.plan import Plan, no_deployment, site_folders
-    from bpfed.layout import PLAN
+    from bpfed._util.paths import PLAN
+    from bpfed.deploy.ops import flower
+    from bpfed.deploy.settings import Plan, no_deployment, site_folders
 
     own = folder.resolve()
     if not (own / PLAN).exists():
@@ -149,7 +149,7 @@ def client(
         raise UserError(f"'{folder}' is not the folder of a site; give one such as '{beside[0]}'.")
     if data is not None and data not in DATASETS and (path := Path(data).expanduser()).exists():
         data = str(path.resolve())
-    if not supernode.join(own, plan, _say, data):
+    if not flower.join(own, plan, _say, data):
         raise typer.Exit(2)
 
 
@@ -168,50 +168,50 @@ def run(
 ) -> None:
     """Run the remaining rounds, on the server's machine, and write the report."""
     _flower()
-    from bpfed.flower import control
-    from bpfed.flower.following import Following
-    from bpfed.flower.plan import Plan, server_folder
-    from bpfed.layout import REPORT, RUN
+    from bpfed._util.paths import REPORT, RUN
+    from bpfed.deploy.ops import admin
+    from bpfed.deploy.ops.watch import Following
+    from bpfed.deploy.settings import Plan, server_folder
 
     own = server_folder(folder)
     try:
         with Following() as shown:
             if back_to is not None:
-                control.go_back(own, back_to, shown.say)
-            record = control.run(own, Plan.read(own), shown.say, shown.status, shown.waiting)
+                admin.go_back(own, back_to, shown.say)
+            record = admin.run(own, Plan.read(own), shown.say, shown.status, shown.waiting)
     except KeyboardInterrupt:
         _say("No longer watching; a run that has started continues. Check it with 'bpfed deploy status'.")
         raise typer.Exit(130) from None
-    show.result(record, own / RUN / REPORT)
+    terminal.result(record, own / RUN / REPORT)
 
 
 @app.command("status", epilog="Example: bpfed deploy status fed")
 def status(folder: Folder) -> None:
     """Show which sites are online, the round, and the latest metrics."""
     _flower()
-    from bpfed.flower import control
-    from bpfed.flower.plan import Plan, server_folder
-    from bpfed.flower.status import where
+    from bpfed.deploy.ops import admin
+    from bpfed.deploy.server.status import where
+    from bpfed.deploy.settings import Plan, server_folder
 
     own = server_folder(folder)
     plan = Plan.read(own)
-    found = control.status(own)
+    found = admin.status(own)
     if found is None:
         print(f"No run yet; start one with: bpfed deploy run {folder}")
         return
     ago = time.time() - float(found["at"])
     state = found["state"]
     over = state in ("finished", "stopped")
-    if not over and not control.alive(int(found["pid"])):
+    if not over and not admin.alive(int(found["pid"])):
         state, over = "interrupted", True
     print(f"{state}, {where(found)}, {ago:.0f} s ago" + _because(found))
-    shown = show.table("site", "online", "last round used", "refused", "lost", right=3)
+    shown = terminal.table("site", "online", "last round used", "refused", "lost", right=3)
     for site in plan.sites:
         seen = found["sites"].get(site, {})
         numbers = [str(seen.get(key, 0)) for key in ("counted", "refused", "lost")]
         online = "yes" if seen.get("ready") else "joining" if seen.get("online") else "no"
         shown.add_row(site, text.MISSING if over else online, *numbers)
-    show.put(shown)
+    terminal.put(shown)
     if over:
         print("Which sites are online is known only during a run.")
     for site in plan.sites:
@@ -234,36 +234,36 @@ def demo(
     """Run a server and several sites on this machine, with TLS and keys, and write the report."""
     check_data(data)
     _flower()
-    from bpfed.config import Override, read
-    from bpfed.flower import control, processes
-    from bpfed.flower.following import Following
-    from bpfed.flower.plan import Plan
-    from bpfed.layout import REPORT, RUN, SERVER
+    from bpfed._util.paths import REPORT, RUN, SERVER
+    from bpfed.config.reader import Override, read
+    from bpfed.deploy.ops import admin, supervise
+    from bpfed.deploy.ops.watch import Following
+    from bpfed.deploy.settings import Plan
 
-    earlier = not control.empty(out)
+    earlier = not admin.empty(out)
     if earlier and not (out / DEMO).is_file():
         raise UserError(f"'{out}' contains other files; choose another --out.")
     wanted = {"data.name": data, "data.clients": sites, "run.rounds": rounds, "run.eval_every": 1}
     chosen = read(None, [Override(key, str(value)) for key, value in wanted.items()])
-    plan = Plan(control.named_sites(chosen, ()), f"127.0.0.1:{processes.free_port()}", timeout=300.0, wait=300.0)
+    plan = Plan(admin.named_sites(chosen, ()), f"127.0.0.1:{supervise.free_port()}", timeout=300.0, wait=300.0)
     if earlier:
         with writing(out):
             shutil.rmtree(out)
     _say("Creating certificates and keys.")
-    control.make(out, plan, chosen)
+    admin.make(out, plan, chosen)
     write_whole(out / DEMO, "Made by 'bpfed deploy demo', which replaces this folder when it is run again.\n")
     own = (out / SERVER).resolve()
     try:
         with (
-            processes.until_told(),
+            supervise.until_told(),
             Following() as shown,
-            control.started(out.resolve(), plan, data, shown.say, shown.waiting),
+            admin.started(out.resolve(), plan, data, shown.say, shown.waiting),
         ):
-            record = control.run(own, plan, shown.say, shown.status, shown.waiting)
+            record = admin.run(own, plan, shown.say, shown.status, shown.waiting)
             shown.say("Stopping.")
-    except processes.Stopped:
+    except supervise.Stopped:
         raise typer.Exit(130) from None
-    show.result(record, out / SERVER / RUN / REPORT)
+    terminal.result(record, out / SERVER / RUN / REPORT)
 
 
 def _metrics(found: dict[str, Any]) -> str:

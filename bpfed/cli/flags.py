@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bpfed.schema import LISTS, TABLES, Field, fields_of
+from bpfed.config.schema import LISTS, TABLES, Field, fields_of
 
 #: What several commands are given.
 ConfigFile = Annotated[

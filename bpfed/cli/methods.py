@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from bpfed.cli import show
-from bpfed.console import Console
-from bpfed.names import check_method
+from bpfed._util.console import Console
+from bpfed.cli import terminal
+from bpfed.config.registry import check_method
 
 EXAMPLE = "Example: bpfed methods bpfed"
 
@@ -19,28 +19,28 @@ def methods(
 ) -> None:
     """List the methods, or the settings of one of them."""
     check_method(name)
-    show.put(_one(name) if name is not None else _all())
+    terminal.put(_one(name) if name is not None else _all())
     if name is not None:
         Console().print(f"Set one with e.g. bpfed run --method {name} --set method.lr=0.01")
 
 
-def _all() -> show.Table:
+def _all() -> terminal.Table:
     from bpfed.methods import METHODS
 
-    shown = show.table("name", "shared", "personal", "random", "paper")
+    shown = terminal.table("name", "shared", "personal", "random", "paper")
     shown.columns[0].no_wrap = True
     for method in METHODS.values():
         shown.add_row(method.name, method.shared_words, method.personal_words, method.random_words, method.paper)
     return shown
 
 
-def _one(name: str) -> show.Table:
+def _one(name: str) -> terminal.Table:
+    from bpfed.config.schema import fields_of, plain
     from bpfed.methods import method
-    from bpfed.schema import fields_of, plain
 
     chosen = method(name)
     title = plain(inspect.cleandoc(chosen.__doc__ or "").split("\n\n")[0].replace("\n", " "))
-    shown = show.table("setting", "default", "what it is", title=f"{title} ({chosen.paper})")
+    shown = terminal.table("setting", "default", "what it is", title=f"{title} ({chosen.paper})")
     for field in fields_of(chosen).values():
         default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
         shown.add_row(field.name, default, field.about)

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bpfed._util.console import Console
+from bpfed._util.errors import UserError, quoted, unknown
+from bpfed._util.text import many
 from bpfed.cli.flags import DataDir
 from bpfed.cli.run import PATIENCE
-from bpfed.console import Console
-from bpfed.errors import UserError, quoted, unknown
-from bpfed.report.text import many
 
 if TYPE_CHECKING:
     from bpfed.callbacks.progress import Progress
-    from bpfed.client import Client
+    from bpfed.data.checks.new_rows import Unusual
     from bpfed.data.federated import FederatedData
-    from bpfed.data.unfamiliar import Unusual
-    from bpfed.loaded import LoadedRun
-    from bpfed.predict import Classified, Regressed
+    from bpfed.inference.predictive import Classified, Regressed
+    from bpfed.runs.client import Client
+    from bpfed.runs.load import LoadedRun
 
 EXAMPLE = "Example: bpfed predict runs/first --client cleveland --input new.csv --abstain 0.9 --out predictions.csv"
 #: Folder of a run that keeps its newcomers, a file for each.
@@ -112,7 +112,7 @@ def predict(
         if client is None and adapted is None:
             raise UserError(f"Choose whose model to use, with --client, from: {quoted(known(run), SHOWN)}.")
         who = run.newcomer(adapted) if adapted is not None else find(run, str(client))
-        from bpfed.data.rows import read_rows
+        from bpfed.data.tabular.rows import read_rows
 
         data = who.run.data
         taken = read_rows(data, rows, who.name, progress.say)
@@ -137,7 +137,7 @@ def _put(text: str, what: str, out: Path | None) -> None:
     if out is None:
         sys.stdout.write(text)
         return
-    from bpfed.files import write_whole
+    from bpfed._util.files import write_whole
 
     write_whole(out, text)
     Console().print(f"{what}: {out}", style="bold", soft_wrap=True)
@@ -153,7 +153,7 @@ def _tested(
     progress: Progress,
 ) -> tuple[str, int]:
     """Predictions of a run's own test rows as CSV, and how many there are."""
-    from bpfed.tested import rows_of
+    from bpfed.runs.load import rows_of
 
     if client is not None and client not in run.data.clients:
         raise unknown("client", client, run.data.clients)
@@ -179,8 +179,8 @@ def _tested(
 
 def _endless(found: Classified | Regressed, level: float, name: str) -> str | None:
     """Why sets hold every label or intervals all numbers; None where they do not."""
-    from bpfed.calibration import fewest, threshold
-    from bpfed.predict import Classified
+    from bpfed.inference.calibration import fewest, threshold
+    from bpfed.inference.predictive import Classified
 
     if found.scores is None or math.isfinite(threshold(found.scores, level)):
         return None
@@ -195,8 +195,8 @@ def _endless(found: Classified | Regressed, level: float, name: str) -> str | No
 
 def _strange(run: LoadedRun, who: Client, found: Classified | Regressed) -> str | None:
     """How many rows get labels that the client has no training example of; None where none does, or nobody knows."""
-    from bpfed.adapt import NewClient
-    from bpfed.predict import Classified
+    from bpfed.inference.predictive import Classified
+    from bpfed.runs.adapt import NewClient
 
     if isinstance(who, NewClient):
         seen = [bool(count) for count in who.examples] if any(who.examples) else []
@@ -226,8 +226,8 @@ def _why(run: LoadedRun, who: Client) -> str:
 
 def finished_run(folder: Path, say: Any) -> LoadedRun:
     """The run in this folder, or a `UserError` unless it is finished."""
-    from bpfed.manifest import finished
-    from bpfed.run import Run
+    from bpfed.report.manifest import finished
+    from bpfed.runs.run import Run
 
     run = Run.load(folder, say=say)
     if not run.federation.finished and finished(run.folder):
@@ -242,7 +242,7 @@ def finished_run(folder: Path, say: Any) -> LoadedRun:
 
 def newcomers_of(folder: Path) -> Path:
     """Where the newcomers to the run in this folder are; beside a site's own model, which may be written again."""
-    from bpfed.layout import PLAN
+    from bpfed._util.paths import PLAN
 
     return (folder.parent if (folder.parent / PLAN).is_file() else folder) / ADAPTED
 
@@ -276,8 +276,8 @@ def _newcomers(run: LoadedRun) -> dict[str, Path]:
 
 def _another_site(folder: Path, name: str) -> UserError | None:
     """The error where a site's own run is asked for another site's model; None: it is not."""
-    from bpfed.flower.plan import Plan
-    from bpfed.layout import PLAN
+    from bpfed._util.paths import PLAN
+    from bpfed.deploy.settings import Plan
 
     if not (folder.parent / PLAN).is_file():
         return None
@@ -292,8 +292,8 @@ def _another_site(folder: Path, name: str) -> UserError | None:
 
 def _copied(path: Path, keep: str | None, rows: int) -> dict[str, list[str]]:
     """The columns of the input that go into the output as they are, by name."""
-    from bpfed.data.own import column_names
-    from bpfed.data.verbatim import verbatim
+    from bpfed.data.tabular.federate import column_names
+    from bpfed.data.tabular.table import verbatim
 
     kept = verbatim(path, column_names(keep)) if keep else {}
     for name, cells in kept.items():
@@ -314,10 +314,10 @@ def table(
 ) -> str:
     """Predictions as CSV with a header, after the columns that were kept; the last says what is unlike training.
 
-    Text that a spreadsheet would run as a formula is escaped (`bpfed.data.csvfile.escaped`).
+    Text that a spreadsheet would run as a formula is escaped (`bpfed.data.tabular.csvfile.escaped`).
     """
-    from bpfed.data.csvfile import escaped
-    from bpfed.predict import Classified
+    from bpfed.data.tabular.csvfile import escaped
+    from bpfed.inference.predictive import Classified
 
     columns = (
         _classes(data, found, level, abstain)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from bpfed.cli import show
-from bpfed.errors import UserError
+from bpfed._util.errors import UserError
+from bpfed.cli import terminal
 
 EXAMPLE = "Example: bpfed report runs/first"
 
@@ -23,7 +23,7 @@ def report(
     ] = None,
 ) -> None:
     """Write report.html of a run again from its files, and print its figures."""
-    from bpfed.layout import REPORT, SUMMARY, of_run, part
+    from bpfed._util.paths import REPORT, SUMMARY, of_run, part
     from bpfed.report import RunRecord, write
 
     place = of_run(folder)
@@ -38,8 +38,8 @@ def report(
     try:
         written = write(run, out or place / REPORT)
     except UserError as error:
-        show.result(run)
+        terminal.result(run)
         if out is not None or not str(error).endswith("choose another location."):
             raise
         raise UserError(f"{str(error).removesuffix('.')} with --out.") from error
-    show.result(run, written)
+    terminal.result(run, written)

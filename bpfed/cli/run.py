@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpfed.cli import show
+from bpfed._util.errors import UserError, unknown
+from bpfed._util.paths import CONFIG, REHEARSALS
+from bpfed.cli import terminal
 from bpfed.cli.flags import (
     ConfigFile,
     DataDir,
@@ -22,13 +24,11 @@ from bpfed.cli.flags import (
     schema_fields,
     with_schema,
 )
-from bpfed.errors import UserError, unknown
-from bpfed.layout import CONFIG, REHEARSALS
-from bpfed.names import check_data, method_named
+from bpfed.config.registry import check_data, method_named
 
 if TYPE_CHECKING:
     from bpfed.callbacks import Callback, Progress
-    from bpfed.config import Config, Override
+    from bpfed.config.reader import Config, Override
 
 EXAMPLE = "Example: bpfed run --data digits --rounds 30 --seed 0 --set method.temperature=0.3 --out runs/first"
 RUNS = Path("runs")
@@ -86,14 +86,14 @@ def run(
         # The display is up before torch is imported, which takes seconds, and what was typed is looked at before that.
         method = method_named(method, model)
         check_data(flags["data"])
-        from bpfed.config import read
+        from bpfed.config.reader import read
 
         source, said = config or _own(out, resume), overrides(method, settings or [], flags)
         chosen = read(source, said, _begun_with(out) if resume and config is None else None)
         from bpfed.callbacks import Folder
-        from bpfed.rehearsal import rehearse
         from bpfed.report.record import softly
-        from bpfed.training import decided, method_of, prepare
+        from bpfed.runs.fit import decided, method_of, prepare
+        from bpfed.runs.pilot import rehearse
 
         folder = Folder(out, resume, overwrite, back_to) if out is not None else None  # refused before data are read
         if resume and source is None and not any(override.key == "data.name" for override in said):
@@ -124,7 +124,7 @@ def run(
         raise typer.Exit(130) from None
     finally:
         progress.close()
-    show.result(trained.record(), folder.report)
+    terminal.result(trained.record(), folder.report)
 
 
 def free(config: Config) -> Path:
@@ -150,7 +150,7 @@ def _own(out: Path | None, resume: bool) -> Path | None:
 
 def _begun_with(out: Path | None) -> str | None:
     """The configuration of the run that is resumed, as its manifest has it; None: it has none."""
-    from bpfed.manifest import Manifest
+    from bpfed.report.manifest import Manifest
 
     manifest = Manifest.lenient(out) if out is not None and (out / CONFIG).exists() else None
     return manifest.copies.get(CONFIG) if manifest is not None else None
@@ -158,7 +158,7 @@ def _begun_with(out: Path | None) -> str | None:
 
 def overrides(method: str | None, settings: list[str], flags: dict[str, Any]) -> list[Override]:
     """What was set by flags, and then by ``--set``."""
-    from bpfed.config import Override
+    from bpfed.config.reader import Override
 
     found = [Override("method.name", method, "--method")] if method is not None else []
     for key, _ in schema_fields():
@@ -169,7 +169,7 @@ def overrides(method: str | None, settings: list[str], flags: dict[str, Any]) ->
 
 def override(setting: str) -> Override:
     """What one ``--set`` says."""
-    from bpfed.config import Override
+    from bpfed.config.reader import Override
 
     key, equals, text = setting.partition("=")
     if not equals:
@@ -195,7 +195,7 @@ def _check_trackers(names: list[str]) -> None:
 def loading(progress: Progress, name: str, data_dir: Path | None) -> None:
     """Show that the data of this name is being loaded."""
     from bpfed.data.load import names, source_of
-    from bpfed.data.sources import locate
+    from bpfed.data.sources.pooled import locate
 
     if name not in names() or locate(source_of(name), data_dir) is not None:
         progress.doing(f"loading {name}")

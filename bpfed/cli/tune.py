@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from bpfed.cli import show
+from bpfed._util.console import Console
+from bpfed._util.errors import UserError
+from bpfed._util.text import typed
+from bpfed.cli import terminal
 from bpfed.cli.flags import ConfigFile, DataDir, MethodName, Quiet, with_schema
 from bpfed.cli.run import PATIENCE, RUNS, data_word, loading, overrides
-from bpfed.console import Console
-from bpfed.errors import UserError
-from bpfed.names import check_data, check_method, located
-from bpfed.report.text import typed
+from bpfed.config.registry import check_data, check_method, located
 
 if TYPE_CHECKING:
     from bpfed.comparison import Tuning
-    from bpfed.config import Config, Override
+    from bpfed.config.reader import Config, Override
 
 EXAMPLE = (
     "Example: bpfed tune --data folder:hospitals --target disease --rounds 20, "
@@ -76,7 +76,7 @@ def tune(
             progress.doing("starting")
         check_method(method)
         check_data(flags["data"])
-        from bpfed.config import read
+        from bpfed.config.reader import read
 
         said = overrides(method, settings or [], flags)
         chosen = read(config, said)
@@ -98,7 +98,7 @@ def tune(
         raise typer.Exit(130) from None
     finally:
         progress.close()
-    from bpfed.files import to_toml, write_whole
+    from bpfed._util.files import to_toml, write_whole
 
     write_whole(out / BEST, to_toml(_best(chosen, found)))
     _show(found, out, data_dir, _softens(chosen))
@@ -107,9 +107,9 @@ def tune(
 def _grid(texts: list[str], config: Path | None, said: list[Override]) -> dict[str, list[Any]]:
     """The values of each setting, as its type has them."""
     from bpfed.comparison.tuning import OF_RUN
-    from bpfed.config import Override, read
-    from bpfed.engine.settings import Settings
-    from bpfed.schema import fields_of
+    from bpfed.config.reader import Override, read
+    from bpfed.config.schema import fields_of
+    from bpfed.config.settings import Settings
 
     found: dict[str, list[Any]] = {}
     for text in texts:
@@ -156,7 +156,7 @@ def _softens(config: Config) -> bool:
 
 def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> None:
     """All trials, the best first, and what to do next."""
-    from bpfed.comparison.entrants import REPORT
+    from bpfed.comparison.candidates import REPORT
     from bpfed.comparison.tables import gap, spread
     from bpfed.comparison.tuning import AS_IT_IS, TEMPERATURES, worded
     from bpfed.report.measures import MEASURES
@@ -164,7 +164,7 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
 
     console, comparison = Console(), found.comparison
     measures = [m for m in comparison.measures if m.name in ("accuracy", "rmse", "nll", "ece")]
-    shown = show.table(
+    shown = terminal.table(
         "", *(m.full for m in measures), "NLL, difference", "seconds", title=comparison.title, right=len(measures) + 2
     )
     reference, as_it_is = comparison.titles[AS_IT_IS], found.trials[AS_IT_IS]
@@ -178,7 +178,7 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
         title = comparison.titles[name] if name != AS_IT_IS else f"{reference} as it is, {worded(kept)}"
         shown.add_row(Text(f"{'* ' if best else ''}{title}", best), *(Text(c, best) for c in cells))
     shown.columns[0].no_wrap = True
-    show.put(shown)
+    terminal.put(shown)
     several = len(comparison.seeds) > 1
     console.print(
         f"On held-out training examples{', mean ± standard deviation over cuts' if several else ''}, lowest NLL first. "

@@ -8,11 +8,11 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bpfed.comparison import versus
+from bpfed._util import text
+from bpfed._util.files import to_toml, write_whole
+from bpfed.comparison import charts
+from bpfed.comparison.charts import Line, Row
 from bpfed.comparison.tables import caption, gap, pairing, pairs, signed
-from bpfed.comparison.versus import Line, Row
-from bpfed.files import to_toml, write_whole
-from bpfed.report import text
 from bpfed.report.html import document, figure
 from bpfed.report.measures import MEASURES, Measure
 
@@ -31,7 +31,7 @@ def render(comparison: Comparison) -> str:
         _settings(comparison),
     ]
     parts.append("<footer>Made by bpfed from the runs’ own records.</footer>")
-    return document(comparison.title, parts, versus.STYLE)
+    return document(comparison.title, parts, charts.STYLE)
 
 
 def write(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
@@ -128,7 +128,7 @@ def _convergence(comparison: Comparison) -> str:
             values = [sum(column) / len(column) for column in zip(*over, strict=True)]
             lines.append(Line(comparison.titles[name], runs[0].rounds, values, name == comparison.reference))
         read = f"{measure.explain} Mean over {comparison.words.time}s. {_title(comparison)} is drawn thick."
-        figures.append(figure(_long(measure), versus.convergence(lines, measure), read))
+        figures.append(figure(_long(measure), charts.convergence(lines, measure), read))
     return f"<section><h2>Convergence</h2>{''.join(figures)}</section>"
 
 
@@ -156,7 +156,7 @@ def _differences(comparison: Comparison) -> str:
         def show(x: float, factor: float = factor, digits: int = digits) -> str:
             return signed(factor * x, digits)
 
-        drawn = versus.forest(rows, measure, _title(comparison), show)
+        drawn = charts.forest(rows, measure, _title(comparison), show)
         read = f"Filled: the interval leaves out zero. Small rings: the single {comparison.words.time}s."
         figures.append(figure(f"{measure.full}, mean over clients", drawn, read))
     return (
@@ -175,8 +175,8 @@ def _calibration(comparison: Comparison) -> str:
         rows.append(
             Row(title, centre, centre - sd, centre + sd, floor=floor, note=note, chief=name == comparison.reference)
         )
-        found = versus.pooled([run.evaluation["reliability"] for run in comparison.runs(name).values()])
-        drawn = versus.small_reliability(found, comparison.bins, intervals, title)
+        found = charts.pooled([run.evaluation["reliability"] for run in comparison.runs(name).values()])
+        drawn = charts.small_reliability(found, comparison.bins, intervals, title)
         small.append(f"<div><h4>{escape(title)}</h4>{drawn}<p>{_leaning(found, intervals)}</p></div>")
     over = f", mean over {comparison.words.time}s ± standard deviation" if len(comparison.seeds) > 1 else ""
     read = (
@@ -191,7 +191,7 @@ def _calibration(comparison: Comparison) -> str:
     )
     return (
         f'<section><h2>Calibration</h2><div class="panels rows">'
-        f"{figure('ECE and its floor', versus.bars(rows, ece), read)}</div>"
+        f"{figure('ECE and its floor', charts.bars(rows, ece), read)}</div>"
         f'<h3 style="margin-top:1.4rem">Claimed against observed</h3><div class="small">{"".join(small)}</div>'
         f'<p class="note">All clients and {comparison.words.time}s pooled. {axes} Below the dotted line is '
         "over-confident.</p></section>"
@@ -224,7 +224,7 @@ def _clients(comparison: Comparison) -> str:
             span = f"from {measure.show(min(values))} to {measure.show(max(values))}" if values else text.MISSING
             rows.append(Row(title, centre, dots=dots, note=span, chief=name == comparison.reference))
         read = f"One dot for each client of each {comparison.words.time}; the stroke, and the number, is their mean."
-        figures.append(figure(_long(measure), versus.strips(rows, measure), read))
+        figures.append(figure(_long(measure), charts.strips(rows, measure), read))
     return f'<section><h2>Clients</h2><div class="panels rows">{"".join(figures)}</div></section>'
 
 

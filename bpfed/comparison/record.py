@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bpfed._util import text
+from bpfed._util.errors import UserError, unknown
+from bpfed._util.scores import deviation, mean
 from bpfed.comparison import page, tables
-from bpfed.comparison.paired import Difference, difference
-from bpfed.errors import UserError, unknown
-from bpfed.report import text
+from bpfed.comparison.statistics import Difference, difference
 from bpfed.report.measures import MEASURES, Measure
 from bpfed.report.record import Rival, RunRecord, value, verdict
-from bpfed.scores import deviation, mean
 
 #: The metrics that are compared, as far as the runs have them.
 COMPARED = ("accuracy", "rmse", "nll", "brier", "ece")
@@ -57,7 +57,7 @@ class Comparison:
         titles: The heading of each name.
         reference: The name that the others' differences are taken from.
         words: What things are called.
-        baselines: Plain models on the same test rows (`bpfed.baselines`), likewise; none of them is a method.
+        baselines: Plain models on the same test rows (`bpfed.runs.baselines`), likewise; none of them is a method.
     """
 
     records: dict[str, dict[int, RunRecord]]

@@ -8,11 +8,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from bpfed import __version__
-from bpfed.comparison.paired import Difference
-from bpfed.report import text
+from bpfed._util import text
+from bpfed._util.scores import deviation, mean
+from bpfed.comparison.statistics import Difference
 from bpfed.report.measures import Measure
 from bpfed.report.record import value
-from bpfed.scores import deviation, mean
 
 if TYPE_CHECKING:
     from bpfed.comparison.record import Comparison

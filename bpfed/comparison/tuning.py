@@ -18,22 +18,21 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from bpfed._util.errors import UserError, check_count, unknown
 from bpfed.callbacks.progress import CellProgress
-from bpfed.comparison.cells import displayed, run_cells
-from bpfed.comparison.entrants import Entrant
-from bpfed.comparison.paired import Difference, difference
+from bpfed.comparison.candidates import Entrant
 from bpfed.comparison.record import Comparison, Vocabulary
+from bpfed.comparison.runner import displayed, run_cells
+from bpfed.comparison.statistics import Difference, difference
+from bpfed.config.schema import changed, fields_of
+from bpfed.config.settings import HIDDEN, Settings
 from bpfed.data import FederatedData, load
-from bpfed.data.held import HELD, held_out
+from bpfed.data.federated import HELD, held_out
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings
-from bpfed.errors import UserError, check_count, unknown
-from bpfed.likelihoods import Likelihood
+from bpfed.inference.likelihoods import Likelihood
 from bpfed.methods import Method
-from bpfed.networks import HIDDEN
-from bpfed.rehearsal import common
-from bpfed.schema import changed, fields_of
-from bpfed.training import method_of
+from bpfed.runs.fit import method_of
+from bpfed.runs.pilot import common
 
 #: How many cuts there are.
 CUTS = 3

@@ -1,18 +1,22 @@
 """Data: where examples come from, how they are dealt out to clients, and the federated dataset they form."""
 
-from bpfed.data.arrays import from_arrays
-from bpfed.data.csvfile import unescaped
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from bpfed.data.arrays import from_arrays, synthetic
 from bpfed.data.federated import Examples, FederatedData
-from bpfed.data.generator import synthetic
 from bpfed.data.load import fetch, load, names, tables
 from bpfed.data.overview import describe, inspect, missing
-from bpfed.data.preparation import Preparation
-from bpfed.data.table import Table, read_table
+from bpfed.data.tabular.csvfile import unescaped
+from bpfed.data.tabular.preprocessing import Preprocessor
+from bpfed.data.tabular.table import Table, read_table
 
 __all__ = [
     "Examples",
     "FederatedData",
-    "Preparation",
+    "Preprocessor",
     "Table",
     "describe",
     "fetch",
@@ -26,3 +30,10 @@ __all__ = [
     "tables",
     "unescaped",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Preparation":
+        warnings.warn("bpfed.data.Preparation is now bpfed.data.Preprocessor.", FutureWarning, stacklevel=2)
+        return Preprocessor
+    raise AttributeError(f"module 'bpfed.data' has no attribute '{name}'")

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from bpfed import noise
+from bpfed._util.errors import UserError
 from bpfed.data.holdout import Holdout, whole_groups
 from bpfed.data.partition import OWN
-from bpfed.errors import UserError
+from bpfed.inference import rng
 
 if TYPE_CHECKING:
-    from bpfed.data.preparation import Preparation
+    from bpfed.data.tabular.preprocessing import Preprocessor
+
 
 Task = Literal["classification", "regression"]
 
@@ -105,10 +106,10 @@ def last_rows(examples: Examples, held: Tensor) -> Tensor:
 def rows_of_groups(examples: Examples, held: Tensor, key: Tensor) -> Tensor:
     """The examples of groups that are drawn, ``[E]`` bool, about so many of each client, ``[N]``.
 
-    ``key`` is each client's, ``[N, ...]``, as `bpfed.noise.keys` gives it.
+    ``key`` is each client's, ``[N, ...]``, as `bpfed.inference.rng.keys` gives it.
     """
     assert examples.keys is not None
-    draws = noise.fold(noise.fold(key, 0)[examples.owner], examples.keys.int())[:, 0]
+    draws = rng.fold(rng.fold(key, 0)[examples.owner], examples.keys.int())[:, 0]
     chosen = torch.zeros(len(examples.y), dtype=torch.bool)
     for i, number in enumerate(held.tolist()):
         own = slice(int(examples.offsets[i]), int(examples.offsets[i + 1]))
@@ -177,7 +178,7 @@ class FederatedData:
     protocol: str = "own"
     test_fraction: float | None = None
     seed: int | None = None
-    preparation: Preparation | None = None
+    preparation: Preprocessor | None = None
     calibration: Examples | None = None
     notes: tuple[str, ...] = ()
 
@@ -208,13 +209,13 @@ class FederatedData:
         class, that part rounded up or down. Every example of a client has the same chance. Which ones they are depends
         on ``seed``, the client's name and the order of its examples, and on no other client.
 
-        If the tables are held out by time (`Preparation.holdout`), the last ones are moved, whatever the seed. If by
+        If the tables are held out by time (`Preprocessor.holdout`), the last ones are moved, whatever the seed. If by
         group, whole groups are, about as many examples, and none of a client that has one group.
         """
         if self.calibration is not None:
             raise UserError(f"'{self.name}' already has calibration examples; leave the setting 'calibration' at 0.")
         held = held_back(self.train.sizes, fraction)
-        key = noise.keys(seed, 0, noise.Purpose.HOLD_OUT, noise.client_ids(self.clients))
+        key = rng.keys(seed, 0, rng.Purpose.HOLD_OUT, rng.client_ids(self.clients))
         if self.holdout is None:
             moved = self._drawn(held, key)
         elif self.holdout.kind == "time":
@@ -235,11 +236,11 @@ class FederatedData:
         place = torch.arange(len(owner)) - self.train.offsets[owner]
         # Each client's examples class by class, in random order inside of a class; then at equal distances from a
         # random start, with which every place has the same chance.
-        order = noise.fold(noise.fold(key, 0)[owner], place.int())[:, 0].argsort(stable=True)
+        order = rng.fold(rng.fold(key, 0)[owner], place.int())[:, 0].argsort(stable=True)
         if self.task == "classification":
             order = order[self.train.y[order].argsort(stable=True)]
         order = order[owner[order].argsort(stable=True)]
-        start = noise.uniform(noise.fold(key, 1), 1)[:, 0].double()[owner]
+        start = rng.uniform(rng.fold(key, 1), 1)[:, 0].double()[owner]
         before, after = ((p * held[owner]).double() / sizes[owner] + start for p in (place, place + 1))
         taken = after.floor() > before.floor()
         moved = torch.zeros(len(owner), dtype=torch.bool)
@@ -293,3 +294,41 @@ class FederatedData:
             who = self.clients[int(empty[0])]
             raise UserError(f"Client '{who}' of '{self.name}' has no training example; remove it or give it one.")
         return self
+
+
+# --- Training examples instead of test examples -----------------------------------------------------------------------
+#
+# What settings are chosen on, so that a test stays a test.
+
+#: Fraction of each client's training examples that is held out by default.
+HELD = 0.2
+
+
+def held_out(data: FederatedData, held: float, cut: int) -> FederatedData:
+    """As `parted`, or a `UserError` where nothing is held out."""
+    kept = parted(data, held, cut)
+    if not len(kept.test.y) and (by := data.holdout) is not None and by.kind == "group":
+        raise UserError(
+            f"The training rows of each client of '{data.name}' are of one '{by.column}', so no group can be held out to "
+            "choose settings on; choose another column for --holdout."
+        )
+    if not len(kept.test.y):
+        raise UserError(
+            f"No client of '{data.name}' has two training examples, so none can be held out to choose settings on; "
+            "give them more."
+        )
+    return kept
+
+
+def parted(data: FederatedData, held: float, cut: int) -> FederatedData:
+    """The data with a part of the training examples instead of the test examples, which are left out.
+
+    Args:
+        data: Its calibration examples, if any, are left out too.
+        held: How large a part of each client's; of one with a single training example none.
+        cut: Which part: another number, another part.
+    """
+    kept = replace(data, calibration=None).hold_out(held, cut)
+    assert kept.calibration is not None
+    name = f"{data.name}, {100 * held:g} % of training examples held out"
+    return replace(kept, name=name, seed=cut, test=kept.calibration, calibration=None)

@@ -10,21 +10,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bpfed.data import own, sources
-from bpfed.data.cells import CELLS, Cell, deal_cell
+from bpfed._util.errors import UserError
+from bpfed.config.registry import PREFIX, check_data
+from bpfed.data.benchmark_cells import CELLS, Cell, deal_cell
+from bpfed.data.checks.clients import of_one_class
 from bpfed.data.federated import Examples, FederatedData, Task
-from bpfed.data.folder import DataDir
-from bpfed.data.holdout import Holdout
-from bpfed.data.natural import NATURAL
-from bpfed.data.ordering import client_names, lay_out, streams
-from bpfed.data.partition import OWN, Partition, parse_partition
-from bpfed.data.preparation import Codes, Standardise
-from bpfed.data.remarks import of_one_class
-from bpfed.data.sources import SOURCES, Source
-from bpfed.data.split import split
-from bpfed.data.table import Table
-from bpfed.errors import UserError
-from bpfed.names import PREFIX, check_data
+from bpfed.data.holdout import Holdout, split
+from bpfed.data.partition import OWN, Partition, client_names, lay_out, parse_partition, streams
+from bpfed.data.sources import pooled
+from bpfed.data.sources.download import DataDir
+from bpfed.data.sources.pooled import NATURAL, SOURCES, Source
+from bpfed.data.tabular import federate
+from bpfed.data.tabular.preprocessing import Codes, Standardise
+from bpfed.data.tabular.table import Table
 
 PARTITION = "groups"
 TEST_FRACTION = 0.5
@@ -89,7 +87,7 @@ def load(
         raise UserError(f"seed is {seed!r}, but must be a whole number.")
     if is_table(name):
         _natural_only(name, partition)
-        data = own.federate(
+        data = federate.federate(
             name,
             tables(
                 name,
@@ -106,8 +104,8 @@ def load(
             task=task,
             standardise=standardise,
             client_column=client_column,
-            ignore=own.column_names(ignore),
-            missing=own.column_names(missing),
+            ignore=federate.column_names(ignore),
+            missing=federate.column_names(missing),
             codes=codes,
             holdout=holdout,
             test_fraction=test_fraction,
@@ -154,8 +152,10 @@ def tables(
     """The tables of ``folder:PATH`` or of a dataset that is tables, by client; for the arguments see `load`."""
     if name.startswith(PREFIX):
         by = Holdout.of(holdout)
-        said = (own.not_inputs(ignore, by), own.column_names(missing))
-        return own.read_clients(name.removeprefix(PREFIX), client_column, *said, by.words if by is not None else ())
+        said = (federate.not_inputs(ignore, by), federate.column_names(missing))
+        return federate.read_clients(
+            name.removeprefix(PREFIX), client_column, *said, by.words if by is not None else ()
+        )
     if name not in NATURAL:
         check_data(name, names())
         raise UserError(f"'{name}' is not a table; use {', '.join(NATURAL)} or {PREFIX}PATH.")
@@ -163,7 +163,7 @@ def tables(
         raise UserError(f"'{name}' has its own clients; omit --client-column.")
     if missing is not None:
         raise UserError(f"What is missing in '{name}' is known; omit --missing.")
-    return NATURAL[name].files.read(sources.obtain(name, data_dir, download))
+    return NATURAL[name].files.read(pooled.obtain(name, data_dir, download))
 
 
 def fetch(name: str, data_dir: DataDir = None) -> Path | None:
@@ -174,8 +174,8 @@ def fetch(name: str, data_dir: DataDir = None) -> Path | None:
     """
     check_data(name, names())
     source = source_of(name)
-    place = sources.obtain(source, data_dir)
-    return place if sources.entry(source).files.wanted else None
+    place = pooled.obtain(source, data_dir)
+    return place if pooled.entry(source).files.wanted else None
 
 
 def source_of(name: str) -> str:
@@ -221,7 +221,7 @@ def _load_cell(
     name: str, cell: Cell, partition: Partition, seed: int, data_dir: DataDir, download: bool
 ) -> FederatedData:
     dealing, ordering = streams(seed, 2)
-    source = sources.read(cell.source, data_dir, download)
+    source = pooled.read(cell.source, data_dir, download)
     owners, test = deal_cell(cell, source.y, partition, dealing)
     data = _federated(source, owners, test, client_names(cell.clients), ordering)
     return replace(data, name=name, partition=str(partition), protocol="paper", seed=seed).check()
@@ -237,7 +237,7 @@ def _load_source(
     download: bool,
 ) -> FederatedData:
     dealing, splitting, ordering = streams(seed, 3)
-    source = sources.read(name, data_dir, download)
+    source = pooled.read(name, data_dir, download)
     number = SOURCES[name].clients if clients is None else clients
     owners = partition.owners(source.y, number, dealing)
     test = split(source.y, owners, test_fraction, splitting)

@@ -13,27 +13,45 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bpfed.calibration import (
+from bpfed._util.errors import UserError
+from bpfed.config.settings import MOST_EVALUATED
+from bpfed.data.federated import Examples, untested
+from bpfed.engine.federation import Federation
+from bpfed.engine.local import threads
+from bpfed.inference.calibration import (
     Calibration,
     common_stretch,
     common_temperature,
     fewest,
+    slopes,
+    slopes_of_numbers,
     sorted_scores,
     squared_errors,
     temperatures,
     tempered,
 )
-from bpfed.data.federated import Examples, untested
-from bpfed.engine.baseline import class_shares, mean_targets
-from bpfed.engine.federation import Federation
-from bpfed.engine.local import threads
-from bpfed.engine.settings import MOST_EVALUATED
-from bpfed.errors import UserError
-from bpfed.methods.base import Predictive, State, rows
+from bpfed.inference.predictive import How, Predictive, classify, regress
+from bpfed.inference.rng import Purpose, words
+from bpfed.methods.base import State, rows
 from bpfed.metrics import SURE, Evaluation, evaluate, evaluate_regression
-from bpfed.noise import Purpose, words
-from bpfed.predict import How, classify, regress
-from bpfed.slopes import slopes, slopes_of_numbers
+
+# --- What a client would predict without a model, from its own training targets alone ---------------------------------
+
+
+def mean_targets(train: Examples) -> Tensor:
+    """The mean target of each client's training examples, ``[N]`` float64; that of all where a client has none."""
+    sizes, y = train.sizes, train.y.cpu().double()
+    sums = torch.cat([y.new_zeros(1), y.cumsum(0)])[train.offsets].diff()
+    return torch.where(sizes > 0, sums / sizes.clamp(min=1), y.sum() / max(1, len(y)))
+
+
+def class_shares(train: Examples, classes: int) -> Tensor:
+    """The share of each class in each client's training examples, with one more example of each, ``[N, K]`` float64."""
+    owner = torch.repeat_interleave(torch.arange(len(train.sizes)), train.sizes)
+    cells = torch.bincount(owner * classes + train.y.cpu(), minlength=len(train.sizes) * classes)
+    counts = cells.view(-1, classes).double() + 1.0
+    return counts / counts.sum(1, keepdim=True)
+
 
 #: Outputs and inputs of one draw that are held at a time, in numbers.
 BLOCK = 8_000_000

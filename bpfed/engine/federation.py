@@ -11,21 +11,94 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from bpfed import noise
-from bpfed.data.federated import FederatedData
-from bpfed.engine.checks import check_data, check_factors, check_run, suited
+from bpfed._util.errors import Diverged, UserError, first_of
+from bpfed.aggregation.privacy import Draw, gaussian_epsilon, poisson_epsilon
+from bpfed.aggregation.updates import finite, paired, sigmas_of, size_of
+from bpfed.config.settings import Settings
+from bpfed.data.federated import FederatedData, Task
 from bpfed.engine.local import LocalRound, Rows, chunk_size
 from bpfed.engine.server import Judged, Lengths, combined, judged, remembered
-from bpfed.engine.settings import Settings
-from bpfed.engine.store import Store, make_store
-from bpfed.errors import Diverged, UserError, first_of
-from bpfed.likelihoods import Likelihood
-from bpfed.methods.base import Course, Method, State, rows
-from bpfed.model import Model
-from bpfed.networks import make_model
-from bpfed.noise import Purpose
-from bpfed.privacy import Draw, gaussian_epsilon, poisson_epsilon
-from bpfed.uploads import check_updates, finite, sigmas_of, size_of
+from bpfed.engine.state_store import Store, make_store
+from bpfed.inference import rng
+from bpfed.inference.likelihoods import Likelihood
+from bpfed.inference.rng import Purpose
+from bpfed.methods.base import Method, RunShape, State, rows, untrained
+from bpfed.nn.model import Model
+from bpfed.nn.networks import make_model
+
+# --- What can be said against a run before any example is looked at ---------------------------------------------------
+
+
+def check_data(data: object) -> None:
+    """Raise a `UserError` unless this is federated data."""
+    if not isinstance(data, FederatedData):
+        raise UserError(
+            f"The data is a {type(data).__name__}, but must be the name of a dataset or federated data; make such data "
+            "of arrays with bpfed.data.from_arrays()."
+        )
+
+
+def suited(method: Method, settings: Settings, clients: int, own: bool = False) -> Settings:
+    """The settings with what the method is made for where they leave it open: the network, and who takes part.
+
+    Args:
+        method: Of the run.
+        settings: As they were given.
+        clients: How many there are.
+        own: Whether the network is the user's own.
+    """
+    if settings.network == "auto" and not own:
+        settings = replace(settings, network=method.network)
+    if settings.participants is None and method.everyone:
+        settings = replace(settings, participants=clients)
+    return settings
+
+
+def check_factors(method: Method, model: Model) -> None:
+    """Raise a `UserError` if ``personal``, by whatever name or pattern, leaves a method without weights it needs."""
+    factors = model.factors
+    found = {"shared": factors.shared, "personal": factors.personal}
+    for part in method.needs:
+        if not found[part]:
+            some = "some but not all" if "shared" in method.needs else "some"
+            raise UserError(
+                f"personal is {method.personal!r}, which leaves {method.title} without {part} weights; choose {some} "
+                f"of the network's parameters: {first_of(factors.names)}."
+            )
+
+
+def check_run(
+    method: Method, settings: Settings, clients: int, task: Task | None = None, calibrated: bool = False
+) -> None:
+    """Raise a `UserError` if method and settings cannot be run together.
+
+    Args:
+        method: What clients and server do.
+        settings: How.
+        clients: How many there are.
+        task: Of their data; None: it is not known yet, and what depends on it is not checked.
+        calibrated: Whether the data have calibration examples of their own.
+    """
+    method.check()
+    settings.check(clients)
+    if method.adds and (settings.trim is not None or settings.compression != "none"):
+        option = f"robust is '{settings.robust}'" if settings.trim is not None else "compression is 'half'"
+        raise UserError(
+            f"{option}, but the server of {method.title} adds up what clients change, and needs each change as it is; "
+            "set it to 'none'."
+        )
+    if settings.scaling == "client" and task == "regression":
+        raise UserError(
+            "scaling fits a temperature to class probabilities, but the targets here are numbers; leave it out."
+        )
+    if settings.scaling == "client" and settings.calibration == 0.0 and not calibrated:
+        raise UserError("scaling needs examples to fit a temperature to; set calibration = 0.2 with it.")
+
+
+def check_updates(method: Method, model: Model) -> None:
+    """Raise a `UserError` if uploads of this method do not have the tensors of the server's state."""
+    paired(method, method.init(model).shared, untrained(method, model).upload)
+
 
 #: Clients whose last states are made and stored at a time.
 SETTLED = 1000
@@ -65,7 +138,7 @@ class Federation:
     training: LocalRound | None = None
     base: int = 0
     taken: tuple[int, np.ndarray] | None = None
-    run_of_all: Course | None = None
+    run_of_all: RunShape | None = None
     learnt_softness: float | None = None
     lengths: Lengths = field(default_factory=dict)
 
@@ -115,7 +188,7 @@ class Federation:
             check_updates(method, model)
         initial, device = method.init(model), model.initial.device
         store = make_store(settings.store, initial.personal, len(data), device, folder, settings.checkpoints)
-        return cls(method, data, settings, model, device, initial.shared, store, noise.client_ids(data.clients))
+        return cls(method, data, settings, model, device, initial.shared, store, rng.client_ids(data.clients))
 
     def __len__(self) -> int:
         return len(self.data)
@@ -134,13 +207,13 @@ class Federation:
         drawn = self._drawn(round_)
         drawn = drawn[np.argsort(self.ids[drawn], kind="stable")]
         if self.settings.drop_rate > 0.0:
-            luck = noise.words(self.settings.seed, round_, Purpose.ABSENCE, self.ids[drawn]) >> np.uint64(11)
+            luck = rng.words(self.settings.seed, round_, Purpose.ABSENCE, self.ids[drawn]) >> np.uint64(11)
             drawn = drawn[luck.astype(np.float64) * 2.0**-53 >= self.settings.drop_rate]
         return torch.from_numpy(drawn.astype(np.int64))
 
     def _drawn(self, round_: int) -> np.ndarray:
         """Indices of the clients drawn for a round, whoever of them fails to return."""
-        ranks = noise.words(self.settings.seed, round_, Purpose.PARTICIPATION, self.ids)
+        ranks = rng.words(self.settings.seed, round_, Purpose.PARTICIPATION, self.ids)
         count = self.settings.per_round(len(self))
         if count == len(self):
             return np.arange(len(self))
@@ -149,7 +222,7 @@ class Federation:
         return np.argpartition(ranks, count - 1)[:count]
 
     def epsilon(self, secret: bool = True) -> float | None:
-        """ε of the rounds so far, for ``settings.delta`` (see `bpfed.privacy`); None where no noise is added.
+        """ε of the rounds so far, for ``settings.delta`` (see `bpfed.aggregation.privacy`); None where no noise is added.
 
         Args:
             secret: Whether Poisson sampling may be counted on: whoever knows the seed knows who took part.
@@ -173,7 +246,7 @@ class Federation:
 
     def keys(self, round_: int, purpose: Purpose, clients: Tensor) -> Tensor:
         """Keys of these clients, ``[S, 2]``, on the device."""
-        return noise.keys(self.settings.seed, round_, purpose, self.ids[clients.numpy()]).to(self.device)
+        return rng.keys(self.settings.seed, round_, purpose, self.ids[clients.numpy()]).to(self.device)
 
     def hyper(self, round_: int, clients: Tensor) -> dict[str, Tensor]:
         """The method's numbers in this round (from 1) for these clients, ``[S]`` each; lr as scheduled."""
@@ -187,12 +260,12 @@ class Federation:
         return self.settings.softness if self.learnt_softness is None else self.learnt_softness
 
     @property
-    def course(self) -> Course:
+    def course(self) -> RunShape:
         """The run, as the method's numbers know it."""
         settings, all_here = self.settings, len(self)
         if self.run_of_all is not None:
             return self.run_of_all
-        return Course(all_here, settings.per_round(all_here), settings.rounds, settings.epochs, settings.batch)
+        return RunShape(all_here, settings.per_round(all_here), settings.rounds, settings.epochs, settings.batch)
 
     def _schedule(self, round_: int) -> float:
         """What the step size is multiplied by in this round."""
@@ -223,7 +296,7 @@ class Federation:
             )
         key = self.keys(self.round, Purpose.TUNING, clients)
         numbers = self.method.rows_of_numbers(len(clients), self.device)
-        rows_ = self._rows(clients, numbers, noise.fold(key, 0), noise.fold(key, 1))
+        rows_ = self._rows(clients, numbers, rng.fold(key, 0), rng.fold(key, 1))
         held, settings = self.method.held(self.model), self.settings
         chunk = settings.chunk or chunk_size(len(clients), held, self.device, settings.memory)
         phases = self.method.tuning(settings.epochs)
@@ -323,9 +396,9 @@ class Federation:
         """The server's state after the round in progress, from S uploads and their weights ``[S]``.
 
         ``draw`` is where noise for privacy comes from; None: it follows from the seed, as all does in a simulation.
-        Whoever means to keep something private gives `bpfed.privacy.secret_normal`.
+        Whoever means to keep something private gives `bpfed.aggregation.privacy.secret_normal`.
         """
-        key = noise.key(self.settings.seed, Purpose.PRIVACY, self.round + 1).to(self.device)
+        key = rng.key(self.settings.seed, Purpose.PRIVACY, self.round + 1).to(self.device)
         return combined(
             self.method,
             self.settings,
@@ -333,7 +406,7 @@ class Federation:
             uploads,
             weights,
             len(self),
-            draw or (lambda count: noise.normal(key, count)),
+            draw or (lambda count: rng.normal(key, count)),
         )
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from bpfed.config.settings import Settings
 from bpfed.data.federated import Examples
-from bpfed.engine.plan import Plan, cyclic, plan
-from bpfed.engine.settings import Settings
-from bpfed.engine.stepper import Stepper, Work
-from bpfed.likelihoods import Categorical
+from bpfed.engine.batching import Plan, cyclic, plan
+from bpfed.engine.compiled_step import Stepper, Work
+from bpfed.inference.likelihoods import Categorical
 from bpfed.methods.base import ADAPT, Finished, Method, Phase, State
-from bpfed.model import Model
+from bpfed.nn.model import Model
 
 #: Below this many weights in all stacked clients a step runs on one thread.
 SMALL = 100_000

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from bpfed.compress import travelled
-from bpfed.engine.settings import Settings
+from bpfed.aggregation.compression import travelled
+from bpfed.aggregation.privacy import Draw, private_mean
+from bpfed.aggregation.rules import middle
+from bpfed.aggregation.updates import clipped, distances
+from bpfed.config.settings import Settings
 from bpfed.methods.base import Method, State, rows
-from bpfed.privacy import Draw, private_mean
-from bpfed.robust import middle
-from bpfed.uploads import clipped, distances
 
 #: How many lengths of earlier updates are kept of each tensor,
 REMEMBERED = 100

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from bpfed._util.errors import UserError
 from bpfed.data.federated import Examples
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound, Rows, chunk_size
-from bpfed.errors import UserError
 from bpfed.methods.base import Finished, State
 
 #: A compiler takes some 20 s of CPU; it is repaid where plain steps would take longer than that. In weights x

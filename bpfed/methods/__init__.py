@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bpfed import names
-from bpfed.errors import unknown
+from bpfed._util.errors import unknown
+from bpfed.config import registry
 from bpfed.methods.adaptive import Adaptive
 from bpfed.methods.base import Method
 from bpfed.methods.bpfed import BPFed
 from bpfed.methods.ditto import Ditto
-from bpfed.methods.fedavg import FedAvg
-from bpfed.methods.fedavg_ft import FedAvgFT
+from bpfed.methods.fedavg import FedAvg, FedAvgFT
 from bpfed.methods.fedbabu import FedBABU
 from bpfed.methods.fedper import FedPer
 from bpfed.methods.fedrep import FedRep
@@ -48,10 +47,10 @@ METHODS: dict[str, type[Method]] = {
     )
 }
 
-if tuple(METHODS) != names.METHODS:
-    differ = ", ".join(sorted({*METHODS} ^ {*names.METHODS})) or "their order"
+if tuple(METHODS) != registry.METHODS:
+    differ = ", ".join(sorted({*METHODS} ^ {*registry.METHODS})) or "their order"
     raise ImportError(
-        f"bpfed/methods/__init__.py and bpfed/names.py must list the same methods; they differ in {differ}."
+        f"bpfed/methods/__init__.py and bpfed/config/registry.py must list the same methods; they differ in {differ}."
     )
 
 

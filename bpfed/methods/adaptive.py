@@ -38,16 +38,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from bpfed.aggregate import weighted_mean
-from bpfed.errors import UserError
-from bpfed.estimators import Batch, data_term
-from bpfed.factors import Personal as Split
-from bpfed.gaussian import Gaussian, softplus, softplus_inverse
-from bpfed.methods.base import ADAPT, Course, Finished, GaussianPredictive, Initial, Method, Weights
-from bpfed.methods.heads import NOISE_SIGMA
+from bpfed._util.errors import UserError
+from bpfed.aggregation.rules import weighted_mean
+from bpfed.inference.estimators import Batch, data_term
+from bpfed.inference.gaussian import Gaussian, softplus, softplus_inverse
+from bpfed.inference.optim import Adam, adam
+from bpfed.inference.predictive import GaussianPredictive
+from bpfed.methods.base import ADAPT, Finished, Initial, Method, RunShape, Weights
+from bpfed.methods.head_priors import NOISE_SIGMA
 from bpfed.methods.variational import RHO_FLOOR, Memory
-from bpfed.model import Model
-from bpfed.optim import Adam, adam
+from bpfed.nn.model import Model
+from bpfed.nn.parameters import Personal as Split
 
 #: Temperatures and prior scales to choose from, Bayes' rule with a unit prior first,
 PRIORS = ((1.0, 1.0), (1.0, 0.5), (0.3, 1.0), (0.3, 2.0), (0.3, 4.0))
@@ -194,7 +195,7 @@ class Adaptive(Method):
     def hyper(self) -> dict[str, float]:
         return {**super().hyper(), "share": 1.0}
 
-    def hyper_in(self, course: Course, sizes: Tensor) -> dict[str, Tensor]:
+    def hyper_in(self, course: RunShape, sizes: Tensor) -> dict[str, Tensor]:
         """The prior of θ is one for all clients: each has an equal share of it."""
         numbers = super().hyper_in(course, sizes)
         numbers["share"] = torch.full((len(sizes),), 1.0 / course.clients)

@@ -26,18 +26,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bpfed import noise
-from bpfed.errors import UserError
-from bpfed.estimators import Batch
-from bpfed.factors import Personal
-from bpfed.gaussian import Gaussian
-from bpfed.kinds import check_types
-from bpfed.model import Model
+from bpfed._util.errors import UserError
+from bpfed.config.settings import check_types
+from bpfed.inference.estimators import Batch
+from bpfed.inference.predictive import CorrelatedPredictive as CorrelatedPredictive
+from bpfed.inference.predictive import GaussianPredictive as GaussianPredictive
+from bpfed.inference.predictive import PointPredictive as PointPredictive
+from bpfed.inference.predictive import Predictive
+from bpfed.nn.model import Model
+from bpfed.nn.parameters import Personal
 
 #: Name of the phase in which a newcomer learns its personal state and the shared factors are frozen.
 ADAPT = "adapt"
@@ -55,7 +57,7 @@ RANGES: dict[str, Callable[[float], bool]] = {
     "at least 0 and below 1": lambda value: 0.0 <= value < 1.0,
 }
 
-#: Networks that are built where none is given (`bpfed.networks`).
+#: Networks that are built where none is given (`bpfed.nn.networks`).
 Network = Literal["auto", "mlp", "skip", "linear"]
 
 State = Any  # a NamedTuple (of NamedTuples) of tensors; each method has its own
@@ -74,7 +76,7 @@ class Phase(NamedTuple):
     repeats: int = 1
 
 
-class Course(NamedTuple):
+class RunShape(NamedTuple):
     """A run, as far as a method's numbers may depend on it.
 
     Attributes:
@@ -126,66 +128,6 @@ class Finished(NamedTuple):
     upload: State
     personal: State
     info: dict[str, Tensor]
-
-
-class Predictive(Protocol):
-    """A distribution over weights to predict with."""
-
-    def draws(self, wanted: int) -> int:
-        """How many draws there are to average when ``wanted`` are asked for."""
-        ...
-
-    def draw(self, key: Tensor, index: int) -> Tensor:
-        """The weights of one draw, ``[S, P]``, from keys ``[S, 2]``."""
-        ...
-
-
-class GaussianPredictive(NamedTuple):
-    """Independent Gaussian weights, ``[S, P]``."""
-
-    weights: Gaussian
-
-    def draws(self, wanted: int) -> int:
-        return wanted
-
-    def draw(self, key: Tensor, index: int | Tensor) -> Tensor:
-        """One draw; of several at once, with ``index`` ``[D]`` int32, ``[D, S, P]``."""
-        word = index if isinstance(index, int) else index[:, None]
-        return self.weights.draw(noise.normal(noise.fold(key, word), self.weights.mean.shape[-1]))
-
-
-class CorrelatedPredictive(NamedTuple):
-    """Gaussian weights with all their correlations, w = mean + directions · ε with ε ~ N(0, I).
-
-    Draws come in pairs of ε and −ε, so that their mean is the mean's.
-
-    Attributes:
-        mean: ``[S, P]``.
-        directions: A root of the covariance, ``[S, P, R]``.
-    """
-
-    mean: Tensor
-    directions: Tensor
-
-    def draws(self, wanted: int) -> int:
-        return wanted
-
-    def draw(self, key: Tensor, index: int) -> Tensor:
-        eps = noise.normal(noise.fold(key, index // 2), self.directions.shape[-1])
-        moved = (self.directions @ eps[..., None])[..., 0]
-        return self.mean - moved if index % 2 else self.mean + moved
-
-
-class PointPredictive(NamedTuple):
-    """One weight vector for each client, ``[S, P]``."""
-
-    weights: Tensor
-
-    def draws(self, wanted: int) -> int:
-        return 1
-
-    def draw(self, key: Tensor, index: int) -> Tensor:
-        return self.weights
 
 
 @dataclass(frozen=True)
@@ -290,7 +232,7 @@ class Method(ABC):
         return words.replace("personal: nothing", f"personal: {self.personal_words}")  # beside weights that all share
 
     def candidates(self) -> tuple[tuple[dict[str, float], ...], ...]:
-        """Settings between which only data can decide, in stages (`bpfed.pilot`); nothing: it is used as it is.
+        """Settings between which only data can decide, in stages (`bpfed.runs.pilot`); nothing: it is used as it is.
 
         A stage is a tuple of settings to change, all among ``numbers``, those that share most first.
         """
@@ -317,7 +259,7 @@ class Method(ABC):
         """The numbers of `hyper` for ``count`` clients alike, ``[S]`` each."""
         return {name: torch.full((count,), value, device=device) for name, value in self.hyper().items()}
 
-    def hyper_in(self, course: Course, sizes: Tensor) -> dict[str, Tensor]:
+    def hyper_in(self, course: RunShape, sizes: Tensor) -> dict[str, Tensor]:
         """The numbers in the first round of a run, ``[S]`` each; a method may adjust them to it.
 
         `tuning` and newcomers use those of `hyper`.

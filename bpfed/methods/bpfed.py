@@ -11,7 +11,7 @@ Representations, 2023. Algorithm 1, Eq. 7-10: a round of client i, with ζ from 
     aggregate  ζ: the mean of the uploads' μ and of their σ (not of its pre-image ρ)
 
 The paper has T = 1. Further settings go beyond it: a discounted prior, no step on π, other server rules, shared
-factors that are points, the two halves in turn (`bpfed.methods.turns`), and IVON's steps for Eq. 9 (`bpfed.ivon`).
+factors that are points, the two halves in turn (`bpfed.methods.bpfed`), and IVON's steps for Eq. 9 (`bpfed.inference.optim`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,52 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from bpfed.aggregate import rule
-from bpfed.errors import UserError
-from bpfed.estimators import Batch, DataTerm, check_estimator, data_term
-from bpfed.gaussian import Gaussian, discounted, either, kl, kl_gradients_p
-from bpfed.ivon import Momentum, Newton, ivon
-from bpfed.methods.base import Finished, GaussianPredictive, Initial, Method, Phase
-from bpfed.methods.heads import NOISE_SIGMA, of_likelihood, per_head
-from bpfed.methods.turns import counted, held
+from bpfed._util.errors import UserError
+from bpfed.aggregation.rules import rule
+from bpfed.inference.estimators import Batch, DataTerm, check_estimator, data_term
+from bpfed.inference.gaussian import Gaussian, discounted, either, kl, kl_gradients_p
+from bpfed.inference.optim import Momentum, Newton, ivon
+from bpfed.inference.predictive import GaussianPredictive
+from bpfed.methods.base import Finished, Initial, Method, Phase, State, frozen
+from bpfed.methods.head_priors import NOISE_SIGMA, of_likelihood, per_head
 from bpfed.methods.variational import Memory, Variational, beyond, join, kl_gradients_beyond, split
-from bpfed.model import Model
+from bpfed.nn.model import Model
+
+# --- Turns ------------------------------------------------------------------------------------------------------------
+#
+# Which part of a client's state a phase moves, and how many steps that part has taken.
+
+
+def counted(steps: Tensor, phase: str) -> tuple[Tensor, Tensor]:
+    """The counts after a step, and the one of the weights that move, ``[S]``.
+
+    Args:
+        steps: Taken so far, ``[S]``; where shared and personal factors move in turn, of either, ``[S, 2]``.
+        phase: ``shared`` where those move.
+    """
+    if steps.ndim == 1:
+        return steps + 1, steps + 1
+    shared, personal = steps.unbind(-1)
+    if phase == "shared":
+        return torch.stack([shared + 1, personal], -1), shared + 1
+    return torch.stack([shared, personal + 1], -1), personal + 1
+
+
+def held(model: Model, before: State, after: State, phase: str) -> State:
+    """The state after a step of this phase, tensors ``[S, P]``, with the part that it does not move as before.
+
+    In the phase ``all`` everything moves, in ``shared`` the shared factors, in any other the personal ones.
+    """
+    if phase == "all":
+        return after
+
+    def part(old: Tensor, new: Tensor) -> Tensor:
+        return frozen(model, new, old) if phase == "shared" else frozen(model, old, new)
+
+    return tree_map(part, before, after)
+
 
 Predict = Literal["own", "aggregated"]
 Optimiser = Literal["adam", "ivon"]
@@ -86,7 +121,7 @@ class BPFed(Method):
         rule: How the server combines uploads: ``mean``, ``moments``, ``precision`` or ``product``.
         shared_point: Whether the shared factors are points (σ = 0, no KL term) and only the personal ones are random;
             it needs ``prior_step=False`` and ``rule="mean"``.
-        optimiser: For Eq. 9: ``adam``, or ``ivon``, natural-gradient steps (`bpfed.ivon`). Eq. 10 always uses Adam.
+        optimiser: For Eq. 9: ``adam``, or ``ivon``, natural-gradient steps (`bpfed.inference.optim`). Eq. 10 always uses Adam.
         newton: With ``ivon``, its step size in units of ``lr``; lr · newton = 1 is a full Newton step.
         curvature: With ``ivon``, β2, how much of the old curvature a step keeps.
         order: ``joint``: shared and personal factors move together; ``alternating``: the personal ones first, then the

@@ -17,11 +17,11 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from bpfed.estimators import Batch, mean_gradient
+from bpfed.inference.estimators import Batch, mean_gradient
+from bpfed.inference.optim import Adam, adam
 from bpfed.methods.base import ADAPT, Finished, Weights
-from bpfed.methods.own import Own, OwnNetwork
-from bpfed.model import Model
-from bpfed.optim import Adam, adam
+from bpfed.methods.full_network import Own, OwnNetwork
+from bpfed.nn.model import Model
 
 
 class Local(NamedTuple):

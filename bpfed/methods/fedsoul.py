@@ -31,14 +31,14 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from bpfed import noise
-from bpfed.aggregate import weighted_mean
-from bpfed.errors import UserError
-from bpfed.estimators import Batch
-from bpfed.gaussian import Gaussian
+from bpfed._util.errors import UserError
+from bpfed.aggregation.rules import weighted_mean
+from bpfed.inference import rng
+from bpfed.inference.estimators import Batch
+from bpfed.inference.gaussian import Gaussian
+from bpfed.inference.optim import Adam, adam
 from bpfed.methods.base import ADAPT, Finished, Initial, Method
-from bpfed.model import Model
-from bpfed.optim import Adam, adam
+from bpfed.nn.model import Model
 
 #: Word that sets the noise of Langevin steps apart from that of dropout.
 LANGEVIN = 0x50
@@ -148,7 +148,7 @@ class SampledPredictive(NamedTuple):
         back = torch.remainder(torch.full_like(number, float(index)), number.clamp(min=1.0, max=float(kept)))
         slot = torch.remainder(number - 1.0 - back, float(kept)).long()
         sample = self.chain.samples.gather(1, slot[:, :, None].expand(rows, 1, width)).squeeze(1)
-        unseen = self.prior.draw(noise.normal(noise.fold(key, index), width))
+        unseen = self.prior.draw(rng.normal(rng.fold(key, index), width))
         return torch.cat([self.body, torch.where(number > 0, sample, unseen)], -1)
 
 
@@ -233,7 +233,7 @@ class FedSOUL(Method):
         precision = local.prior.sigma.square().reciprocal()
         gamma = hyper["gamma"][:, None] / (batch.size[:, None] + precision)
         drift = on_head + precision * (local.chain.state - local.prior.mean)
-        xi = noise.normal(noise.fold(batch.key, LANGEVIN), drift.shape[-1])
+        xi = rng.normal(rng.fold(batch.key, LANGEVIN), drift.shape[-1])
         state = local.chain.state - gamma * drift + torch.sqrt(2.0 * gamma) * xi
         chain = self._kept(local.chain, state, taken)
 

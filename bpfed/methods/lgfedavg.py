@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from bpfed.factors import Personal
 from bpfed.methods.point import Point
+from bpfed.nn.parameters import Personal
 
 
 @dataclass(frozen=True)

@@ -56,13 +56,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bpfed.errors import UserError
-from bpfed.estimators import Batch
-from bpfed.factors import Personal as Split
-from bpfed.likelihoods import Categorical, Normal
-from bpfed.methods.base import ADAPT, CorrelatedPredictive, Finished, Initial, Method, Network, Phase
-from bpfed.methods.laplace import Head
-from bpfed.model import Model
+from bpfed._util.errors import UserError
+from bpfed.inference.estimators import Batch
+from bpfed.inference.laplace import Head
+from bpfed.inference.likelihoods import Categorical, Normal
+from bpfed.inference.predictive import CorrelatedPredictive
+from bpfed.methods.base import ADAPT, Finished, Initial, Method, Network, Phase
+from bpfed.nn.model import Model
+from bpfed.nn.parameters import Personal as Split
 
 #: Name of the phase in which the sums of a pass become a new posterior.
 SOLVE = "solve"

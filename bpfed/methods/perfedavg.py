@@ -24,12 +24,12 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from bpfed import noise
-from bpfed.estimators import Batch, mean_gradient
+from bpfed.inference import rng
+from bpfed.inference.estimators import Batch, mean_gradient
+from bpfed.inference.optim import Adam, adam
 from bpfed.methods.base import TUNE, Finished, Phase, Weights
-from bpfed.methods.own import Own, OwnNetwork
-from bpfed.model import Model
-from bpfed.optim import Adam, adam
+from bpfed.methods.full_network import Own, OwnNetwork
+from bpfed.nn.model import Model
 
 Order = Literal["first", "full"]
 
@@ -116,7 +116,7 @@ def parts(batch: Batch, count: int) -> list[Batch]:
     for part in range(count):
         at = part % stride + slot * stride
         rows = order.gather(1, at.clamp(max=order.shape[1] - 1))
-        key = noise.fold(batch.key, part) if part else batch.key
+        key = rng.fold(batch.key, part) if part else batch.key
         mask = (at < used).to(batch.mask.dtype)
         found.append(Batch(batch.x[client, rows], batch.y[client, rows], mask, batch.size, key))
     return found

@@ -18,14 +18,15 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from bpfed.aggregate import weighted_mean
-from bpfed.errors import UserError
-from bpfed.estimators import Batch, check_estimator, data_term
-from bpfed.factors import Personal as Parameters
-from bpfed.gaussian import Gaussian, either, kl, kl_gradients_p, kl_gradients_q, softplus, softplus_inverse
-from bpfed.methods.base import ADAPT, Finished, GaussianPredictive, Initial, Method
+from bpfed._util.errors import UserError
+from bpfed.aggregation.rules import weighted_mean
+from bpfed.inference.estimators import Batch, check_estimator, data_term
+from bpfed.inference.gaussian import Gaussian, either, kl, kl_gradients_p, kl_gradients_q, softplus, softplus_inverse
+from bpfed.inference.predictive import GaussianPredictive
+from bpfed.methods.base import ADAPT, Finished, Initial, Method
 from bpfed.methods.variational import Memory, Variational
-from bpfed.model import Model
+from bpfed.nn.model import Model
+from bpfed.nn.parameters import Personal as Parameters
 
 
 class Local(NamedTuple):

@@ -18,13 +18,13 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from bpfed import noise
-from bpfed.aggregate import weighted_mean
-from bpfed.errors import UserError
-from bpfed.estimators import Batch, mean_gradient
+from bpfed._util.errors import UserError
+from bpfed.aggregation.rules import weighted_mean
+from bpfed.inference import rng
+from bpfed.inference.estimators import Batch, mean_gradient
 from bpfed.methods.base import ADAPT, Finished, Weights
-from bpfed.methods.own import Own, OwnNetwork
-from bpfed.model import Model
+from bpfed.methods.full_network import Own, OwnNetwork
+from bpfed.nn.model import Model
 
 
 class Local(NamedTuple):
@@ -83,7 +83,7 @@ class PFedMe(OwnNetwork):
         rate, pull = hyper["inner_lr"][:, None], hyper["pull"][:, None]
         own, losses = local.own, []
         for k in range(self.inner_steps):
-            key = noise.fold(batch.key, k) if k else batch.key
+            key = rng.fold(batch.key, k) if k else batch.key
             nll, gradient = mean_gradient(model, own, batch._replace(key=key))
             own = own - rate * (gradient + pull * (own - local.weights))
             losses.append(nll)

@@ -23,14 +23,15 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from bpfed.aggregate import precision, weighted_mean
-from bpfed.errors import UserError
-from bpfed.estimators import Batch, data_term
-from bpfed.gaussian import Gaussian, either, kl, kl_gradients_q
-from bpfed.methods.base import Finished, GaussianPredictive, Initial, Method, Phase
+from bpfed._util.errors import UserError
+from bpfed.aggregation.rules import precision, weighted_mean
+from bpfed.inference.estimators import Batch, data_term
+from bpfed.inference.gaussian import Gaussian, either, kl, kl_gradients_q
+from bpfed.inference.optim import Adam, adam
+from bpfed.inference.predictive import GaussianPredictive
+from bpfed.methods.base import Finished, Initial, Method, Phase
 from bpfed.methods.variational import Memory, Variational
-from bpfed.model import Model
-from bpfed.optim import Adam, adam
+from bpfed.nn.model import Model
 
 #: Name of the phase in which the body is learnt; in any other the head is.
 BODY = "body"

@@ -14,14 +14,15 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from bpfed.aggregate import weighted_mean
-from bpfed.errors import UserError
-from bpfed.estimators import Batch, mean_gradient
-from bpfed.methods.base import ADAPT, TUNE, Finished, Initial, Method, Phase, PointPredictive, Predictive, Weights
-from bpfed.methods.laplace import CURVATURE, Curvature, laplace
-from bpfed.methods.own import Own
-from bpfed.model import Model
-from bpfed.optim import Adam, Velocity, adam, descent
+from bpfed._util.errors import UserError
+from bpfed.aggregation.rules import weighted_mean
+from bpfed.inference.estimators import Batch, mean_gradient
+from bpfed.inference.laplace import CURVATURE, Curvature, laplace
+from bpfed.inference.optim import Adam, Velocity, adam, descent
+from bpfed.inference.predictive import PointPredictive, Predictive
+from bpfed.methods.base import ADAPT, TUNE, Finished, Initial, Method, Phase, Weights
+from bpfed.methods.full_network import Own
+from bpfed.nn.model import Model
 
 Optimiser = Literal["adam", "sgd"]
 #: Whether the shared and whether the personal weights move, by phase.

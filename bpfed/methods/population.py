@@ -19,14 +19,15 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from bpfed.aggregate import mean, weighted_mean
-from bpfed.errors import UserError
-from bpfed.gaussian import Gaussian
-from bpfed.methods.base import Finished, GaussianPredictive, Initial
-from bpfed.methods.heads import biases
+from bpfed._util.errors import UserError
+from bpfed.aggregation.rules import mean, weighted_mean
+from bpfed.inference.gaussian import Gaussian
+from bpfed.inference.predictive import GaussianPredictive
+from bpfed.methods.base import Finished, Initial
+from bpfed.methods.head_priors import biases
 from bpfed.methods.recipe import Local, Personal, Recipe
 from bpfed.methods.variational import join
-from bpfed.model import Model
+from bpfed.nn.model import Model
 
 #: Least variance of a head's prior.
 SMALLEST = 1e-8

@@ -17,7 +17,7 @@ client minimises
    once for the run, the same for all, and never learnt. Heads that stay near a common one make features that mean the
    same everywhere, which is what a population of heads is for; but nothing of a head is uploaded for it. A bias says
    how frequent a class is here, not what it looks like: its prior is wide, and around what the client's own labels say
-   (`bpfed.methods.levels`).
+   (`bpfed.methods.head_priors`).
 4. T < 1, noise drawn per example (the ``local`` estimator), and a step size that falls along a cosine.
 5. The step size is bounded. Multiplied by rounds and local epochs it is at most ``path``, and multiplied by rounds and
    a client's steps in a round at most ``span``: with more rounds the steps are smaller, and training ends in the same
@@ -34,7 +34,7 @@ client's). A method with ``rise`` has a higher T for clients with few examples; 
 they are. Where clients take part less often than in every other round, ``path`` and ``span`` are larger by the same
 factor. A client that cannot get far in the whole run starts with a head nearer to its prior.
 
-A class that a client has never seen is predicted about as rarely as its labels say (`bpfed.methods.unseen`). There is
+A class that a client has never seen is predicted about as rarely as its labels say (`bpfed.methods.head_priors`). There is
 no step on π (Eq. 10): η_i and the upload are taken from q. Settings were chosen on validation data cut from the
 training data of the three small cells, one set for all (docs/recipe-search.md).
 """
@@ -48,16 +48,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bpfed.aggregate import mean
-from bpfed.estimators import Batch, check_estimator, data_term
-from bpfed.gaussian import Gaussian, discounted, kl, kl_gradients_q
-from bpfed.likelihoods import Categorical
-from bpfed.methods.base import ADAPT, Course, Finished, GaussianPredictive, Initial, Method, frozen
-from bpfed.methods.heads import NOISE_SIGMA, biases, of_likelihood, per_head
-from bpfed.methods.levels import class_biases, levels
-from bpfed.methods.unseen import corrections, noted
+from bpfed.aggregation.rules import mean
+from bpfed.inference.estimators import Batch, check_estimator, data_term
+from bpfed.inference.gaussian import Gaussian, discounted, kl, kl_gradients_q
+from bpfed.inference.likelihoods import Categorical
+from bpfed.inference.predictive import GaussianPredictive
+from bpfed.methods.base import ADAPT, Finished, Initial, Method, RunShape, frozen
+from bpfed.methods.head_priors import (
+    NOISE_SIGMA,
+    biases,
+    class_biases,
+    corrections,
+    levels,
+    noted,
+    of_likelihood,
+    per_head,
+)
 from bpfed.methods.variational import Memory, Variational, join, split
-from bpfed.model import Model
+from bpfed.nn.model import Model
 
 #: The most clients, and the smallest share of rounds they took part in, where the settings were chosen.
 CHOSEN_WITH, CHOSEN_AT = 20, 0.5
@@ -248,7 +256,7 @@ class Recipe(Method):
         """With ``way``, the most that a head may move in the whole run: a client by itself starts where its head is."""
         return super().hyper() | {"way": 0.0}
 
-    def hyper_in(self, course: Course, sizes: Tensor) -> dict[str, Tensor]:
+    def hyper_in(self, course: RunShape, sizes: Tensor) -> dict[str, Tensor]:
         numbers, batches = super().hyper_in(course, sizes), course.batches(sizes)
         warmer = (MANY / sizes).sqrt().clamp(min=1.0, max=self.rise)
         crowd = max(1.0, course.clients / CHOSEN_WITH) * warmer

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bpfed.gaussian import Gaussian, kl_gradients_q, softplus, softplus_inverse
-from bpfed.model import Model
-from bpfed.optim import Adam, adam
+from bpfed.inference.gaussian import Gaussian, kl_gradients_q, softplus, softplus_inverse
+from bpfed.inference.optim import Adam, adam
+from bpfed.nn.model import Model
 
 #: No step takes a σ below 1e-6, which is this ρ.
 RHO_FLOOR = -13.8155

@@ -4,13 +4,12 @@ Everything is computed where the predictions are, for all clients at once and wi
 tensor travels at the end. Sums are float64, so the order of the examples does not show.
 """
 
-from bpfed.metrics.classes import SMALLEST, SURE, aurc, evaluate
+from bpfed._util.scores import BEST_IS_HIGH
+from bpfed.metrics.classification import SMALLEST, SURE, aurc, evaluate, ood_auroc
 from bpfed.metrics.evaluation import Evaluation, Reliability, Score
-from bpfed.metrics.numbers import evaluate_regression
-from bpfed.metrics.strangers import ood_auroc
+from bpfed.metrics.from_sums import evaluate_sums
+from bpfed.metrics.regression import evaluate_regression
 from bpfed.metrics.sums import Form, Sums
-from bpfed.metrics.together import evaluate_sums
-from bpfed.scores import BEST_IS_HIGH
 
 __all__ = [
     "BEST_IS_HIGH",

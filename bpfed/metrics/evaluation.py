@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bpfed._util.scores import BEST_IS_HIGH
 from bpfed.metrics.sums import Sums
-from bpfed.scores import BEST_IS_HIGH
 
 Floats = NDArray[np.float64]
 
@@ -83,7 +83,7 @@ class Evaluation:
         more: What further scores there are, by name; see `evaluate`.
         fitted_softness: Finds the softness at which the predictions would suit these targets best: below 1 where they
             are not sure enough. None where only sums are known.
-        slopes: Likewise, what is told of them to find it for clients that never meet (`bpfed.slopes`).
+        slopes: Likewise, what is told of them to find it for clients that never meet (`bpfed.inference.calibration`).
     """
 
     scores: dict[str, Score]

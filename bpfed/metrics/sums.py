@@ -148,3 +148,13 @@ def counting(found: Mapping[str, Tensor], bounded: Tensor | None) -> dict[str, T
     """Which examples' sets or intervals count, and what is found of these, ``[E]`` each."""
     counted = torch.ones_like(next(iter(found.values())), dtype=torch.bool) if bounded is None else bounded
     return {"counted": counted.double()} | {n: part.double().where(counted, 0.0) for n, part in found.items()}
+
+
+# --- What chance alone would do ---------------------------------------------------------------------------------------
+
+
+def binomial_deviation(n: Tensor, p: Tensor) -> Tensor:
+    """E|X - n p| of a binomial X, by De Moivre: 2 v C(n, v) p^v (1 - p)^(n - v + 1) with v = floor(n p) + 1."""
+    v = torch.minimum((n * p).floor() + 1, n)
+    choose = torch.lgamma(n + 1) - torch.lgamma(v + 1) - torch.lgamma(n - v + 1)
+    return 2 * (v.log() + choose + torch.xlogy(v, p) + torch.xlogy(n - v + 1, 1 - p)).exp()

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from bpfed.report import text
-from bpfed.scores import BEST_IS_HIGH
+from bpfed._util import text
+from bpfed._util.scores import BEST_IS_HIGH
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bpfed.engine.settings import MOST_EVALUATED
-from bpfed.errors import UserError
-from bpfed.files import from_json, from_toml
-from bpfed.layout import CONFIG, EVALUATION, METRICS, REHEARSALS, SUMMARY
-from bpfed.manifest import Manifest
-from bpfed.report import text
+from bpfed._util import text
+from bpfed._util.errors import UserError
+from bpfed._util.files import from_json, from_toml
+from bpfed._util.paths import CONFIG, EVALUATION, METRICS, REHEARSALS, SUMMARY
+from bpfed.config.settings import MOST_EVALUATED
+from bpfed.report.manifest import Manifest
 from bpfed.report.measures import AS_GIVEN, IN_UNITS, MEASURES, Measure, measures
 
 #: What a client with fewer test examples than `JUDGED` shows by chance alone.
@@ -185,7 +185,7 @@ class RunRecord:
 
     @property
     def baselines(self) -> list[dict[str, Any]]:
-        """What `bpfed.baselines.baselines` found of each plain model; empty in runs of earlier versions."""
+        """What `bpfed.runs.baselines.baselines` found of each plain model; empty in runs of earlier versions."""
         rows: list[dict[str, Any]] = self.evaluation.get("baselines", {}).get("rows", [])
         return rows
 

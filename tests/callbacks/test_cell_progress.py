@@ -12,9 +12,9 @@ from rich.console import Console
 from scenarios import classification
 
 from bpfed.callbacks.progress import CellProgress
-from bpfed.comparison.cells import run_cells
-from bpfed.comparison.entrants import entrants
-from bpfed.engine.settings import Settings
+from bpfed.comparison.candidates import entrants
+from bpfed.comparison.runner import run_cells
+from bpfed.config.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("untraced")
 

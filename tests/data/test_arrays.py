@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import bpfed
+from bpfed._util.errors import UserError
 from bpfed.data import from_arrays, inspect, load, synthetic
-from bpfed.data.remarks import unscaled
-from bpfed.errors import UserError
+from bpfed.data.checks.clients import unscaled
 from bpfed.methods import FedAvg
 
 

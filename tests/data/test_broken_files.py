@@ -15,10 +15,10 @@ import pytest
 import torch
 from command import Command, files
 
+from bpfed._util.errors import UserError
 from bpfed.data import FederatedData, load
-from bpfed.data import npz as npz_module
-from bpfed.data.rows import read_rows
-from bpfed.errors import UserError
+from bpfed.data.tabular import npz as npz_module
+from bpfed.data.tabular.rows import read_rows
 
 HEAD = "age,sex,y\n"
 ROWS = "".join(f"{30 + k},{'fm'[k % 2]},{'no' if k % 3 else 'yes'}\n" for k in range(12))

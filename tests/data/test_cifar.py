@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from data_files import BATCHES, cifar_batches, write_tar
 
-from bpfed.data import sources
-from bpfed.data.cifar import ARCHIVE
-from bpfed.errors import UserError
+from bpfed._util.errors import UserError
+from bpfed.data.sources import pooled
+from bpfed.data.sources.images import ARCHIVE
 
 
 def python2_pickle(batch: np.ndarray) -> bytes:
@@ -62,7 +62,7 @@ def write(layout: str, root: Path) -> None:
 @pytest.mark.parametrize("layout", ["folder", "archive", "python2", "python3", "columns"])
 def test_every_layout_gives_the_same_images(tmp_path: Path, layout: str) -> None:
     write(layout, tmp_path)
-    source = sources.read("cifar10", tmp_path, download=False)
+    source = pooled.read("cifar10", tmp_path, download=False)
     records = np.concatenate([cifar_batches()[b] for b in BATCHES])
     np.testing.assert_array_equal(source.y, records[:, 0])
     expected = (records[:, 1:].reshape(-1, 3, 32, 32) / 255 - 0.5) / 0.5
@@ -84,7 +84,7 @@ def test_a_pickle_that_runs_something_is_refused(tmp_path: Path, hidden: str) ->
     batch = attack if hidden == "whole" else {"data": np.zeros((1, 3072), np.uint8), "labels": [attack]}
     (tmp_path / "cifar-10-batches-py/data_batch_3").write_bytes(pickle.dumps(batch))
     with pytest.raises(UserError, match=r"data_batch_3' asks to run .*mkdir"):
-        sources.read("cifar10", tmp_path, download=False)
+        pooled.read("cifar10", tmp_path, download=False)
     assert not (tmp_path / "ran").exists()
 
 
@@ -107,7 +107,7 @@ def test_a_damaged_pickle_is_one_sentence(tmp_path: Path, content: bytes) -> Non
     write("python3", tmp_path)
     (tmp_path / "cifar-10-batches-py/test_batch").write_bytes(content)
     with pytest.raises(UserError, match="test_batch' is damaged"):
-        sources.read("cifar10", tmp_path, download=False)
+        pooled.read("cifar10", tmp_path, download=False)
 
 
 @pytest.mark.parametrize("content", [b"", b"\1" * 3072, b"\x0a" + bytes(3072)])
@@ -115,7 +115,7 @@ def test_a_damaged_binary_file_is_one_sentence(tmp_path: Path, content: bytes) -
     write("folder", tmp_path)
     (tmp_path / "cifar-10-batches-bin/data_batch_2.bin").write_bytes(content)
     with pytest.raises(UserError, match=r"data_batch_2.bin' is damaged"):
-        sources.read("cifar10", tmp_path, download=False)
+        pooled.read("cifar10", tmp_path, download=False)
 
 
 def test_a_cut_archive_is_one_sentence(tmp_path: Path) -> None:
@@ -123,10 +123,10 @@ def test_a_cut_archive_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / ARCHIVE
     path.write_bytes(path.read_bytes()[:20_000])
     with pytest.raises(UserError, match="damaged"):
-        sources.read("cifar10", tmp_path, download=False)
+        pooled.read("cifar10", tmp_path, download=False)
 
 
 def test_an_archive_without_a_batch_is_one_sentence(tmp_path: Path) -> None:
     write_tar(tmp_path / ARCHIVE, {"cifar-10-batches-bin/data_batch_1.bin": bytes(3073)})
     with pytest.raises(UserError, match=r"no valid data_batch_2.bin"):
-        sources.read("cifar10", tmp_path, download=False)
+        pooled.read("cifar10", tmp_path, download=False)

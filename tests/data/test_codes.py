@@ -14,34 +14,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bpfed as library
-from bpfed.config import Override, read
-from bpfed.data import Preparation, Table, load
-from bpfed.data.columns import coded, columns
-from bpfed.data.combine import CODED, PER_CODE, combine
-from bpfed.data.own import federate
-from bpfed.data.preparation import Feature, read_preparation, whole, write_preparation
-from bpfed.data.summary import FIRST, client_summary, whole_numbers
-from bpfed.data.table import Words
-from bpfed.data.unfamiliar import unfamiliar, unusual
-from bpfed.errors import UserError
-from bpfed.files import from_toml, to_toml
+from bpfed._util.errors import UserError
+from bpfed._util.files import from_toml, to_toml
+from bpfed.config.reader import Override, read
+from bpfed.data import Preprocessor, Table, load
+from bpfed.data.checks.column_types import coded, columns
+from bpfed.data.checks.new_rows import unfamiliar, unusual
+from bpfed.data.tabular.combine import CODED, PER_CODE, combine
+from bpfed.data.tabular.federate import federate
+from bpfed.data.tabular.preprocessing import Feature, read_preparation, whole, write_preparation
+from bpfed.data.tabular.statistics import FIRST, client_summary, whole_numbers
+from bpfed.data.tabular.table import Categorical
 
 N = 60
 
 
 def table(name: str = "a", **values: list[float] | np.ndarray) -> Table:
     """Rows with these columns, each repeated to fill `N` rows, a quantity ``age`` and the target ``y``."""
-    made: dict[str, np.ndarray | Words] = {key: np.resize(np.array(v, dtype=float), N) for key, v in values.items()}
-    made |= {"age": np.linspace(20.5, 80.5, N), "y": Words.of(["no", "yes"] * (N // 2))}
+    made: dict[str, np.ndarray | Categorical] = {
+        key: np.resize(np.array(v, dtype=float), N) for key, v in values.items()
+    }
+    made |= {"age": np.linspace(20.5, 80.5, N), "y": Categorical.of(["no", "yes"] * (N // 2))}
     return Table(name, N, made)
 
 
-def prepared(*tables: Table, **options: str) -> Preparation:
+def prepared(*tables: Table, **options: str) -> Preprocessor:
     summaries = [client_summary(t, "y", client=t.name) for t in tables]
     return combine(summaries, "y", **options)  # type: ignore[arg-type]
 
 
-def feature(made: Preparation, name: str) -> Feature:
+def feature(made: Preprocessor, name: str) -> Feature:
     return next(f for f in made.features if f.name == name)
 
 
@@ -209,11 +211,11 @@ def test_new_values_are_said_and_numbers_far_off_are_said_once() -> None:
 def test_records_keep_it_and_those_of_earlier_versions_have_none() -> None:
     made = prepared(table(code=[1, 2, 3]))
     record = json.loads(json.dumps(made.record()))
-    assert Preparation.from_record(record) == made
+    assert Preprocessor.from_record(record) == made
     assert made.settings()["codes"] == "both"
     before = json.loads(json.dumps(prepared(table(code=[1, 2, 3]), codes="number").record()))
     del before["codes"]
-    old = Preparation.from_record(before)
+    old = Preprocessor.from_record(before)
     assert old.settings()["codes"] == "number"
     assert old.input_names == ("age", "code")
 

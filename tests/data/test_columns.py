@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from command import Command
 
-from bpfed.data.columns import columns, doubts, telling
-from bpfed.data.own import federate
-from bpfed.data.table import Table, Words
-from bpfed.errors import UserError
+from bpfed._util.errors import UserError
+from bpfed.data.checks.column_types import columns, doubts, telling
+from bpfed.data.tabular.federate import federate
+from bpfed.data.tabular.table import Categorical, Table
 
 N = 30
 
@@ -23,8 +23,8 @@ def clients(**made: list[str] | np.ndarray) -> dict[str, Table]:
     rng = np.random.default_rng(0)
     found = {}
     for client in "ab":
-        own = {name: c if isinstance(c, np.ndarray) else Words.of(c) for name, c in made.items()}
-        own |= {"age": rng.integers(20, 90, N).astype(float), "y": Words.of(["no", "yes"] * (N // 2))}
+        own = {name: c if isinstance(c, np.ndarray) else Categorical.of(c) for name, c in made.items()}
+        own |= {"age": rng.integers(20, 90, N).astype(float), "y": Categorical.of(["no", "yes"] * (N // 2))}
         found[client] = Table(client, N, own)
     return found
 
@@ -94,7 +94,9 @@ def test_numbers_written_as_text_are_named(words: list[str], such: str | None) -
     found = [note for note in data.notes if note.startswith(said)]
     assert len(found) == (such is not None)
     assert such is None or f"such as '{such}', but each is a category of its own" in found[0]
-    target = federate("t", {"a": Table("a", N, {"x": np.arange(N) / 7, "y": Words.of(words)})}, "y", test_fraction=0.0)
+    target = federate(
+        "t", {"a": Table("a", N, {"x": np.arange(N) / 7, "y": Categorical.of(words)})}, "y", test_fraction=0.0
+    )
     assert any("Words of 'y' look like numbers" in note for note in target.notes) == (such not in (None, "0"))
 
 
@@ -147,7 +149,7 @@ def test_a_split_under_another_name_is_named(name: str, words: list[str], said: 
 def test_what_says_whose_a_row_is_is_named(columns: tuple[list[str] | np.ndarray, ...], said: bool) -> None:
     tables = {}
     for client, column in zip("abc", columns, strict=False):
-        own = column if isinstance(column, np.ndarray) else Words.of(column)
+        own = column if isinstance(column, np.ndarray) else Categorical.of(column)
         tables[client] = replace(clients(hospital=["x"] * N)["a"], name=client)
         tables[client].columns["hospital"] = own
     sentence = (
@@ -163,7 +165,7 @@ def test_one_client_or_one_row_each_names_nobody() -> None:
     (only,) = federate("t", {"a": table["a"]}, "y").notes
     assert only.startswith("There is only one client")
     one = {
-        c: Table(c, 1, {"hospital": Words.of([c]), "age": np.array([a]), "y": Words.of([y])})
+        c: Table(c, 1, {"hospital": Categorical.of([c]), "age": np.array([a]), "y": Categorical.of([y])})
         for c, a, y in (("a", 1.0, "no"), ("b", 2.5, "yes"), ("c", 3.5, "no"))
     }
     assert federate("t", one, "y", test_fraction=0.0).notes == ()
@@ -258,7 +260,7 @@ def test_inspect_lists_columns_and_folds_many(tmp_path: Path, capsys: pytest.Cap
     ],
 )
 def test_words_that_others_should_not_be_told(words: list[str], wanted: str | None) -> None:
-    table = Table("a", len(words), {"word": Words.of(words), "number": np.arange(float(len(words)))})
+    table = Table("a", len(words), {"word": Categorical.of(words), "number": np.arange(float(len(words)))})
     assert telling(table) == ({} if wanted is None else {wanted: ["word"]})
 
 
@@ -266,7 +268,9 @@ def test_a_refusal_keeps_what_is_ignored_already() -> None:
     n = 150
     tables = {
         "a": Table(
-            "a", n, {c: Words.of([f"{c}{k}" for k in range(n)]) for c in ("id", "seen")} | {"y": np.arange(n) % 2.0}
+            "a",
+            n,
+            {c: Categorical.of([f"{c}{k}" for k in range(n)]) for c in ("id", "seen")} | {"y": np.arange(n) % 2.0},
         )
     }
     with pytest.raises(UserError, match="leave it out with --ignore 'id,seen', or"):

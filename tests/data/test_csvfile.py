@@ -9,10 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bpfed.data import Table, csvfile, read_table
-from bpfed.data.csvfile import write_folder
-from bpfed.data.table import MISSING, Words
-from bpfed.errors import UserError
+from bpfed._util.errors import UserError
+from bpfed.data import Table, read_table
+from bpfed.data.tabular import csvfile
+from bpfed.data.tabular.csvfile import write_folder
+from bpfed.data.tabular.table import MISSING, Categorical
 
 WORD = st.text(st.characters(categories=("L", "P", "S", "Zs")), min_size=1, max_size=9).map(str.strip)
 WORD = WORD.filter(
@@ -28,7 +29,7 @@ WORD = WORD.filter(
 def test_written_and_read_back_it_is_the_same(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[float, str]], chunk: int
 ) -> None:
-    words = Words.of([w for _, w in rows])
+    words = Categorical.of([w for _, w in rows])
     table = Table("t", len(rows), {"a number": np.array([v for v, _ in rows]), 'words, "quoted"': words})
     (path,) = write_folder({"one": table}, tmp_path_factory.mktemp("w"))
     with pytest.MonkeyPatch.context() as patch:
@@ -227,7 +228,7 @@ def test_a_word_that_is_as_common_as_numbers_is_a_category(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("children,y\n" + "".join(f"{k},0\n" for k in ["0", "1", "2", "3+"] * 25))
     column = read_table(path).columns["children"]
-    assert isinstance(column, Words)
+    assert isinstance(column, Categorical)
     assert column.levels == ("0", "1", "2", "3+")
     path.write_text("children,y\n" + "".join(f"{k},0\n" for k in ["0", "1", "2"] * 30 + ["3+"] * 4))
     with pytest.raises(UserError, match=r"'children' of .* is numeric except for '3\+' in row 91 and 3 more"):

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 from data_files import cifar_batches, write_idx, write_tar
 
-from bpfed.data import cifar, fetch, load, sources
-from bpfed.data.cifar import ARCHIVE
-from bpfed.data.download import DownloadError, Remote, download
-from bpfed.data.folder import cache
-from bpfed.data.idx import NAMES
-from bpfed.errors import UserError
-from bpfed.files import whole
+from bpfed._util.errors import UserError
+from bpfed._util.files import whole
+from bpfed.data import fetch, load
+from bpfed.data.sources import images, pooled
+from bpfed.data.sources.download import DownloadError, Remote, cache, download
+from bpfed.data.sources.images import ARCHIVE, NAMES
 
 Serve = Callable[[Path], str]
 
@@ -35,9 +34,9 @@ def mnist_server(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) 
     folder = tmp_path / "server"
     write_idx(folder)
     address = serve(folder)
-    known = sources.SOURCES["mnist"]
+    known = pooled.SOURCES["mnist"]
     remotes = {name: remote(folder / f"{name}.gz", address) for name in NAMES}
-    monkeypatch.setitem(sources.SOURCES, "mnist", replace(known, files=replace(known.files, remote=remotes)))
+    monkeypatch.setitem(pooled.SOURCES, "mnist", replace(known, files=replace(known.files, remote=remotes)))
     return folder
 
 
@@ -48,9 +47,9 @@ def cifar_server(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) 
     folder.mkdir()
     batches = {name: batch.tobytes() for name, batch in cifar_batches().items()}
     write_tar(folder / ARCHIVE, {f"cifar-10-batches-bin/{name}.bin": data for name, data in batches.items()})
-    monkeypatch.setattr(cifar, "SHA256", {name: hashlib.sha256(data).hexdigest() for name, data in batches.items()})
-    files = replace(cifar.CIFAR10, remote=remote(folder / ARCHIVE, serve(folder))._replace(sha256=None))
-    monkeypatch.setitem(sources.SOURCES, "cifar10", replace(sources.SOURCES["cifar10"], files=files))
+    monkeypatch.setattr(images, "SHA256", {name: hashlib.sha256(data).hexdigest() for name, data in batches.items()})
+    files = replace(images.CIFAR10, remote=remote(folder / ARCHIVE, serve(folder))._replace(sha256=None))
+    monkeypatch.setitem(pooled.SOURCES, "cifar10", replace(pooled.SOURCES["cifar10"], files=files))
     return folder
 
 
@@ -149,7 +148,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(mnist_server: Path, tmp
 
 
 def test_without_download_nothing_is_asked_of_the_net(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bpfed.data.download.urlopen", lambda *_, **__: pytest.fail("asked the net"))
+    monkeypatch.setattr("bpfed.data.sources.download.urlopen", lambda *_, **__: pytest.fail("asked the net"))
     with pytest.raises(UserError, match="Dataset 'fmnist' is not in"):
         load("fmnist", download=False)
 
@@ -158,12 +157,12 @@ def test_the_archive_is_unpacked(cifar_server: Path) -> None:
     place = fetch("cifar10")
     assert place == cache() / "cifar-10-batches-bin"
     assert len(files_below(cache())) == 6
-    raw, _ = sources.SOURCES["cifar10"].files.read(place)
+    raw, _ = pooled.SOURCES["cifar10"].files.read(place)
     np.testing.assert_array_equal(raw[:4].reshape(4, -1), cifar_batches()["data_batch_1"][:, 1:])
 
 
 def test_an_archive_with_one_wrong_member_leaves_nothing(cifar_server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cifar.SHA256, "test_batch", "0" * 64)
+    monkeypatch.setitem(images.SHA256, "test_batch", "0" * 64)
     with pytest.raises(UserError, match=r"test_batch.bin in .* is not the original"):
         fetch("cifar10-small")
     assert files_below(cache()) == []

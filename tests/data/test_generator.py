@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
+from bpfed._util.errors import UserError
 from bpfed.data import inspect, synthetic
-from bpfed.errors import UserError
 
 
 def test_the_shape_asked_for() -> None:

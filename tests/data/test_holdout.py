@@ -17,27 +17,27 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import bpfed as library
-from bpfed.data import FederatedData, Preparation, Table, load
-from bpfed.data.columns import columns
-from bpfed.data.held import held_out as held_out_of
+from bpfed._util.errors import UserError
+from bpfed._util.files import from_toml
+from bpfed.data import FederatedData, Preprocessor, Table, load
+from bpfed.data.checks.column_types import columns
+from bpfed.data.checks.new_rows import unfamiliar
+from bpfed.data.federated import held_out as held_out_of
 from bpfed.data.holdout import Holdout, whole_groups
-from bpfed.data.own import federate, held_out
-from bpfed.data.preparation import read_preparation, write_preparation
-from bpfed.data.rows import read_rows
-from bpfed.data.table import Words
-from bpfed.data.unfamiliar import unfamiliar
-from bpfed.errors import UserError
-from bpfed.files import from_toml
-from bpfed.flower.data import one_client
+from bpfed.data.tabular.federate import federate, held_out
+from bpfed.data.tabular.preprocessing import read_preparation, write_preparation
+from bpfed.data.tabular.rows import read_rows
+from bpfed.data.tabular.table import Categorical
+from bpfed.deploy.site.data import one_client
 
 FRACTION = st.one_of(st.sampled_from([0.1, 0.2, 0.25, 0.5, 0.9]), st.floats(0.01, 0.99))
 
 
 def table(name: str = "a", **made: list[str] | np.ndarray) -> Table:
     """Rows with these columns, their own numbers ``row`` and the target ``y``."""
-    own = {key: c if isinstance(c, np.ndarray) else Words.of(c) for key, c in made.items()}
+    own = {key: c if isinstance(c, np.ndarray) else Categorical.of(c) for key, c in made.items()}
     n = len(next(iter(own.values())))
-    row, y = np.arange(float(n)) + 0.5, Words.of([("no", "yes")[k % 2] for k in range(n)])
+    row, y = np.arange(float(n)) + 0.5, Categorical.of([("no", "yes")[k % 2] for k in range(n)])
     return Table(name, n, {**own, "row": row, "y": y})
 
 
@@ -277,9 +277,9 @@ def test_records_keep_it_and_files_of_all_sites_do_not(tmp_path: Path) -> None:
     made = federated("time:when", table(when=np.arange(20.0))).preparation
     assert made is not None
     record = json.loads(json.dumps(made.record()))
-    assert Preparation.from_record(record) == made
+    assert Preprocessor.from_record(record) == made
     del record["holdout"]  # as earlier versions wrote it
-    assert Preparation.from_record(record).holdout is None
+    assert Preprocessor.from_record(record).holdout is None
     write_preparation(tmp_path / "p.json", made)
     assert read_preparation(tmp_path / "p.json")[0] == replace(made, holdout=None)
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from data_files import idx_bytes, write_idx
 
-from bpfed.data import sources
-from bpfed.data.idx import FMNIST, MNIST, read_idx
-from bpfed.errors import UserError
+from bpfed._util.errors import UserError
+from bpfed.data.sources import pooled
+from bpfed.data.sources.images import FMNIST, MNIST, read_idx
 
 
 @pytest.mark.parametrize("folder", ["MNIST/raw", "mnist", ""])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_reads_what_was_written(tmp_path: Path, folder: str, zipped: bool) -> None:
     images, labels = write_idx(tmp_path / folder, zipped=zipped)
-    source = sources.read("mnist", tmp_path, download=False)
+    source = pooled.read("mnist", tmp_path, download=False)
     assert source.x.shape == (80, 1, 28, 28)
     np.testing.assert_allclose(source.x[:, 0].numpy(), (images / 255 - 0.5) / 0.5, atol=1e-6)
     np.testing.assert_array_equal(source.y, labels)
@@ -78,6 +78,6 @@ def test_fashion_is_not_taken_for_mnist(real_data: str) -> None:
 
 @pytest.mark.parametrize(("name", "smallest"), [("mnist", 6313), ("fmnist", 7000)])
 def test_the_real_files(real_data: str, name: str, smallest: int) -> None:
-    source = sources.read(name, real_data, download=False)
+    source = pooled.read(name, real_data, download=False)
     assert source.raw.shape == (70_000, 1, 28, 28)
     assert np.bincount(source.y).min() == smallest

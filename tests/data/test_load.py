@@ -10,9 +10,9 @@ import pytest
 import torch
 from data_files import write_idx
 
+from bpfed._util.errors import UserError
 from bpfed.data import Examples, FederatedData, describe, fetch, inspect, load, names
-from bpfed.data.ordering import lay_out
-from bpfed.errors import UserError
+from bpfed.data.partition import lay_out
 
 
 def same(a: FederatedData, b: FederatedData) -> bool:

@@ -12,11 +12,11 @@ import torch
 from command import Command
 
 import bpfed
+from bpfed._util.errors import UserError
 from bpfed.data import FederatedData, describe, fetch, inspect, load, missing, tables
-from bpfed.data import natural as natural_module
-from bpfed.data.natural import ARFF, ATTRIBUTES, HOSPITALS, HeartFiles
-from bpfed.errors import UserError
-from bpfed.records import fingerprint
+from bpfed.data.sources import pooled as natural_module
+from bpfed.data.sources.pooled import ARFF, ATTRIBUTES, HOSPITALS, HeartFiles
+from bpfed.runs.metadata import fingerprint
 
 
 def write_heart(folder: Path, rows: int = 30) -> None:
@@ -225,7 +225,7 @@ def test_fit_takes_a_folder(tmp_path: Path) -> None:
     run = bpfed.fit(bpfed.methods.BPFed(lr=0.03), f"folder:{tmp_path}", rounds=3, epochs=10, batch=10, progress=False)
     assert run.data.labels == ("above", "below")
     assert run.history[-1]["accuracy"]["pooled"] > 0.7
-    assert isinstance(run.data.preparation, bpfed.data.Preparation)
+    assert isinstance(run.data.preparation, bpfed.data.Preprocessor)
     new = bpfed.data.read_table(tmp_path / "a.npz")
     probabilities = run.client("a").predict(run.data.preparation.inputs(new, "a"), prepared=True).probs
     assert torch.equal(run.client("a").predict(new).probs, probabilities)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bpfed.data import holders
+from bpfed._util.errors import UserError
+from bpfed.data import partition
 from bpfed.data.partition import KINDS, Partition, parse_partition
-from bpfed.errors import UserError
 
 ys = st.lists(st.integers(0, 6), min_size=1, max_size=80).map(np.array)
 seeds = st.integers(0, 2**32)
@@ -85,7 +85,7 @@ def test_label_partitions_give_exactly_k_labels_or_say_why_not(
             # Refused only where it cannot be: no choice of labels serves that many clients.
             assert k > len(counts) or np.minimum(counts, clients).sum() < clients * k
         else:
-            held = holders.groups(clients, len(counts), k) if k <= len(counts) else None
+            held = partition.groups(clients, len(counts), k) if k <= len(counts) else None
             assert held is None or (held.sum(0) > counts).any()
         return
     indices = check(parts, clients)
@@ -102,9 +102,9 @@ def test_random_labels_are_as_even_as_they_can_be(clients: int, serves: list[int
     k, most = 3, np.minimum(serves, clients)
     if most.sum() < clients * k:
         with pytest.raises(UserError, match="fewer clients"):
-            holders.at_random(clients, np.array(serves), k, np.random.default_rng(seed))
+            partition.at_random(clients, np.array(serves), k, np.random.default_rng(seed))
         return
-    table = holders.at_random(clients, np.array(serves), k, np.random.default_rng(seed))
+    table = partition.at_random(clients, np.array(serves), k, np.random.default_rng(seed))
     count = table.sum(0)
     assert (table.sum(1) == k).all()
     assert (count <= most).all()
@@ -115,7 +115,7 @@ def test_random_labels_are_as_even_as_they_can_be(clients: int, serves: list[int
 
 def test_random_label_sets_really_vary() -> None:
     # Dealing labels round without trades would give pairs of clients with complementary sets.
-    tables = [holders.at_random(10, np.full(10, 10), 5, np.random.default_rng(s)) for s in range(200)]
+    tables = [partition.at_random(10, np.full(10, 10), 5, np.random.default_rng(s)) for s in range(200)]
     overlap = np.array([(t[0] & t[1]).sum() for t in tables])
     assert np.bincount(overlap, minlength=6)[1:5].min() > 0
     # Two sets of 5 labels of 10: 2.5 in common if free, 20/9 where each label has exactly 5 clients of 10.
@@ -124,9 +124,9 @@ def test_random_label_sets_really_vary() -> None:
 
 
 def test_the_papers_groups() -> None:
-    held = holders.groups(4, 10, 5)
+    held = partition.groups(4, 10, 5)
     assert [np.flatnonzero(row).tolist() for row in held] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]] * 2
-    assert np.flatnonzero(holders.groups(4, 10, 3)[3]).tolist() == [0, 1, 9]
+    assert np.flatnonzero(partition.groups(4, 10, 3)[3]).tolist() == [0, 1, 9]
 
 
 def test_a_class_is_shared_evenly() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpfed.data.split import split
-from bpfed.errors import UserError
+from bpfed._util.errors import UserError
+from bpfed.data.holdout import split
 
 
 @settings(max_examples=200, deadline=None)

@@ -7,14 +7,14 @@ import scenarios
 import torch
 from torch.nn import functional as F
 
+from bpfed._util.errors import UserError
 from bpfed.data.federated import Examples
 from bpfed.engine import evaluate as evaluation
 from bpfed.engine.evaluate import evaluate_clients, evaluated_clients
-from bpfed.errors import UserError
+from bpfed.inference.predictive import classify
+from bpfed.inference.rng import Purpose
 from bpfed.methods import BPFed, FedAvg
 from bpfed.methods.base import rows
-from bpfed.noise import Purpose
-from bpfed.predict import classify
 
 METHOD = BPFed(sigma=0.3)
 

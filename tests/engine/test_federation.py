@@ -9,12 +9,12 @@ import torch
 from scipy import stats
 from torch.utils._pytree import tree_flatten
 
+from bpfed._util.errors import UserError
+from bpfed.config.settings import Settings
 from bpfed.engine.federation import pick_device
-from bpfed.engine.settings import Settings
-from bpfed.errors import UserError
-from bpfed.gaussian import Gaussian
+from bpfed.inference.gaussian import Gaussian
+from bpfed.inference.rng import Purpose
 from bpfed.methods import METHODS, BPFed, FedAvg
-from bpfed.noise import Purpose
 
 MANY = tuple(f"person {i}" for i in range(12))
 

@@ -10,12 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map
 
+from bpfed.config.settings import Settings
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound
-from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
+from bpfed.inference.predictive import PointPredictive
 from bpfed.methods import BPFed, FedAvg
-from bpfed.methods.base import Finished, Initial, Method, Phase, PointPredictive
+from bpfed.methods.base import Finished, Initial, Method, Phase
 
 
 def leaves(state):

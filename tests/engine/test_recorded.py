@@ -7,7 +7,7 @@ import scenarios
 import torch
 
 from bpfed import fit
-from bpfed.engine.stepper import Recorded, uncollected
+from bpfed.engine.compiled_step import Recorded, uncollected
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from bpfed._util.errors import UserError
+from bpfed.config.settings import Settings
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
-from bpfed.errors import UserError
-from bpfed.likelihoods import Normal
+from bpfed.inference.likelihoods import Normal
 from bpfed.methods import BPFed, FedAvg
 from bpfed.methods.base import rows
 

@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_flatten
 from bpfed.engine import federation as engine
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.simulator import Simulator
-from bpfed.methods.base import Finished, Initial, Phase, PointPredictive
+from bpfed.inference.optim import Adam, adam
+from bpfed.inference.predictive import PointPredictive
+from bpfed.methods.base import Finished, Initial, Phase
 from bpfed.methods.fedavg import FedAvg
-from bpfed.optim import Adam, adam
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,16 @@ import scenarios
 import torch
 from torch import nn
 
-from bpfed import optim
+from bpfed._util.errors import UserError
+from bpfed.config.settings import Settings
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
-from bpfed.errors import UserError
-from bpfed.gaussian import Gaussian
-from bpfed.likelihoods import Normal
+from bpfed.inference import optim
+from bpfed.inference.gaussian import Gaussian
+from bpfed.inference.likelihoods import Normal
 from bpfed.methods import Adaptive, BPFed, FedAvg, FedPer, LocalOnly
-from bpfed.methods.base import Course, rows
+from bpfed.methods.base import RunShape, rows
 
 CLIENTS, SIZE = 3, 35.0
 INF = 100.0
@@ -184,7 +184,7 @@ def test_the_width_of_a_weight_is_that_of_the_pooled_or_of_the_own_posterior(cli
 
 def test_copies_are_averaged_where_not_all_clients_take_part():
     method, sizes = Adaptive(dual=0.5), torch.tensor([10, 20])
-    all_, some = (method.hyper_in(Course(4, part, 10, 1, 5), sizes)["dual"].tolist() for part in (4, 3))
+    all_, some = (method.hyper_in(RunShape(4, part, 10, 1, 5), sizes)["dual"].tolist() for part in (4, 3))
     assert (all_, some) == ([0.5, 0.5], [0.0, 0.0])
 
 

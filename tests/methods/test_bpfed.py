@@ -11,13 +11,13 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten
 
-from bpfed import likelihoods, noise
+from bpfed._util.errors import UserError
+from bpfed.config.settings import Settings
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
-from bpfed.errors import UserError
-from bpfed.gaussian import Gaussian, softplus
+from bpfed.inference import likelihoods, rng
+from bpfed.inference.gaussian import Gaussian, softplus
 from bpfed.methods import BPFed, FedAvg
 from bpfed.methods.base import rows
 
@@ -28,7 +28,7 @@ def batches(steps, count=CLIENTS):
     """Full and ragged batches in turn."""
     return [
         scenarios.random_batch(count, 5, seed=t, used=[5, 3] if t % 2 else [4, 5], size=SIZE)._replace(
-            key=noise.fold(scenarios.keys(count), t)
+            key=rng.fold(scenarios.keys(count), t)
         )
         for t in range(steps)
     ]
@@ -70,8 +70,8 @@ def by_hand(method, model, client, steps):
         on_q.zero_grad()
         data = 0.0
         for m in range(method.draws):
-            key = batch.key[client] if m == 0 else noise.fold(batch.key[client], m)
-            eps = noise.normal(key, len(mean)).double()
+            key = batch.key[client] if m == 0 else rng.fold(batch.key[client], m)
+            eps = rng.normal(key, len(mean)).double()
             w = q[0] + F.softplus(q[1]) * eps
             out = functional_call(module, model.factors.unflatten(w), (x,))
             data = data - SIZE / len(y) / method.draws * torch.distributions.Categorical(logits=out).log_prob(y).sum()

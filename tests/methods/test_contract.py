@@ -7,13 +7,13 @@ import scenarios
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from bpfed.engine.settings import Settings
-from bpfed.errors import UserError
-from bpfed.estimators import Batch
+from bpfed._util.errors import UserError
+from bpfed.config.settings import Settings
+from bpfed.inference.estimators import Batch
 from bpfed.methods import METHODS, method
 from bpfed.methods.base import rows, untrained
-from bpfed.run import train_together
-from bpfed.training import prepare
+from bpfed.runs.fit import prepare
+from bpfed.runs.run import train_together
 
 CLIENTS, STEPS = 3, 3
 

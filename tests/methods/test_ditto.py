@@ -9,14 +9,14 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from bpfed._util.errors import UserError
 from bpfed.engine.simulator import Simulator
-from bpfed.errors import UserError
-from bpfed.estimators import Batch
-from bpfed.likelihoods import Normal
+from bpfed.inference.estimators import Batch
+from bpfed.inference.likelihoods import Normal
 from bpfed.methods import Ditto, FedAvg
 from bpfed.methods.base import ADAPT, Weights, rows
-from bpfed.methods.own import Own
-from bpfed.model import Model
+from bpfed.methods.full_network import Own
+from bpfed.nn.model import Model
 
 CLIENTS, STEPS = 2, 6
 

@@ -5,16 +5,17 @@ import scenarios
 import torch
 from torch import nn
 
-from bpfed import fit, likelihoods, noise
+from bpfed import fit
+from bpfed._util.errors import UserError
+from bpfed.config.settings import Settings
 from bpfed.engine.server import combined
-from bpfed.engine.settings import Settings
-from bpfed.errors import UserError
-from bpfed.estimators import Batch
-from bpfed.gaussian import Gaussian
+from bpfed.inference import likelihoods, rng
+from bpfed.inference.estimators import Batch
+from bpfed.inference.gaussian import Gaussian
 from bpfed.methods import FedSOUL
 from bpfed.methods.base import ADAPT, rows
 from bpfed.methods.fedsoul import LANGEVIN, Chain, SampledPredictive, Shared
-from bpfed.model import Model
+from bpfed.nn.model import Model
 
 CLIENTS = 3
 
@@ -46,7 +47,7 @@ def test_a_step_is_one_of_langevin_on_the_head_and_one_of_adam_on_the_body():
         prior = torch.distributions.Normal(shared.heads.mean[s].double(), shared.heads.sigma[s].double())
         (20.0 * nll - prior.log_prob(head).sum()).backward()
         gamma = 0.2 / (20.0 + 1 / 0.4**2)
-        xi = noise.normal(noise.fold(batch.key[s], LANGEVIN), len(head)).double()
+        xi = rng.normal(rng.fold(batch.key[s], LANGEVIN), len(head)).double()
         expected = head.detach() - gamma * head.grad + (2 * gamma) ** 0.5 * xi
         torch.testing.assert_close(new.chain.state[s].double(), expected, rtol=0, atol=1e-5)
         optimiser = torch.optim.Adam([body], lr=2e-3)
@@ -90,7 +91,7 @@ def test_chains_settle_at_the_posterior_of_a_linear_head_with_the_common_prior(g
     shared = rows(Shared.of(initial.shared.body, heads), count)
     local = method.begin(model, shared, rows(initial.personal, count), scenarios.hyper(method, count))
     for t in range(steps):
-        step = batch._replace(key=noise.fold(batch.key, t))
+        step = batch._replace(key=rng.fold(batch.key, t))
         local, _ = method.step(model, local, step, scenarios.hyper(method, count), ADAPT)
     effective = gamma / (EXAMPLES + 1 / S**2)
     variance = 1 / (precision - 0.5 * effective * precision**2)

@@ -15,18 +15,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks import nuts
 from bpfed import fit
+from bpfed._util.errors import UserError
+from bpfed.config.settings import Settings
 from bpfed.data.federated import Examples, FederatedData
-from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
-from bpfed.errors import UserError
-from bpfed.likelihoods import Categorical, Normal
+from bpfed.inference.likelihoods import Categorical, Normal
+from bpfed.inference.predictive import classify, gaussian_softmax, moments, regress
 from bpfed.methods import Linear
 from bpfed.methods.base import rows
 from bpfed.methods.linear import MOST, Form, Natural
-from bpfed.model import Model
-from bpfed.moments import gaussian_softmax, moments
-from bpfed.networks import linear
-from bpfed.predict import classify, regress
+from bpfed.nn.model import Model
+from bpfed.nn.networks import linear
 
 pytestmark = pytest.mark.usefixtures("untraced")
 

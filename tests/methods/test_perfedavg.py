@@ -11,13 +11,13 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from bpfed.engine.plan import plan
-from bpfed.errors import UserError
-from bpfed.estimators import Batch
-from bpfed.kernels.conv import conv2d
+from bpfed._util.errors import UserError
+from bpfed.engine.batching import plan
+from bpfed.inference.estimators import Batch
 from bpfed.methods import FedAvg, PerFedAvg
 from bpfed.methods.base import TUNE, Weights, rows
 from bpfed.methods.perfedavg import parts
+from bpfed.nn.kernels.conv import conv2d
 
 CLIENTS, STEPS = 2, 6
 

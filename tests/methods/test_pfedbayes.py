@@ -7,9 +7,9 @@ from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from bpfed import noise
-from bpfed.errors import UserError
-from bpfed.gaussian import Gaussian, softplus
+from bpfed._util.errors import UserError
+from bpfed.inference import rng
+from bpfed.inference.gaussian import Gaussian, softplus
 from bpfed.methods import PFedBayes
 from bpfed.methods.base import ADAPT, rows
 
@@ -19,7 +19,7 @@ CLIENTS, SIZE, STEPS = 2, 35.0, 6
 def batches(steps=STEPS):
     return [
         scenarios.random_batch(CLIENTS, 5, seed=t, used=[5, 3] if t % 2 else [4, 5], size=SIZE)._replace(
-            key=noise.fold(scenarios.keys(CLIENTS), t)
+            key=rng.fold(scenarios.keys(CLIENTS), t)
         )
         for t in range(steps)
     ]
@@ -64,7 +64,7 @@ def test_local_steps_are_those_of_the_papers_algorithm_done_by_hand(settings):
             x, y = batch.x[s, used].double(), batch.y[s, used]
             data = 0.0
             for m in range(method.draws):
-                eps = noise.normal(batch.key[s] if m == 0 else noise.fold(batch.key[s], m), len(q[0])).double()
+                eps = rng.normal(batch.key[s] if m == 0 else rng.fold(batch.key[s], m), len(q[0])).double()
                 out = functional_call(module, model.factors.unflatten(q[0] + F.softplus(q[1]) * eps), (x,))
                 data = data + SIZE / len(y) / method.draws * F.cross_entropy(out, y, reduction="sum")
             on_q.zero_grad()

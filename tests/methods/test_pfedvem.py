@@ -7,9 +7,9 @@ from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from bpfed import noise
-from bpfed.errors import UserError
-from bpfed.gaussian import Gaussian, softplus
+from bpfed._util.errors import UserError
+from bpfed.inference import rng
+from bpfed.inference.gaussian import Gaussian, softplus
 from bpfed.methods import PFedVEM
 from bpfed.methods.base import ADAPT, rows
 from bpfed.methods.pfedvem import BODY, Shared
@@ -20,7 +20,7 @@ CLIENTS, SIZE = 2, 35.0
 def batches(steps, first=0):
     return [
         scenarios.random_batch(CLIENTS, 5, seed=t, used=[5, 3] if t % 2 else [4, 5], size=SIZE)._replace(
-            key=noise.fold(scenarios.keys(CLIENTS), t)
+            key=rng.fold(scenarios.keys(CLIENTS), t)
         )
         for t in range(first, first + steps)
     ]
@@ -63,8 +63,8 @@ def test_the_head_is_learnt_first_and_then_the_body_as_done_by_hand():
                 x, y = batch.x[s, used].double(), batch.y[s, used]
                 data = 0.0
                 for m in range(2):
-                    key = batch.key[s] if m == 0 else noise.fold(batch.key[s], m)
-                    eps = noise.normal(key, model.factors.total).double()[model.factors.shared :]
+                    key = batch.key[s] if m == 0 else rng.fold(batch.key[s], m)
+                    eps = rng.normal(key, model.factors.total).double()[model.factors.shared :]
                     weights = torch.cat([body, mean + F.softplus(rho) * eps])
                     out = functional_call(module, model.factors.unflatten(weights), (x,))
                     data = data + SIZE / len(y) / 2 * F.cross_entropy(out, y, reduction="sum")

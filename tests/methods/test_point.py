@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bpfed._util.errors import UserError
 from bpfed.data.federated import FederatedData
-from bpfed.errors import UserError
 from bpfed.methods import FedAvg, FedAvgFT, FedBABU, FedPer, FedRep, LGFedAvg, LocalOnly
 from bpfed.methods.base import ADAPT, TUNE, Phase, Weights, rows
 from bpfed.methods.point import MOVES

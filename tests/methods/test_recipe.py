@@ -12,17 +12,17 @@ from scenarios import small_mlp
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from bpfed._util.errors import UserError
+from bpfed.config.settings import Settings
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings
 from bpfed.engine.simulator import Simulator
-from bpfed.errors import UserError
-from bpfed.likelihoods import Categorical, Normal
+from bpfed.inference.likelihoods import Categorical, Normal
 from bpfed.methods import Population, Recipe
-from bpfed.methods.base import Course, rows
-from bpfed.methods.heads import NOISE_SIGMA, biases, of_likelihood
-from bpfed.model import Model
-from bpfed.run import train_together
-from bpfed.training import prepare
+from bpfed.methods.base import RunShape, rows
+from bpfed.methods.head_priors import NOISE_SIGMA, biases, of_likelihood
+from bpfed.nn.model import Model
+from bpfed.runs.fit import prepare
+from bpfed.runs.run import train_together
 
 SETTINGS = Settings(rounds=2, epochs=2, batch=5, eval_draws=2, device="cpu", compile="off")
 
@@ -165,7 +165,7 @@ def test_in_a_crowd_each_carries_its_part_of_the_prior_and_all_data_count():
 
 def test_each_client_is_as_warm_as_its_own_examples_say_in_a_crowd_too():
     examples = torch.tensor([0, 100, 1000, 4500])
-    course = Course(clients=100, participants=50, rounds=300, epochs=10, batch=50)
+    course = RunShape(clients=100, participants=50, rounds=300, epochs=10, batch=50)
     found, plain = (method.hyper_in(course, examples) for method in (Population(), Population(rise=1.0)))
     t, a, c = (found[name] for name in ("temperature", "discount", "anchor"))
     assert t.tolist() == pytest.approx([0.2, 0.2, 0.1 * 2.0**0.5, 0.1])

@@ -11,7 +11,7 @@ import pytest
 import scenarios
 import torch
 
-from bpfed import noise, optim
+from bpfed.inference import optim, rng
 from bpfed.methods import BPFed, FedAvg, FedPer, FedRep, LGFedAvg, LocalOnly
 from bpfed.methods.base import rows
 
@@ -47,7 +47,7 @@ def batches(round_, steps=4):
     found = []
     for t in range(steps):
         used = [5, 3, 4] if t % 2 else [4, 5, 1]
-        key = noise.fold(scenarios.keys(CLIENTS), t)
+        key = rng.fold(scenarios.keys(CLIENTS), t)
         batch = scenarios.random_batch(CLIENTS, 5, seed=100 * round_ + t, used=used, size=SIZE)._replace(key=key)
         found.append(batch._replace(x=batch.x.double(), mask=batch.mask.double(), size=batch.size.double()))
     return found

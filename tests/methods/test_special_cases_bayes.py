@@ -5,13 +5,13 @@ import scenarios
 import torch
 from torch import nn
 
-from bpfed import likelihoods, noise
-from bpfed.errors import UserError
-from bpfed.estimators import Batch
-from bpfed.gaussian import Gaussian, kl
+from bpfed._util.errors import UserError
+from bpfed.inference import likelihoods, rng
+from bpfed.inference.estimators import Batch
+from bpfed.inference.gaussian import Gaussian, kl
 from bpfed.methods import BPFed, FedSOUL, PFedBayes
 from bpfed.methods.base import ADAPT, rows
-from bpfed.model import Model
+from bpfed.nn.model import Model
 
 ZETA = 0.7
 
@@ -102,7 +102,7 @@ def sampled(model, batch, count, steps):
     shared = rows(type(initial.shared).of(initial.shared.body, heads), count)
     local = method.begin(model, shared, rows(initial.personal, count), scenarios.hyper(method, count))
     for t in range(steps):
-        step = batch._replace(key=noise.fold(batch.key, t))
+        step = batch._replace(key=rng.fold(batch.key, t))
         local, _ = method.step(model, local, step, scenarios.hyper(method, count), ADAPT)
     return local.chain.state
 
@@ -118,7 +118,7 @@ def fitted(model, batch, count, steps):
     local = method.begin(model, rows(initial.shared, count), personal, scenarios.hyper(method, count))
     means, sigmas = [], []
     for t in range(steps):
-        step = batch._replace(key=noise.fold(batch.key, t))
+        step = batch._replace(key=rng.fold(batch.key, t))
         local, _ = method.step(model, local, step, scenarios.hyper(method, count), ADAPT)
         means.append(model.factors.split(local.q.gaussian.mean)[1])
         sigmas.append(model.factors.split(local.q.gaussian.sigma)[1])
@@ -147,7 +147,7 @@ def test_a_point_body_moves_in_bpfed_as_in_fedsoul_at_the_same_head():
     assert (initial.shared.sigma == 0).all()
     assert (initial.personal.eta.sigma == 0.3).all()
     local = bpfed.begin(model, rows(initial.shared, 3), rows(initial.personal, 3), scenarios.hyper(bpfed, 3))
-    head = local.q.gaussian.draw(noise.normal(batch.key, model.factors.total))[:, cut:]
+    head = local.q.gaussian.draw(rng.normal(batch.key, model.factors.total))[:, cut:]
     after, _ = bpfed.step(model, local, batch, scenarios.hyper(bpfed, 3), "all")
     start = soul.init(model)
     chain = start.personal.chain

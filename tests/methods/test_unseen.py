@@ -15,16 +15,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 import bpfed
+from bpfed._util.errors import UserError
+from bpfed.config.settings import Settings
 from bpfed.data.federated import Examples
 from bpfed.engine.federation import Federation
-from bpfed.engine.settings import Settings
-from bpfed.errors import UserError
-from bpfed.likelihoods import Categorical, Normal
+from bpfed.inference.likelihoods import Categorical, Normal
 from bpfed.methods import Population, Recipe
 from bpfed.methods.base import rows
-from bpfed.methods.levels import class_biases
-from bpfed.methods.unseen import corrections, noted
-from bpfed.model import Model
+from bpfed.methods.head_priors import class_biases, corrections, noted
+from bpfed.nn.model import Model
 
 SETTINGS = Settings(rounds=4, epochs=2, batch=5, eval_draws=50, device="cpu", compile="off")
 METHODS = pytest.mark.parametrize("method", [Recipe, Population])

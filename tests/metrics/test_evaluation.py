@@ -9,7 +9,7 @@ import pytest
 import torch
 from predictions import METRICS, MORE, made
 
-from bpfed.calibration import temperatures
+from bpfed.inference.calibration import temperatures
 from bpfed.metrics import Evaluation, evaluate
 from bpfed.metrics.sums import _summed_in_order, summed
 

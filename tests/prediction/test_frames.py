@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import bpfed as library
+from bpfed._util.errors import UserError
 from bpfed.data import read_table
-from bpfed.data.frames import table_of
-from bpfed.data.table import Words
-from bpfed.errors import UserError
+from bpfed.data.tabular.rows import table_of
+from bpfed.data.tabular.table import Categorical
 
 NAMES = ["age", "dose", "ward"]
 
@@ -203,9 +203,9 @@ def test_predictions_that_are_not_numbers_are_refused(run: library.Run, classes:
 
 def test_words_stay_words_though_they_are_numbers() -> None:
     table = table_of(pd.DataFrame({"code": [7, 8], "other": [1, 2]}), words=["code"])
-    assert isinstance(table.columns["code"], Words)
+    assert isinstance(table.columns["code"], Categorical)
     assert table.words("code") == ["7", "8"]
-    assert not isinstance(table.columns["other"], Words)
+    assert not isinstance(table.columns["other"], Categorical)
     with_blanks = table_of({"a": ["5", "unknown", "999"]}, missing=["unknown", "a=999"])
     assert np.array_equal(with_blanks.columns["a"], [5.0, np.nan, np.nan], equal_nan=True)
 
@@ -222,5 +222,5 @@ def test_what_is_masked_is_missing() -> None:
     np.testing.assert_array_equal(made.column("a"), [1.0, np.nan])
     np.testing.assert_array_equal(made.column("b"), [3.0, np.nan])
     words = table_of({"a": np.ma.array(["x", "y"], mask=[0, 1])}).column("a")
-    assert isinstance(words, Words)
+    assert isinstance(words, Categorical)
     assert words.words() == ["x", ""]

@@ -17,12 +17,12 @@ from command import PLAIN, Command, as_before_manifests, files
 from hospitals import read
 
 import bpfed as library
+from bpfed._util.errors import UserError
 from bpfed.cli.predict import table
-from bpfed.data import FederatedData, Preparation, load
+from bpfed.data import FederatedData, Preprocessor, load
 from bpfed.data.federated import Examples
-from bpfed.data.rows import read_rows
-from bpfed.errors import UserError
-from bpfed.predict import Classified, Regressed
+from bpfed.data.tabular.rows import read_rows
+from bpfed.inference.predictive import Classified, Regressed
 
 
 def test_each_row_has_a_line_in_its_order(command: Command, ward: Path) -> None:
@@ -235,7 +235,7 @@ def test_an_empty_set_does_not_look_like_a_missing_value() -> None:
 
 
 def test_numbers_far_from_0_are_written_as_finely_as_they_differ() -> None:
-    made = Preparation("t", "regression", (), target_mean=1234567.0, target_scale=2.0)
+    made = Preprocessor("t", "regression", (), target_mean=1234567.0, target_scale=2.0)
     none = Examples(torch.zeros(0, 1), torch.zeros(0), torch.zeros(2, dtype=torch.int64))
     data = FederatedData("far", ("a",), none, none, "regression", preparation=made)
     found = Regressed(torch.tensor([0.1, -0.75]), torch.full((2,), 0.05), torch.full((2,), 0.2), scores=torch.ones(20))

@@ -10,9 +10,9 @@ import pytest
 import torch
 from pages import Page, plain, record
 
-from bpfed.comparison import Comparison, versus
+from bpfed.comparison import Comparison, charts
+from bpfed.comparison.charts import pooled
 from bpfed.comparison.page import render
-from bpfed.comparison.versus import pooled
 from bpfed.metrics import evaluate
 from bpfed.report.measures import MEASURES
 
@@ -86,7 +86,7 @@ def test_lines_differ_without_colour() -> None:
     kinds = re.findall(r'<g class="method c(\d) d(\d)', drawn)[:20]
     assert len(set(kinds)) == 20
     assert all(one[1] != two[1] for one, two in pairwise(kinds))
-    assert versus.STYLE.count("stroke-dasharray") == versus.DASHES - 1
+    assert charts.STYLE.count("stroke-dasharray") == charts.DASHES - 1
 
 
 def test_reliability_of_several_runs_is_that_of_all_their_examples() -> None:
@@ -110,9 +110,9 @@ def test_reliability_of_several_runs_is_that_of_all_their_examples() -> None:
 def test_names_of_variants_have_room_and_are_told_apart():
     """Cut to the same letters, two of them would look like one."""
     names = ["BPFed recipe + members", "BPFed recipe + members + softness"]
-    rows = [versus.Row(name, 0.4, 0.3, 0.5) for name in names]
-    lines = [versus.Line(name, [1, 2], [0.5, 0.4]) for name in names]
-    for drawn in (versus.bars(rows, MEASURES["nll"]), versus.convergence(lines, MEASURES["nll"])):
+    rows = [charts.Row(name, 0.4, 0.3, 0.5) for name in names]
+    lines = [charts.Line(name, [1, 2], [0.5, 0.4]) for name in names]
+    for drawn in (charts.bars(rows, MEASURES["nll"]), charts.convergence(lines, MEASURES["nll"])):
         width = int(re.search(r'viewBox="0 0 (\d+) ', drawn).group(1))
         for name in names:
             style, x = re.search(rf'<text class="([^"]*)" x="([\d.]+)"[^>]*>{re.escape(name)}[< ]\d?', drawn).groups()

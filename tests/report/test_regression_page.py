@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from pages import Page, plain, record
 
-from bpfed.report import render, text
+from bpfed._util import text
+from bpfed.report import render
 
 
 def test_regression_has_its_own_figures_and_no_others() -> None:

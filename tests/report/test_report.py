@@ -14,8 +14,8 @@ import scenarios
 from pages import Page, plain, record
 
 import bpfed
-from bpfed.cli import show
-from bpfed.errors import UserError
+from bpfed._util.errors import UserError
+from bpfed.cli import terminal
 from bpfed.report import RunRecord, render, write
 from bpfed.report.measures import MEASURES
 
@@ -111,7 +111,7 @@ def test_calibration_of_clients_with_few_test_examples_is_not_judged(capsys: pyt
     assert enough.worst("ece") == 0.987
     assert "98.7 %" in plain(Page(render(enough)).text)
     none = replace(run, evaluation=run.evaluation | {"clients": [row | few for row in rows]})
-    show.result(none, Path("report.html"))
+    terminal.result(none, Path("report.html"))
     ece = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("MCE"))
     assert ece.split()[-2:] == ["–", "–"]
 
@@ -119,14 +119,14 @@ def test_calibration_of_clients_with_few_test_examples_is_not_judged(capsys: pyt
 def test_the_examples_behind_the_accuracy_if_sure_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     run = record()
     sure = sum(round(row["test"] * (1 - row["abstained"])) for row in run.rows if row["test"])
-    show.result(run, Path("report.html"))
+    terminal.result(run, Path("report.html"))
     assert f"Accuracy if sure (of {sure}) " in capsys.readouterr().out
     assert f"of the rest ({sure} examples)." in plain(Page(render(run)).text)
     unsure = {"abstained": 1.0, "answered_accuracy": None}
     last = run.history[-1] | {"abstained": {"pooled": 1.0}, "answered_accuracy": {"pooled": None}}
     rows = [row | unsure for row in run.rows]
     none = replace(run, history=[last], evaluation=run.evaluation | {"clients": rows})
-    show.result(none, Path("report.html"))
+    terminal.result(none, Path("report.html"))
     line = next(line for line in capsys.readouterr().out.splitlines() if "Accuracy if sure" in line)
     assert line.split() == ["Accuracy", "if", "sure", "–", "–", "–"]
     assert "of the rest" not in Page(render(none)).text
@@ -168,7 +168,7 @@ def test_clients_that_would_do_as_well_without_a_model_are_named(capsys: pytest.
     )
     assert found.no_use == f"{words} ({tested[0]['name']})."
     assert found.no_use in plain(Page(render(found)).text)
-    show.result(found, Path("report.html"))
+    terminal.result(found, Path("report.html"))
     assert words in " ".join(capsys.readouterr().out.split())
     every = replace(run, evaluation=run.evaluation | {"clients": [row | {"shares_nll": 0.0} for row in run.rows]})
     assert f" and {len(tested) - 3} more)." in every.no_use

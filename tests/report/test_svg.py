@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from bpfed.report import svg, text
-from bpfed.report.plots import settled, wilson
+from bpfed._util import text
+from bpfed.report import svg
+from bpfed.report.charts import settled, wilson
 from bpfed.report.svg import Scale
 
 numbers = st.floats(-1e6, 1e6)

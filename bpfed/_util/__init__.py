@@ -1,0 +1,1 @@
+"""Tools that know nothing of learning: errors, files, processes, the console, and text."""

@@ -1,0 +1,204 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from bpfed._util.errors import UserError
+
+#: What a file is called while it is being written; a killed process may leave one behind.
+PART = ".part"
+
+
+@contextmanager
+def whole(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
+    """Write a file under another name beside ``path``, and give it that name only when all of it is on the disk.
+
+    After a crash at any moment ``path`` is the old file or the new one. Until then only its owner can read it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, mode)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_whole(path: Path, content: bytes | str, mode: int = 0o644) -> None:
+    """Write a file whole or not at all (see `whole`).
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    with writing(path), whole(path, mode) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line and wait until it is on the disk; if it cannot be added whole, none of it is."""
+    data = line.encode() + b"\n"
+    with writing(path):
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        before = os.fstat(handle).st_size
+        try:
+            while data:
+                data = data[os.write(handle, data) :]
+            os.fsync(handle)
+        except BaseException:
+            os.ftruncate(handle, before)
+            raise
+        finally:
+            os.close(handle)
+
+
+def is_part(path: Path) -> bool:
+    """Whether this is a file that a killed process did not finish."""
+    return path.name.startswith(".") and path.suffix == PART
+
+
+def clear_parts(folder: Path) -> None:
+    """Remove what killed processes did not finish. Only for who holds the folder's lock."""
+    with writing(folder):
+        for path in [p for p in folder.iterdir() if is_part(p)] if folder.is_dir() else []:
+            path.unlink(missing_ok=True)
+
+
+def lock(folder: Path) -> int:
+    """Take a folder for this process alone, until the handle given back is closed or the process ends, however it does.
+
+    Raises:
+        UserError: Another process has it.
+    """
+    with writing(folder):
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(
+            f"Another process is writing to '{folder}'; wait for it to finish, or choose another --out."
+        ) from None
+    except OSError:
+        pass  # some network file systems have no locks; then there is only the user's care
+    return handle
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in this folder last."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say in one sentence why a file could not be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"The disk is full: '{path}' cannot be written; free some space, then repeat the command (for a run, "
+                "with --resume)."
+            ) from error
+        raise UserError(f"'{path}' cannot be written ({error.strerror}); choose another location.") from error
+
+
+def sha256(content: bytes | str) -> str:
+    """The SHA-256 hash of a file's content, as ``sha256sum`` prints it."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
+def from_json(content: bytes | str) -> Any:
+    """What a file of JSON says.
+
+    Raises:
+        ValueError: It is not JSON of UTF-8 text, is nested too deeply, or has NaN or an infinite number.
+    """
+    text = content if isinstance(content, str) else content.decode("utf-8")
+    try:
+        return json.loads(text, parse_constant=_no_number, parse_float=_number)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def from_toml(content: bytes | str) -> dict[str, Any]:
+    """What a file of TOML says.
+
+    Raises:
+        ValueError: It is not TOML of UTF-8 text, or is nested too deeply.
+    """
+    text = content if isinstance(content, str) else content.decode("utf-8")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is not a number")
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return value if abs(value) != float("inf") else _no_number(text)
+
+
+def to_json(value: Any) -> str:
+    """JSON for people: indented, no NaN (null instead)."""
+    return json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n"
+
+
+def to_json_line(value: Any) -> str:
+    """JSON on one line, no NaN (null instead)."""
+    return json.dumps(_finite(value), ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def to_toml(tables: dict[str, Any]) -> str:
+    """TOML of scalars, lists of scalars and one level of tables; None is left out."""
+    plain = [f"{k} = {_toml(v)}" for k, v in tables.items() if not isinstance(v, dict) and v is not None]
+    parts = ["\n".join(plain)] if plain else []
+    for name, table in tables.items():
+        if isinstance(table, dict):
+            rows = [f"{k} = {_toml(v)}" for k, v in table.items() if v is not None]
+            parts.append("\n".join([f"[{name}]", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return json.dumps(str(value), ensure_ascii=False)

@@ -1,0 +1,54 @@
+"""Modules that had another name before version 0.9: importing the old name works and says the new one."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+#: Old names that the documentation mentioned, and the new ones.
+MOVED = {
+    "bpfed.adapt": "bpfed.runs.adapt",
+    "bpfed.aggregate": "bpfed.aggregation.rules",
+    "bpfed.calibration": "bpfed.inference.calibration",
+    "bpfed.callbacks.folder": "bpfed.runs.folder",
+    "bpfed.client": "bpfed.runs.client",
+    "bpfed.engine.settings": "bpfed.config.settings",
+    "bpfed.errors": "bpfed._util.errors",
+    "bpfed.estimators": "bpfed.inference.estimators",
+    "bpfed.factors": "bpfed.nn.parameters",
+    "bpfed.gaussian": "bpfed.inference.gaussian",
+    "bpfed.likelihoods": "bpfed.inference.likelihoods",
+    "bpfed.model": "bpfed.nn.model",
+    "bpfed.networks": "bpfed.nn.networks",
+    "bpfed.noise": "bpfed.inference.rng",
+    "bpfed.optim": "bpfed.inference.optim",
+    "bpfed.predict": "bpfed.inference.predictive",
+    "bpfed.privacy": "bpfed.aggregation.privacy",
+    "bpfed.run": "bpfed.runs.run",
+    "bpfed.training": "bpfed.runs.fit",
+}
+
+
+class Moved(MetaPathFinder, Loader):
+    """Finds an old name where no module has it; asked after all other finders."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        warnings.warn(f"{name} is now {MOVED[name]}; import it from there.", FutureWarning, stacklevel=2)
+        there = import_module(MOVED[name])
+        module.__getattr__ = lambda attribute: getattr(there, attribute)  # type: ignore[method-assign]
+        module.__doc__ = there.__doc__
+
+
+def install() -> None:
+    """Let old names be imported."""
+    if not any(isinstance(finder, Moved) for finder in sys.meta_path):
+        sys.meta_path.append(Moved())

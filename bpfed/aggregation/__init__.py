@@ -1,0 +1,1 @@
+"""What a server makes of uploads: rules, updates, privacy and compression."""

@@ -1,0 +1,125 @@
+"""Tables on the terminal."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.cells import cell_len
+from rich.table import Table
+from typer.core import TyperGroup
+
+from bpfed._util import text
+from bpfed._util.console import Console
+from bpfed._util.errors import unknown
+from bpfed.report import RunRecord
+from bpfed.report.measures import DETAILS, MEASURES, Measure
+from bpfed.report.record import value
+
+if TYPE_CHECKING:
+    from click import Command, Context
+
+
+#: An untrained model that says so is calibrated, so the best round of these says nothing.
+WITHOUT_BEST = DETAILS | {"ece"}
+
+
+def table(*columns: str, title: str | None = None, right: int = 0) -> Table:
+    """An empty table in the style of all; the last ``right`` columns are numbers."""
+    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    for index, name in enumerate(columns):
+        number = index >= len(columns) - right
+        made.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return made
+
+
+def put(shown: Table) -> None:
+    """Print a table on stdout; where it is wider than the terminal it runs over, for a number cut short would lie."""
+    width = max(Console().width, narrowest(shown))
+    enough = next((more for more in range(8) if _whole(shown, width + more)), 0)
+    Console(width=width + enough).print(shown)
+
+
+def narrowest(shown: Table) -> int:
+    """The width that a table needs at least, when text may wrap between words and numbers may not."""
+    for column in shown.columns:
+        cells = [str(cell) for cell in (column.header, *column.cells)]
+        column.min_width = max(
+            cell_len(part) for cell in cells for part in ([cell] if column.no_wrap else cell.split(" "))
+        )
+    slack = sum(not column.no_wrap for column in shown.columns)  # what rich takes from the one that wraps best
+    return Console(width=10_000).measure(shown).minimum + slack
+
+
+def _whole(shown: Table, width: int) -> bool:
+    """Whether no word is cut at this width (columns with a least width may come out too wide by a character or two)."""
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(shown)
+    there = set(capture.get().split())
+    cells = (str(cell) for column in shown.columns for cell in (column.header, *column.cells))
+    return all(word in there for cell in cells for word in cell.split())
+
+
+def _figures(run: RunRecord, measure: Measure) -> list[str]:
+    """A measure in the last round, at the worst client, and in the best round."""
+    best = run.best(measure.name) if measure.name not in WITHOUT_BEST else None
+    top = text.MISSING if best is None else f"{measure.typed(best[1])} (round {best[0]})"
+    return [measure.typed(run.last(measure.name)), measure.typed(run.worst(measure.name)), top]
+
+
+def result(run: RunRecord, report: Path | None = None) -> None:
+    """What came out of a run, and where its report is; None: there is none."""
+    shown = table("", "last round", "worst client", "best round", title=run.title, right=3)
+    for measure in run.measures:
+        name = measure.full
+        if measure.name == "ece":
+            floor = MEASURES["ece"].typed(value(run.evaluation, "ece_floor"))
+            name = f"ECE ({run.evaluation.get('bins')} bins, floor {floor})"
+        elif measure.name == "answered_accuracy" and run.sure:
+            name = text.typed(f"{name} (of {text.count(run.sure)})")
+        if own := run.in_units(measure):
+            shown.add_row(own.full, *_figures(run, own))
+            if measure.name != "rmse":
+                continue
+        shown.add_row(name, *_figures(run, measure))
+    put(shown)
+    console = Console()
+    for note in filter(
+        None,
+        (
+            run.verdict,
+            run.skipped_baselines,
+            run.untested,
+            run.seldom,
+            run.uncovered,
+            run.no_use,
+            run.softened,
+            run.unrehearsed,
+        ),
+    ):
+        console.print(text.typed(note))
+    # A deployed site's own run does not know the time; that of all rounds is with the server.
+    lasted = f" for {text.duration(seconds)}" if (seconds := value(run.summary, "seconds")) > 0 else ""
+    console.print(f"Trained{lasted} on {run.summary['device']}.")
+    if "epsilon" in run.summary:
+        console.print(
+            f"Privacy of a client: epsilon {text.epsilon(run.summary['epsilon'], 2)}, delta {run.summary['delta']:g}"
+            f"{'.' if run.summary['protocol'] == 'deployed' else ', valid only if the seed is secret.'}",
+        )
+    if report is not None:
+        console.print(f"Report: {report}", style="bold", soft_wrap=True)
+
+
+# --- A group of commands ----------------------------------------------------------------------------------------------
+
+
+class Group(TyperGroup):
+    """Refuses a command that does not exist in one sentence with the nearest; typer and click would each name that."""
+
+    def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
+        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            raise unknown("command", args[0], self.commands)
+        return super().resolve_command(ctx, args)

@@ -1,0 +1,1 @@
+"""What whoever trains on tables should know of them, in sentences."""

@@ -1,0 +1,169 @@
+"""Unfamiliar rows: what new rows have that training had not, in words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bpfed._util.errors import first_of, quoted
+from bpfed.data.checks.spelling import spelling
+from bpfed.data.tabular.combine import UNITS_APART
+from bpfed.data.tabular.preprocessing import Feature, Preprocessor
+from bpfed.data.tabular.statistics import of_channels
+from bpfed.data.tabular.table import Categorical, Table
+
+#: Standard deviations from the mean of training beyond which a number is far.
+FAR = 10.0
+
+
+@dataclass(frozen=True)
+class Unusual:
+    """Where rows of a table are unlike those of training; only columns with such rows are in it.
+
+    Attributes:
+        rows: Number of rows n.
+        words: Where a word is one that training never saw, ``[n]`` bool by column.
+        numbers: Where a number is far off, likewise.
+        missing: Where there is no value though training had one in every row, likewise.
+        codes: Where a whole number that may be a code is one that training never saw, likewise.
+    """
+
+    rows: int
+    words: dict[str, np.ndarray]
+    numbers: dict[str, np.ndarray]
+    missing: dict[str, np.ndarray] = field(default_factory=dict)
+    codes: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def far(self) -> np.ndarray:
+        """Rows with some number that is far off, ``[n]`` bool."""
+        return np.logical_or.reduce([np.zeros(self.rows, dtype=bool), *self.numbers.values()])
+
+    def names(self) -> list[list[str]]:
+        """The columns that are unusual in each row."""
+        found: list[list[str]] = [[] for _ in range(self.rows)]
+        for places in (self.numbers, self.words, self.codes, self.missing):
+            for name, where in places.items():
+                for row in np.flatnonzero(where).tolist():
+                    found[row].append(name)
+        return found
+
+
+def unusual(preparation: Preprocessor, table: Table, client: str) -> Unusual:
+    """Which rows have unseen words or codes, numbers far off, or no value where training had one; see `unfamiliar`."""
+    words, numbers, missing, codes = {}, {}, {}, {}
+    for feature in (f for f in preparation.features if f.scale):
+        # Without an indicator a missing value is an average one, and nothing of the model can tell.
+        if not feature.indicator and (gaps := table.missing(feature.name)).any():
+            missing[feature.name] = gaps
+        if feature.name not in table.columns:
+            continue
+        if feature.kind == "words":
+            if (new := _new_words(feature, table)).any():
+                words[feature.name] = new
+        elif feature.kind == "number":
+            own = preparation.local.get(client, {})
+            far = far_numbers(table, feature.name, *own.get(feature.name, (feature.mean, feature.scale)))
+            if far.any():
+                numbers[feature.name] = far
+            if feature.coded and (new := _new_words(feature, table) & ~far).any():
+                codes[feature.name] = new
+    return Unusual(table.rows, words, numbers, missing, codes)
+
+
+def unfamiliar(preparation: Preprocessor, table: Table, client: str) -> list[str]:
+    """A sentence each for misspelt columns, unseen words and codes, numbers far off, gaps, and pixels in another unit.
+
+    Args:
+        preparation: Of training.
+        table: New rows.
+        client: Whose rows; where each client is standardised by itself, its own mean is meant.
+    """
+    if preparation.shape is not None:
+        return _unlike(preparation, table, client)
+    found = []
+    known = {_letters(f.name): f.name for f in preparation.features if f.name not in table.columns}
+    used = {preparation.target, *preparation.left_out, *(f.name for f in preparation.features)}
+    other = {name: known[_letters(name)] for name in table.columns if name not in used and _letters(name) in known}
+    if other:
+        told = first_of([f"'{name}' (training had '{was}')" for name, was in other.items()])
+        found.append(
+            f"'{table.name}' has {told}, which is ignored; if that is the same column, spell it as in training."
+        )
+    strange = unusual(preparation, table, client)
+    words = [_told(table, name, where, number=False) for name, where in strange.words.items()]
+    numbers = [_told(table, name, where, number=True) for name, where in strange.numbers.items()]
+    if words:
+        found.append(
+            f"'{table.name}' has words that were not seen in training in {first_of(words)}; the model treats them as "
+            "if there were no word."
+        )
+    if numbers:
+        found.append(
+            f"'{table.name}' has numbers more than {FAR:g} standard deviations from the training mean in "
+            f"{first_of(numbers)}; the predictions there may mean little."
+        )
+    codes = [_told(table, name, where, number=True) for name, where in strange.codes.items()]
+    if codes:
+        found.append(
+            f"'{table.name}' has numbers that were not seen in training in {first_of(codes)}; the model knows them "
+            "by their size alone, which means little if they are codes."
+        )
+    gaps = [
+        f"'{name}' ({np.count_nonzero(where)} of {table.rows} rows)"
+        for name, where in strange.missing.items()
+        if name in table.columns
+    ]
+    if gaps:
+        found.append(
+            f"'{table.name}' lacks values in {first_of(gaps)}, which no training row did; the model treats them as "
+            "average, so the predictions there may mean little."
+        )
+    return found
+
+
+def _unlike(preparation: Preprocessor, table: Table, client: str) -> list[str]:
+    """A sentence if the pixels of images vary far more or far less than in training: then their unit is another one."""
+    if table.images is None or preparation.standardise == "none":
+        return []
+    own, here = preparation.local.get(client, {}), of_channels(table.images)
+    for feature in preparation.features:
+        _, scale = own.get(feature.name, (feature.mean, feature.scale))
+        spread = here[feature.name].scale
+        if not scale / UNITS_APART <= spread <= scale * UNITS_APART:
+            return [
+                f"The pixels of '{table.name}' have a standard deviation of {spread:.3g} in {feature.name}, but "
+                f"{scale:.3g} in training; save them in the same unit (bytes from 0 to 255, or fractions), or "
+                "predictions mean nothing."
+            ]
+    return []
+
+
+def _letters(name: str) -> str:
+    """A column's name without what is written differently most often: ``Heart Rate`` and ``heart_rate`` are one."""
+    return re.sub(r"[\W_]+", "", name).casefold() or spelling(name)
+
+
+def _told(table: Table, name: str, where: np.ndarray, number: bool) -> str:
+    """A column, in how many rows it is unusual, and its first such value."""
+    first = table.take(np.flatnonzero(where)[:1]).words(name)[0]
+    such = f"{float(first):g}" if number else quoted([first])
+    return f"'{name}' ({np.count_nonzero(where)} of {table.rows} rows, such as {such})"
+
+
+def _new_words(feature: Feature, table: Table) -> np.ndarray:
+    """Which rows have a word, or a code, that training had not, ``[n]`` bool."""
+    column = table.columns[feature.name]
+    words = column if isinstance(column, Categorical) else Categorical.of(table.words(feature.name))
+    known = set(feature.levels)
+    return np.array([*(level not in known for level in words.levels), False])[words.codes]
+
+
+def far_numbers(table: Table, name: str, mean: float, scale: float) -> np.ndarray:
+    """Which rows have a number that is far off, ``[n]`` bool."""
+    column = table.columns[name]
+    if isinstance(column, Categorical):
+        return np.zeros(table.rows, dtype=bool)
+    return np.abs(np.nan_to_num(column - mean)) > FAR * scale

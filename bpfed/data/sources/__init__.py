@@ -1,0 +1,1 @@
+"""Datasets before they are distributed over clients, and where their files come from."""

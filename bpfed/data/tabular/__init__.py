@@ -1,0 +1,1 @@
+"""Tables of clients: reading files, statistics, preprocessing, and the federation they form."""

@@ -1,0 +1,445 @@
+"""Preparation: how the columns of tables become the inputs and targets of a network, learnt from federated sums.
+
+    client_summary(table) at each client -> combine(summaries) at the server -> Preparation.inputs(table) at each client
+
+It is plain data: a run keeps it and does the same to new rows. Sites of a deployment may also agree on one beforehand,
+in a file (`read_preparation`), and then tell nothing of their columns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bpfed._util.errors import UserError, quoted, unknown
+from bpfed._util.files import to_json, write_whole
+from bpfed.data.federated import Task
+from bpfed.data.holdout import Holdout
+from bpfed.data.tabular.statistics import MOST_CODES, MOST_LEVELS, OTHER, ColumnSummary, of_channels, of_numbers
+from bpfed.data.tabular.table import LARGEST, Categorical, Column, Table, written
+
+Standardise = Literal["federated", "local", "none"]
+Codes = Literal["both", "number"]
+VERSION = 1
+#: Columns or labels that an error lists.
+SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A column of the tables that is an input.
+
+    Attributes:
+        name: The column's name.
+        kind: ``"number"`` (one input, and one per level as for words), ``"words"`` (one input per level, 1 for the
+            row's own; for a word that is no level, `bpfed.data.tabular.statistics.OTHER` if that is one, else all 0), or
+            ``"channel"`` (of images).
+        mean: Mean over all clients; missing numbers become it.
+        scale: Standard deviation over all clients; 0: the value is always the same and no input.
+        levels: The words; of numbers that may be codes, the whole numbers that occur, as words.
+        indicator: Whether there is one more input that is 1 where the value is missing.
+    """
+
+    name: str
+    kind: Literal["number", "words", "channel"]
+    mean: float = 0.0
+    scale: float = 1.0
+    levels: tuple[str, ...] = ()
+    indicator: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """A name for each of its inputs."""
+        values = (*(() if self.kind == "words" else (self.name,)), *(f"{self.name} = {level}" for level in self.levels))
+        return (*(values if self.scale else ()), *((f"{self.name} missing",) if self.indicator else ()))
+
+    @property
+    def coded(self) -> bool:
+        """Whether it is numbers that may be codes, with an input for each value beside the number."""
+        return self.kind == "number" and bool(self.levels)
+
+
+@dataclass(frozen=True)
+class Preprocessor:
+    """How tables become inputs and targets; the same at every client, or with statistics of each client's own.
+
+    Attributes:
+        target: The column to predict.
+        task: ``"classification"`` or ``"regression"``.
+        features: The columns that are inputs, by name in order.
+        labels: The classes; empty for regression.
+        target_mean: Mean of a regression's target; predictions are in units of ``target_scale`` from here.
+        target_scale: Its standard deviation.
+        standardise: By whose mean and standard deviation numbers are scaled: ``"federated"`` (all clients'),
+            ``"local"`` (the client's own) or ``"none"`` (not at all).
+        client_column: The column that identifies the client, where all rows are in one table.
+        ignore: Columns that are not inputs.
+        missing: Words that stand for no value, beside those that always do, ``WORD`` or ``COLUMN=WORD`` each.
+        holdout: How rows are held out, ``time:COLUMN`` or ``group:COLUMN`` of a column that is no input; None: at random.
+        codes: Whether columns of few whole numbers could become coded ones (``"both"``) or not (``"number"``).
+        shape: Shape of an image, ``(c, h, w)``; None for tables.
+        local: Mean and scale of each number, by client and column; only with ``"local"``.
+    """
+
+    target: str
+    task: Task
+    features: tuple[Feature, ...]
+    labels: tuple[str, ...] = ()
+    target_mean: float = 0.0
+    target_scale: float = 1.0
+    standardise: Standardise = "federated"
+    client_column: str | None = None
+    ignore: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    holdout: str | None = None
+    codes: Codes = "both"
+    shape: tuple[int, ...] | None = None
+    local: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """A name for each input, ``[F]``; for images, for each channel."""
+        return tuple(name for feature in self.features for name in feature.inputs)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Columns of the tables that are no inputs: those to ignore, and the one by which rows are held out."""
+        by = Holdout.of(self.holdout)
+        return self.ignore if by is None else (*self.ignore, by.column)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Columns that are words, to be read as such from new files (`bpfed.data.read_table`)."""
+        return tuple(feature.name for feature in self.features if feature.kind == "words")
+
+    def inputs(self, table: Table, client: str | None = None) -> Tensor:
+        """Inputs of these rows, ``[n, F]`` float32 (``[n, c, h, w]`` for images).
+
+        Args:
+            table: Rows with the columns of training, in any order; others are ignored, one that lacks is all missing.
+            client: Whose rows; needed where each client is standardised by itself.
+        """
+        local = self._local(client)
+        if self.shape is not None:
+            return self._images(table, local)
+        if table.images is not None:
+            raise UserError(f"'{table.name}' contains images, but training was on tables; give a table.")
+        if not any(f.name in table.columns for f in self.features):
+            raise UserError(
+                f"'{table.name}' has none of the columns that training used "
+                f"({quoted([f.name for f in self.features], SHOWN)}); give a table with these."
+            )
+        found = [block for f in self.features for block in self._blocks(f, table, local)]
+        return torch.from_numpy(np.column_stack(found).astype(np.float32))
+
+    def targets(self, table: Table, target: str | None = None) -> Tensor:
+        """Targets of these rows: classes ``[n]`` int64, or standardised numbers ``[n]`` float32.
+
+        ``target`` is the column that they are in, where it is called otherwise than in training.
+        """
+        target = target or self.target
+        column = table.column(target)
+        table.check_filled(target)
+        if self.task == "regression":
+            if isinstance(column, Categorical):
+                raise words_for_numbers(target, table.name, column.levels[0])
+            return torch.from_numpy(((column - self.target_mean) / self.target_scale).astype(np.float32))
+        words = column if isinstance(column, Categorical) else _as_words(column)
+        place = {label: i for i, label in enumerate(self.labels)}
+        if words is not column:
+            place |= {level: place[text] for level, text in meant(words.levels, self.labels).items()}
+        strange = [level for level in words.levels if level not in place]
+        if strange:
+            raise UserError(
+                f"'{table.name}' has the '{target}' '{strange[0]}', which no training row has"
+                f"{'' if target == self.target else f' as {self.target!r}'}; it must be one of "
+                f"{quoted(self.labels, SHOWN)}."
+            )
+        return torch.from_numpy(np.array([place[level] for level in words.levels], dtype=np.int64)[words.codes])
+
+    def in_units(self, values: Tensor) -> Tensor:
+        """Standardised targets (or predicted means) in the target's own units, float64: they may be far from 0."""
+        return values.double() * self.target_scale + self.target_mean
+
+    def joined(self, client: str, table: Table) -> Preprocessor:
+        """The preparation with one more client, whose statistics are those of this table; its target is ignored."""
+        if self.standardise != "local":
+            return self
+        return self.with_clients([(client, {f.name: _summary_of(f, table) for f in self.features})])
+
+    def with_clients(self, clients: Iterable[tuple[str, Mapping[str, ColumnSummary]]]) -> Preprocessor:
+        """The preparation with statistics of these clients' own, where it is local."""
+        if self.standardise != "local":
+            return self
+        known = dict(self.local)
+        for client, columns in clients:
+            own = {}
+            for feature in (f for f in self.features if f.kind != "words"):
+                told = columns.get(feature.name, ColumnSummary(0, 0))
+                # A client that has no value of a column, or one value only, cannot tell its spread.
+                own[feature.name] = (told.mean if told.count else feature.mean, told.scale or feature.scale)
+            known[client] = own
+        return replace(self, local=known)
+
+    def alone(self, client: str) -> Preprocessor:
+        """What one client needs: of the clients' own statistics only its own, or everybody's where it has none."""
+        if self.standardise != "local":
+            return self
+        known = self if client in self.local else self.with_clients([(client, {})])
+        return replace(known, local={client: known.local[client]})
+
+    def settings(self) -> dict[str, Any]:
+        """What a configuration has to say so that the same files give the same data."""
+        return {
+            "target": self.target,
+            "client_column": self.client_column,
+            "task": self.task,
+            "standardise": self.standardise,
+            "codes": self.codes,
+            "holdout": self.holdout,
+            "ignore": ",".join(self.ignore) or None,
+            "missing": ",".join(self.missing) or None,
+        }
+
+    def record(self) -> dict[str, Any]:
+        """As plain data for JSON."""
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Preprocessor:
+        """The preparation that gave this record.
+
+        Raises:
+            UserError: It is damaged, or of another version.
+        """
+        try:
+            made = cls._parsed(record)
+            made._check_numbers()
+            return made
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise UserError(f"The preparation's record is damaged ({error}); train again.") from error
+
+    @classmethod
+    def _parsed(cls, record: Mapping[str, Any]) -> Preprocessor:
+        given = dict(record)
+        version = given.pop("version", None)
+        if version != VERSION:
+            raise UserError(
+                f"The preparation has version {version}, but this bpfed reads version {VERSION}; use the bpfed that "
+                "wrote it."
+            )
+        for key in ("labels", "ignore"):
+            given[key] = tuple(given[key])
+        given["missing"] = tuple(given.get("missing", ()))  # since 0.7
+        given.setdefault("codes", "number")  # since 0.9
+        given["shape"] = None if given["shape"] is None else tuple(given["shape"])
+        given["features"] = tuple(Feature(**{**f, "levels": tuple(f["levels"])}) for f in given["features"])
+        given["local"] = {
+            client: {name: (float(mean), float(scale)) for name, (mean, scale) in own.items()}
+            for client, own in given["local"].items()
+        }
+        return cls(**given)
+
+    def _check_numbers(self) -> None:
+        """Raise a `ValueError` unless everything can be scaled with these numbers."""
+        pairs = [(f"'{f.name}'", f.mean, f.scale) for f in self.features]
+        pairs += [(f"'{name}' of '{who}'", *pair) for who, own in self.local.items() for name, pair in own.items()]
+        for what, mean, scale in [*pairs, (f"'{self.target}'", self.target_mean, self.target_scale)]:
+            if not (math.isfinite(mean) and math.isfinite(scale) and scale >= 0.0):
+                raise ValueError(f"{what} has mean {mean} and standard deviation {scale}")
+        if not self.target_scale > 0.0:
+            raise ValueError(f"'{self.target}' has standard deviation {self.target_scale}")
+
+    def fault(self) -> str:
+        """What no preparation can have, in words that end a sentence; empty: there is nothing."""
+        names = [f.name for f in self.features]
+        if self.task not in get_args(Task) or self.standardise not in get_args(Standardise):
+            return f"its task is {self.task!r} and its standardise {self.standardise!r}, which must be known ones"
+        if self.codes not in get_args(Codes):
+            return f"its codes are {self.codes!r}, which must be one of {quoted(get_args(Codes))}"
+        texts = [self.target, *names, *self.labels, *(level for f in self.features for level in f.levels)]
+        if not all(isinstance(text, str) and text for text in texts):
+            return "a name, word or class of it is not a text"
+        if not names or len(set(names)) < len(names):
+            return "it has no column, or one twice"
+        if self.target in names:
+            return f"the target '{self.target}' is among its columns"
+        classes = len(self.labels)
+        if classes > len(set(self.labels)) or (2 <= classes <= MOST_LEVELS) is not (self.task == "classification"):
+            return f"its {classes} classes are not 2 to {MOST_LEVELS} different ones, or none for a regression"
+        if not (_finite(self.target_mean) and _finite(self.target_scale) and self.target_scale > 0.0):
+            return "mean and scale of its target are not numbers, the scale above 0"
+        for f in self.features:
+            if f.kind not in ("number", "words", "channel") or (f.kind == "channel") is (self.shape is None):
+                return f"the kind of '{f.name}' is {f.kind!r}, which must be number or words, or channel for images"
+            if not (_finite(f.mean) and _finite(f.scale) and f.scale >= 0.0) or type(f.indicator) is not bool:
+                return f"mean and scale of '{f.name}' are not numbers, the scale 0 or more, or its indicator is not true or false"
+            if f.coded and (len(f.levels) > MOST_CODES or not all(map(whole, f.levels))):
+                return f"the levels of '{f.name}' are not up to {MOST_CODES} whole numbers, such as \"3\""
+            if len(set(f.levels)) < len(f.levels) or len(f.levels) > MOST_LEVELS or (f.kind == "channel" and f.levels):
+                return f"the levels of '{f.name}' are not up to {MOST_LEVELS} different words"
+            if not f.inputs:
+                return f"'{f.name}' gives no input; leave it out"
+        if self.shape is not None and set(names) != {f"channel {k}" for k in range((*self.shape, 0)[0])}:
+            return f"its columns are not the channels of images of {self.shape}"
+        return ""
+
+    def _local(self, client: str | None) -> dict[str, tuple[float, float]]:
+        if self.standardise == "none":
+            return {f.name: (0.0, 1.0) for f in self.features}
+        if self.standardise == "federated":
+            return {f.name: (f.mean, f.scale) for f in self.features}
+        if client is None:
+            raise UserError(
+                "Each client is standardised by its own statistics; pass client= to name whose rows these are."
+            )
+        if client not in self.local:
+            raise unknown("client", client, self.local)
+        return self.local[client]
+
+    def _blocks(self, feature: Feature, table: Table, local: Mapping[str, tuple[float, float]]) -> list[np.ndarray]:
+        column, found = table.columns.get(feature.name), []
+        missing = table.missing(feature.name)
+        if feature.kind == "words":
+            if column is None or (not isinstance(column, Categorical) and missing.all()):
+                words = Categorical(np.full(table.rows, -1), ())
+            else:
+                words = column if isinstance(column, Categorical) else _as_words(column)
+            if feature.scale:
+                place = {level: i for i, level in enumerate(feature.levels)}
+                rest = place.get(OTHER, -1)
+                rows = np.array([*(place.get(level, rest) for level in words.levels), -1])  # the last: missing
+                found.append(np.vstack([np.eye(len(place)), np.zeros(len(place))])[rows[words.codes]])
+        elif feature.scale:
+            mean, scale = local[feature.name]
+            # Missing numbers take the mean: the client's own where each is standardised by itself.
+            fill = feature.mean if self.standardise == "none" else mean
+            values = _numbers(column, table, feature.name)
+            found.append((np.where(np.isnan(values), fill, values) - mean) / scale)
+            if feature.levels:
+                found.append((values[:, None] == np.array(feature.levels, dtype=np.float64)).astype(np.float64))
+        if feature.indicator:
+            found.append(missing.astype(np.float64))
+        return found
+
+    def _images(self, table: Table, local: Mapping[str, tuple[float, float]]) -> Tensor:
+        if table.images is None or tuple(table.images.shape[1:]) != self.shape:
+            held = "a table" if table.images is None else f"images of {table.images.shape[1:]}"
+            raise UserError(
+                f"'{table.name}' contains {held}, but training was on images of {self.shape}; give such images."
+            )
+        scaling = np.array([local[f.name] for f in self.features], dtype=np.float32)
+        if self.standardise == "none" and table.images.dtype == np.uint8:
+            scaling[:] = 127.5  # bytes to -1 .. 1
+        centre, spread = scaling.T.reshape(2, -1, 1, 1)
+        return torch.from_numpy((table.images.astype(np.float32) - centre) / spread)
+
+
+def write_preparation(path: Path, preparation: Preprocessor) -> str:
+    """Write a preparation as a file that people can read and sites can agree on; gives back its `digest`.
+
+    Nothing of single clients is in it: neither their own statistics nor the column that names them.
+    """
+    record = preparation.record()
+    left_out = ("local", "client_column", "missing", "codes", "holdout")
+    content = to_json({key: value for key, value in record.items() if key not in left_out})
+    write_whole(path, content)
+    return digest(content.encode())
+
+
+def read_preparation(path: Path) -> tuple[Preprocessor, str]:
+    """The preparation in a file that was written by `write_preparation` or by hand, and its `digest`.
+
+    It must have ``target``, ``task``, ``features`` (each with ``name`` and ``kind``) and, for classes, ``labels``. What
+    else is left out has the default of `Preprocessor` and `Feature`.
+
+    Raises:
+        UserError: It cannot be read, or is none.
+    """
+    try:
+        content = path.read_bytes()
+        found = json.loads(content)
+        defaults = {"version": VERSION, "labels": (), "ignore": (), "codes": "both", "shape": None}
+        features = [{"levels": (), **feature} for feature in found["features"]]
+        if any(key in found for key in ("local", "client_column", "missing", "holdout")):
+            raise ValueError("local, client_column, missing and holdout are not for all sites")
+        made = Preprocessor._parsed({**defaults, **found, "features": features, "local": {}})
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be read ({error.strerror}); give a preparation file.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UserError) as error:
+        raise UserError(f"'{path}' is not a preparation file ({error}); make one with 'bpfed data prepare'.") from error
+    if why := made.fault():
+        raise UserError(
+            f"'{path}' is not a preparation file: {why}; correct it, or make one with 'bpfed data prepare'."
+        )
+    return made, digest(content)
+
+
+def digest(content: bytes) -> str:
+    """SHA-256 of a file, by which sites know that they have agreed on the same."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= LARGEST  # which no NaN is
+
+
+def _summary_of(feature: Feature, table: Table) -> ColumnSummary:
+    """A newcomer's summary of one feature."""
+    if feature.kind == "channel":
+        if table.images is None:
+            raise UserError(f"'{table.name}' contains a table, but training was on images; give images.")
+        return of_channels(table.images).get(feature.name, ColumnSummary(0, 0))
+    if feature.kind == "words":
+        return ColumnSummary(0, 0)
+    values = _numbers(table.columns.get(feature.name), table, feature.name)
+    return of_numbers(values[~np.isnan(values)], 0)
+
+
+def _numbers(column: Column | None, table: Table, name: str) -> np.ndarray:
+    if column is None or (isinstance(column, Categorical) and not column.levels):
+        return np.full(table.rows, np.nan)
+    if isinstance(column, Categorical):
+        raise words_for_numbers(name, table.name, column.levels[0])
+    return column
+
+
+def _as_words(column: np.ndarray) -> Categorical:
+    return Categorical.of([written(v) for v in column.tolist()])
+
+
+def whole(word: str) -> bool:
+    """Whether this is a whole number, as `written` writes it."""
+    try:
+        return float(word).is_integer() and written(float(word)) == word
+    except (ValueError, OverflowError):
+        return False
+
+
+def meant(numbers: Iterable[str], words: Iterable[str]) -> dict[str, str]:
+    """The one of these words that is each number written otherwise, as ``250.00`` is 250; none where several are.
+
+    Whether a column is numbers is seen file by file: where one has ``250.00`` alone and another ``I10`` beside it, the
+    same class is a number here and a word there.
+    """
+    spelt: dict[float, list[str]] = {}
+    for word in words:
+        with contextlib.suppress(ValueError):
+            spelt.setdefault(float(word), []).append(word)
+    found = {number: spelt.get(float(number), []) for number in numbers}
+    return {number: same[0] for number, same in found.items() if len(same) == 1}
+
+
+def words_for_numbers(name: str, where: str, word: str) -> UserError:
+    """A `UserError` for a column with words where numbers must be."""
+    return UserError(f"Column '{name}' of '{where}' must be numeric, but has '{word}'; correct it.")

@@ -1,0 +1,1 @@
+"""Running a deployment: administration, certificates, Flower's processes and their supervision."""

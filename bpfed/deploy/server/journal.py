@@ -1,0 +1,242 @@
+"""The journal of a deployed training: what the server writes into the run folder, and reads back to go on."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bpfed._util import text
+from bpfed._util.errors import UserError
+from bpfed._util.files import append_line, to_json, to_json_line, to_toml, write_whole
+from bpfed._util.paths import CHECKPOINT, CONFIG, EVALUATION, EXCHANGES, MANIFEST, METRICS, REHEARSALS, REPORT, SUMMARY
+from bpfed.config.reader import Config
+from bpfed.data.federated import held_back
+from bpfed.deploy.server.roster import Seen
+from bpfed.engine.federation import Federation
+from bpfed.metrics import Evaluation
+from bpfed.report import RunRecord, write
+from bpfed.report.manifest import Manifest
+from bpfed.report.record import softly
+from bpfed.runs import checkpoint, metadata
+from bpfed.runs.pilot import uncertain
+
+#: What a rehearsal found, in its folder.
+FOUND = "found.json"
+
+
+class Found(NamedTuple):
+    """What came of a rehearsal: a softness, from so many held-out examples, after so many seconds."""
+
+    softness: float
+    examples: int
+    seconds: float
+
+
+class Journal:
+    """What is kept of a training, the run itself or a rehearsal, beside the server's state of the method.
+
+    Attributes:
+        folder: Where: the run folder, or a rehearsal's own in it.
+        run: A word for this training.
+        softness: In the run itself, what rehearsals have learnt; None: there were none.
+        held: Held-out examples that it was learnt from, in all rehearsals together.
+        facts: What all sites' data have in common.
+        counted: The last round in which a site's upload was used, by site; none of whom none was.
+        history: A line of metrics for each round that was tested.
+        pending: What is known of the last round beside its scores.
+        seconds: Time that exchanges and aggregation took.
+        evaluation: Scores of the last round that was tested, and of which sites.
+
+    Args:
+        home: The run folder.
+        config: What is computed.
+        fingerprint: Of that.
+        sites: What is known of each site, by name.
+        say: Called with each message for the user.
+        rehearsal: Which rehearsal it is, from 1; 0: it is the run itself.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        config: Config,
+        fingerprint: str,
+        sites: dict[str, Seen],
+        say: Callable[[str], None],
+        rehearsal: int = 0,
+    ) -> None:
+        self.home, self.config, self.fingerprint, self.sites, self.say = home, config, fingerprint, sites, say
+        self.rehearsal = rehearsal
+        self.folder = home / REHEARSALS / str(rehearsal) if rehearsal else home
+        self.run = secrets.token_hex(8)
+        self.softness: float | None = None
+        self.held = 0
+        self.facts: dict[str, Any] = {}
+        self.counted: dict[str, int] = {}
+        self.history: list[dict[str, Any]] = []
+        self.pending: dict[str, Any] = {}
+        self.seconds = 0.0
+        self.evaluation: tuple[Evaluation, list[str]] | None = None
+
+    @property
+    def learnt(self) -> str:
+        """In words what rehearsals have learnt; empty: nothing yet."""
+        if self.softness is None:
+            return ""
+        doubt = uncertain(self.softness, self.held, self.config.run.rehearsals, self.facts["task"])
+        return f"Rehearsed: predictions will have a softness of {softly(self.softness)}. {doubt}".strip()
+
+    def place(self, round_: int) -> str:
+        """In words which round of which training, such as ``rehearsal 1 of 3, round 4``."""
+        return place(round_, self.rehearsal, self.config.run.rehearsals)
+
+    # --- going on -----------------------------------------------------------------------------------------------------
+
+    def kept(self) -> dict[str, Any] | None:
+        """What the newest readable checkpoint says beside its tensors; None: there is none."""
+        for path in sorted((self.folder / CHECKPOINT).glob("round-*.json"), reverse=True):
+            try:
+                record = json.loads(path.read_text())
+                if not path.with_suffix(".safetensors").exists():
+                    continue
+            except (OSError, ValueError):
+                continue
+            if record.get("fingerprint") != self.fingerprint:
+                raise UserError(
+                    f"The run in '{self.home}' has a different configuration; move that folder away to start a new run."
+                )
+            return dict(record)
+        return None
+
+    def restore(self, federation: Federation) -> None:
+        """Put the newest sound checkpoint into the federation, and what was kept beside it into this."""
+        (self.folder / MANIFEST).unlink(missing_ok=True)  # the run goes on, and its files are not what they were
+        restored = checkpoint.restore(self.folder / CHECKPOINT, federation)
+        assert restored is not None
+        for name in restored.damaged:
+            self.say(f"Checkpoint {name} is damaged; resuming from the one before, round {restored.round}.")
+        kept = restored.extra
+        self.run, self.seconds, self.history, self.pending = (kept[k] for k in ("run", "seconds", "history", "pending"))
+        self.counted, self.softness, self.held = (kept[k] for k in ("counted", "softness", "held"))
+        federation.learnt_softness = self.softness
+        self.say(f"Resuming after {self.place(restored.round)} of {self.config.run.rounds}.")
+
+    def back_to(self, round_: int) -> None:
+        """Make the state after a round the newest one, before the run is taken up; later rounds are dropped.
+
+        Each site then goes on from its own state of the last round up to this one in which its upload was used; sites
+        keep as many of them as there are checkpoints.
+
+        Raises:
+            UserError: There is no sound checkpoint of it; nothing is changed.
+        """
+        if self.kept() is None:
+            raise UserError(
+                f"No run has begun in '{self.home}', so there is no round to go back to; leave out --back-to."
+            )
+        dropped = checkpoint.go_back(self.folder / CHECKPOINT, round_)
+        for name in (SUMMARY, EVALUATION, REPORT):  # of a run that was finished
+            (self.folder / name).unlink(missing_ok=True)
+        self.say(f"Going back to round {round_}; {text.many(dropped, 'later checkpoint')} removed.")
+        self.say(
+            "Sites go on from their own states of that round; one that no longer has it says so in its log, and goes on "
+            "from an older one."
+        )
+
+    def save(self, federation: Federation) -> None:
+        """Write a checkpoint."""
+        sites = {s: {k: v for k, v in vars(seen).items() if k != "node"} for s, seen in self.sites.items()}
+        extra = {
+            "run": self.run,
+            "fingerprint": self.fingerprint,
+            "seconds": round(self.seconds, 3),
+            "softness": self.softness,
+            "held": self.held,
+            "facts": self.facts,
+            "pending": self.pending,
+            "counted": self.counted,
+            "sites": sites,
+            "history": self.history,
+        }
+        checkpoint.save(self.folder / CHECKPOINT, federation, extra)
+
+    # --- as it goes ---------------------------------------------------------------------------------------------------
+
+    def begin(self, federation: Federation) -> None:
+        """Before the first round of a new training."""
+        federation.learnt_softness = self.softness
+        if not self.rehearsal:
+            write_whole(self.folder / CONFIG, to_toml(metadata.config(federation)))
+        write_whole(self.folder / EXCHANGES, "")
+        self.save(federation)
+
+    def write_metrics(self) -> None:
+        """All lines of metrics so far, as they are known here."""
+        write_whole(self.folder / METRICS, "".join(to_json_line(r) + "\n" for r in self.history))
+
+    def note(self, exchange: dict[str, Any]) -> None:
+        """A line on an exchange."""
+        append_line(self.folder / EXCHANGES, to_json_line(exchange))
+
+    def score(self, round_: int, evaluation: Evaluation, order: list[str], untested: int = 0) -> None:
+        """The line of metrics of a round, which these sites have tested; so many more have no test examples."""
+        self.evaluation = evaluation, order
+        record = {"round": round_, **evaluation.record(), **self.pending}
+        record |= {"tested": len(order), **({"untested": untested} if untested else {})}
+        record["seconds"] = round(self.seconds, 3)
+        self.history = [r for r in self.history if r["round"] != round_] + [record]
+        append_line(self.folder / METRICS, to_json_line(record))
+
+    # --- of a rehearsal -----------------------------------------------------------------------------------------------
+
+    def found(self) -> Found | None:
+        """What this rehearsal found; None: it is not over."""
+        path = self.folder / FOUND
+        if not path.exists():
+            return None
+        try:
+            return Found(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"'{path}' is damaged ({error}); delete it, and the rehearsal is tested again.") from error
+
+    def conclude(self, softness: float, examples: int) -> None:
+        """This rehearsal is over, and found such a softness in so many held-out examples."""
+        write_whole(self.folder / FOUND, to_json(Found(softness, examples, round(self.seconds, 3))._asdict()))
+
+    # --- the result ---------------------------------------------------------------------------------------------------
+
+    def finish(self, federation: Federation) -> RunRecord:
+        """The files of a finished run, and its report."""
+        assert self.evaluation is not None
+        evaluation, order = self.evaluation
+        sizes = torch.tensor([int((self.sites[site].facts or {}).get("train", 0)) for site in order])
+        part = self.config.run.calibration
+        held = held_back(sizes, part) if part > 0.0 else torch.zeros_like(sizes)
+        kept = held.tolist() if part > 0.0 else None
+        detail = metadata.detail(federation, evaluation, order, (sizes - held).tolist(), kept)
+        made = {
+            CONFIG: (self.folder / CONFIG).read_text(),
+            METRICS: (self.folder / METRICS).read_text(),
+            EVALUATION: to_json(detail),
+            SUMMARY: to_json(metadata.summary(federation, self.history, self.seconds)),
+        }
+        Manifest(self.run).put(self.folder, made)
+        record = RunRecord.read(self.folder)
+        write(record, self.folder / REPORT)
+        self.save(federation)
+        return record
+
+
+def place(round_: int, rehearsal: int, rehearsals: int) -> str:
+    """In words which round, and of which rehearsal; 0: of none."""
+    return f"{f'rehearsal {rehearsal} of {rehearsals}, ' if rehearsal else ''}round {round_}"
+
+
+def sentence(words: str) -> str:
+    """Words as the beginning of a sentence."""
+    return words[:1].upper() + words[1:]

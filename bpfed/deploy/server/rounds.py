@@ -1,0 +1,439 @@
+"""One training of a deployed federation, on the server's side: its rounds.
+
+One exchange makes a round. In exchange r the sites get the shared state after round r - 1; every site tests it, and
+those drawn for round r train from it. So the scores of a round arrive with the next one, and a last exchange is for
+them alone. In a rehearsal there is nothing but that last exchange to test, with what the sites hold out.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from flwr.app import RecordDict
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bpfed._util import text
+from bpfed._util.errors import UserError, first_of
+from bpfed.aggregation.privacy import secret_normal
+from bpfed.aggregation.updates import finite
+from bpfed.config.reader import Config
+from bpfed.data.federated import FederatedData
+from bpfed.deploy.protocol.messages import Reply, Request, size
+from bpfed.deploy.protocol.state_schema import Pattern, Patterns, RejectedMessage, listed, patterns
+from bpfed.deploy.protocol.transport import Post
+from bpfed.deploy.server.journal import Journal, sentence
+from bpfed.deploy.settings import Plan
+from bpfed.engine.evaluate import evaluated_clients
+from bpfed.engine.federation import Federation, check_run, suited
+from bpfed.engine.server import remembered
+from bpfed.engine.state_store import MemoryStore
+from bpfed.inference import rng
+from bpfed.inference.calibration import fitted
+from bpfed.methods.base import State
+from bpfed.metrics import Form, Sums, evaluate_sums
+from bpfed.nn.networks import make_model
+from bpfed.runs.metadata import DEPLOYED, SITES, without_examples
+from bpfed.runs.pilot import as_rehearsal
+
+# --- One exchange of messages -----------------------------------------------------------------------------------------
+#
+# Asks to sites, their answers let in or refused, and a line on what it cost.
+
+
+class Todo(NamedTuple):
+    """What a site is asked to do: to train; to test the state that is sent, on test examples or on those held out."""
+
+    train: bool
+    test: bool
+    held: bool = False
+
+
+class Exchanged(NamedTuple):
+    """What came of it.
+
+    Attributes:
+        answers: Those that are let in, by site.
+        seconds: From sending to the last answer.
+        line: Times and sizes, as plain data.
+    """
+
+    answers: dict[str, Reply]
+    seconds: float
+    line: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How the server asks its sites in a training.
+
+    Attributes:
+        journal: Of the training. What is refused and lost is counted with its sites.
+        patterns: What travels.
+        form: What sums look like.
+        timeout: Seconds that a site has to answer.
+        say: Called with each message for the user.
+    """
+
+    journal: Journal
+    patterns: Patterns
+    form: Form
+    timeout: float
+    say: Callable[[str], None]
+
+    def __call__(self, post: Post, number: int, shared: State, todo: Mapping[str, Todo]) -> Exchanged:
+        """Ask these sites, in round ``number``, with the server's state."""
+        journal, down = self.journal, self.patterns.down(number)
+        facts = json.dumps(journal.facts, sort_keys=True)
+        asks = {
+            site: Request(
+                journal.fingerprint,
+                journal.run,
+                number,
+                train=what.train,
+                evaluate=what.test or what.held,
+                counted=journal.counted.get(site, 0),
+                facts=facts,
+                rehearsal=journal.rehearsal,
+                softness=1.0 if journal.softness is None else journal.softness,
+                shared=shared,
+            ).write(down)
+            for site, what in todo.items()
+        }
+        sent, start = time.time(), time.perf_counter()
+        replies = self._send(post, asks, number)
+        seconds = time.perf_counter() - start
+        answers: dict[str, Reply] = {}
+        for site, reply in replies.items():
+            answer = self._let_in(site, reply, number, todo[site])
+            if answer is not None:
+                answers[site] = answer
+        slowest = max(answers.values(), key=lambda answer: answer.seconds, default=None)
+        line = {
+            "round": number,
+            "sent": round(sent, 3),
+            "at": round(time.time(), 3),
+            "asked": len(asks),
+            "answered": len(answers),
+            "seconds": round(seconds, 3),
+            "site_seconds": slowest.seconds if slowest else 0.0,
+            "site_work": slowest.work if slowest else 0.0,
+            "work": {site: answer.work for site, answer in answers.items()},
+            "down": max((size(ask) for ask in asks.values()), default=0),
+            "up": max((size(r) for r in replies.values() if isinstance(r, RecordDict)), default=0),
+            "tensors_down": down.bytes,
+            "tensors_up": self.patterns.upload.bytes,
+        }
+        return Exchanged(answers, seconds, line)
+
+    def _send(self, post: Post, asks: Mapping[str, RecordDict], number: int) -> dict[str, RecordDict | str]:
+        nodes = {node: site for site in asks if (node := self.journal.sites[site].node) is not None}
+        found = post.exchange({node: asks[site] for node, site in nodes.items()}, number, self.timeout)
+        replies = {site: found[node] for node, site in nodes.items() if node in found}
+        for site in asks:
+            if site not in replies:
+                self.journal.sites[site].lost += 1
+                place = self.journal.place(number)
+                self.journal.sites[site].why = f"in {place} it did not answer within {self.timeout:g} s."
+                self.say(f"{sentence(place)}: site '{site}' did not answer within {self.timeout:g} s.")
+        return replies
+
+    def _let_in(self, site: str, reply: RecordDict | str, number: int, asked: Todo) -> Reply | None:
+        """The answer of a site, if all about it is as it should be; else it is counted and named in the log."""
+        try:
+            if isinstance(reply, str):
+                raise RejectedMessage(reply)
+            pattern: Pattern | None = self.patterns.upload if asked.train else None
+            most = int((self.journal.sites[site].facts or {}).get("train", 0)) if asked.held else -1
+            answer = Reply.read(reply, pattern, self.form if asked.test else None, most, self.form.numbers)
+            if answer.site != site:
+                raise RejectedMessage(f"it calls itself '{answer.site[:40]}'.")
+            if answer.refused:
+                raise RejectedMessage(answer.refused[:300])
+            if (answer.run, answer.round) != (self.journal.run, number):
+                raise RejectedMessage(
+                    f"it belongs to round {answer.round} of run {answer.run[:16]}, but this is round {number}."
+                )
+            if answer.fingerprint != self.journal.fingerprint:
+                raise RejectedMessage("it has a different configuration; give all sites the same config.toml.")
+            # A site with few examples reports nothing of its training.
+            if asked.train and answer.info and answer.info.keys() != self.patterns.info:
+                names = listed(sorted(answer.info)), listed(sorted(self.patterns.info))
+                raise RejectedMessage("its training reports {} where {} are expected.".format(*names))
+            if asked.train and answer.train < 1:
+                raise RejectedMessage("it reports no training example.")
+            told = (self.journal.sites[site].facts or {}).get("train")
+            if isinstance(told, int) and answer.train > told:  # what it says before the run is what all can agree on
+                raise RejectedMessage(
+                    f"it reports {answer.train} training examples, but said before that it has {told}."
+                )
+            return answer
+        except RejectedMessage as refused:
+            self.refuse(site, number, str(refused))
+            return None
+
+    def refuse(self, site: str, number: int, why: str) -> None:
+        """Count a message that is not used, and name its site."""
+        self.journal.sites[site].refused += 1
+        place = self.journal.place(number)
+        self.journal.sites[site].why = f"its message in {place} was not used: {why}"
+        self.say(f"{sentence(place)}: the message from site '{site}' was not used: {why}")
+
+
+#: The server's rule: (the federation, uploads ``[S, ...]``, weights ``[S]``) to its new state.
+Rule = Callable[[Federation, State, Tensor], State]
+
+
+def method_rule(federation: Federation, uploads: State, weights: Tensor) -> State:
+    """The method's own rule, with the configuration's options; noise for privacy is from the system's randomness."""
+    return federation.combined(uploads, weights, secret_normal)
+
+
+class Training:
+    """One training, the run itself or a rehearsal: the rounds that are left of it, and the test of its last one.
+
+    Args:
+        plan: Who belongs to it, how long to wait.
+        federation: The server's side of it, see `server_side`.
+        journal: What is kept of it.
+        meet: Sees which sites are there.
+        rule: How uploads become the new state.
+        say: Called with each message for the user.
+        sleep: Waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        federation: Federation,
+        journal: Journal,
+        meet: Callable[[Post], None],
+        rule: Rule,
+        say: Callable[[str], None],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self.plan, self.federation, self.journal, self.meet = plan, federation, journal, meet
+        self.rule, self.say, self.sleep = rule, say, sleep
+        settings = federation.settings
+        self.exchange = Exchange(
+            journal,
+            patterns(federation.method, federation.model, settings.compression == "half"),
+            Form.of(federation.data.classes, settings.bins, settings.calibration > 0.0),
+            plan.timeout,
+            say,
+        )
+
+    def round(self, post: Post) -> None:
+        """One round: asked again, of those that are missing, until enough sites have answered."""
+        number = self.federation.round + 1
+        here = sentence(self.journal.place(number))
+        drawn = [self.plan.sites[i] for i in self.federation.participants(number).tolist()]
+        least = min(len(drawn), self.plan.min_replies or -(-len(drawn) // 2))
+        tested = self._tested() if number > 1 and self._scored(number - 1) else []
+        uploads: dict[str, Reply] = {}
+        scores: dict[str, Sums] = {}
+        for attempt in range(self.plan.attempts):
+            if attempt:
+                self.say(f"{here}: {len(uploads)} of {len(drawn)} uploads, {least} needed; asking again.")
+                self.sleep(self.plan.pause)
+            self.meet(post)
+            todo = {
+                site: Todo(site in drawn and site not in uploads, site in tested and site not in scores)
+                for site, seen in self.journal.sites.items()
+                if seen.ready
+            }
+            answers = self._asked(post, number, {site: what for site, what in todo.items() if any(what)})
+            uploads |= {site: answer for site, answer in answers.items() if answer.upload is not None}
+            uploads = self._bounded(number, uploads)
+            scores |= {site: answer.sums for site, answer in answers.items() if answer.sums is not None}
+            if len(uploads) >= least:
+                break
+        else:
+            raise UserError(
+                f"{here} got {len(uploads)} of {len(drawn)} uploads, {least} needed, in {self.plan.attempts} attempts. "
+                f"{self._missing(site for site in drawn if site not in uploads)} Mend that and start the run again; it "
+                "resumes from here."
+            )
+        if tested:
+            self._record(scores)
+        self._aggregate(number, [site for site in drawn if site in uploads], uploads)
+
+    def last_scores(self, post: Post) -> None:
+        """After the last round of a run: its scores."""
+        scores = {site: answer.sums for site, answer in self._last(post).items() if answer.sums is not None}
+        if not any(sums.examples for sums in scores.values()):
+            raise UserError(
+                "All rounds are done, but no site tells its scores: each has no test example, or fewer than the minimum in "
+                "its deploy.toml; for scores, give sites more rows, or make the deployment with a larger test_fraction."
+            )
+        self._record(scores)
+
+    def held_out(self, post: Post) -> tuple[float, int]:
+        """After the last round of a rehearsal: the softness that suits what sites hold out, and how many examples."""
+        told = [answer.held for answer in self._last(post).values() if answer.held is not None]
+        examples = sum(each.examples for each in told)
+        if not examples:
+            raise UserError(
+                "No site that tested the rehearsal holds out as many training examples as the minimum in its deploy.toml, "
+                "so nothing was learnt; start the run again when others are online, or make the deployment without "
+                "rehearsals."
+            )
+        return fitted(torch.stack([each.slopes for each in told]).sum(0)), examples
+
+    def _last(self, post: Post) -> dict[str, Reply]:
+        """What the sites say of the last round, each tested on its own examples."""
+        found: dict[str, Reply] = {}
+        wanted, rehearsed = self._tested(), self.journal.rehearsal > 0
+        todo = Todo(train=False, test=not rehearsed, held=rehearsed)
+        for attempt in range(self.plan.attempts):
+            if attempt:
+                what = (
+                    f"the held-out results of rehearsal {self.journal.rehearsal}"
+                    if rehearsed
+                    else "the last round's scores"
+                )
+                missing_from = text.many(len(wanted) - len(found), "site")
+                self.say(f"Still waiting for {what} from {missing_from}; asking again.")
+                self.sleep(self.plan.pause)
+            self.meet(post)
+            missing = [s for s in wanted if s not in found and self.journal.sites[s].ready]
+            found |= self._asked(post, self.federation.round + 1, dict.fromkeys(missing, todo))
+            if len(found) == len(wanted):
+                break
+        if not found:
+            raise UserError(
+                f"No site has tested the last round. {self._missing(wanted)} Mend that and start the run again."
+            )
+        return found
+
+    def _missing(self, sites: Iterable[str]) -> str:
+        """What happened to sites of which nothing could be used, a sentence each; of many, the first."""
+        seen = self.journal.sites
+        told = [
+            f"Site '{site}': {seen[site].why if seen[site].ready and seen[site].why else 'it is not online.'}"
+            for site in sites
+        ]
+        return first_of(told, " ", " And {} more.")
+
+    def _bounded(self, number: int, uploads: dict[str, Reply]) -> dict[str, Reply]:
+        """The uploads that are within the bounds; the others are refused, and their sites named."""
+        if not uploads:
+            return uploads
+        found = self.federation.judge(_stacked([uploads[site] for site in uploads]))
+        for site, why in zip(uploads, found.why, strict=True):
+            if why:
+                self.exchange.refuse(site, number, why)
+        return {site: answer for (site, answer), why in zip(uploads.items(), found.why, strict=True) if not why}
+
+    def _asked(self, post: Post, number: int, todo: Mapping[str, Todo]) -> dict[str, Reply]:
+        found = self.exchange(post, number, self.federation.shared, todo)
+        self.journal.seconds += found.seconds
+        self.journal.note(found.line)
+        return found.answers
+
+    def _aggregate(self, number: int, order: list[str], uploads: Mapping[str, Reply]) -> None:
+        start, settings = time.perf_counter(), self.federation.settings
+        stacked = _stacked([uploads[site] for site in order])
+        sizes = torch.tensor([float(uploads[site].train) for site in order])
+        weights = sizes if self.federation.by_size else torch.ones(len(order))
+        shared = self.rule(self.federation, stacked, weights)
+        found = self.federation.judge(stacked) if order else None
+        if not finite(shared):
+            raise self._not_finite(number, "" if found is None else found.furthest(order))
+        self.federation.shared = shared
+        if found is not None:
+            self.federation.lengths = remembered(self.federation.lengths, found)
+        self.journal.counted |= dict.fromkeys(order, number)
+        self.federation.round = number
+        pending: dict[str, Any] = {"participants": len(order)}
+        # Every site has the seed and can compute who is drawn when, so that secret sampling is not counted on.
+        epsilon = self.federation.epsilon(secret=False)
+        if epsilon is not None:
+            pending["epsilon"] = epsilon
+        for name in dict.fromkeys(n for site in order for n in uploads[site].info):
+            values = [uploads[s].info[name] for s in order if name in uploads[s].info]
+            pending[f"train_{name}"] = float(np.mean(values, dtype=np.float32))
+        self.journal.pending = pending
+        self.journal.seconds += time.perf_counter() - start
+        self.journal.save(self.federation)
+        spent = "" if epsilon is None else f" epsilon is {text.epsilon(epsilon, 3)} now, delta {settings.delta:g}."
+        here = sentence(self.journal.place(number))
+        self.say(f"{here} of {settings.rounds}: {len(order)} uploads.{spent}")
+
+    def _not_finite(self, number: int, furthest: str) -> UserError:
+        """A round whose result cannot be used: the server stays where it is."""
+        who = f"Site {furthest}. Stop that site, or set" if furthest else "Set"
+        return UserError(
+            f"{sentence(self.journal.place(number))} is not accepted, since the server's state would not be finite. "
+            f"{who} max_update_ratio = 20 and max_sigma_ratio = 100 in the server's config.toml, so that such uploads "
+            f"are refused, and start the run again; it resumes after round {number - 1}, or from an earlier one with "
+            "--back-to."
+        )
+
+    def _scored(self, round_: int) -> bool:
+        """Whether the scores of a round are asked for with the next one."""
+        return not self.journal.rehearsal and self.federation.settings.evaluated(round_)
+
+    def _tested(self) -> list[str]:
+        """Sites that are tested, always the same ones."""
+        return [self.plan.sites[i] for i in evaluated_clients(self.federation).tolist()]
+
+    def _record(self, scores: Mapping[str, Sums]) -> None:
+        """The line of metrics of the last finished round, from what its sites say of their test examples."""
+        order = [site for site in self.plan.sites if site in scores and scores[site].examples]
+        if not order:
+            self.say(f"No site tested round {self.federation.round}, so it has no line of metrics.")
+            return
+        evaluation = evaluate_sums(Sums.join([scores[site] for site in order]), self.federation.settings.bins)
+        self.journal.score(self.federation.round, evaluation, order, len(scores) - len(order))
+
+
+def _stacked(answers: Sequence[Reply]) -> State:
+    """The uploads of these answers, ``[S, ...]``; of none nothing."""
+    states = [answer.upload.state for answer in answers if answer.upload is not None]
+    return tree_map(lambda *leaves: torch.stack(leaves), *states) if states else ()
+
+
+def server_side(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any], rehearsal: int = 0) -> Federation:
+    """The server's side of a federation: the clients' names, and none of their examples.
+
+    Args:
+        config: What is computed.
+        sites: The clients' names.
+        facts: What their data have in common.
+        rehearsal: Which rehearsal it is, from 1; 0: the run itself. All start with the run's first weights.
+    """
+    method, data = config.method, _known(config, sites, facts)
+    settings = suited(method, config.run, len(sites))
+    check_run(method, settings, len(sites), facts["task"])
+    model = make_model(torch.zeros(2, *data.input_shape), data.classes, method, settings)
+    first = method.init(model)
+    settings = as_rehearsal(settings, rehearsal) if rehearsal else settings
+    ids, cpu = rng.client_ids(sites), torch.device("cpu")
+    return Federation(method, data, settings, model, cpu, first.shared, MemoryStore(first.personal, 0), ids)
+
+
+def _known(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any]) -> FederatedData:
+    """What the server knows of the sites' data, which it does not have."""
+    asked, preparation = config.data, facts.get("preparation")
+    return without_examples(
+        {
+            "name": asked.name,
+            "clients": sites,
+            "input_shape": facts["shape"],
+            "task": facts["task"],
+            "classes": int(facts["classes"]),
+            "labels": () if preparation is None else preparation["labels"],  # of a named dataset no site tells them
+            "partition": asked.partition or SITES,
+            "protocol": DEPLOYED,
+            "test_fraction": asked.test_fraction,  # None: each site's own; its file may say which rows are for testing
+            "seed": config.data_seed,
+            "preparation": preparation,
+        }
+    )

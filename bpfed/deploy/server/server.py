@@ -1,0 +1,261 @@
+"""The server of a deployed federation: it meets its sites, rehearses with them where asked to, and makes the run."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bpfed._util.errors import UserError
+from bpfed._util.files import writing
+from bpfed._util.paths import REHEARSALS
+from bpfed.config.reader import Config
+from bpfed.data.federated import FederatedData, Task
+from bpfed.data.holdout import Holdout
+from bpfed.data.tabular.federate import not_inputs
+from bpfed.deploy.protocol.messages import fingerprint
+from bpfed.deploy.protocol.state_schema import patterns
+from bpfed.deploy.protocol.transport import Post
+from bpfed.deploy.server.journal import Found, Journal
+from bpfed.deploy.server.roster import Meeting, Seen
+from bpfed.deploy.server.rounds import Rule, Training, method_rule, server_side
+from bpfed.deploy.server.status import Status
+from bpfed.deploy.settings import Plan
+from bpfed.deploy.site.data import Agreed, agreed, remarks
+from bpfed.deploy.site.limits import when_full
+from bpfed.engine.federation import Federation, check_factors, check_run, check_updates, suited
+from bpfed.nn.networks import make_model
+from bpfed.report import RunRecord
+from bpfed.runs.pilot import common
+
+# --- What can be said against a deployment before a site has joined: said when it is made, and not at the sites -------
+
+#: Shape of an input and number of classes while those of the sites are not known; nothing checked depends on them.
+SHAPE, CLASSES = (1,), 2
+
+
+def check_deployment(config: Config, sites: int, data: FederatedData | None = None) -> None:
+    """Raise a `UserError` if so many sites cannot compute this.
+
+    Args:
+        config: What is to be computed.
+        sites: How many sites there are.
+        data: What they have together, if that is at hand; None: what is asked for is all that is known.
+    """
+    method, settings = config.method, suited(config.method, config.run, sites)
+    task: Task | None = config.data.task if data is None else data.task
+    check_run(method, settings, sites, task)
+    by = Holdout.of(config.data.holdout)
+    if by is not None and by.kind == "group" and settings.calibration > 0.0:
+        raise UserError(
+            "In a deployment nobody is told how large the groups of a site are, so calibration examples cannot be held out "
+            "by group; leave calibration at 0, or use --holdout time:COLUMN."
+        )
+    if data is None and not isinstance(method.personal, str):
+        return  # which parameters there are to name depends on the network, and that on the data
+    shape = SHAPE if data is None else data.input_shape
+    classes = data.classes if data is not None else 0 if task == "regression" else CLASSES
+    model = make_model(torch.zeros(2, *shape), classes, method, settings)
+    check_factors(method, model)
+    if settings.clip > 0.0:
+        check_updates(method, model)
+    patterns(method, model)
+
+
+class Server:
+    """The server of one deployed run; goes on from the last finished round where there is one.
+
+    Attributes:
+        sites: What is known of each site, by name.
+        journal: Of the run itself.
+        training: The rehearsal or run that is under way; None: none is yet.
+
+    Args:
+        folder: Where the run is kept: the files of any run folder, and ``status.json``.
+        plan: Who belongs to it, how long to wait.
+        config: What is computed.
+        keys: The public key of each site, by name; None: sites are believed.
+        rule: How uploads become the new state.
+        say: Called with each message for the user.
+        sleep: Waits so many seconds.
+        agreed: The preparation that all have agreed on beforehand; None: it is made of what sites tell.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        config: Config,
+        keys: Mapping[str, bytes] | None = None,
+        rule: Rule = method_rule,
+        say: Callable[[str], None] = lambda sentence: None,
+        sleep: Callable[[float], None] = time.sleep,
+        agreed: Agreed | None = None,
+    ) -> None:
+        check_deployment(config, len(plan.sites))
+        self.plan, self.config, self.rule, self.say, self.sleep = plan, config, rule, say, sleep
+        self.fingerprint = fingerprint(config)
+        self.sites = {site: Seen() for site in plan.sites}
+        ignore = not_inputs(config.data.ignore, Holdout.of(config.data.holdout))
+        self.agreed, digest = agreed, agreed.digest if agreed else ""
+        self.meeting = Meeting(self.sites, keys, self.fingerprint, plan.timeout, say, ignore, digest)
+        self.journal = self._journal(folder, 0)
+        self.rehearsals = [self._journal(folder, number) for number in range(1, config.run.rehearsals + 1)]
+        self.status = Status(folder, config.run, self.sites)
+        self.training: Training | None = None
+
+    @property
+    def federation(self) -> Federation:
+        """The server's side of the training that is under way."""
+        assert self.training is not None
+        return self.training.federation
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """A line of metrics for each round that was tested."""
+        return self.journal.history
+
+    def serve(self, post: Post) -> RunRecord:
+        """Run the rounds that are left, and write the report."""
+        began = time.perf_counter()
+        try:
+            with when_full(self.journal.home, "and start the run again; it resumes from its last finished round"):
+                return self._serve(post)
+        except BaseException as error:
+            with contextlib.suppress(UserError):  # on a full disk; what stopped the run is to be known, not this
+                self._note("stopped", error)
+            raise
+        finally:
+            self.say(f"The server ran for {time.perf_counter() - began:.1f} s.")
+
+    def _serve(self, post: Post) -> RunRecord:
+        training = self._begin(post)
+        while training.journal.rehearsal:
+            self._rounds(post, training)
+            self._conclude(training, *training.held_out(post))
+            training = self._take_up(training.journal.facts)
+        self._rounds(post, training)
+        training.last_scores(post)
+        record = self.journal.finish(training.federation)
+        self._note("finished")
+        return record
+
+    def _begin(self, post: Post) -> Training:
+        """Meet the sites, and take up the run where it is."""
+        newest = (self.journal, *reversed(self.rehearsals))
+        kept = next((found for journal in newest if (found := journal.kept()) is not None), None)
+        if kept is not None:
+            for site in self.sites.keys() & kept["sites"].keys():
+                self.sites[site] = Seen(**kept["sites"][site])
+            self._take_up(kept["facts"])
+        self._note("waiting for sites")
+        self._wait(post, len(self.sites) if kept is None else 1)
+        return self.training or self._take_up(self._agreed())
+
+    def _take_up(self, facts: dict[str, Any]) -> Training:
+        """What is next: the run where it has begun, else the first rehearsal that is not over, else the run."""
+        over = [] if self.journal.kept() is not None else [rehearsal.found() for rehearsal in self.rehearsals]
+        journal = self.rehearsals[over.index(None)] if None in over else self.journal
+        journal.facts = facts
+        self._remark(facts)
+        federation = server_side(self.config, self.plan.sites, facts, journal.rehearsal)
+        training = Training(self.plan, federation, journal, self._meet, self.rule, self.say, self.sleep)
+        if journal.kept() is not None:
+            journal.restore(federation)
+        else:
+            if journal is self.journal:
+                self._learn([found for found in over if found is not None])
+            journal.begin(federation)
+        if journal is self.journal:
+            self._forget_rehearsals()
+            journal.write_metrics()
+        self.training = training
+        return training
+
+    def _rounds(self, post: Post, training: Training) -> None:
+        """The rounds that are left of a training."""
+        while not training.federation.finished:
+            training.round(post)
+            self._note("running")
+
+    def _conclude(self, rehearsal: Training, softness: float, examples: int) -> None:
+        """Keep what a rehearsal has found."""
+        rehearsal.journal.conclude(softness, examples)
+        stage = f"Rehearsal {rehearsal.journal.rehearsal} of {len(self.rehearsals)}"
+        self.say(f"{stage} is over: from {examples} held-out examples, the softness is {softness:.2f}.")
+
+    def _learn(self, found: Sequence[Found]) -> None:
+        """Before the run begins: what all rehearsals say."""
+        if not found:
+            return
+        self.journal.softness = common(each.softness for each in found)
+        self.journal.held = sum(each.examples for each in found)
+        self.journal.seconds = sum(each.seconds for each in found)
+        self.say(self.journal.learnt)
+
+    def _forget_rehearsals(self) -> None:
+        """Once the run has begun and knows what they found."""
+        folder = self.journal.home / REHEARSALS
+        if folder.exists():
+            with writing(folder):
+                shutil.rmtree(folder)
+
+    def _agreed(self) -> dict[str, Any]:
+        """What the data of the sites that are there have in common."""
+        preparation = self.agreed.preparation if self.agreed else None
+        return {**agreed(self._facts(), self.config, preparation), "sites": len(self.plan.sites)}
+
+    def _facts(self) -> dict[str, dict[str, Any]]:
+        """What the sites have told of their data, by site."""
+        return {site: seen.facts for site, seen in self.sites.items() if seen.facts is not None}
+
+    def _remark(self, common: Mapping[str, Any]) -> None:
+        """Say what is to be known of the sites' data together, each sentence once; the status has all of them."""
+        notes = remarks(self._facts(), common)
+        for note in notes:
+            if note not in self.status.notes:
+                self.say(note)
+        self.status.notes = notes
+
+    def _journal(self, folder: Path, rehearsal: int) -> Journal:
+        return Journal(folder, self.config, self.fingerprint, self.sites, self.say, rehearsal)
+
+    def _wait(self, post: Post, wanted: int) -> None:
+        """Until so many sites are there, or the time for it is over and there are enough."""
+        enough = self.plan.min_replies or -(-self.config.run.per_round(len(self.sites)) // 2)
+        waited = 0.0
+        while True:
+            self._meet(post)
+            here = [site for site, seen in self.sites.items() if seen.ready]
+            if len(here) >= wanted or (waited >= self.plan.wait and len(here) >= min(enough, wanted)):
+                self.say(f"{len(here)} of {len(self.sites)} sites are online: {', '.join(here)}.")
+                return
+            if waited >= self.plan.wait:
+                raise UserError(
+                    f"Only {len(here)} of {len(self.sites)} sites joined within {self.plan.wait:g} s; start the others "
+                    "with 'bpfed deploy client' and run again."
+                )
+            self.sleep(1.0)
+            waited += 1.0
+
+    def _meet(self, post: Post) -> None:
+        strangers = self.meeting.look(post)
+        self._note(None)
+        if strangers:
+            self.meeting.greet(post, self.journal.run, strangers)
+            if self.training is not None:
+                self._remark(self.training.journal.facts)
+            self._note(None)
+
+    def _note(self, state: str | None, error: BaseException | None = None) -> None:
+        """Write the status; before anything is known of the sites, that of the first training."""
+        if self.training is not None:
+            journal, round_ = self.training.journal, self.training.federation.round
+        else:
+            journal, round_ = (*self.rehearsals, self.journal)[0], 0
+        self.status.write(journal, round_, state, error)

@@ -1,0 +1,93 @@
+"""How a deployed run is at this moment: a file in the server's run folder, for whoever watches it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bpfed._util.errors import UserError
+from bpfed._util.files import to_json, write_whole
+from bpfed._util.text import plain
+from bpfed.config.settings import Settings
+from bpfed.deploy.server.journal import Journal, place
+from bpfed.deploy.server.roster import Seen
+
+STATUS = "status.json"
+
+
+class Status:
+    """Notes how a run is.
+
+    Attributes:
+        notes: What whoever watches should know of the sites' data, in sentences.
+
+    Args:
+        folder: The run folder.
+        settings: How it is run.
+        sites: What is known of each site, by name.
+    """
+
+    def __init__(self, folder: Path, settings: Settings, sites: dict[str, Seen]) -> None:
+        self.path, self.settings, self.sites = folder / STATUS, settings, sites
+        self.notes: list[str] = []
+        self._state = "starting"
+
+    def write(
+        self, journal: Journal, round_: int, state: str | None = None, error: BaseException | None = None
+    ) -> None:
+        """Note it again.
+
+        Args:
+            journal: Of the training that is under way.
+            round_: Its rounds that are done.
+            state: What the run is doing; None: as before.
+            error: What has stopped it.
+        """
+        self._state = state or self._state
+        sites = {
+            site: {
+                "online": seen.node is not None,
+                "ready": seen.ready,
+                "counted": journal.counted.get(site, 0),
+                "refused": seen.refused,
+                "lost": seen.lost,
+                "why": seen.why,
+            }
+            for site, seen in self.sites.items()
+        }
+        status = {
+            "state": self._state,
+            "error": ""
+            if error is None
+            else plain(str(error))
+            if isinstance(error, UserError)
+            else type(error).__name__,
+            "by_user_error": isinstance(error, UserError),
+            "pid": os.getpid(),
+            "at": time.time(),
+            "round": round_,
+            "rounds": self.settings.rounds,
+            "rehearsal": journal.rehearsal,
+            "rehearsals": self.settings.rehearsals,
+            "learnt": journal.learnt,
+            "notes": [plain(note) for note in self.notes],
+            "sites": sites,
+            "metrics": journal.history[-1] if journal.history else None,
+        }
+        write_whole(self.path, to_json(status))
+
+
+def where(found: Mapping[str, Any], further: int = 0) -> str:
+    """How far a run is by its status, or which round comes so much later: ``rehearsal 1 of 3, round 4 of 20``."""
+    words = place(found["round"] + further, found.get("rehearsal", 0), found.get("rehearsals", 0))
+    return f"{words} of {found['rounds']}"
+
+
+def done(found: Mapping[str, Any]) -> int:
+    """Rounds done by its status, those of rehearsals among them."""
+    rehearsals = found.get("rehearsals", 0)
+    before = (found.get("rehearsal", 0) or rehearsals + 1) - 1
+    return int(before * found["rounds"] + found["round"])

@@ -1,0 +1,183 @@
+"""What a site lets a server ask of it: limits that are its own, and a count of what was asked, on its own disk.
+
+No message changes any of it: limits are in the site's ``deploy.toml``, rounds, rehearsals and what is tested in its
+``config.toml``. What goes beyond them is refused in a sentence that names the setting.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bpfed._util.errors import UserError
+from bpfed._util.files import to_json, write_whole, writing
+from bpfed.config.settings import SOFTEST, SUREST, Settings
+from bpfed.deploy.protocol.messages import Request
+from bpfed.deploy.protocol.state_schema import RejectedMessage
+
+# --- What is said of a full disk in a deployment, where nothing is continued with ``--resume`` ------------------------
+
+
+@contextmanager
+def when_full(path: Path, then: str) -> Iterator[None]:
+    """Say of a disk that is full what there is to do here.
+
+    Args:
+        path: What is written inside.
+        then: How the sentence ends after ``free some space``, such as ``and run it again``.
+    """
+    try:
+        yield
+    except UserError as error:  # see `bpfed._util.files.writing`
+        if getattr(error.__cause__, "errno", 0) not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(f"The disk is full: '{path}' cannot be written; free some space, {then}.") from error.__cause__
+
+
+#: What was asked of a site, in the folder of its states.
+ASKED = "asked.json"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A site's own limits; see the attributes of the same names in `bpfed.deploy.settings.Plan`."""
+
+    minimum: int = 10
+    classes: int = 100
+    asks_per_round: int = 50
+    scores_per_day: int = 10_000
+    runs_per_day: int = 10
+    runs_kept: int = 5
+
+    def told(self, examples: int) -> int:
+        """A number of training examples as it is told: fewer than the minimum are told as that."""
+        return max(examples, self.minimum)
+
+
+def check_ask(ask: Request, settings: Settings) -> None:
+    """Refuse what the site's own configuration has no place for."""
+    rounds, most, softness = settings.rounds, settings.rehearsals, ask.softness
+    if not 0 <= ask.rehearsal <= most:
+        raise RejectedMessage(f"it is for rehearsal {ask.rehearsal}, but there are to be {most}.")
+    if not SUREST <= softness <= SOFTEST:
+        raise RejectedMessage(f"its softness is {softness}, which is not between {SUREST:g} and {SOFTEST:g}.")
+    if softness != 1.0 and (ask.rehearsal or not most):
+        raise RejectedMessage(f"its softness is {softness}, but none can have been learnt.")
+    if ask.round > rounds + 1 or (ask.train and ask.round > rounds):
+        raise RejectedMessage(f"it is for round {ask.round}, but 'rounds' of this site's config.toml is {rounds}.")
+    if not 0 <= ask.counted < max(ask.round, 1):
+        raise RejectedMessage(f"in round {ask.round} it cannot have used an upload of round {ask.counted}.")
+    if ask.evaluate and not ask.rehearsal and not (ask.round > 1 and settings.evaluated(ask.round - 1)):
+        raise RejectedMessage(
+            f"it asks for scores of round {ask.round - 1}, which 'eval_every' of this site's config.toml leaves out."
+        )
+
+
+class Requests:
+    """Counts what is asked of a site, and refuses what is beyond its limits; the count is on the disk before any answer.
+
+    A day is one of the site's clock, in UTC; a clock that is set back starts no new one.
+
+    Args:
+        folder: Of the site's states; each run has a folder in it, and the count is a file.
+        limits: The site's own.
+        rehearsals: That each run has.
+        say: Called with each message for the site's owner.
+        today: Gives the day's number.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        limits: Limits,
+        rehearsals: int,
+        say: Callable[[str], None],
+        today: Callable[[], int] = lambda: int(time.time() // 86400),
+    ) -> None:
+        self.folder, self.limits, self.rehearsals, self.say, self.today = folder, limits, rehearsals, say, today
+
+    def count(self, ask: Request, states: Path) -> None:
+        """Count an ask for a round, or refuse it. ``states`` is the folder of its run."""
+        kept, limits = self._read(), self.limits
+        if (day := self.today()) > kept["day"]:
+            kept |= {"day": day, "scores": 0, "runs": 0, "asked": {word: {} for word in kept["asked"]}}
+        word = f"rehearsal {ask.run}" if ask.rehearsal else ask.run
+        if word not in kept["asked"]:
+            kept["runs"] += 1
+            # Each rehearsal has a word of its own, as the run has.
+            if kept["runs"] > limits.runs_per_day * (1 + self.rehearsals):
+                raise _beyond(f"one more run, and this site takes part in {limits.runs_per_day} a day", "runs_per_day")
+            kept["asked"][word] = {}
+            self._forget(kept["asked"], word, states.parent)
+        rounds = kept["asked"][word]
+        rounds[str(ask.round)] = rounds.get(str(ask.round), 0) + 1
+        if rounds[str(ask.round)] > limits.asks_per_round:
+            raise _beyond(f"round {ask.round} for the {rounds[str(ask.round)]}th time today", "asks_per_round")
+        kept["scores"] += ask.evaluate
+        if kept["scores"] > limits.scores_per_day:
+            raise _beyond(f"scores for the {kept['scores']}th time today", "scores_per_day")
+        self._write(kept)
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """Of which run the site's own model is, and from which round the site had its part of it."""
+        return dict(self._read()["model"])
+
+    def keep_model(self, run: str, trained: int) -> None:
+        """Note of which run the site's own model is now, and after how many trainings of the site in it."""
+        self._write({**self._read(), "model": {"run": run, "trained": trained}})
+
+    def trained(self, run: str) -> int:
+        """How often this site has trained in a run."""
+        return int(self._read()["trained"].get(run, 0))
+
+    def train(self, run: str) -> None:
+        """Note that this site has trained in a run."""
+        kept = self._read()
+        known = {word: n for word, n in kept["trained"].items() if word in kept["asked"]}
+        self._write({**kept, "trained": {**known, run: known.get(run, 0) + 1}})
+
+    def _forget(self, asked: dict[str, Any], newest: str, folder: Path) -> None:
+        """Of states of earlier runs, keep those of the latest ones."""
+        kind = newest.startswith("rehearsal ")
+        words = [word for word in asked if word.startswith("rehearsal ") is kind]
+        for word in words[: -max(self.limits.runs_kept * (1 + self.rehearsals * kind), 1)]:
+            del asked[word]
+            if (old := folder / word.rpartition(" ")[2]).is_dir():
+                with writing(old):
+                    shutil.rmtree(old)
+                self.say(
+                    f"The states of run {old.name} are deleted: those of the last {self.limits.runs_kept} runs are "
+                    "kept (runs_kept in this site's deploy.toml)."
+                )
+
+    def _read(self) -> dict[str, Any]:
+        path = self.folder / ASKED
+        empty: dict[str, Any] = {"day": 0, "scores": 0, "runs": 0, "asked": {}, "trained": {}, "model": {}}
+        if not path.exists():
+            return empty
+        try:
+            found = json.loads(path.read_text())
+            if {key: type(value) for key, value in found.items()} != {k: type(v) for k, v in empty.items()}:
+                raise ValueError("keys")
+            return dict(found)
+        except (OSError, ValueError, AttributeError, RecursionError):
+            raise UserError(
+                f"'{path}' counts what this site was asked, and cannot be read; restore it, or delete it to count anew."
+            ) from None
+
+    def _write(self, kept: dict[str, Any]) -> None:
+        path = self.folder / ASKED
+        with when_full(path, "and the site rejoins by itself"):
+            write_whole(path, to_json(kept))
+
+
+def _beyond(what: str, setting: str) -> RejectedMessage:
+    return RejectedMessage(f"it asks for {what}; '{setting}' of this site's deploy.toml is the limit.")

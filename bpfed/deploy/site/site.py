@@ -1,0 +1,307 @@
+"""A site: one client of the federation, with its examples and its personal state, that answers what the server asks."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import RecordDict
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from bpfed._util.errors import UserError
+from bpfed._util.files import writing
+from bpfed._util.paths import REHEARSALS
+from bpfed.config.reader import Config
+from bpfed.data.federated import HELD, parted
+from bpfed.deploy.protocol.messages import MOST, Reply, Request, fingerprint, shared_of
+from bpfed.deploy.protocol.state_schema import Patterns, RejectedMessage, Upload, patterns
+from bpfed.deploy.site.data import Source
+from bpfed.deploy.site.limits import Limits, Requests, check_ask
+from bpfed.deploy.site.states import States, keep, previous
+from bpfed.engine.evaluate import evaluate_clients
+from bpfed.engine.federation import Federation
+from bpfed.engine.local import LocalRound
+from bpfed.engine.state_store import Layout
+from bpfed.inference.calibration import PLACES, HeldOutSlopes
+from bpfed.methods.base import RunShape, State
+from bpfed.metrics import Evaluation, Form, Sums, evaluate_sums
+from bpfed.runs.pilot import as_rehearsal
+
+#: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same
+#: pattern.
+UploadTransform = Callable[[Upload, State, int], Upload]
+
+_ONLY = torch.tensor([0])
+
+
+class Site:
+    """One client of a deployed federation.
+
+    Args:
+        folder: Where its personal states are kept.
+        name: Its name; all its randomness follows it, as in a simulation.
+        config: The configuration, its own copy.
+        source: Its examples.
+        transform: Applied to every upload before it is sent; None: nothing is.
+        say: Called with each message for the site's owner. None of it is sent.
+        own: Run folder for the site's own model once the run is finished; None: none is kept.
+        limits: What the server may ask, and from how many rows on something is told of them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        config: Config,
+        source: Source,
+        transform: UploadTransform | None = None,
+        say: Callable[[str], None] = lambda sentence: None,
+        own: Path | None = None,
+        limits: Limits = Limits(),  # noqa: B008
+    ) -> None:
+        self.folder, self.name, self.config, self.source = folder, name, config, source
+        self.transform, self.say, self.own, self.limits = transform, say, own, limits
+        self.requests = Requests(folder, limits, config.run.rehearsals, say)
+        self.fingerprint = fingerprint(config)
+        self.patterns: Patterns | None = None
+        self._federation: tuple[tuple[str, int], Federation] | None = None
+        self._work = 0.0
+        self._untold = 0
+        self._told: set[str] = set()
+        self._note_source()
+
+    def answer(self, record: RecordDict) -> RecordDict:
+        """What the site sends back; whatever fails, no word of the failure itself leaves the site."""
+        start, self._work = time.perf_counter(), 0.0
+        ask = Request(self.fingerprint, "", 0)
+        try:
+            ask = Request.read(record)
+            return self._written(self._answer(ask, record), start)
+        except RejectedMessage as refused:
+            self.say(f"The server's message was refused: {refused}")
+            why = f"it refused the server's message: {refused}"
+        except UserError as error:
+            self.say(str(error))
+            why = "it cannot do its part; its own log says why."
+        except Exception:
+            self.say(traceback.format_exc())
+            why = "it failed; its own log says why."
+        return self._written(Reply(self.fingerprint, ask.run, ask.round, self.name, why), start)
+
+    def _written(self, answer: Reply, start: float) -> RecordDict:
+        seconds = round(time.perf_counter() - start, 4)
+        answer = replace(answer, seconds=seconds, work=round(self._work, 4))
+        return answer.write(self.patterns.upload if self.patterns else None)
+
+    def _answer(self, ask: Request, record: RecordDict) -> Reply:
+        if ask.fingerprint != self.fingerprint:
+            raise RejectedMessage(
+                "the server's configuration differs from this site's; give both the same config.toml."
+            )
+        check_ask(ask, self.config.run)
+        if ask.round == 0:
+            facts = self.source.facts()
+            facts["train"] = self.limits.told(facts["train"])
+            return self._plain(ask, facts=json.dumps(facts, sort_keys=True))
+        self.requests.count(ask, self._states(ask).folder)
+        federation = self._placed(ask, record)
+        # As it told before, with the rows that are left out and without those that have come since: the difference would
+        # be the count of a rare class, or of the new rows.
+        answer = self._plain(ask, train=self.limits.told(self._trained_on(federation) + self._untold))
+        if ask.evaluate and ask.rehearsal:
+            answer = replace(answer, held=self._held(federation))
+        elif ask.evaluate:
+            answer = replace(answer, sums=self._evaluate(federation, ask))
+        if ask.train:
+            upload, info = self._train(federation, ask)
+            answer = replace(answer, upload=upload, info=info)
+        return answer
+
+    def _placed(self, ask: Request, record: RecordDict) -> Federation:
+        """A federation of this client alone, as it was after the round before the one that is asked for."""
+        if not ask.rehearsal:
+            self._forget_rehearsals()
+        wanted = ask.facts, ask.rehearsal
+        if self._federation is None or self._federation[0] != wanted:
+            self._federation = wanted, self._start(ask.facts, ask.rehearsal)
+        federation = self._federation[1]
+        federation.learnt_softness = ask.softness if self.config.run.rehearsals and not ask.rehearsal else None
+        assert self.patterns is not None
+        federation.round = ask.round - 1
+        shared = shared_of(record, self.patterns.down(ask.round))
+        federation.shared = tree_map(lambda t: t.to(federation.device), shared)
+        found, row = self._states(ask).at(ask.counted)
+        if found != ask.counted:
+            self.say(f"The personal state of round {ask.counted} is lost; resuming from that of round {found}.")
+        layout = Layout(self.config.method.init(federation.model).personal)
+        if row is None:
+            row = layout.first.cpu()
+        if len(row) != layout.width:
+            raise UserError(
+                f"The personal state of round {found} belongs to another network; move '{self.folder}' away."
+            )
+        federation.store.put(_ONLY, layout.unpack(row[None]))
+        return federation
+
+    def _start(self, facts: str, rehearsal: int) -> Federation:
+        try:
+            common: dict[str, Any] = json.loads(facts)
+            sites, longest = common["sites"], common["longest"]
+        except (ValueError, TypeError, KeyError):
+            raise RejectedMessage("what it sent about the sites' data cannot be read.") from None
+        if not all(type(n) is int and 1 <= n <= MOST for n in (sites, longest)):
+            raise RejectedMessage("the number of sites or of examples that it sent is not valid.")
+        try:
+            data = self.source.data(common)
+        finally:
+            self._note_source()
+        self._untold = int(self.source.facts()["train"]) - int(data.train.sizes[0])
+        self._tell(data.notes)
+        settings = replace(self.config.run, participants=None, eval_clients=None, store="memory")
+        method = self.config.method.guarded(self.limits.minimum)
+        federation = Federation.start(method, data, settings)
+        if (whose := federation.method.whose(federation.model)) not in self._told:
+            self._told.add(whose)
+            self.say(f"Weights of this site and of all sites: {whose}.")
+        if rehearsal:  # with other examples and another seed, from the same first weights
+            settings = as_rehearsal(settings, rehearsal)
+            cut = parted(federation.data, HELD, settings.seed)
+            federation = Federation.of(method, cut, settings, federation.model)
+        together = self.config.run.per_round(sites)
+        federation.run_of_all = RunShape(sites, together, settings.rounds, settings.epochs, settings.batch)
+        train = federation.data.train  # without what is held back or held out
+        # Not compiled unless asked for: no run is long enough at one site. The width is at least the simulator's, for
+        # clients of any size, and what is beyond a client's examples counts for nothing; a site that joined late may
+        # have more examples than any that told of theirs.
+        compiled = settings.compile == "on"
+        federation.training = LocalRound.of(method, federation.model, train, settings, compiled, longest=longest)
+        self.patterns = patterns(method, federation.model, settings.compression == "half")
+        return federation
+
+    def _tell(self, notes: Iterable[str]) -> None:
+        """Say once what the site's owner should know of its examples."""
+        for note in notes:
+            self._note(f"{note} Whoever makes the deployment gives that to 'bpfed deploy init', for all sites.")
+
+    def _note(self, sentence: str) -> None:
+        """Say something once."""
+        if sentence not in self._told:
+            self._told.add(sentence)
+            self.say(sentence)
+
+    def _note_source(self) -> None:
+        """Say what is to be known of the site's examples."""
+        for note in self.source.notes:
+            self._note(note)
+
+    @staticmethod
+    def _trained_on(federation: Federation) -> int:
+        return int(federation.data.train.sizes[0])
+
+    def _evaluate(self, federation: Federation, ask: Request) -> Sums:
+        """Sums over its test examples; as if it had none, where they are too few."""
+        start = time.perf_counter()
+        if federation.finished:
+            federation.settle()
+        evaluated = evaluate_clients(federation) if len(federation.data.test.y) else self._untested(federation)
+        self._work += time.perf_counter() - start
+        if federation.finished:  # what the site predicts with from now on
+            self._states(ask).settle(federation.round, self._row(federation, federation.store.get(_ONLY)))
+            self._keep(federation, evaluated, ask)
+        if 0 < evaluated[0].sums.examples < self.limits.minimum:
+            self._note(
+                f"This site has {evaluated[0].sums.examples} test examples, fewer than its minimum of "
+                f"{self.limits.minimum}, so its scores are not sent."
+            )
+            evaluated = self._untested(federation)
+        return evaluated[0].sums.cpu()
+
+    def _held(self, federation: Federation) -> HeldOutSlopes:
+        """At the end of a rehearsal, what the server needs to know of the examples held out, and no more."""
+        if not federation.finished:
+            raise RejectedMessage("it asks for held-out results in the middle of a rehearsal.")
+        start, examples = time.perf_counter(), len(federation.data.test.y)
+        federation.settle()
+        if 0 < examples < self.limits.minimum:
+            self._note(
+                f"This site holds out {examples} training examples in a rehearsal, fewer than its minimum of "
+                f"{self.limits.minimum}, so it tells nothing of them."
+            )
+            examples = 0
+        found = evaluate_clients(federation)[0].slopes if examples else None
+        slopes = found() if found is not None else torch.zeros(PLACES, dtype=torch.float64)
+        self._work += time.perf_counter() - start
+        return HeldOutSlopes(examples, slopes)
+
+    def _untested(self, federation: Federation) -> tuple[Evaluation, Tensor]:
+        """What is said of a site without test examples: nothing, in the form of something."""
+        settings = federation.settings
+        form = Form.of(federation.data.classes, settings.bins, settings.calibration > 0.0)
+        return evaluate_sums(Sums.none(form), settings.bins), _ONLY
+
+    def _keep(self, federation: Federation, evaluated: tuple[Evaluation, Tensor], ask: Request) -> None:
+        """Make this the site's own model, if the site has trained for it."""
+        if self.own is None:
+            return
+        trained = self.requests.trained(ask.run)
+        if not self._states(ask).at(ask.counted)[0]:  # only training writes a state
+            self.say(
+                "This site has had no part in training in this run, so nothing of it becomes its own model; what is in "
+                f"'{self.own}' stays."
+            )
+            return
+        if self.requests.model == {"run": ask.run, "trained": trained} and self.own.is_dir():
+            self.say(f"This site has not trained since its own model was written, so '{self.own}' stays.")
+            return
+        try:
+            there = self.own.is_dir()
+            keep(self.own, federation, evaluated, self.say)
+            self.requests.keep_model(ask.run, trained)
+            if there:
+                self.say(f"The own model that this site had before is in '{previous(self.own)}'.")
+            command = shlex.join(["bpfed", "predict", str(self.own), "--client", self.name, "--input", "FILE"])
+            self.say(f"This site's own model is in '{self.own}'; predict with it: {command}")
+        except (OSError, UserError) as error:  # the scores are as good without it
+            self.say(f"This site's own model could not be kept ({error}).")
+
+    def _train(self, federation: Federation, ask: Request) -> tuple[Upload, dict[str, float]]:
+        assert federation.training is not None
+        start = time.perf_counter()
+        finished = federation.training(federation.training_rows(_ONLY))
+        self._work += time.perf_counter() - start
+        upload = Upload.of(finished)
+        if self.transform is not None:
+            upload = self.transform(upload, federation.shared, ask.round)
+        # On the disk before it is sent: a server that counts it may rely on it.
+        self._states(ask).put(ask.round, self._row(federation, finished.personal), ask.counted)
+        if not ask.rehearsal:
+            self.requests.train(ask.run)
+        if self._trained_on(federation) < self.limits.minimum:  # a loss of so few examples tells of each
+            return upload, {}
+        return upload, {name: float(value[0]) for name, value in finished.info.items()}
+
+    def _row(self, federation: Federation, personal: State) -> Tensor:
+        layout = Layout(self.config.method.init(federation.model).personal)
+        return layout.pack(personal)[0] if layout.width else torch.zeros(0)
+
+    def _states(self, ask: Request) -> States:
+        folder = self.folder / REHEARSALS if ask.rehearsal else self.folder
+        return States(folder, self.name, ask.run, self.config.run.checkpoints)
+
+    def _forget_rehearsals(self) -> None:
+        """Once the run itself has begun."""
+        if (folder := self.folder / REHEARSALS).exists():
+            with writing(folder):
+                shutil.rmtree(folder)
+
+    def _plain(self, ask: Request, facts: str = "", train: int = 0) -> Reply:
+        return Reply(self.fingerprint, ask.run, ask.round, self.name, "", facts, train)

@@ -1,0 +1,198 @@
+"""Turns a method's step into something fast to call again and again on fixed shapes.
+
+The step is traced once into a flat graph of tensor operations: the module, ``vmap``, the interception modes and the
+method itself then cost nothing per step. The graph can be compiled (fused kernels) and, on a GPU, recorded as a CUDA
+graph.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from bpfed.engine.batching import Plan
+from bpfed.inference.estimators import Batch
+from bpfed.methods.base import Method, State
+from bpfed.nn.model import Model
+
+#: How the compiler is to treat a step, by device.
+OPTIONS: dict[str, dict[str, Any]] = {"cuda": {"combo_kernels": True}}  # small kernels side by side in one launch
+
+
+class Work(NamedTuple):
+    """All that a step reads and writes.
+
+    Attributes:
+        local: The clients' local states; written in place.
+        step: Number of the next step of the phase, ``[1]`` int64; written in place.
+        loss: Running sum of each client's mean −log p over its steps, ``[S]``; written in place.
+        x: All training inputs, ``[E, ...]``.
+        y: All training targets, ``[E]``.
+        plan: Which of them each step uses.
+        hyper: The method's numbers, ``[S]`` each.
+    """
+
+    local: State
+    step: Tensor
+    loss: Tensor
+    x: Tensor
+    y: Tensor
+    plan: Plan
+    hyper: dict[str, Tensor]
+
+
+class Slot(NamedTuple):
+    """What the plan holds for one step: rows and mask ``[S, B]``, keys ``[S, 2]``."""
+
+    rows: Tensor
+    mask: Tensor
+    key: Tensor
+
+    @classmethod
+    def select(cls, work: Work) -> Slot:
+        """The next step's, by its number on the device."""
+        return cls(*(t.index_select(0, work.step).squeeze(0) for t in work.plan[:3]))
+
+
+def advance(method: Method, model: Model, phase: str, ragged: bool, work: Work, slot: Slot) -> None:
+    """One local step of every client, in place; a client that has done all its steps stays as it is."""
+    batch = Batch(work.x[slot.rows], work.y[slot.rows], slot.mask, work.plan.size, slot.key)
+    new, loss = method.step(model, work.local, batch, work.hyper, phase)
+    active = work.step < work.plan.steps
+    old_leaves, _ = tree_flatten(work.local)
+    new_leaves, _ = tree_flatten(new)
+    # A method may hand on what it was given under another name (the weights before this step): save it from being
+    # overwritten.
+    given = {id(t) for t in old_leaves}
+    new_leaves = [
+        t.clone() if id(t) in given and t is not old else t for old, t in zip(old_leaves, new_leaves, strict=True)
+    ]
+    for old, leaf in zip(old_leaves, new_leaves, strict=True):
+        if ragged:
+            leaf = torch.where(active.view(-1, *(1,) * (leaf.ndim - 1)), leaf, old)
+        old.copy_(leaf)
+    work.loss.add_(torch.where(active, loss, 0.0) if ragged else loss)
+    work.step.add_(1)
+
+
+class Stepper:
+    """Steps one phase of a method for S clients; made once for each shape and kept.
+
+    Args:
+        method: Its structure matters, not its numbers.
+        model: On the device of the work.
+        phase: Name of the phase.
+        ragged: Whether clients may differ in their number of steps.
+        compiled: Whether to compile.
+    """
+
+    def __init__(self, method: Method, model: Model, phase: str, ragged: bool, compiled: bool) -> None:
+        self.method, self.model, self.phase, self.ragged = method, model, phase, ragged
+        self.compiled = compiled and method.recordable
+        self.loops: dict[tuple[Any, ...], Repeated | Recorded] = {}
+
+    def run(self, work: Work, steps: int) -> None:
+        """Take ``steps`` steps."""
+        leaves, _ = tree_flatten(work)
+        shape = tuple((tuple(t.shape), t.dtype) for t in leaves)
+        with torch.no_grad():
+            if shape not in self.loops:
+                self.loops[shape] = (Recorded if work.x.is_cuda and self.method.recordable else Repeated)(self, work)
+            self.loops[shape](work, steps)
+
+    def advance(self, work: Work, slot: Slot) -> None:
+        """One step, in place."""
+        advance(self.method, self.model, self.phase, self.ragged, work, slot)
+
+    def trace(self, function: Callable[..., None], *example: Any) -> Callable[..., None]:
+        """The function as a flat graph of tensor operations on the leaves of its arguments, compiled if wanted."""
+        leaves, spec = tree_flatten(example)
+        graph = make_fx(lambda *flat: function(*tree_unflatten(list(flat), spec)))(*leaves)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return torch.compile(graph, options=OPTIONS.get(leaves[0].device.type)) if self.compiled else graph
+
+
+def _own(work: Work) -> Work:
+    """The same work with leaves of its own, but for the training data, which is large and never written."""
+    return tree_map(lambda t: t if t is work.x or t is work.y else t.clone(), work)
+
+
+class Repeated:
+    """Calls a traced step again and again, handing it its slot of the plan."""
+
+    def __init__(self, stepper: Stepper, work: Work) -> None:
+        # Tracing runs the step once; it must not run on the real state.
+        self.call = stepper.trace(stepper.advance, _own(work), Slot.select(work))
+
+    def __call__(self, work: Work, steps: int) -> None:
+        leaves, _ = tree_flatten(work)
+        for slot in zip(*(t[:steps] for t in work.plan[:3]), strict=True):
+            self.call(*leaves, *slot)
+
+
+class Recorded:
+    """Replays steps recorded as a CUDA graph: no launch costs more than the kernel itself.
+
+    A step is traced and compiled once, and recorded several times over, so that one launch replays many. A graph works
+    on fixed addresses, so the leaves are copied in and out, except the training data, which stay put.
+    """
+
+    #: Steps in a launch. (Compiled as one, the end of a step and the start of the next would share a kernel, but the
+    #: compiler would take as many times as long: minutes, where a whole run often takes less.)
+    TOGETHER = 10
+
+    def __init__(self, stepper: Stepper, work: Work) -> None:
+        self.static = _own(work)
+        self.leaves, _ = tree_flatten(self.static)
+        self.call = stepper.trace(lambda work: stepper.advance(work, Slot.select(work)), _own(work))
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compilation and warm-up must be over before recording
+            for _ in range(2):
+                _copy(work, self.static)
+                self.call(*self.leaves)
+        torch.cuda.current_stream().wait_stream(side)
+
+    def __call__(self, work: Work, steps: int) -> None:
+        many, few = divmod(steps, self.TOGETHER)
+        _copy(work, self.static)
+        for count, times in ((self.TOGETHER, many), (1, few)):
+            if times and count not in self.graphs:
+                self.graphs[count] = self._recorded(count)  # recording runs nothing
+            for _ in range(times):
+                self.graphs[count].replay()
+        _copy(self.static, work)
+
+    def _recorded(self, count: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with uncollected(), torch.cuda.graph(graph):
+            for _ in range(count):
+                self.call(*self.leaves)
+        return graph
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected inside: if that freed the CUDA graph of an earlier run, one being recorded would be lost."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+def _copy(source: Work, target: Work) -> None:
+    for old, new in zip(tree_flatten(target)[0], tree_flatten(source)[0], strict=True):
+        if old.data_ptr() != new.data_ptr():
+            old.copy_(new)

@@ -1,0 +1,1 @@
+"""Distributions over weights: random streams, Gaussians, likelihoods, gradients, optimisers and predictions."""

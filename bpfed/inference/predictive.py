@@ -1,0 +1,449 @@
+"""The posterior predictive: what a distribution over weights predicts for new inputs, and how sure it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal, NamedTuple, Protocol, get_args
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vmap
+
+from bpfed._util.errors import UserError, unknown
+from bpfed.inference import rng
+from bpfed.inference.calibration import tempered, threshold
+from bpfed.inference.gaussian import Gaussian
+from bpfed.inference.likelihoods import Normal
+from bpfed.inference.moment_propagation import Propagation
+from bpfed.nn.kernels.conv import Convolutions
+from bpfed.nn.model import Model
+
+
+class Predictive(Protocol):
+    """A distribution over weights to predict with."""
+
+    def draws(self, wanted: int) -> int:
+        """How many draws there are to average when ``wanted`` are asked for."""
+        ...
+
+    def draw(self, key: Tensor, index: int) -> Tensor:
+        """The weights of one draw, ``[S, P]``, from keys ``[S, 2]``."""
+        ...
+
+
+class GaussianPredictive(NamedTuple):
+    """Independent Gaussian weights, ``[S, P]``."""
+
+    weights: Gaussian
+
+    def draws(self, wanted: int) -> int:
+        return wanted
+
+    def draw(self, key: Tensor, index: int | Tensor) -> Tensor:
+        """One draw; of several at once, with ``index`` ``[D]`` int32, ``[D, S, P]``."""
+        word = index if isinstance(index, int) else index[:, None]
+        return self.weights.draw(rng.normal(rng.fold(key, word), self.weights.mean.shape[-1]))
+
+
+class CorrelatedPredictive(NamedTuple):
+    """Gaussian weights with all their correlations, w = mean + directions · ε with ε ~ N(0, I).
+
+    Draws come in pairs of ε and −ε, so that their mean is the mean's.
+
+    Attributes:
+        mean: ``[S, P]``.
+        directions: A root of the covariance, ``[S, P, R]``.
+    """
+
+    mean: Tensor
+    directions: Tensor
+
+    def draws(self, wanted: int) -> int:
+        return wanted
+
+    def draw(self, key: Tensor, index: int) -> Tensor:
+        eps = rng.normal(rng.fold(key, index // 2), self.directions.shape[-1])
+        moved = (self.directions @ eps[..., None])[..., 0]
+        return self.mean - moved if index % 2 else self.mean + moved
+
+
+class PointPredictive(NamedTuple):
+    """One weight vector for each client, ``[S, P]``."""
+
+    weights: Tensor
+
+    def draws(self, wanted: int) -> int:
+        return 1
+
+    def draw(self, key: Tensor, index: int) -> Tensor:
+        return self.weights
+
+
+# --- Prediction in a single pass --------------------------------------------------------------------------------------
+#
+# Mean and covariance of the outputs under Gaussian weights, and their softmax.
+#
+# No weight is drawn: mean and variance of every unit are carried through the module
+# (`bpfed.inference.moment_propagation`), with different
+# units of a layer taken as independent. At the last linear layer the whole covariance of the outputs is kept. So the
+# first two moments are exact for a network whose head alone is random (whatever its body does) and for one with one
+# hidden ReLU layer; beyond that correlations between the units of a layer are lost.
+
+#: Points at which the softmax of Gaussian outputs is averaged (a power of two).
+POINTS = 64
+#: Softmaxes held at a time, in numbers.
+BLOCK = 1 << 17
+
+
+class Moments(NamedTuple):
+    """Gaussian outputs of S clients for B examples.
+
+    Attributes:
+        mean: ``[S, B, K]``.
+        covariance: Between the outputs for one example, ``[S, B, K, K]``; None where nothing is random.
+    """
+
+    mean: Tensor
+    covariance: Tensor | None
+
+
+def moments(model: Model, predictive: Predictive, x: Tensor) -> Moments:
+    """Mean and covariance of the network's outputs under Gaussian weights, in one pass.
+
+    Args:
+        model: On the device of the rest.
+        predictive: Of S clients.
+        x: ``[S, B, ...]``.
+
+    Raises:
+        UserError: The module does something there is no rule for, or the weights are not Gaussian.
+    """
+    if isinstance(predictive, PointPredictive):
+        return Moments(model.stacked_outputs(predictive.weights, x), None)
+    if isinstance(predictive, CorrelatedPredictive):  # of a network that is linear in its weights
+        along = vmap(model.stacked_outputs, (2, None))(predictive.directions, x)  # [R, S, B, K]
+        along = along.reshape(*along.shape[:3], -1).movedim(0, -1)
+        return Moments(model.stacked_outputs(predictive.mean, x).flatten(2), along @ along.mT)
+    if not isinstance(predictive, GaussianPredictive):
+        raise UserError("The weights of this method are not Gaussian, so there is no single pass; use how='sample'.")
+    mean, sigma = predictive.weights
+    own = [n for n in model.factors.names if n not in model.likelihood.parameters()]
+    spread = model.factors.unflatten(sigma.amax(0))
+    widest = torch.stack([spread[n].amax() for n in own]).tolist()
+    random = [n for n, s in zip(own, widest, strict=True) if s > 0.0]
+    if not random:
+        return Moments(model.stacked_outputs(mean, x), None)
+    model.module.eval()
+
+    def one(mean: Tensor, sigma: Tensor, x: Tensor) -> Moments:
+        means, sigmas = model.factors.unflatten(mean), model.factors.unflatten(sigma)
+        with Convolutions(), Propagation([(means[n], sigmas[n].square()) for n in random]) as propagation:
+            outputs = functional_call(model.module, {n: means[n] for n in own}, (x,))
+        return Moments(outputs.reshape(len(x), -1), propagation.covariance(outputs))
+
+    return Moments(*vmap(one)(mean, sigma, x))
+
+
+def gaussian_softmax(found: Moments) -> tuple[Tensor, Tensor]:
+    """Mean softmax of Gaussian outputs, and the mean entropy of the single softmaxes: ``[S, B, K]`` and ``[S, B]``.
+
+    There is no closed form. A drawn output costs K numbers, not a pass through the network, so the mean is taken over
+    `POINTS` points of a fixed low-discrepancy set, turned into N(mean, covariance) by a Cholesky factor.
+    """
+    if found.covariance is None:
+        logp = torch.log_softmax(found.mean, -1)
+        return logp.exp(), -(logp.exp() * logp).sum(-1)
+    classes = found.mean.shape[-1]
+    means, covariances = found.mean.reshape(-1, classes), found.covariance.reshape(-1, classes, classes)
+    points = _points(classes).to(means.device).T
+    probs, entropies = [], []
+    rows = max(1, BLOCK // (POINTS * classes))
+    for mean, covariance in zip(means.split(rows), covariances.split(rows), strict=True):
+        # A softmax does not see what all outputs have in common, and rounding may leave an eigenvalue just below zero.
+        jitter = 1e-5 * covariance.diagonal(dim1=-2, dim2=-1).amax(-1) + 1e-12
+        factor, _ = torch.linalg.cholesky_ex(covariance + torch.diag_embed(jitter[:, None].expand_as(mean)))
+        # [rows, K, POINTS]: one matrix product, and every later operation runs along the points.
+        logits = (factor.reshape(-1, classes) @ points).unflatten(0, (-1, classes)).add_(mean[..., None])
+        logits -= logits.amax(1, keepdim=True)
+        weights = logits.exp()
+        total = weights.sum(1)
+        probs.append((weights / total[:, None]).mean(-1))
+        entropies.append((total.log() - (weights * logits).sum(1) / total).mean(-1))
+    return torch.cat(probs).reshape(found.mean.shape), torch.cat(entropies).reshape(found.mean.shape[:-1])
+
+
+@cache
+def _points(dimensions: int) -> Tensor:
+    """Evenly spread points of a standard normal: scrambled Sobol points and their mirror images, ``[POINTS, K]``."""
+    uniform = torch.quasirandom.SobolEngine(dimensions, scramble=True, seed=1).draw(POINTS // 2, dtype=torch.float64)
+    half = torch.special.ndtri(uniform.clamp(1e-6, 1.0 - 1e-6))
+    points = torch.cat([half, -half])
+    return (points / points.square().mean(0).sqrt()).float()
+
+
+#: ``sample``: averages over draws of all weights; ``single-pass``: Gaussian outputs, no draws (see `bpfed.inference.predictive`).
+How = Literal["sample", "single-pass"]
+#: Draws are stacked into one call as long as their weights and inputs are at most this many numbers: on a CPU as many
+#: as its caches hold, on a GPU enough to keep it busy.
+STACKED = {"cpu": 1_000_000, "cuda": 100_000_000}
+
+
+@dataclass(frozen=True)
+class Classified:
+    """Predicted classes of B examples (with a leading client axis where there is one).
+
+    Attributes:
+        probs: Class probabilities averaged over the weight draws, ``[..., B, K]``.
+        entropy: Total uncertainty, the entropy of ``probs`` in nats, ``[..., B]``.
+        aleatoric: What more data would not remove: the mean entropy of the single draws, ``[..., B]``.
+        raw: ``probs`` before a temperature was applied; None if none was.
+        scores: Conformal scores of the client's calibration examples in rising order, ``[n]``; None if it has none.
+        unscored: Why it can have none, in words, if training with other settings would not help.
+    """
+
+    probs: Tensor
+    entropy: Tensor
+    aleatoric: Tensor
+    raw: Tensor | None = None
+    scores: Tensor | None = None
+    unscored: str | None = None
+
+    @property
+    def epistemic(self) -> Tensor:
+        """What more data would remove: the mutual information of label and weights, ``[..., B]``."""
+        return (self.entropy - self.aleatoric).clamp(min=0.0)
+
+    @property
+    def label(self) -> Tensor:
+        """The most probable class, ``[..., B]``."""
+        return self.probs.argmax(-1)
+
+    @property
+    def confidence(self) -> Tensor:
+        """Its probability, ``[..., B]``."""
+        return self.probs.amax(-1)
+
+    def prediction_set(self, level: float = 0.9) -> Tensor:
+        """Split-conformal sets: each holds the right label with probability of at least ``level``.
+
+        That is so for the client's examples on average, whether or not the model is any good, as long as new examples
+        come from the same source as its calibration examples. A set may be empty: a model that is right more often than
+        ``level`` reaches it without an answer to the strangest examples. With too few calibration examples for the
+        level (8 or fewer for 0.9) a set is every label.
+
+        Returns:
+            ``[B, K]`` bool.
+        """
+        if self.scores is None:
+            raise _uncalibrated("prediction sets", self.unscored)
+        return 1.0 - (self.probs if self.raw is None else self.raw) <= threshold(self.scores, level)
+
+    def at(self, temperature: Tensor | float) -> Classified:
+        """The same at a temperature (see `bpfed.inference.calibration`); the aleatoric share of uncertainty stays the same."""
+        probs = tempered(self.probs, temperature)
+        entropy = _entropy(probs)
+        share = (self.aleatoric / self.entropy.clamp(min=1e-30)).clamp(0.0, 1.0)
+        return Classified(probs, entropy, entropy * share, self.probs, self.scores, self.unscored)
+
+
+@dataclass(frozen=True)
+class Regressed:
+    """Predicted targets of B examples.
+
+    Attributes:
+        mean: ``[..., B]``.
+        epistemic: Variance of the mean over the weight draws, ``[..., B]``.
+        aleatoric: Variance of the noise, averaged over the weight draws, ``[..., B]``.
+        nll: −log of the predictive density at the targets, if they were given, ``[..., B]``.
+        scores: Conformal scores of the client's calibration examples in rising order, ``[n]``; None if it has none.
+        unscored: Why it can have none, in words, if training with other settings would not help.
+    """
+
+    mean: Tensor
+    epistemic: Tensor
+    aleatoric: Tensor
+    nll: Tensor | None = None
+    scores: Tensor | None = None
+    unscored: str | None = None
+
+    @property
+    def scale(self) -> Tensor:
+        """Predictive standard deviation, ``[..., B]``."""
+        return (self.epistemic + self.aleatoric).sqrt()
+
+    def at(self, softness: float) -> Regressed:
+        """The same with distributions that are wider by this factor, around the same means."""
+        return replace(self, epistemic=softness**2 * self.epistemic, aleatoric=softness**2 * self.aleatoric, nll=None)
+
+    def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Split-conformal intervals, ``[B]`` and ``[B]``: see `Classified.prediction_set`.
+
+        They are mean ± q · scale with one q for the client; with too few calibration examples they are infinite.
+        """
+        if self.scores is None:
+            raise _uncalibrated("intervals", self.unscored)
+        half = threshold(self.scores, level) * self.scale
+        return self.mean - half, self.mean + half
+
+
+def _uncalibrated(what: str, why: str | None) -> UserError:
+    if why is not None:
+        return UserError(f"There are no {what}, since {why}.")
+    return UserError(
+        f"There are no {what}, since no examples were kept from training to calibrate predictions made in this way; "
+        "train with calibration=0.2, and leave draws and how as they are."
+    )
+
+
+def check_how(how: str) -> None:
+    """Raise a `UserError` unless there is such a way to predict."""
+    if how not in get_args(How):
+        raise unknown("way to predict", how, get_args(How))
+
+
+def _entropy(probs: Tensor) -> Tensor:
+    """In nats, ``[..., K]`` to ``[...]``. (``torch.special.entr`` would first have its GPU kernel compiled.)"""
+    return 0.0 - torch.xlogy(probs, probs).sum(-1)
+
+
+def classify(
+    model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int, how: How = "sample"
+) -> Classified:
+    """Average the softmax over weight draws, each draw one coherent function for all examples.
+
+    Args:
+        model: On the device of the rest.
+        predictive: Of S clients.
+        x: ``[S, B, ...]``.
+        key: ``[S, 2]``.
+        draws: Number of draws (a point estimate uses one).
+        how: ``single-pass``: the average is over Gaussian outputs instead, and no weight is drawn.
+    """
+    if how == "single-pass":
+        single = [gaussian_softmax(moments(model.one, member, x)) for member in _members(model, predictive)]
+        probs, aleatoric = (torch.stack(parts).mean(0) for parts in zip(*single, strict=True))
+        return Classified(probs, _entropy(probs), aleatoric)
+    total: Tensor | float = 0.0
+    entropy: Tensor | float = 0.0
+    count = 0
+    for _, outputs in _drawn(model, predictive, x, key, draws):
+        logp = torch.log_softmax(outputs, -1)
+        p = logp.exp()
+        total = total + p.sum(0)
+        entropy = entropy - (p * logp).sum(-1).sum(0)
+        count += len(outputs)
+    assert isinstance(total, Tensor)
+    assert isinstance(entropy, Tensor)
+    probs = total / count
+    return Classified(probs, _entropy(probs), entropy / count)
+
+
+def _members(model: Model, predictive: Predictive) -> list[Predictive]:
+    """What each member of the model has of it."""
+    if model.members == 1:
+        return [predictive]
+    if isinstance(predictive, GaussianPredictive):
+        parts = zip(*(model.factors.apart(t).unbind(-2) for t in predictive.weights), strict=True)
+        return [GaussianPredictive(Gaussian(*part)) for part in parts]
+    if isinstance(predictive, PointPredictive):
+        return [PointPredictive(weights) for weights in model.factors.apart(predictive.weights).unbind(-2)]
+    return [predictive]
+
+
+def _drawn(model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Weights ``[D, S, P]`` and outputs ``[D, S, B, ...]`` of some draws at a time, all draws in turn.
+
+    There are ``draws`` of them, or as many as the predictive has; a draw is of one member's weights, and all members
+    have equally many.
+    """
+    count = predictive.draws(-(-draws // model.members))
+    each = len(x) * model.factors.total + x.numel() * model.members
+    stack = max(1, STACKED.get(x.device.type, STACKED["cpu"]) // each)
+    for start in range(0, count, stack):
+        some = range(start, min(start + stack, count))
+        if isinstance(predictive, GaussianPredictive):
+            weights = predictive.draw(key, torch.tensor(some, dtype=torch.int32, device=key.device))
+        else:
+            weights = torch.stack([predictive.draw(key, m) for m in some])
+        weights = model.factors.apart(weights).movedim(-2, 1).flatten(0, 1) if model.members > 1 else weights
+        yield weights, vmap(model.one.stacked_outputs, (0, None))(weights, x)
+
+
+def regress(
+    model: Model,
+    predictive: Predictive,
+    x: Tensor,
+    key: Tensor,
+    draws: int,
+    y: Tensor | None = None,
+    how: How = "sample",
+    softness: float = 1.0,
+) -> Regressed:
+    """Mean and variance over weight draws; arguments as `classify`.
+
+    Args:
+        y: Targets, ``[S, B]``; their predictive density is given if they are.
+        softness: Factor by which the predictive distribution is stretched around its mean.
+    """
+    likelihood = model.likelihood
+    assert isinstance(likelihood, Normal)
+    if how == "single-pass":
+        return _regress_at_once(model, likelihood, predictive, x, key, y, softness)
+    means, log_scales = [], []
+    for weights, outputs in _drawn(model, predictive, x, key, draws):
+        out = outputs.reshape(len(weights), *x.shape[:2])
+        parameters = vmap(vmap(model.one.factors.unflatten))(weights)
+        log_scale = torch.as_tensor(likelihood.log_scale(parameters), device=out.device).expand(*out.shape[:2], 1)
+        means.append(out)
+        log_scales.append(log_scale.expand_as(out))
+    stacked, log_scale = torch.cat(means), torch.cat(log_scales)
+    mean, noise = stacked.mean(0), torch.exp(2.0 * log_scale)
+    found = Regressed(mean, stacked.var(0, correction=0), noise.mean(0)).at(softness)
+    if y is None:
+        return found
+    # Where the target is in the distribution before it is stretched.
+    inside = y if softness == 1.0 else mean + (y - mean) / softness
+    densities = -0.5 * ((inside - stacked).square() / noise + math.log(2.0 * math.pi)) - log_scale
+    return replace(found, nll=math.log(softness * len(stacked)) - torch.logsumexp(densities, 0))
+
+
+def _regress_at_once(
+    model: Model,
+    likelihood: Normal,
+    predictive: Predictive,
+    x: Tensor,
+    key: Tensor,
+    y: Tensor | None,
+    softness: float,
+) -> Regressed:
+    """By moments; the predictive density is taken as Gaussian."""
+    single = [_one_at_once(model.one, likelihood, member, x, key) for member in _members(model, predictive)]
+    means, epistemics, aleatorics = (torch.stack(parts) for parts in zip(*single, strict=True))
+    mean, aleatoric = means.mean(0), aleatorics.mean(0)
+    epistemic = epistemics.mean(0) + means.var(0, correction=0)
+    found = Regressed(mean, epistemic, aleatoric).at(softness)
+    if y is None:
+        return found
+    variance = found.scale.square()
+    return replace(found, nll=0.5 * ((y - mean).square() / variance + torch.log(2.0 * math.pi * variance)))
+
+
+def _one_at_once(
+    model: Model, likelihood: Normal, predictive: Predictive, x: Tensor, key: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, epistemic and aleatoric variance of one network, ``[S, B]`` each."""
+    found = moments(model, predictive, x)
+    mean = found.mean.reshape(x.shape[:2])
+    epistemic = torch.zeros_like(mean) if found.covariance is None else found.covariance.reshape(mean.shape)
+    if isinstance(predictive, GaussianPredictive):
+        means, sigmas = (vmap(model.factors.unflatten)(t) for t in predictive.weights)
+    else:
+        means = vmap(model.factors.unflatten)(predictive.draw(key, 0))
+        sigmas = {name: torch.zeros_like(t) for name, t in means.items()}
+    log_scale = torch.as_tensor(likelihood.log_scale(means), device=mean.device).expand(len(mean), 1)
+    spread = torch.as_tensor(likelihood.log_scale(sigmas) if likelihood.learnt else 0.0, device=mean.device)
+    aleatoric = torch.exp(2.0 * (log_scale + spread.square())).expand_as(mean)  # the mean of a log-normal
+    return mean, epistemic, aleatoric

@@ -1,0 +1,222 @@
+"""Scores of predicted class probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from bpfed.metrics.evaluation import Evaluation, evaluation
+from bpfed.metrics.sums import Sums, binomial_deviation, counting, cumulative, owners, summed, with_pool
+
+# --- Scores that are made of an order of examples, within each client -------------------------------------------------
+
+
+def risk(confidence: Tensor, wrong: Tensor, owner: Tensor, n_clients: int) -> Tensor:
+    """The area under the risk-coverage curve of each client times its number of examples, ``[N]`` float64.
+
+    Args:
+        confidence: ``[E]``.
+        wrong: Which are wrong, ``[E]`` bool.
+        owner: Whose they are, ``[E]``.
+        n_clients: N.
+    """
+    order, tie, place = _ranked(-confidence, owner, n_clients)
+    owner, errors = owner[order], wrong.double()[order]
+    tied, size = summed([errors, torch.ones_like(errors)], tie, len(order))
+    expected = cumulative((tied / size)[tie])
+    total = summed([errors], owner, n_clients)[0]
+    errors = expected - (total.cumsum(0) - total)[owner]
+    return summed([errors / place], owner, n_clients)[0]
+
+
+def in_order(score: Tensor, positive: Tensor, owner: Tensor, n_clients: int) -> Tensor:
+    """Of each client, how many pairs of a positive and a negative have the higher score at the positive; a tie is half a pair.
+
+    Args:
+        score: ``[E]``.
+        positive: ``[E]`` bool.
+        owner: Whose they are, ``[E]``.
+        n_clients: N.
+
+    Returns:
+        ``[N]`` float64.
+    """
+    order, tie, place = _ranked(score, owner, n_clients)
+    owner, found = owner[order], positive.double()[order]
+    ranks, size = summed([place, torch.ones_like(place)], tie, len(order))
+    total, count = summed([(ranks / size)[tie] * found, found], owner, n_clients)
+    return total - count * (count + 1) / 2
+
+
+def _ranked(score: Tensor, owner: Tensor, n_clients: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Examples client by client with rising scores, the number of each one's tie, and its place in its client, from 1."""
+    order = score.argsort()
+    order = order[owner[order].argsort(stable=True)]
+    score, owner = score[order], owner[order]
+    tie = torch.ones_like(order)
+    tie[1:] = (score.diff() != 0) | (owner.diff() != 0)
+    place = torch.arange(1, len(order) + 1, device=order.device, dtype=torch.float64)
+    sizes = summed([torch.ones_like(place)], owner, n_clients)[0]
+    return order, tie.cumsum(0) - 1, place - (sizes.cumsum(0) - sizes)[owner]
+
+
+#: A prediction that is less sure than this counts as an abstention, and sets are tested at this level.
+SURE = 0.9
+#: A lower probability counts as this one, so that one wrong certainty costs 27.6 nats, not infinity. float32 holds it.
+SMALLEST = 1e-12
+
+
+def evaluate(
+    probs: Tensor,
+    y: Tensor,
+    offsets: Tensor,
+    bins: int = 10,
+    sets: Tensor | None = None,
+    bounded: Tensor | None = None,
+    shares: Tensor | None = None,
+) -> Evaluation:
+    """Score predicted class probabilities.
+
+    - accuracy: share of examples whose most probable class is the right one;
+    - nll: nats per example;
+    - brier: sum over classes of (p - one hot)², mean over examples, 0 to 2;
+    - ece, mce: mean (by examples) and largest gap between confidence and accuracy over equal-width bins [a, b) of the
+      top-label confidence, the last one closed; empty bins are skipped.
+
+    And as ``more``, for who acts on the predictions:
+
+    - aurc: see `aurc`;
+    - abstained: share of examples whose confidence is below 0.9; answered_accuracy: accuracy on the others, NaN
+      without;
+    - auroc, of two classes: the chance that an example of the second has a higher probability of it than one of the
+      first, a tie counting half; NaN where a class is missing;
+    - sensitivity, specificity, of two classes: accuracy on the examples of the second and of the first; NaN without
+      any;
+    - majority, shares_nll: accuracy and NLL without a model, if ``shares`` are given;
+    - coverage, set_size: share of prediction sets that hold the right class, and their mean size, if they are given.
+
+    Args:
+        probs: ``[E, K]``, rows sum to 1.
+        y: Classes, ``[E]`` int64.
+        offsets: ``[N + 1]``; client i owns rows ``offsets[i]`` to ``offsets[i + 1]``.
+        bins: Number of bins.
+        sets: Prediction sets, ``[E, K]`` bool.
+        bounded: Which of the sets could leave out a label, ``[E]`` bool; the others count neither in coverage nor in
+            set_size, and a client with none of them has neither. None: all.
+        shares: What would be predicted without a model, each client's class shares, ``[N, K]`` above 0.
+    """
+    if probs.ndim != 2 or y.shape != probs.shape[:1]:
+        raise ValueError(f"probs must be [E, K] and y [E], not {list(probs.shape)} and {list(y.shape)}.")
+    if probs.dtype != torch.float64:
+        probs = probs.float()
+    owner, n_clients = owners(offsets, y)
+    confidence, guess = probs.max(1)
+    confidence = confidence.clamp(0, 1)  # a mean over draws may come to 1.0000001
+    right = (guess == y) & confidence.isfinite()
+    likelihood = probs.gather(1, y[:, None]).squeeze(1)
+    nll = -likelihood.clamp(SMALLEST, 1).double().log()
+    brier = probs.scatter_add(1, y[:, None], probs.new_full((len(y), 1), -1)).double().square().sum(1)
+
+    # Edges in the confidences' own precision, so that a float32 0.7 lies in the bin that begins at 0.7.
+    edges = torch.arange(1, bins, device=probs.device, dtype=torch.float64).div(bins).to(confidence.dtype)
+    cell = owner * bins + torch.bucketize(confidence, edges, right=True)
+    confidence = confidence.double()
+    cells = summed(
+        [torch.ones_like(confidence), confidence, right.double(), confidence * (1 - confidence)], cell, n_clients * bins
+    )
+    sure = confidence >= torch.tensor(SURE, dtype=probs.dtype)  # rounded as the confidences were
+    parts = {"sure": sure.double(), "sure_right": (sure & right).double()}
+    if sets is not None:
+        found = {"coverage": sets.gather(1, y[:, None]).squeeze(1), "set_size": sets.sum(1)}
+        parts |= counting(found, bounded)
+    if shares is not None:
+        parts["majority"] = (shares.argmax(1)[owner] == y).double()
+        parts["shares_nll"] = -shares[owner, y].double().log()
+    if probs.shape[1] == 2:
+        parts |= {"positive": y.double(), "positive_right": (right & (y == 1)).double()}
+    further = dict(zip(parts, summed(list(parts.values()), owner, n_clients), strict=True))
+    everyone = torch.zeros_like(owner)
+    further["risk"] = risk(confidence, ~right, owner, n_clients)
+    ordered = {"risk": risk(confidence, ~right, everyone, 1)}
+    if probs.shape[1] == 2:
+        further["in_order"] = in_order(probs[:, 1], y == 1, owner, n_clients)
+        ordered["in_order"] = in_order(probs[:, 1], y == 1, everyone, 1)
+    sums = Sums(cells.view(4, n_clients, bins), summed([nll, brier], owner, n_clients), further)
+    return classified(sums, bins, ordered)
+
+
+def classified(sums: Sums, bins: int, ordered: Mapping[str, Tensor]) -> Evaluation:
+    """The metrics that these sums give; ``ordered`` are ``risk`` and ``in_order`` of all clients together, ``[1]`` each."""
+    count, claimed, hit, variance = with_pool(sums.cells)
+    total = count.sum(-1)
+    loss = with_pool(sums.losses) / total
+    gap = (hit - claimed).abs()
+    worst_gap = (gap / count.clamp(min=1)).amax(-1).where(total > 0, math.nan)
+
+    # Chance alone: each bin's hits as a binomial at the bin's mean confidence, widened or narrowed to the variance that
+    # the single confidences imply. Exact for bins of one example and for equal confidences.
+    mean = (claimed / count.clamp(min=1)).clamp(0, 1)
+    binomial = count * mean * (1 - mean)
+    spread = (variance / binomial).sqrt().where(binomial > 0, 1)
+    floor = (binomial_deviation(count, mean) * spread).sum(-1) / total
+
+    values = {
+        "accuracy": hit.sum(-1) / total,
+        "nll": loss[0],
+        "brier": loss[1],
+        "ece": gap.sum(-1) / total,
+        "mce": worst_gap,
+    }
+    pooled = torch.stack([count[-1], claimed[-1] / count[-1], hit[-1] / count[-1]])
+    sure = sums.pooled("sure")
+    more = {
+        "aurc": torch.cat([sums.further["risk"], ordered["risk"]]) / total,
+        "abstained": 1 - sure / total,
+        "answered_accuracy": sums.pooled("sure_right") / sure,
+    }
+    if "in_order" in ordered:
+        positive = sums.pooled("positive")
+        pairs = positive * (total - positive)
+        more["auroc"] = torch.cat([sums.further["in_order"], ordered["in_order"]]) / pairs
+        found = sums.pooled("positive_right")
+        more |= {"sensitivity": found / positive, "specificity": (hit.sum(-1) - found) / (total - positive)}
+    more |= {name: sums.pooled(name) / total for name in ("majority", "shares_nll") if name in sums.further}
+    return evaluation(values, floor, total, pooled, bins, sums, more | sums.shares())
+
+
+def aurc(probs: Tensor, y: Tensor) -> Tensor:
+    """Area under the risk-coverage curve: the error rate if only the surest k of E examples are answered, mean over k.
+
+    Equally sure examples are answered in any order, so each carries the mean error of its tie.
+
+    Args:
+        probs: ``[E, K]``, rows sum to 1.
+        y: Classes, ``[E]`` int64.
+
+    Returns:
+        A scalar, 0 (no error) to 1.
+    """
+    confidence, guess = probs.max(1)
+    return risk(confidence, guess != y, torch.zeros_like(y), 1)[0] / len(y)
+
+
+# --- Telling examples of another distribution by how unsure the model is of them --------------------------------------
+
+
+def ood_auroc(inside: Tensor, outside: Tensor) -> Tensor:
+    """How well a score (entropy, epistemic uncertainty) tells examples of another distribution from familiar ones.
+
+    Args:
+        inside: Scores of familiar examples, ``[A]``.
+        outside: Scores of the others, ``[B]``.
+
+    Returns:
+        The chance that one of the others has the higher score (a tie counts half), a scalar: 1 is perfect, 0.5 is no
+        better than guessing.
+    """
+    familiar = inside.double().sort().values
+    below, upto = (torch.searchsorted(familiar, outside.double(), right=side) for side in (False, True))
+    return (below + upto).double().mean() / (2 * len(familiar))

@@ -1,0 +1,231 @@
+"""The report's figures, each a function from plain numbers to an SVG drawing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bpfed._util import text
+from bpfed.report import svg
+from bpfed.report.measures import Measure
+from bpfed.report.record import value
+from bpfed.report.svg import Scale
+
+WIDTH, HEIGHT = 460, 280
+LEFT, TOP, BOTTOM = 58, 14, 48
+#: More clients than this are drawn as one cloud: no names under the pointer, no intervals.
+NAMED_DOTS = 300
+#: More clients than this are drawn without intervals.
+WITH_INTERVALS = 60
+#: More rounds than this have no values under the pointer.
+NAMED_ROUNDS = 150
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a figure: its label, its values (one per round; NaN where there is none), its class of line."""
+
+    label: str
+    values: Sequence[float]
+    style: str
+
+
+def wilson(share: float, n: float, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % interval of a share seen in n examples (Wilson's, which also holds near 0 and 1)."""
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def curves(
+    rounds: Sequence[int],
+    lines: Sequence[Curve],
+    measure: Measure,
+    best: tuple[int, float] | None = None,
+    level: tuple[str, float] | None = None,
+) -> str:
+    """Values over rounds, each line named at its end; ``best`` is ringed, ``level`` a dotted horizontal line."""
+    per_cent = measure.show is text.percent
+    lines = [curve for curve in lines if any(math.isfinite(v) for v in curve.values)]
+    x = _rounds_scale(rounds, WIDTH - 100)
+    y, cut = settled([c.values for c in lines], per_cent, HEIGHT - BOTTOM, [level[1]] if level else [])
+    notes = [note for note, true in (("values on a log scale", y.log), ("first rounds off the scale", cut)) if true]
+    shapes = [_axes(x, y, "round" + (f" ({', '.join(notes)})" if notes else ""), per_cent, x_whole=True)]
+    inside, ends = [], []
+    if level:
+        shapes.append(svg.line([(x.start, y(level[1])), (x.stop, y(level[1]))], "level"))
+        ends.append((y(level[1]), level[0], "quiet"))
+    for curve in lines:
+        seen = [(r, v) for r, v in zip(rounds, curve.values, strict=True) if math.isfinite(v)]
+        inside.append(svg.line([(x(r), y(v)) for r, v in seen], f"curve {curve.style}"))
+        if len(seen) <= NAMED_ROUNDS:
+            told = ((r, v, f"{curve.label}, round {r}: {measure.show(v)}") for r, v in seen)
+            inside += [svg.dot((x(r), y(v)), 5, "hit", note) for r, v, note in told]
+        end = (x(seen[-1][0]), y(seen[-1][1]))
+        shapes.append(svg.dot(end, 3.2, f"mark {curve.style}"))
+        ends.append((end[1], curve.label, curve.style))
+    if best and y.low <= best[1] <= y.high:
+        inside.append(svg.dot((x(best[0]), y(best[1])), 6, "ring", f"best: round {best[0]}, {measure.show(best[1])}"))
+    shapes.append(svg.window(x, y, inside))
+    for place, (_, label, style) in zip(svg.apart([e[0] for e in ends], 15, TOP, HEIGHT - BOTTOM), ends, strict=True):
+        shapes.append(svg.words(x.stop + 9, place + 4.5, label, f"label {style}"))
+    summary = "; ".join(f"{c.label} {measure.show(last(c.values))} at the end" for c in lines)
+    return svg.drawing(WIDTH, HEIGHT, f"{measure.label} over rounds: {summary}", shapes)
+
+
+def settled(
+    series: Sequence[Sequence[float]], per_cent: bool, bottom: float, levels: Sequence[float] = ()
+) -> tuple[Scale, bool]:
+    """A vertical scale for curves over rounds, and whether it leaves out how they began.
+
+    The first rounds are often so far off that nothing could be told of the rest. Where what follows the first tenth
+    (two at least) spans less than a third of the whole, the scale is that of the rest.
+
+    Args:
+        series: The values of each curve.
+        per_cent: Whether they are shares.
+        bottom: Where the scale begins, in pixels; it ends at `TOP`.
+        levels: Values that must be seen.
+    """
+
+    def scale(values: list[float]) -> Scale:
+        if per_cent:
+            return svg.fit(values, bottom, TOP, floor=0, ceiling=1, least=0.04)
+        positive = min(every, default=0.0) > 0.0  # those that are off the scale are placed on it too
+        return svg.fit(values, bottom, TOP, least=0.3 * max(map(abs, values), default=0), log=positive)
+
+    def span(values: list[float]) -> float:
+        return max(values) - min(values)
+
+    every = [v for values in series for v in values if math.isfinite(v)]
+    late = [v for values in series for v in values[max(2, len(values) // 10) :] if math.isfinite(v)]
+    if late and 3 * span(late) < span(every):
+        chosen = scale([*late, *levels])
+        return chosen, not chosen.low <= min(every) <= max(every) <= chosen.high
+    return scale([*every, *levels]), False
+
+
+def reliability(reliability: dict[str, Any], bins: int, intervals: bool) -> str:
+    """Observed against claimed with 95 % intervals; below it, for classification, how often each confidence occurs.
+
+    Args:
+        reliability: ``count``, ``confidence`` and ``accuracy``, one entry per bin (or per nominal interval level).
+        bins: Number of equal-width bins.
+        intervals: Whether the entries are levels of predictive intervals (regression) rather than bins.
+    """
+    plot, histogram = 330, 0 if intervals else 84
+    x = Scale(0, 1, LEFT, WIDTH - 18)
+    y = Scale(0, 1, TOP + plot, TOP)
+    claimed, happened = ("nominal level", "inside") if intervals else ("confidence", "right")
+    entries = [
+        (b, int(n), float(c), float(a))
+        for b, (n, c, a) in enumerate(zip(*(reliability[k] for k in ("count", "confidence", "accuracy")), strict=True))
+        if n and c is not None and a is not None
+    ]
+    shapes = [_axes(x, y, claimed, True, x_per_cent=True)]
+    notes = {}
+    for b, n, confidence, accuracy in entries:
+        low, high = wilson(accuracy, n)
+        notes[b] = (
+            f"{claimed} {text.percent(confidence)}, {happened} {text.percent(accuracy)} "
+            f"({text.percent(low)} to {text.percent(high)}), {text.plural(n, 'example')}"
+        )
+        if not intervals:
+            shapes.append(
+                svg.box(x(b / bins) + 1, y(accuracy), x(1 / bins) - x(0) - 2, y(0) - y(accuracy), "bar", notes[b])
+            )
+    shapes.append(svg.line([(x(0), y(0)), (x(1), y(1))], "diagonal"))
+    above, below = (
+        ("intervals too wide", "intervals too narrow") if intervals else ("under-confident", "over-confident")
+    )
+    shapes += [svg.words(x(0.03), y(0.94), above, "quiet"), svg.words(x(0.985), y(0.03), below, "end quiet")]
+    for b, n, confidence, accuracy in entries:
+        low, high = wilson(accuracy, n)
+        shapes.append(svg.whisker(x(confidence), y(high), y(low), "whisker"))
+        shapes.append(svg.dot((x(confidence), y(accuracy)), 4, "mark first", notes[b]))
+    if histogram:
+        total = sum(n for _, n, _, _ in entries) or 1
+        base = TOP + plot + 48 + histogram
+        top = max((n / total for _, n, _, _ in entries), default=1.0)
+        h = Scale(0, top * 1.08, base, base - histogram)
+        shapes.append(_axes(x, h, "share of examples by confidence", True, x_per_cent=True, y_about=2))
+        for b, n, _, _ in entries:
+            left, width = x(b / bins) + 1, x(1 / bins) - x(0) - 2
+            tall = max(1.0, base - h(n / total))
+            shapes.append(svg.box(left, base - tall, width, tall, "column", notes[b]))
+    height = TOP + plot + (48 + histogram if histogram else 0) + BOTTOM - 4
+    told = "; ".join(notes.values()) or "no examples"
+    return svg.drawing(WIDTH, height, f"Reliability diagram: {told}", shapes)
+
+
+def clients(rows: Sequence[dict[str, Any]], measure: Measure, worst: frozenset[str]) -> str:
+    """One dot per tested client: the metric against its training examples, or by rank where all have equally many.
+
+    Args:
+        rows: The clients' rows.
+        measure: The metric on the vertical axis.
+        worst: Names of the clients to mark.
+    """
+    per_cent = measure.show is text.percent
+    tested = [row for row in rows if math.isfinite(value(row, measure.name))]
+    tested.sort(key=lambda row: value(row, measure.name), reverse=not measure.high_is_good)
+    values = [value(row, measure.name) for row in tested]
+    sizes = [value(row, "train") for row in tested]
+    by_size = len(set(sizes)) > 1
+    across = sizes if by_size else [float(rank) for rank in range(1, len(tested) + 1)]
+    spans: list[tuple[float, float]] = []
+    if measure.name == "accuracy" and len(tested) <= WITH_INTERVALS:
+        spans = [wilson(v, row["test"]) for v, row in zip(values, tested, strict=True)]
+    x = svg.fit(across, LEFT, WIDTH - 18, floor=0, log=by_size)
+    ends = [end for span in spans for end in span]
+    if per_cent:
+        y = svg.fit(values + ends, HEIGHT - BOTTOM, TOP, floor=0, ceiling=1, least=0.04)
+    else:
+        y = svg.fit(values, HEIGHT - BOTTOM, TOP, log=True)
+
+    x_label = "training examples" if by_size else "clients, worst to best"
+    scales = {
+        (True, True): " (both on log scales)",
+        (True, False): " (log scale)",
+        (False, True): " (values on a log scale)",
+    }
+    shapes = [_axes(x, y, x_label + scales.get((x.log, y.log), ""), per_cent, x_whole=True)]
+    places = [(x(a), y(v)) for a, v in zip(across, values, strict=True)]
+    shapes += [svg.line([(at[0], y(s)) for s in span], "whisker thin") for at, span in zip(places, spans, strict=False)]
+    if len(tested) > NAMED_DOTS:
+        shapes.append(svg.cloud(places, "cloud"))
+    # The worst come last, so that they lie on top.
+    for at, row in sorted(zip(places, tested, strict=True), key=lambda pair: pair[1]["name"] in worst):
+        bad = row["name"] in worst
+        if bad or len(tested) <= NAMED_DOTS:
+            note = (
+                f"{row['name']}: {measure.show(value(row, measure.name))}, {text.plural(row['test'], 'test example')}"
+            )
+            shapes.append(svg.dot(at, 4.6 if bad else 3.6, "mark worst" if bad else "mark open", note))
+    if tested and tested[0]["name"] in worst:
+        (left, height), name = places[0], text.short(str(tested[0]["name"]))
+        right_half = left > (x.start + x.stop) / 2
+        shapes.append(
+            svg.words(left - 9 if right_half else left + 9, height + 4.5, name, "halo end" if right_half else "halo")
+        )
+    told = f"from {measure.show(min(values))} to {measure.show(max(values))}" if values else "no client was tested"
+    return svg.drawing(WIDTH, HEIGHT, f"{measure.label} of {text.plural(len(tested), 'client')}: {told}", shapes)
+
+
+def _rounds_scale(rounds: Sequence[int], stop: float) -> Scale:
+    return Scale(rounds[0], rounds[-1], LEFT, stop) if rounds[-1] > rounds[0] else svg.fit(rounds, LEFT, stop)
+
+
+def _axes(
+    x: Scale, y: Scale, x_label: str, per_cent: bool, x_whole: bool = False, x_per_cent: bool = False, y_about: int = 6
+) -> str:
+    x_show = svg.tick_text(x.ticks(6, x_whole), x_per_cent) if x_per_cent else text.count
+    y_show = svg.tick_text(y.ticks(y_about), per_cent)
+    return svg.axes(x, y, x_label, x_show, y_show, x_whole, y_about)
+
+
+def last(values: Sequence[float]) -> float:
+    """The last finite value; NaN where there is none."""
+    return next((v for v in reversed(values) if math.isfinite(v)), math.nan)

@@ -1,0 +1,206 @@
+"""Ways to make a run: `fit` trains one, `fit_seeds` several side by side; `prepare` only checks everything."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from operator import index
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bpfed import methods
+from bpfed._util import text
+from bpfed._util.console import to_stderr
+from bpfed._util.errors import UserError
+from bpfed.callbacks.base import Callback
+from bpfed.callbacks.progress import Progress
+from bpfed.config.registry import PREFIX
+from bpfed.config.schema import changed
+from bpfed.config.settings import Settings
+from bpfed.data import FederatedData, load
+from bpfed.data.checks.clients import unscaled
+from bpfed.data.federated import untested
+from bpfed.engine.federation import Federation, check_data
+from bpfed.inference.calibration import fewest
+from bpfed.inference.likelihoods import Likelihood
+from bpfed.methods.base import Method
+from bpfed.metrics import SURE
+from bpfed.runs.folder import Folder
+from bpfed.runs.pilot import choose, rehearse
+from bpfed.runs.run import Run, once, train_together
+
+
+def fit(
+    method: Method | str | None = None,
+    data: FederatedData | str = "digits",
+    *,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    back_to: int | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
+    say: Callable[[str], None] | None = None,
+    settings: Settings | None = None,
+    **changes: Any,
+) -> Run:
+    """Train a federation.
+
+    Args:
+        method: E.g. ``bpfed.methods.BPFed()``, the paper's, or the name of one, such as ``"fedavg"``, with its usual
+            settings; None: ``bpfed.methods.Adaptive()`` for tables, with settings chosen from the data, and else
+            ``bpfed.methods.Recipe()``.
+        data: A federated dataset or the name of one.
+        model: Any module; None: a network that suits the data. With ``members`` its weights are the first member's, and
+            the others' are drawn by its layers' ``reset_parameters``.
+        likelihood: None: categorical for classes, Gaussian with learnt noise for numbers; one of `bpfed.inference.likelihoods`.
+        out: Run folder to keep everything in; None: nothing is written.
+        resume: Resume the run in ``out``.
+        overwrite: Replace the run in ``out``.
+        back_to: With ``resume``, go on from the state after this round; those of the newest rounds are kept.
+        callbacks: See `bpfed.callbacks`.
+        progress: Whether to show it on stderr; None: on a terminal, if the run takes more than two seconds.
+        say: Called with each sentence that the user should read, such as on a damaged checkpoint; None: to stderr.
+        settings: See `Settings`; single ones can be given by name, e.g. ``rounds=50, seed=0``.
+    """
+    settings = changed(settings or Settings(), changes)
+    if back_to is not None and out is None:
+        raise UserError("back_to needs the run folder, out, with resume=True.")
+    folder = Folder(Path(out), resume, overwrite, back_to) if out is not None else None
+    if isinstance(data, str):
+        data = load(data, seed=settings.seed)
+    method, settings = decided(method_of(method, data), data, settings, model, likelihood, folder, say or to_stderr)
+    shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []
+    run = prepare(method, data, settings, model, likelihood, folder, say or to_stderr)
+    try:
+        rehearse([run], [folder], shown[0] if shown else None)
+    except BaseException:
+        for display in shown:
+            display.close()
+        raise
+    return run.train([*([folder] if folder else []), *shown, *callbacks])
+
+
+def fit_seeds(
+    method: Method | str | None = None,
+    data: FederatedData | str = "digits",
+    seeds: int | Sequence[int] = 3,
+    *,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    settings: Settings | None = None,
+    say: Callable[[str], None] | None = None,
+    **changes: Any,
+) -> list[Run]:
+    """Train the same federation with several seeds side by side, all their clients stacked along one axis.
+
+    A named dataset is distributed again for each seed; a given one is the same for all. Each run is what `fit` would
+    give for its seed, and its folder is ``out/seed-0`` and so on.
+
+    Args:
+        seeds: Which, or how many: 3 is 0, 1 and 2.
+
+    For the other arguments see `fit`.
+    """
+    base = changed(settings or Settings(), changes)
+    tell = once(say or to_stderr)
+    runs: list[Run] = []
+    folders: list[Folder | None] = []
+    for seed in seeds_of(seeds):
+        own = replace(base, seed=seed)
+        folder = Folder(Path(out) / f"seed-{seed}", resume, overwrite) if out is not None else None
+        dealt = load(data, seed=seed) if isinstance(data, str) else data
+        used, own = decided(method_of(method, dealt), dealt, own, model, likelihood, folder, tell)
+        runs.append(prepare(used, dealt, own, model, likelihood, folder, tell))
+        folders.append(folder)
+    rehearse(runs, folders)
+    return train_together(runs, [[folder] if folder else [] for folder in folders])
+
+
+def seeds_of(seeds: int | Sequence[int]) -> list[int]:
+    """The seeds that are asked for; a number is how many, from 0."""
+    try:
+        chosen = [index(seed) for seed in (range(seeds) if isinstance(seeds, int) else seeds)]
+    except TypeError:
+        chosen = []
+    if not chosen or len(set(chosen)) != len(chosen) or min(chosen) < 0:
+        raise UserError(f"seeds is {seeds!r}, but must be at least one whole number, none below 0 and none twice.")
+    return chosen
+
+
+def method_of(method: Method | str | None, data: FederatedData | None = None) -> Method:
+    """The method itself, or the one of that name with its usual settings.
+
+    Where none is given it is `methods.Adaptive` for tables and other files of flat inputs, and else `methods.Recipe`.
+    """
+    if isinstance(method, str):
+        return methods.method(method)()
+    if method is not None or not isinstance(data, FederatedData):
+        return method or methods.Recipe()
+    files = data.preparation is not None or data.name.startswith(PREFIX)
+    return methods.Adaptive() if files and data.train.x.ndim == 2 else methods.Recipe()
+
+
+def decided(
+    method: Method,
+    data: FederatedData,
+    settings: Settings,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    folder: Folder | None = None,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> tuple[Method, Settings]:
+    """The method and the settings of a run once what the method offers is chosen (`bpfed.runs.pilot`).
+
+    A run that is resumed goes on with what was chosen for it. For the arguments see `fit`.
+    """
+    if not isinstance(method, Method) or settings.adapt == "off" or not method.candidates():
+        return method, settings  # what is no method is refused by `prepare`
+    if folder is not None and folder.begun is not None:
+        from bpfed.config.reader import read
+
+        return read(folder.begun).method, replace(settings, adapt="off")
+    prepare(method, data, settings, model, likelihood)  # so that what cannot be run is refused at once
+    choice = choose(method, data, settings, model, likelihood, say)
+    say(choice.words)
+    return choice.method, replace(settings, adapt="off")
+
+
+def prepare(
+    method: Method,
+    data: FederatedData,
+    settings: Settings,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    folder: Folder | None = None,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Run:
+    """A run before its first round: everything is checked, nothing is written. For the arguments see `fit`."""
+    check_data(data)
+    states = folder.states if folder is not None else None
+    if not len(data.test.y):
+        raise untested(data)
+    run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
+    run.federation.learnt_softness = folder.learnt if folder is not None else None
+    if folder is not None:
+        folder.check_rehearsals(run)
+    network = run.federation.model
+    scale = unscaled(data) if network.looked_up else ()  # the ids of words have no scale
+    for note in (*network.notes, *(note for note in data.notes if note not in scale)):
+        say(note)
+    held, least = run.data.calibration, fewest(SURE)
+    if held is not None and (short := int((held.sizes < least).sum())):
+        kind = "sets" if data.task == "classification" else "intervals"
+        say(
+            f"{text.few_calibration(short, len(data), least, kind)}; raise the setting calibration or give them "
+            f"more examples, or ask for {kind} at a lower level."
+        )
+    return run

@@ -1,0 +1,332 @@
+"""Rehearsals: before a run, train on a part of every client's examples to learn how sure to be of the rest.
+
+How sure a model should be depends on how noisy its targets are, which nobody knows before. A rehearsal holds out a fifth
+of each client's training examples, trains on the others as the run will, and fits one number for all clients, the
+*softness* (`bpfed.config.settings`), to what it says of those held out. The run then trains on all examples and predicts at this softness. No
+test example takes part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from bpfed._util.errors import Diverged, UserError
+from bpfed.callbacks.base import Callback
+from bpfed.callbacks.progress import Progress
+from bpfed.config.settings import SOFTEST, SUREST, Settings
+from bpfed.data import FederatedData
+from bpfed.data.federated import HELD, Task, held_out
+from bpfed.engine.federation import Federation
+from bpfed.inference.likelihoods import Likelihood
+from bpfed.methods.base import Method
+from bpfed.runs.folder import Folder
+from bpfed.runs.run import Run, train_together
+
+#: Held-out examples, in all rehearsals of a run together, below which a softness is uncertain by a tenth and more. That
+#: of a regression is the scale of its errors, each of which tells of it, not only those that surprise.
+ENOUGH: dict[Task, int] = {"classification": 1000, "regression": 100}
+#: Between the seeds of two rehearsals of a run, so that they are none of another run's.
+APART = 1_000_000
+
+
+class Keeper(Folder):
+    """Keeps a rehearsal as long as it may have to go on; there is nothing to report of one."""
+
+    def end(self, run: Run) -> None:
+        """Nothing."""
+
+
+class Rehearsal(NamedTuple):
+    """A rehearsal that is to be: of which run, whose folder is where, and its number, from 1."""
+
+    run: Run
+    folder: Folder | None
+    number: int
+
+
+def rehearse(
+    runs: Sequence[Run],
+    folders: Sequence[Folder | None] | None = None,
+    display: Progress | None = None,
+    *,
+    held: float = HELD,
+    **changes: Any,
+) -> None:
+    """Learn the softness of the runs that ask for it and have none yet; none of them has begun.
+
+    Args:
+        runs: Of one method. On a GPU all their rehearsals are trained side by side, elsewhere in turn.
+        folders: The runs' own, where rehearsals are kept until a run begins, so that one that was broken off goes on.
+            They are this process's own until their runs end, or something is raised here.
+        display: Shows how far they are.
+        held: Part of each client's training examples that is held out.
+        changes: Settings of rehearsals that differ from the run's.
+    """
+    waiting = [pair for pair in zip(runs, folders or [None] * len(runs), strict=True) if pending(pair[0].federation)]
+    try:
+        _rehearse(waiting, display, held, changes)
+    except BaseException:
+        for _, folder in waiting:
+            if folder is not None:
+                folder.release()
+        raise
+
+
+def _rehearse(
+    waiting: Sequence[tuple[Run, Folder | None]], display: Progress | None, held: float, changes: dict[str, Any]
+) -> None:
+    for run, folder in waiting:
+        if folder is not None:
+            folder.begin_rehearsals(run)
+    found: dict[int, list[float]] = {id(run): [] for run, _ in waiting}
+    seen = dict.fromkeys(found, 0)
+    planned = [Rehearsal(run, folder, n) for run, folder in waiting for n in range(1, run.settings.rehearsals + 1)]
+    stacked = bool(planned) and planned[0].run.federation.device.type == "cuda"
+    for together in [planned] if stacked else [[one] for one in planned]:
+        for of, trial in zip(together, _train(together, display, held, changes), strict=True):
+            of.run.seconds += trial.seconds
+            found[id(of.run)].append(trial.detail()["fitted_softness"])
+            assert trial.evaluation is not None
+            seen[id(of.run)] += trial.evaluation[0].sums.examples  # of those clients that are tested
+    for run, _ in waiting:
+        run.federation.learnt_softness = common(found[id(run)])
+        if sentence := uncertain(run.softness, seen[id(run)], run.settings.rehearsals, run.data.task):
+            run.say(sentence)
+
+
+def pending(federation: Federation) -> bool:
+    """Whether a softness is still to be learnt."""
+    return federation.settings.rehearsals > 0 and federation.learnt_softness is None
+
+
+def common(fitted: Iterable[float]) -> float:
+    """The softness that several cuts of the data agree on: their geometric mean, to four digits, and within bounds."""
+    logs = [math.log(min(max(softness, SUREST), SOFTEST)) for softness in fitted]
+    return float(f"{math.exp(sum(logs) / len(logs)):.4g}")
+
+
+def uncertain(softness: float, examples: int, rehearsals: int, task: Task) -> str:
+    """A sentence on a softness that so many rehearsals learnt from few held-out examples; empty: there are enough."""
+    enough = ENOUGH[task]
+    if examples >= enough:
+        return ""
+    better = math.ceil(enough * rehearsals / examples)
+    return (
+        f"The softness of {softness:.2f} is learnt from {examples} held-out examples, so it is uncertain; "
+        f"rehearsals = {better} would learn it from {enough}."
+    )
+
+
+def as_rehearsal(settings: Settings, number: int) -> Settings:
+    """How a rehearsal is run: as the run, but nothing is calibrated, and it is tested as seldom as can be."""
+    plain = replace(settings, rehearsals=0, scaling="none", calibration=0.0, baselines="off")
+    return replace(plain, seed=settings.seed + APART * number, eval_every=settings.rounds)
+
+
+def _train(planned: Sequence[Rehearsal], display: Progress | None, held: float, changes: dict[str, Any]) -> list[Run]:
+    """Rehearsals, side by side."""
+    trials, callbacks = [], []
+    for each in planned:
+        of, keeper = each.run.federation, None
+        if each.folder is not None:
+            keeper = Keeper(each.folder.rehearsals / str(each.number), resume=True)
+        settings = replace(as_rehearsal(of.settings, each.number), **changes)
+        data = replace(held_out(of.data, held, settings.seed), name=of.data.name)  # the display has little room
+        states = keeper.states if keeper is not None else None
+        trials.append(Run(Federation.of(of.method, data, settings, of.model, states)))
+        own: list[Callback] = [keeper] if keeper is not None else []
+        callbacks.append(own)
+    stage = f"rehearsal {', '.join(str(n) for n in sorted({each.number for each in planned}))}"
+    if display is not None:
+        display.stage = f"{stage} of {planned[0].run.settings.rehearsals}"
+        callbacks[0].append(display)
+    try:
+        return train_together(trials, callbacks)
+    except UserError as error:
+        raise type(error)(f"In {stage}: {error}") from error
+    finally:
+        if display is not None:
+            display.stage = ""
+
+
+# --- Pilot runs -------------------------------------------------------------------------------------------------------
+#
+# A method's settings chosen on held-out training examples before the run, in one command.
+#
+# Some methods offer candidates (`Method.candidates`): settings between which only the data can decide, such as how
+# strong
+# the prior is and how much clients share. A pilot run trains all candidates side by side, as rows of one batch, on
+# four
+# fifths of each client's training examples and for half the rounds, and scores each on the rest. No test example takes
+# part. Of a federation only sums of held-out log scores per client are used.
+#
+# The choice is made in stages, so that it costs little. In each stage the candidates are in order, the plain Bayesian
+# one
+# or those that share most first, and the first one is chosen whose score is within one standard error of the best. The
+# error is that of the paired difference summed over clients, with clients as units: a difference that comes from one
+# client alone does not count for much. So little data means Bayes' rule and much sharing.
+
+#: Training examples of all clients together up to which several parts are held out in turn, and how many.
+FEW, FOLDS = 1_000, 3
+#: A pilot has this share of the run's rounds, and at least so many.
+SHARE, LEAST = 0.5, 10
+
+
+class Scores(NamedTuple):
+    """Held-out −log p of each client, summed over its held-out examples of all folds, ``[N]``; and how many those are."""
+
+    sums: NDArray[np.float64]
+    examples: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A candidate and how it did.
+
+    Attributes:
+        method: With the settings of the candidate.
+        changed: Those that make it one.
+        sums: Held-out −log p of each client, summed over its held-out examples of all folds, ``[N]``.
+        examples: How many those are, ``[N]``.
+    """
+
+    method: Method
+    changed: dict[str, Any]
+    sums: NDArray[np.float64]
+    examples: NDArray[np.float64]
+
+    @property
+    def nll(self) -> float:
+        """Per held-out example, in nats."""
+        return float(self.sums.sum() / self.examples.sum())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and from what.
+
+    Attributes:
+        method: The method with the settings that were chosen.
+        stages: The candidates of each stage, in their order.
+        chosen: Which of them was chosen, in each stage.
+    """
+
+    method: Method
+    stages: tuple[tuple[Candidate, ...], ...]
+    chosen: tuple[int, ...]
+
+    @property
+    def words(self) -> str:
+        """A sentence on it."""
+        settings: dict[str, Any] = {}
+        for stage, at in zip(self.stages, self.chosen, strict=True):
+            settings |= stage[at].changed
+        named = ", ".join(f"{name} {value:g}" for name, value in settings.items())
+        last = self.stages[-1][self.chosen[-1]]
+        return (
+            f"Chosen on held-out training examples: {named} (NLL {last.nll:.3f} on {last.examples.sum():.0f} of them). "
+            "To repeat the run without choosing again, use its config.toml."
+        )
+
+
+def choose(
+    method: Method,
+    data: FederatedData,
+    settings: Settings,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Choice:
+    """Choose the settings that a method offers; for the arguments see `bpfed.fit`."""
+    by_time = data.holdout is not None and data.holdout.kind == "time"  # then all folds would be the same
+    folds = FOLDS if int(data.train.sizes.sum()) <= FEW and not by_time else 1
+    rounds = min(settings.rounds, max(LEAST, math.ceil(SHARE * settings.rounds)))
+    parts = [held_out(data, HELD, settings.seed + APART * (k + 1)) for k in range(folds)]
+    how = replace(as_rehearsal(settings, 1), rounds=rounds, eval_every=rounds, adapt="off", store="memory")
+    count = sum(len(stage) for stage in method.candidates()) - len(method.candidates()) + 1  # one of each is known then
+    say(
+        f"Choosing between {count} settings on held-out training examples first, in pilot runs of {rounds} rounds. They "
+        f"need about {count * folds * rounds / settings.rounds:.0f} times the computation of the run; --adapt off skips "
+        "them."
+    )
+    stages: list[tuple[Candidate, ...]] = []
+    chosen: list[int] = []
+    known: dict[Method, Scores] = {}
+    for offered in method.candidates():
+        made = [replace(method, **dict[str, Any](changes)) for changes in offered]
+        new = [one for one in made if one not in known]
+        known |= dict(zip(new, _scored(new, parts, how, model, likelihood), strict=True))
+        tried = tuple(Candidate(one, dict(own), *known[one]) for one, own in zip(made, offered, strict=True))
+        at = first_within_error(tried)
+        if not math.isfinite(tried[at].nll):
+            raise Diverged("All pilot runs diverged; lower the step size, method.lr, or look for extreme values.")
+        method = tried[at].method
+        stages.append(tried)
+        chosen.append(at)
+    return Choice(method, tuple(stages), tuple(chosen))
+
+
+def best(tried: Sequence[Candidate]) -> int:
+    """The candidate with the best score."""
+    return int(np.argmin([c.nll if math.isfinite(c.nll) else math.inf for c in tried]))
+
+
+def first_within_error(tried: Sequence[Candidate]) -> int:
+    """The first candidate whose score is within one standard error of the best one's."""
+    least = tried[best(tried)]
+    within = (at for at, one in enumerate(tried) if one.nll <= least.nll + _error(one, least))
+    return next(within, best(tried))
+
+
+def _error(one: Candidate, other: Candidate) -> float:
+    """Standard error of the difference of two scores; clients are independent, their examples are not."""
+    difference = (one.sums - other.sums)[one.examples > 0]
+    count = len(difference)
+    if count < 2 or not np.isfinite(difference).all():
+        return 0.0
+    spread = math.sqrt(count / (count - 1) * float(((difference - difference.mean()) ** 2).sum()))
+    return spread / float(one.examples.sum())
+
+
+def _scored(
+    methods: Sequence[Method],
+    parts: Sequence[FederatedData],
+    settings: Settings,
+    model: nn.Module | None,
+    likelihood: Likelihood | None,
+) -> list[Scores]:
+    """How pilot runs of these methods did on each part of the data, all of them side by side.
+
+    Should one of them diverge, they are run one by one, to know which; its score is then infinite.
+    """
+    starts = [
+        Federation.start(methods[0], part, replace(settings, seed=settings.seed + at), model, likelihood)
+        for at, part in enumerate(parts)
+    ]
+    try:
+        return _trained(methods, starts)
+    except Diverged:
+        if len(methods) == 1:
+            return [Scores(np.full(len(parts[0]), math.inf), np.ones(len(parts[0])))]
+        return [_scored([one], parts, settings, model, likelihood)[0] for one in methods]
+
+
+def _trained(methods: Sequence[Method], starts: Sequence[Federation]) -> list[Scores]:
+    runs = [Run(Federation.of(one, of.data, of.settings, of.model)) for one in methods for of in starts]
+    train_together(runs, [[] for _ in runs])
+    found = []
+    for at in range(len(methods)):
+        own = [
+            run.evaluation[0] for run in runs[at * len(starts) : (at + 1) * len(starts)] if run.evaluation is not None
+        ]
+        sizes = np.array([np.asarray(e.sizes, dtype=np.float64) for e in own])
+        sums = np.array([np.nan_to_num(e.scores["nll"].clients, nan=0.0) for e in own]) * sizes
+        found.append(Scores(sums.sum(0), sizes.sum(0)))
+    return found

@@ -1,0 +1,327 @@
+"""A run: a federation trained from the first round to the last, and what can be asked of it afterwards."""
+
+from __future__ import annotations
+
+import math
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from bpfed._util import text
+from bpfed._util.console import to_stderr
+from bpfed._util.errors import Diverged, UserError, unknown
+from bpfed._util.files import to_toml
+from bpfed.callbacks.base import Callback
+from bpfed.config.settings import Settings
+from bpfed.data import FederatedData
+from bpfed.data.tabular.rows import read_rows
+from bpfed.engine.evaluate import evaluate_clients, tested_clients
+from bpfed.engine.federation import Federation
+from bpfed.engine.simulator import RoundInfo, Simulator
+from bpfed.inference.calibration import Calibration
+from bpfed.inference.likelihoods import Likelihood
+from bpfed.metrics import Evaluation
+from bpfed.report import RunRecord, write
+from bpfed.report.record import softly
+from bpfed.runs import metadata
+from bpfed.runs.baselines import baselines, wanted
+from bpfed.runs.client import Client
+
+if TYPE_CHECKING:
+    from bpfed.runs.adapt import NewClient
+    from bpfed.runs.load import LoadedRun
+
+#: Clients without test examples that are noted by name.
+UNTESTED = 100
+#: Uploads of a round that were refused, of which more is said than that.
+SAID = 5
+
+
+class Run:
+    """A federation and its history. Made by `fit`.
+
+    Attributes:
+        federation: The state.
+        history: One record for each evaluated round, as in ``metrics.jsonl``.
+        evaluation: Of the last evaluated round.
+        seconds: Time spent, over all sittings.
+        compiled: Whether the local step is compiled (known once training has begun).
+        calibration: What the run's folder says of its calibration, where the data are not at hand (see `calibrate`).
+        say: Called with each message for the user.
+        deployed: Whether it is a site's part of a deployment, where only its own rows are.
+        fitted: Baselines by what they are fitted to; runs on the same data may share them.
+    """
+
+    def __init__(self, federation: Federation, say: Callable[[str], None] = lambda sentence: None) -> None:
+        self.federation = federation
+        self.say = say
+        self.history: list[dict[str, Any]] = []
+        self.evaluation: tuple[Evaluation, Tensor] | None = None
+        self.seconds = 0.0
+        self.compiled = False
+        self.calibration: Calibration | None = None
+        self.deployed = federation.data.protocol == metadata.DEPLOYED
+        self.fitted: dict[Any, dict[str, Any]] = {}
+
+    def __repr__(self) -> str:
+        federation = self.federation
+        done = f"{federation.round} of {text.many(self.settings.rounds, 'round')}"
+        return f"<run of {federation.method.name} on '{self.data.name}': {text.many(len(self.data), 'client')}, {done}>"
+
+    @property
+    def data(self) -> FederatedData:
+        """What the run is trained and tested on."""
+        return self.federation.data
+
+    @property
+    def settings(self) -> Settings:
+        """How it is run."""
+        return self.federation.settings
+
+    @property
+    def softness(self) -> float:
+        """How soft all its predictions are, learnt or given (`bpfed.config.settings`); 1: as they are, above: less sure."""
+        return self.federation.softness
+
+    def train(self, callbacks: Sequence[Callback] = ()) -> Run:
+        """Run the rounds that are left."""
+        return train_together([self], [callbacks])[0]
+
+    def _after(self, info: RoundInfo, elapsed: float, callbacks: Sequence[Callback]) -> None:
+        start = time.perf_counter()
+        for sentence in _refusals(self.federation.round, info.refused):
+            self.say(sentence)
+        if info.participants and not all(math.isfinite(v) for v in info.values.values()):
+            raise self._diverged("its loss is not finite")
+        record = None
+        if self.settings.evaluated(self.federation.round):
+            record = self._evaluate(info)
+            if record["nll"]["pooled"] is None:  # the loss is that of each step's start: the last step is not in it
+                raise self._diverged("it predicts what is not a number")
+        self.seconds += elapsed + time.perf_counter() - start
+        if record is not None:
+            record["seconds"] = round(self.seconds, 3)
+        for callback in callbacks:
+            callback.round(self, info, record)
+
+    def _diverged(self, why: str) -> Diverged:
+        return Diverged(
+            f"Training diverged in round {self.federation.round} ({why}); lower the step size, method.lr, or look for "
+            "extreme values in the data."
+        )
+
+    def _evaluate(self, info: RoundInfo) -> dict[str, Any]:
+        self.evaluation = evaluate_clients(self.federation)
+        record: dict[str, Any] = {"round": self.federation.round, **self.evaluation[0].record()}
+        record |= {f"train_{name}": value for name, value in info.values.items()}
+        record["participants"] = info.participants
+        if info.refused:
+            record["refused"] = sorted(info.refused)
+        if (epsilon := self.federation.epsilon()) is not None:
+            record["epsilon"] = epsilon
+        self.history.append(record)
+        return record
+
+    def client(self, name: str) -> Client:
+        """The client of that name."""
+        if not isinstance(name, str):
+            example = str(name) if str(name) in self.data.clients else self.data.clients[0]
+            raise UserError(
+                f"The client is {name!r}, but clients are named by text; use run.client('{example}'), or run.clients() "
+                "for all of them in order."
+            )
+        if name not in self.data.clients:
+            raise unknown("client", str(name), self.data.clients)
+        return Client(self, self.data.clients.index(name))
+
+    def clients(self) -> list[Client]:
+        """All clients."""
+        return [Client(self, i) for i in range(len(self.data))]
+
+    def adapt(
+        self,
+        x: Any = None,
+        y: Any = None,
+        *,
+        steps: int | None = None,
+        lr: float | None = None,
+        name: str = "newcomer",
+        target: str | None = None,
+        columns: Sequence[str] | None = None,
+        prepared: bool = False,
+    ) -> NewClient:
+        """Let a client that took no part in training join: it learns its own factors, the shared ones stay as they are.
+
+        Args:
+            x: Its labelled rows; one example is enough. The path of a file; for a run on tables also a data frame, a
+                mapping of columns, or an array with ``columns``; for a run on arrays inputs ``[n, ...]``, scaled as
+                those of training were. Without examples it predicts from what the run knows of clients in general.
+            y: Its targets, ``[n]``. For arrays a class is its place in ``data.labels``. For rows of a table they are as
+                the tables have them, and None if they are in the column ``target``. With a path they are in the file.
+            steps: Local steps, rounded up to whole passes over its examples; None: five hundred. Methods that say
+                themselves how a client is tuned (FedAvg not at all, Per-FedAvg, FedBABU) take no heed of it.
+            lr: Step size; None: the method's.
+            name: What it is called; its randomness follows the name.
+            target: The column of a file's or a table's targets; None: the one that the run predicts.
+            columns: For a run on tables, the names of an array's columns: they are scaled as in training.
+            prepared: For a run on tables, whether ``x`` and ``y`` are prepared already, as ``data.train`` is.
+        """
+        from bpfed.runs.adapt import adapt
+
+        preparation = None
+        in_file, tables = isinstance(x, str | Path), self.data.preparation is not None
+        if in_file and y is not None:
+            raise UserError(f"The targets are in '{x}'; leave y out.")
+        if in_file or columns is not None or (x is not None and tables and not prepared):
+            if prepared:
+                raise UserError("Only arrays without column names can be prepared already; omit prepared.")
+            read = read_rows(self.data, x, name, self.say, labelled=True, target=target, columns=columns, y=y)
+            x, y, preparation = read.x, read.y, read.preparation
+        made = adapt(self.federation, x, y, steps=steps, lr=lr, name=name, preparation=preparation)
+        made.run.say = self.say
+        if made.remark:
+            self.say(made.remark)
+        return made
+
+    def newcomer(self, path: str | Path) -> NewClient:
+        """A client that `adapt` made and `NewClient.save` kept."""
+        from bpfed.runs.adapt import load_newcomer
+
+        made = load_newcomer(self.federation, Path(path))
+        made.run.say = self.say
+        return made
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        model: nn.Module | None = None,
+        likelihood: Likelihood | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> LoadedRun:
+        """A run from its folder, without its data: `client`, `clients`, `adapt`, `summary` and `report` work on it.
+
+        Args:
+            folder: Of a finished run; of one that was broken off, what its last checkpoint holds.
+            model: The module it was trained with, where that was given.
+            likelihood: Likewise, where it was none of `bpfed.inference.likelihoods`.
+            say: Called with each message for the user; None: these go to stderr.
+        """
+        from bpfed.runs.load import load_run
+
+        return load_run(Path(folder), model, likelihood, say or to_stderr)
+
+    def config(self) -> dict[str, Any]:
+        """All that is needed to repeat the run, as in ``config.toml``."""
+        return metadata.config(self.federation)
+
+    def detail(self) -> dict[str, Any]:
+        """Per-client metrics and reliability of the last evaluated round, as in ``evaluation.json``."""
+        if self.evaluation is None:
+            self.evaluation = evaluate_clients(self.federation)
+        evaluation, clients = self.evaluation
+        names = [self.data.clients[i] for i in clients.tolist()]
+        train, held = self.data.train.sizes[clients].tolist(), self.data.calibration
+        kept = held.sizes[clients].tolist() if held is not None else None
+        found = metadata.detail(self.federation, evaluation, names, train, kept)
+        if untested := (self.data.test.sizes == 0).nonzero().flatten().tolist():
+            found["untested"] = [self.data.clients[i] for i in untested[:UNTESTED]]
+        return found
+
+    def baselines(self) -> dict[str, Any]:
+        """Plain models of scikit-learn on the same test rows, as in ``evaluation.json`` (see `bpfed.runs.baselines.baselines`).
+
+        Empty where they are off or the inputs are no flat vectors, and for a deployed site, which has its own rows alone.
+        """
+        if self.settings.baselines == "off" or self.deployed or not wanted(self.data):
+            return {}
+        clients, bins = tested_clients(self.federation), self.settings.bins
+        key = (metadata.fingerprint(self.data), tuple(clients.tolist()), bins)
+        if key not in self.fitted:
+            self.fitted[key] = baselines(self.data, clients, bins)
+        return self.fitted[key]
+
+    def summary_record(self) -> dict[str, Any]:
+        """The run in figures, as in ``summary.json``; accuracy and ECE as fractions."""
+        return metadata.summary(self.federation, self.history, self.seconds)
+
+    def summary(self) -> str:
+        """The last round in a few lines of text."""
+        record = self.summary_record()
+        members = f", {text.many(record['members'], 'member')}" if "members" in record else ""
+        head = (
+            f"{self.federation.method.title}{members} on {record['data']}: {text.many(record['clients'], 'client')}, "
+            f"round {record['rounds']}"
+        )
+        lines = [f"{head}, seed {record['seed']}, {record['seconds']:.1f} s"]
+        lines.append(f"  {self.federation.method.whose(self.federation.model)}")
+        for name, value in record.items():
+            if isinstance(value, dict):
+                last, worst = ("n/a" if value[k] is None else f"{value[k]:.4f}" for k in ("last", "worst_client"))
+                lines.append(f"  {name:<9} {last}   (worst client {worst})")
+        if "softness" in record:
+            number, way = softly(record["softness"]).split(" ", 1)
+            lines.append(f"  softness  {number:<6}   {way}")
+        if "epsilon" in record:
+            lines.append(f"  epsilon   {text.epsilon(record['epsilon'], 4)}   (of a client, delta {record['delta']:g})")
+        return "\n".join(lines)
+
+    def record(self) -> RunRecord:
+        """The run in plain data, as its folder holds it."""
+        config = tomllib.loads(to_toml(self.config()))
+        plain = self.baselines()
+        evaluation = {**self.detail(), **({"baselines": plain} if plain else {})}
+        return RunRecord(config, self.history, evaluation, self.summary_record())
+
+    def report(self, path: str | Path) -> Path:
+        """Write the report, one self-contained HTML page."""
+        return write(self.record(), Path(path))
+
+
+def _refusals(round_: int, refused: Mapping[str, str]) -> list[str]:
+    """What is said of a round's uploads that were not used; of many, of the first few."""
+    found = [f"Round {round_}: the upload of client '{name}' was not used: {why}" for name, why in refused.items()]
+    more = f"Round {round_}: {len(found) - SAID} more uploads were not used."
+    return [*found[:SAID], *([more] if len(found) > SAID else [])]
+
+
+def train_together(runs: Sequence[Run], callbacks: Sequence[Sequence[Callback]]) -> list[Run]:
+    """Run the rounds that are left of several runs side by side; ``callbacks`` are each run's own."""
+    pairs = list(zip(runs, callbacks, strict=True))
+    try:
+        simulator = Simulator([run.federation for run in runs])
+        for run, own in pairs:
+            run.compiled = simulator.train.compiled
+            for callback in own:
+                callback.start(run)
+        while not all(run.federation.finished for run in runs):
+            start = time.perf_counter()
+            infos = simulator.round()
+            elapsed = (time.perf_counter() - start) / sum(info is not None for info in infos)
+            for (run, own), info in zip(pairs, infos, strict=True):
+                if info is not None:
+                    run._after(info, elapsed, own)
+        for run, own in pairs:
+            for callback in own:
+                callback.end(run)
+    finally:
+        for run, own in pairs:
+            for callback in own:
+                callback.stop(run)
+    return list(runs)
+
+
+def once(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Tell a sentence the first time only: what is true of one run is often true of all that are made together."""
+    told: set[str] = set()
+
+    def tell(sentence: str) -> None:
+        if sentence not in told:
+            told.add(sentence)
+            say(sentence)
+
+    return tell

@@ -1,0 +1,75 @@
+"""The table of the README: the recipe, beside what the paper prints and the best of all others, in the six cells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from bpfed._util.scores import BEST_IS_HIGH
+from experiments import lineup
+from experiments.markdown import PRINTED, Cells
+from experiments.paired import RECIPE, nearest
+from experiments.published import CELLS, TABLES, published
+from experiments.results import Results
+from experiments.typeset import figures, strong, table
+
+#: The part's name on the page.
+PART = "headline"
+#: Ours, by what they are called in this table.
+OURS = {"recipe": RECIPE, "recipe, two members, rehearsed": f"{RECIPE}+members+softness"}
+
+#: Of a cell and a measure, a number; NaN where there is none.
+Number = Callable[[str, str], float]
+
+
+def markdown(found: Results) -> str:
+    """Accuracy, ECE and NLL of partition `groups`, a row each; the best of a measure in a cell is bold.
+
+    Ours are means over the seeds that the best of the others has too.
+    """
+    cells = found.of("paper", "groups")
+    rows: list[list[str]] = []
+    for measure, word in (("accuracy", "accuracy %"), ("ece", "ECE %"), ("nll", "NLL")):
+        numbers: dict[str, Number] = {title: _of(cells, name) for title, name in OURS.items()}
+        if measure in TABLES:
+            numbers["best that the paper prints"] = best_printed
+        else:
+            numbers["BPFed as written"] = _of(cells, "bpfed")
+        numbers["best of the other methods here"] = lambda cell, measure: _best_other(cells, cell, measure)
+        columns = []
+        for cell in CELLS:
+            values = [number(cell, measure) for number in numbers.values()]
+            columns.append(strong(values, [_shown(value, measure) for value in values], measure))
+        rows += [[f"{word}: {title}", *(column[i] for column in columns)] for i, title in enumerate(numbers)]
+    return table(["last round", *map(lineup.cell_title, CELLS)], rows)
+
+
+def _of(cells: Cells, name: str) -> Number:
+    def number(cell: str, measure: str) -> float:
+        record, best = cells.get(cell, {}).get(name), nearest(cells.get(cell, {}), measure)
+        if record is not None and best is not None:
+            record = record.only(best.seeds)
+        return math.nan if record is None or not record.runs else record.mean(measure)
+
+    return number
+
+
+def best_printed(cell: str, measure: str) -> float:
+    """The best number of a measure that the paper prints for a cell, as a fraction."""
+    return _best([v for name in TABLES[measure] if (v := published(measure, name, cell)) is not None], measure)
+
+
+def _best_other(cells: Cells, cell: str, measure: str) -> float:
+    """The best that is not the recipe and learns from no moments of personal factors, with or without variants."""
+    best = nearest(cells.get(cell, {}), measure)
+    return math.nan if best is None else float(best.theirs.mean())
+
+
+def _shown(value: float, measure: str) -> str:
+    """With the decimals that the paper has, where it has the measure."""
+    shown = math.isfinite(value) and measure in PRINTED
+    return f"{100 * value:.{PRINTED[measure]}f}" if shown else figures(value, measure)
+
+
+def _best(values: list[float], measure: str) -> float:
+    return (max if measure in BEST_IS_HIGH else min)(filter(math.isfinite, values), default=math.nan)

@@ -1,0 +1,88 @@
+"""``bpfed paper render``: tables and figures from the files of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from bpfed._util.errors import UserError
+from bpfed._util.files import write_whole
+from experiments import markdown, typeset
+from experiments.records import read
+from experiments.results import Results
+
+PAGE, README = "results.md", "README.md"
+FIGURES = "figures"
+
+
+def render(results: Path, docs: Path, say: Callable[[Path], None] = lambda path: None) -> list[Path]:
+    """Write ``DOCS/results.md`` and ``DOCS/figures/`` from what is there; the same results give the same files.
+
+    Of an existing page only what stands between markers is written again.
+
+    Args:
+        results: Folder of results.
+        docs: Folder of the page.
+        say: Called with each file as it is written.
+
+    Returns:
+        What was written.
+    """
+    found = Results.read(results)
+    page = docs / PAGE
+    text = _text(page)
+    markdown.fill(text, found, {})  # a page without a place is better known before the figures are drawn
+    others = tables(found, results, docs)
+    written, pictures = _draw(found, docs / FIGURES, say)
+    for path, filled in {page: markdown.fill(text, found, pictures), **others}.items():
+        write_whole(path, filled)
+        say(path)
+        written.append(path)
+    return written
+
+
+def tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
+    """README and the pages on the recipe and on the public code with their tables, where they have a place for them."""
+    from experiments import audit, headline, recipe, search
+
+    readme, cells = docs.resolve().parent / README, results / "paper"
+    parts: tuple[tuple[Path, str, Path, Callable[[], str]], ...] = (
+        (readme, headline.PART, cells, lambda: headline.markdown(found)),
+        *((docs / "recipe.md", part, cells, partial(made, found)) for part, made in recipe.PARTS.items()),
+        (docs / "recipe-search.md", "search", results / "search", lambda: search.markdown(results)),
+        (docs / "audit.md", "audit", results / audit.FILE, lambda: audit.markdown(read(results / audit.FILE))),
+    )
+    filled: dict[Path, str] = {}
+    for page, part, source, table in parts:
+        if page.exists() and source.exists() and typeset.opens(part) in (text := filled.get(page) or _text(page)):
+            filled[page] = typeset.placed(text, part, table() or typeset.NOTHING)
+    return filled
+
+
+def _draw(found: Results, folder: Path, say: Callable[[Path], None]) -> tuple[list[Path], dict[str, list[str]]]:
+    """Every figure there are results for; what was written, and for each part the Markdown of its figures."""
+    from experiments import panel
+    from experiments.figures import PICTURES
+
+    written: list[Path] = []
+    pictures: dict[str, list[str]] = {}
+    with panel.style():
+        for picture in PICTURES:
+            figure = picture.draw(found)
+            if figure is None:
+                continue
+            for path in panel.save(figure, folder, picture.name):
+                written.append(path)
+                say(path)
+            pictures.setdefault(picture.part, []).append(typeset.picture(picture.name, picture.caption, FIGURES))
+    return written, pictures
+
+
+def _text(page: Path) -> str:
+    if not page.exists():
+        return markdown.blank()
+    try:
+        return page.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"'{page}' cannot be read ({error}); move it away to have a new one written.") from None

@@ -1,0 +1,392 @@
+"""Temperatures against an independent optimum; conformal sets by simulation; examples kept from training."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scenarios
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax
+
+import bpfed
+from bpfed._util.errors import UserError
+from bpfed.cli import terminal
+from bpfed.engine.evaluate import calibrate, evaluate_clients
+from bpfed.inference.calibration import PRIOR, Calibration, fewest, sorted_scores, temperatures, tempered, threshold
+from bpfed.inference.predictive import Classified, Regressed
+from bpfed.methods import BPFed, FedAvg
+from bpfed.metrics import SURE
+from bpfed.report import RunRecord
+from bpfed.runs.run import Run
+
+
+def offsets_of(*sizes):
+    return torch.tensor([0, *sizes]).cumsum(0)
+
+
+# --- temperature ------------------------------------------------------------------------------------------------------
+
+
+def objective(log_beta, probs, y):
+    """Loss as it is documented, written apart."""
+    beta = math.exp(log_beta)
+    logp = log_softmax(beta * np.log(np.maximum(probs, 1e-12)), axis=1)
+    return -logp[np.arange(len(y)), y].sum() + PRIOR * (beta - 1 - log_beta)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 2**31), st.lists(st.integers(0, 60), min_size=1, max_size=5), st.integers(2, 6), st.floats(0.1, 12)
+)
+def test_temperatures_are_the_minimum_of_each_clients_loss(seed, sizes, classes, sharpness):
+    g = torch.Generator().manual_seed(seed)
+    probs = (sharpness * torch.randn(sum(sizes), classes, generator=g)).softmax(1).double()
+    y = torch.randint(classes, (sum(sizes),), generator=g)
+    offsets = offsets_of(*sizes)
+    found = temperatures(probs, y, offsets)
+    for i, n in enumerate(sizes):
+        own = slice(int(offsets[i]), int(offsets[i + 1]))
+        p, labels = probs[own].numpy(), y[own].numpy()
+        best = minimize_scalar(objective, bounds=(-9, 9), args=(p, labels), method="bounded", options={"xatol": 1e-10})
+        here = objective(-math.log(found[i]), p, labels)
+        assert here <= best.fun + 1e-7 * max(1.0, abs(best.fun))
+        if n == 0:
+            assert found[i] == 1.0
+
+
+def test_the_temperature_that_spoilt_the_logits_is_found():
+    g = scenarios.generator()
+    logits = 2.0 * torch.randn(2, 5_000, 5, generator=g)
+    y = torch.distributions.Categorical(logits=logits).sample().flatten()
+    spoilt = torch.stack([logits[0] * 3.0, logits[1] / 2.0]).flatten(0, 1).softmax(1)
+    found = temperatures(spoilt, y, offsets_of(5_000, 5_000))
+    assert found.tolist() == pytest.approx([3.0, 0.5], rel=0.1)
+    cooled = tempered(spoilt, found.repeat_interleave(5_000))
+    torch.testing.assert_close(cooled, logits.flatten(0, 1).softmax(1), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_handful_of_examples_cannot_send_a_temperature_to_an_end(right):
+    probs = torch.tensor([[0.999999, 0.000001]] * 4)
+    y = torch.full((4,), 0 if right else 1)
+    (found,) = temperatures(probs, y, offsets_of(4)).tolist()
+    assert (0.7 < found <= 1.0) if right else (1.5 < found < 20)
+    certain = torch.tensor([[1.0, 0.0]])
+    assert 1.0 < temperatures(certain, torch.tensor([1]), offsets_of(1)).item() < 20
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.floats(0.7, 5), st.floats(0.7, 5))
+def test_tempering_keeps_the_order_sums_to_one_and_composes(seed, a, b):
+    probs = (1.5 * torch.randn(20, 4, generator=torch.Generator().manual_seed(seed))).softmax(1).double()
+    both = tempered(tempered(probs, a), b)
+    torch.testing.assert_close(both, tempered(probs, a * b), rtol=0, atol=1e-6)
+    torch.testing.assert_close(both.sum(1), torch.ones(20, dtype=torch.float64))
+    assert torch.equal(tempered(probs, a).argsort(1), probs.argsort(1))
+    assert torch.equal(tempered(probs, 1.0), probs)
+
+
+def test_a_tempered_prediction_keeps_the_share_of_each_uncertainty():
+    probs = torch.tensor([[0.7, 0.2, 0.1], [0.4, 0.3, 0.3]])
+    entropy = torch.special.entr(probs).sum(-1)
+    found = Classified(probs, entropy, 0.25 * entropy).at(2.0)
+    torch.testing.assert_close(found.probs, probs.sqrt() / probs.sqrt().sum(1, keepdim=True))
+    torch.testing.assert_close(found.aleatoric / found.entropy, torch.tensor([0.25, 0.25]))
+    assert torch.equal(found.raw, probs)
+
+
+# --- conformal sets ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 8, 9, 10, 19, 50])
+@pytest.mark.parametrize("level", [0.5, 0.9])
+def test_coverage_is_what_theory_says_for_exchangeable_scores(n, level):
+    g = scenarios.generator(n)
+    trials = 4000
+    scores = torch.rand(trials, n + 1, generator=g)
+    held = sorted_scores(scores[:, :n].flatten(), torch.arange(trials + 1) * n)
+    bounds = Calibration("sample", 1, torch.ones(trials), held, torch.arange(trials + 1) * n).thresholds(level)
+    coverage = (scores[:, n] <= bounds).double().mean().item()
+    rank = math.ceil(round((n + 1) * level, 9))
+    exact = 1.0 if rank > n else rank / (n + 1)
+    assert exact >= level
+    assert coverage == pytest.approx(exact, abs=4 * math.sqrt(0.25 / trials))
+    for i in range(5):
+        assert threshold(held[i * n : (i + 1) * n], level) == pytest.approx(bounds[i].item())
+
+
+def test_too_few_examples_give_every_label_and_infinite_intervals():
+    probs = torch.tensor([[0.98, 0.01, 0.01]])
+    few, enough = torch.zeros(8), torch.zeros(9)
+    entropy = torch.zeros(1)
+    assert Classified(probs, entropy, entropy, None, few).prediction_set(0.9).all()
+    assert (
+        not Classified(probs, entropy, entropy, None, enough).prediction_set(0.9).any()
+    )  # none is as typical as those
+    assert Classified(probs, entropy, entropy, None, torch.zeros(0)).prediction_set(0.5).all()
+    low, high = Regressed(entropy, entropy, entropy + 1, None, few).interval(0.9)
+    assert (low == -math.inf).all()
+    assert (high == math.inf).all()
+
+
+def test_sets_are_those_of_untempered_probabilities():
+    probs = torch.tensor([[0.6, 0.3, 0.1]])
+    entropy = torch.special.entr(probs).sum(-1)
+    found = Classified(probs, entropy, entropy, None, torch.linspace(0.05, 0.75, 19))
+    assert found.prediction_set(0.9).tolist() == [[True, True, False]]
+    assert torch.equal(found.at(5.0).prediction_set(0.9), found.prediction_set(0.9))
+
+
+def test_intervals_are_scaled_by_the_predicted_deviation():
+    found = Regressed(torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([1.0, 4.0]), None, torch.full((20,), 1.5))
+    low, high = found.interval(0.9)
+    assert low.tolist() == [-0.5, -1.0]
+    assert high.tolist() == [2.5, 5.0]
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, 90, -0.1])
+def test_a_level_that_cannot_be_is_refused(level):
+    with pytest.raises(UserError, match="above 0 and below 1"):
+        threshold(torch.zeros(3), level)
+
+
+def test_without_calibration_examples_the_user_is_told_how_to_get_them():
+    half = torch.full((1, 2), 0.5)
+    with pytest.raises(UserError, match=r"calibration=0\.2"):
+        Classified(half, half[:, 0], half[:, 0]).prediction_set()
+    with pytest.raises(UserError, match=r"calibration=0\.2"):
+        Regressed(half[0], half[0], half[0]).interval()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.floats(0, 1, width=32), max_size=12), min_size=1, max_size=5), st.floats(0.01, 0.99))
+def test_all_thresholds_at_once_are_the_single_ones_and_a_record_gives_them_back(scores, level):
+    flat = torch.tensor([s for own in scores for s in own])
+    offsets = offsets_of(*map(len, scores))
+    made = Calibration("sample", 20, torch.ones(len(scores)).double(), sorted_scores(flat, offsets), offsets)
+    again = Calibration.from_record(json.loads(json.dumps(made.record())))
+    for i, own in enumerate(scores):
+        expected = threshold(torch.tensor(sorted(own)), level)
+        assert made.thresholds(level)[i].item() == again.thresholds(level)[i].item() == pytest.approx(expected)
+        assert again.client(i)[1].tolist() == sorted(torch.tensor(own).tolist())
+    assert (again.how, again.draws) == ("sample", 20)
+
+
+# --- examples kept from training --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.floats(0.01, 0.95), st.integers(0, 1000))
+def test_a_part_of_each_clients_examples_is_moved_of_each_class_alike(sizes, fraction, seed):
+    data = scenarios.classification(tuple(sizes), seed=1)
+    held = data.hold_out(fraction, seed)
+    for i, n in enumerate(sizes):
+        x, y = data.train.client(i)
+        parts = [held.train.client(i), held.calibration.client(i)]
+        rows = [tuple(r.tolist()) for part, _ in parts for r in part]
+        assert sorted(rows) == sorted(tuple(r.tolist()) for r in x)
+        count = min(n - 1, max(1, round(n * fraction))) if n > 1 else 0
+        assert abs(len(parts[1][1]) - count) <= (abs(n * fraction % 1 - 0.5) < 1e-4)
+        share = len(parts[1][1]) / n
+        for c in range(3):
+            kept, of = int((parts[1][1] == c).sum()), int((y == c).sum())
+            assert math.floor(of * share - 1e-9) <= kept <= math.ceil(of * share + 1e-9)
+    assert torch.equal(held.test.x, data.test.x)
+
+
+def test_who_is_moved_depends_on_seed_and_name_alone():
+    data = scenarios.classification((30, 30, 30), names=("a", "b", "c"))
+    twice = [data.hold_out(0.3, 0).calibration.x, data.hold_out(0.3, 0).calibration.x]
+    assert torch.equal(*twice)
+    assert not torch.equal(twice[0], data.hold_out(0.3, 1).calibration.x)
+    order = torch.tensor([2, 0])
+    fewer = bpfed.data.FederatedData(
+        "fewer", ("c", "a"), data.train.select(order), data.test.select(order), "classification", 3
+    )
+    torch.testing.assert_close(
+        fewer.hold_out(0.3, 0).calibration.client(1)[0], data.hold_out(0.3, 0).calibration.client(0)[0]
+    )
+
+
+def test_every_example_has_the_same_chance():
+    data = scenarios.classification((7, 5))
+    taken = torch.zeros(12)
+    for seed in range(600):
+        moved = data.hold_out(0.4, seed).calibration.x
+        taken += (data.train.x[:, None] == moved).all(-1).any(1).float()
+    expected = torch.tensor([3 / 7] * 7 + [2 / 5] * 5)
+    assert (taken / 600 - expected).abs().max() < 0.08
+
+
+def test_data_with_calibration_examples_is_not_split_again():
+    data = scenarios.classification().hold_out(0.3, 0)
+    with pytest.raises(UserError, match="already"):
+        data.hold_out(0.3, 0)
+    with pytest.raises(UserError, match="already"):
+        scenarios.start(FedAvg(), data, calibration=0.2)
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def fitted(data=None, method=None, **changes):
+    data = data or scenarios.classification((40, 40, 60), test=40)
+    chosen = {"rounds": 3, "epochs": 3, "eval_draws": 8, "compile": "off", "progress": False} | changes
+    return bpfed.fit(method or BPFed(), data, **chosen)
+
+
+@pytest.fixture(scope="module")
+def run():
+    return fitted(calibration=0.3, scaling="client")
+
+
+def test_a_calibrated_run_predicts_with_sets_and_temperatures(run):
+    made = calibrate(run.federation)
+    assert made.offsets.tolist() == [0, 12, 24, 42]
+    for i, client in enumerate(run.clients()):
+        x, y = run.data.calibration.client(i)
+        found = client.predict(x)
+        temperature, scores = made.client(i)
+        raw = 1.0 - found.raw.gather(1, y[:, None]).squeeze(1)
+        torch.testing.assert_close(raw.sort().values, scores, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found.probs, tempered(found.raw, temperature))
+        assert temperature != 1.0
+        assert torch.equal(found.prediction_set(0.9), 1.0 - found.raw <= threshold(found.scores, 0.9))
+    record = run.history[-1]
+    assert 0.0 < record["coverage"]["pooled"] <= 1.0
+    row = run.detail()["clients"][0]
+    assert row["coverage"] is not None
+    assert row["set_size"] > 0.0
+
+
+def test_evaluation_uses_temperatures_and_counts_its_sets(run):
+    found, clients = evaluate_clients(run.federation)
+    for place, i in enumerate(clients.tolist()):
+        x, y = run.data.test.client(i)
+        prediction = run.clients()[i].predict(x)
+        nll = -prediction.probs.gather(1, y[:, None]).log().mean().item()
+        assert found["nll"].clients[place] == pytest.approx(nll, rel=1e-4)
+        sets = prediction.prediction_set(SURE)
+        assert found["coverage"].clients[place] == pytest.approx(sets.gather(1, y[:, None]).float().mean().item())
+        assert found["set_size"].clients[place] == pytest.approx(sets.sum(1).float().mean().item())
+
+
+@pytest.mark.parametrize("how", ["sample", "single-pass"])
+def test_sets_of_a_run_hold_the_truth_as_often_as_they_should(how):
+    data = scenarios.classification((60,) * 8, test=300, seed=3)
+    run = fitted(data, calibration=0.5)
+    inside = []
+    for i, client in enumerate(run.clients()):
+        x, y = run.data.test.client(i)
+        inside.append(client.predict(x, how=how).prediction_set(0.8).gather(1, y[:, None]))
+    # 30 examples each: coverage 25/31 on average, with a standard deviation of 7 % for a client.
+    assert torch.cat(inside).float().mean().item() == pytest.approx(25 / 31, abs=0.075)
+
+
+def test_a_regression_has_intervals():
+    run = fitted(scenarios.regression((60, 60, 60), test=100), calibration=0.4)
+    inside = []
+    for i, client in enumerate(run.clients()):
+        x, y = run.data.test.client(i)
+        low, high = client.predict(x).interval(0.8)
+        inside.append((low <= y) & (y <= high))
+    assert torch.cat(inside).float().mean().item() == pytest.approx(0.8, abs=0.12)
+    assert run.history[-1]["coverage"]["pooled"] > 0.75
+
+
+@pytest.mark.parametrize("level", [0.5, 0.8, 0.9, 0.95, 0.99])
+def test_the_fewest_examples_are_those_with_which_a_threshold_becomes_finite(level):
+    least = fewest(level)
+    assert math.isinf(threshold(torch.zeros(least - 1), level))
+    assert threshold(torch.zeros(least), level) == 0.0
+    with pytest.raises(UserError, match="below 1"):
+        fewest(1.0)
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_clients_with_too_few_calibration_examples_count_in_no_coverage(task, tmp_path, capsys):
+    sizes, said = (40, 8, 60, 9), []
+    data = getattr(scenarios, task)(sizes, test=40)
+    run = fitted(data, calibration=0.3, say=said.append, out=tmp_path / "run")
+    kind, size = ("sets", "set_size") if task == "classification" else ("intervals", "interval_width")
+    start = f"2 of 4 clients have fewer than the 9 calibration examples that 90 % {kind} need"
+    assert [sentence for sentence in said if sentence.startswith(start)]
+    rows = run.detail()["clients"]
+    assert [row["calibration"] for row in rows] == [12, 2, 18, 3]
+    for metric in ("coverage", size):
+        values = [row[metric] for row in rows]
+        assert values[1] is values[3] is None
+        found = run.history[-1][metric]
+        assert found["pooled"] == pytest.approx((values[0] + values[2]) / 2)
+        assert found["mean"] == pytest.approx(found["pooled"])
+        assert found["worst"] == pytest.approx((min if metric == "coverage" else max)(values[0], values[2]))
+    if task == "regression":
+        low, high = run.clients()[0].predict(run.data.test.client(0)[0]).interval(SURE)
+        assert rows[0][size] == pytest.approx((high - low).mean().item(), rel=1e-4)
+    sentence = f"{start}; their {kind} hold everything and are left out of the coverage."
+    terminal.result(RunRecord.read(tmp_path / "run"), tmp_path / "run" / "report.html")
+    assert sentence in " ".join(capsys.readouterr().out.split())
+    assert sentence in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_where_all_clients_have_too_few_there_is_no_coverage(task, capsys, tmp_path):
+    run = fitted(getattr(scenarios, task)((12, 8, 20), test=6), calibration=0.2)
+    kind, size = ("sets", "set_size") if task == "classification" else ("intervals", "interval_width")
+    for metric in ("coverage", size):
+        assert run.history[-1][metric] == {"pooled": None, "mean": None, "worst": None}
+    sentence = (
+        f"All 3 clients have fewer than the 9 calibration examples that 90 % {kind} need; their {kind} hold everything, "
+        "so coverage says nothing."
+    )
+    report = run.report(tmp_path / "report.html")
+    capsys.readouterr()
+    terminal.result(run.record(), report)
+    out = " ".join(capsys.readouterr().out.split())
+    assert sentence in out
+    assert f"Coverage of 90 % {kind} – – –" in out
+    assert sentence in report.read_text()
+    assert "calibrated 90 % intervals" not in report.read_text()
+    assert "The 90 % prediction sets" not in report.read_text()
+
+
+def test_enough_calibration_examples_need_no_word(run, tmp_path):
+    assert run.record().uncovered == ""
+    assert "calibration examples that" not in run.report(tmp_path / "report.html").read_text()
+    said = []
+    fitted(calibration=0.3, say=said.append)
+    assert not [sentence for sentence in said if "calibration" in sentence]
+
+
+def test_a_kept_calibration_serves_where_the_data_are_gone(run):
+    x = run.data.test.x[:5]
+    before = run.clients()[1].predict(x)
+    bare = Run(replace(run.federation, data=replace(run.data, calibration=None)))
+    bare.calibration = Calibration.from_record(calibrate(run.federation).record())
+    after = bare.clients()[1].predict(x)
+    torch.testing.assert_close(after.probs, before.probs)
+    assert torch.equal(after.prediction_set(), before.prediction_set())
+    other = bare.clients()[1].predict(x, draws=5)
+    with pytest.raises(UserError, match="leave draws and how"):
+        other.prediction_set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"scaling": "client"}, "set calibration"), ({"calibration": 1.0}, "below 1"), ({"calibration": -0.1}, "below 1")],
+)
+def test_settings_that_cannot_be_are_refused(changes, words):
+    with pytest.raises(UserError, match=words):
+        fitted(**changes)
+
+
+def test_numbers_have_no_temperature():
+    with pytest.raises(UserError, match="targets here are numbers"):
+        fitted(scenarios.regression(), calibration=0.2, scaling="client")
+    with pytest.raises(UserError, match="calibration"):
+        calibrate(scenarios.start(FedAvg(), scenarios.classification()))

@@ -1,0 +1,127 @@
+"""Settings that are chosen before a run: which, on what, and that a run repeats and resumes without choosing again."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import scenarios
+import torch
+
+import bpfed
+from bpfed.config.reader import read
+from bpfed.config.settings import Settings
+from bpfed.data.federated import Examples, FederatedData
+from bpfed.methods import Adaptive, FedAvg
+from bpfed.methods.adaptive import DEVIATIONS, PRIORS
+from bpfed.runs import pilot
+from bpfed.runs.pilot import Candidate, first_within_error
+
+#: A few steps have to do, so they are long.
+QUICK = {
+    "rounds": 12,
+    "epochs": 4,
+    "batch": 20,
+    "eval_draws": 8,
+    "network": "linear",
+    "device": "cpu",
+    "compile": "off",
+}
+
+
+def candidates(*sums, examples=10.0):
+    sizes = np.full(len(sums[0]), examples)
+    return [Candidate(FedAvg(), {}, np.array(s, dtype=float), sizes) for s in sums]
+
+
+@pytest.mark.parametrize(
+    ("sums", "chosen"),
+    [
+        (([10, 10, 10], [5, 5, 5]), 1),  # better at all clients alike: no doubt
+        (([10, 10, 10], [10.3, 10, 4]), 0),  # better at one client alone: the one that shares more
+        (([5, 5, 5], [10, 10, 10]), 0),
+        (([10, 10, 10], [5, 5, math.nan]), 0),
+        (([math.inf] * 3, [math.nan] * 3, [7, 8, 9]), 2),
+    ],
+)
+def test_the_first_within_one_error_of_the_best_is_chosen(sums, chosen):
+    assert first_within_error(candidates(*sums)) == chosen
+
+
+def federation(differ, clients=6, size=60, seed=0):
+    """Clients whose labels follow one slope each; slopes that are all the same, or of either sign."""
+    g = scenarios.generator(seed)
+
+    def part(i):
+        x = torch.randn(size, 2, generator=g)
+        slope = torch.tensor([2.0, -1.0]) * (-1.0 if differ and i % 2 else 1.0)
+        return x, (x @ slope + 0.5 * torch.randn(size, generator=g) > 0).long()
+
+    train, test = (Examples.of([part(i) for i in range(clients)]) for _ in range(2))
+    return FederatedData("slopes", tuple(f"c{i}" for i in range(clients)), train, test, "classification", 2)
+
+
+def test_clients_that_are_alike_share_and_clients_that_differ_do_not():
+    alike, apart = (
+        pilot.choose(Adaptive(lr=0.03), federation(differ), Settings(**QUICK, weighting="size"))
+        for differ in (False, True)
+    )
+    assert alike.method.head_deviation <= 0.1
+    assert apart.method.head_deviation >= 0.3
+    pooled = apart.stages[1][0]  # no deviation at all, which cannot tell slopes of either sign apart
+    assert pooled.nll > apart.stages[1][apart.chosen[1]].nll + 0.2
+    for choice in (alike, apart):
+        assert [len(stage) for stage in choice.stages] == [len(PRIORS), len(DEVIATIONS)]
+        best = min(c.nll for c in choice.stages[1])
+        assert choice.stages[1][choice.chosen[1]].nll <= best + 0.1
+        assert choice.method == choice.stages[1][choice.chosen[1]].method
+        assert all((c.examples == 3 * 12).all() for stage in choice.stages for c in stage)
+
+
+def test_no_test_example_takes_part():
+    data = federation(True)
+    spoilt = dataclasses.replace(data, test=dataclasses.replace(data.test, y=1 - data.test.y))
+    settings = Settings(**QUICK)
+    assert (
+        pilot.choose(Adaptive(lr=0.03), data, settings).method
+        == pilot.choose(Adaptive(lr=0.03), spoilt, settings).method
+    )
+
+
+def test_a_run_says_what_was_chosen_and_its_configuration_repeats_it(tmp_path):
+    data, said = federation(True), []
+    run = bpfed.fit(Adaptive(lr=0.03), data, out=tmp_path / "a", say=said.append, **QUICK)
+    assert any("Choosing between 9 settings" in s for s in said)
+    assert any(s.startswith("Chosen on held-out training examples: temperature ") for s in said)
+    config = read(tmp_path / "a" / "config.toml")
+    assert config.run.adapt == "off"
+    assert config.method == run.federation.method
+    assert config.method != Adaptive(lr=0.03)
+    said.clear()
+    again = bpfed.fit(config.method, data, settings=config.run, say=said.append)
+    assert not said
+    assert [r["nll"] for r in again.history] == [r["nll"] for r in run.history]
+
+
+def test_a_run_is_resumed_with_what_was_chosen_for_it(tmp_path):
+    data = federation(True)
+    whole = bpfed.fit("bpfed-adaptive", data, out=tmp_path / "a", **QUICK)
+    said = []
+    resumed = bpfed.fit("bpfed-adaptive", data, out=tmp_path / "a", resume=True, say=said.append, **QUICK)
+    assert resumed.federation.method == whole.federation.method
+    assert not any("Choosing" in s for s in said)
+
+
+def test_what_a_user_says_is_not_chosen_and_adapt_can_be_off():
+    assert Adaptive(temperature=0.5).candidates() == ()
+    assert Adaptive(head_deviation=1.0).candidates() == ()
+    assert FedAvg().candidates() == ()
+    said = []
+    run = bpfed.fit(Adaptive(lr=0.03), federation(False), adapt="off", say=said.append, **QUICK)
+    assert not said
+    assert run.federation.method == Adaptive(lr=0.03)
+
+
+def test_each_seed_has_a_choice_of_its_own():
+    runs = bpfed.fit_seeds(Adaptive(lr=0.03), federation(True), 2, say=lambda s: None, **QUICK)
+    assert all(run.federation.method.head_deviation >= 0.3 for run in runs)
