@@ -168,6 +168,11 @@ def decided(
         from bpfed.config.reader import read
 
         return read(folder.begun).method, replace(settings, adapt="off")
+    if settings.noise > 0.0:
+        raise UserError(
+            f"Pilot runs choose the settings of {method.name} from the same clients' data and are not counted in ε; set "
+            "adapt = 'off' when noise is on."
+        )
     prepare(method, data, settings, model, likelihood)  # so that what cannot be run is refused at once
     choice = choose(method, data, settings, model, likelihood, say)
     say(choice.words)

@@ -9,12 +9,14 @@ import scenarios
 import torch
 
 import bpfed
+from bpfed._util.errors import Diverged, UserError
 from bpfed.config.reader import read
 from bpfed.config.settings import Settings
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.methods import Adaptive, FedAvg
 from bpfed.methods.adaptive import DEVIATIONS, PRIORS
 from bpfed.runs import pilot
+from bpfed.runs.fit import method_of
 from bpfed.runs.pilot import Candidate, first_within_error
 
 #: A few steps have to do, so they are long.
@@ -120,6 +122,34 @@ def test_what_a_user_says_is_not_chosen_and_adapt_can_be_off():
     run = bpfed.fit(Adaptive(lr=0.03), federation(False), adapt="off", say=said.append, **QUICK)
     assert not said
     assert run.federation.method == Adaptive(lr=0.03)
+
+
+def test_a_private_run_has_no_pilots_that_nobody_counts():
+    with pytest.raises(UserError, match=r"not counted in ε; set adapt = 'off'"):
+        bpfed.fit(Adaptive(), federation(False), noise=1.0, clip=1.0, **QUICK)
+
+
+def test_a_pilot_that_diverges_is_not_chosen(monkeypatch):
+    trained = pilot._trained
+
+    def some(methods, starts):
+        if any(one.prior_scale == 1.0 and one.temperature == 1.0 for one in methods):
+            raise Diverged("as if")
+        return trained(methods, starts)
+
+    monkeypatch.setattr(pilot, "_trained", some)
+    choice = pilot.choose(Adaptive(lr=0.03), federation(False), Settings(**QUICK))
+    assert [math.isinf(c.nll) for c in choice.stages[0]] == [True, False, False, False, False]
+    assert choice.chosen[0] > 0
+
+
+def test_tables_are_trained_adaptively_and_other_data_by_the_recipe():
+    data = federation(False)
+    flat_file = dataclasses.replace(data, name="folder:x")
+    image = dataclasses.replace(flat_file, train=dataclasses.replace(data.train, x=data.train.x[:, None]))
+    found = [method_of(None, one).name for one in (data, flat_file, image)]
+    assert found == ["bpfed-recipe", "bpfed-adaptive", "bpfed-recipe"]
+    assert method_of("fedavg", flat_file).name == "fedavg"
 
 
 def test_each_seed_has_a_choice_of_its_own():
