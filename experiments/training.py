@@ -88,7 +88,7 @@ def train(
         what: What is trained, in words.
     """
     pairs = zip(deals, settings, strict=True)
-    federations = [Federation.start(method, data, own) for data, own in pairs]
+    federations = [Federation.start(method, data, of_protocol(own, len(data))) for data, own in pairs]
     simulator, progress = Simulator(federations), Progress(say, what, settings[0].rounds)
     while not all(f.finished for f in federations):
         for info in simulator.round():
@@ -98,8 +98,15 @@ def train(
     return federations
 
 
+def of_protocol(settings: Settings, clients: int) -> Settings:
+    """The settings with the protocol's ten participants where none are given, or all clients if there are fewer."""
+    if settings.participants is not None:
+        return settings
+    return replace(settings, participants=min(protocol.RUN["participants"], clients))
+
+
 def settings_of(rounds: int, draws: int, device: Device) -> Settings:
-    """The protocol's settings, with all clients in a round where there are fewer than its ten participants."""
+    """The protocol's settings; how many take part depends on how many clients there are (`of_protocol`)."""
     fixed = {name: value for name, value in protocol.RUN.items() if name != "participants"}
     return Settings(rounds=rounds, eval_draws=draws, device=device, **fixed)
 

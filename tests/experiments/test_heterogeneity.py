@@ -17,7 +17,7 @@ from bpfed.engine.federation import Federation
 from bpfed.engine.simulator import Simulator
 from bpfed.methods import FedPer
 from experiments import heterogeneity
-from experiments.training import seeded, settings_of
+from experiments.training import of_protocol, seeded, settings_of
 
 
 def deal(value: float, seed: int) -> FederatedData:
@@ -99,3 +99,8 @@ def test_file_grows_by_methods_and_nothing_is_run_twice(tmp_path: Path) -> None:
 def test_unknown_axis(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Unknown axis 'alpa'"):
         heterogeneity.run(tmp_path, ["alpa"])
+
+
+@pytest.mark.parametrize(("clients", "participants"), [(12, 10), (4, 4)])
+def test_as_many_take_part_as_the_protocol_says(clients, participants):
+    assert of_protocol(settings_of(1, 3, "cpu"), clients).participants == participants
