@@ -22,3 +22,10 @@ def deviation(values: Sequence[float]) -> float:
         return math.nan
     centre = mean(values)
     return math.sqrt(math.fsum((v - centre) ** 2 for v in values) / (len(values) - 1))
+
+
+def student(freedom: int, coverage: float = 0.95) -> float:
+    """The t with P(|T| < t) = ``coverage`` at this many degrees of freedom."""
+    from scipy.special import stdtrit  # takes a tenth of a second
+
+    return float(stdtrit(freedom, 0.5 + coverage / 2))

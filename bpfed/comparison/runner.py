@@ -33,7 +33,7 @@ from bpfed.inference.likelihoods import Likelihood
 from bpfed.methods import Method
 from bpfed.report.manifest import finished
 from bpfed.report.record import RunRecord
-from bpfed.runs.fit import decided, prepare, seeds_of
+from bpfed.runs.fit import decided, method_of, prepare, seeds_of
 from bpfed.runs.folder import Folder, begun
 from bpfed.runs.pilot import rehearse
 from bpfed.runs.run import Run, once, train_together
@@ -259,6 +259,8 @@ def _cell(
 ) -> Cell | RunRecord:
     """A cell that is ready to run, or the record of one that is finished."""
     settings = replace(entrant.settings, seed=seed)
+    if not settings.members and model is None and data.train.x.ndim == 2 and entrant.method.network == "auto":
+        settings = replace(settings, members=method_of(None, data).flat_members)  # the same number for all of them
     if out is None:
         used, settings = decided(entrant.method, data, settings, model, likelihood, None, say)
         run = prepare(used, data, settings, model, likelihood, None, say)

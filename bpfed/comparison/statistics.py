@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bpfed._util.scores import deviation
+from bpfed._util.scores import deviation, student
 from bpfed._util.text import many
 
 #: Fewer clients than this say nothing about other clients.
@@ -72,28 +72,6 @@ def difference(ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Map
     else:
         low, high, how = math.nan, math.nan, f"none: one seed and {many(len(every), 'client')} are too few"
     return Difference(centre, low, high, how, means, int((every < 0).sum()), int((every > 0).sum()), len(every))
-
-
-def student(freedom: int, coverage: float = 0.95) -> float:
-    """The t with P(|T| < t) = ``coverage`` at this many degrees of freedom."""
-    low, high = 0.0, math.pi / 2  # the angle atan(t / sqrt(freedom))
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < coverage else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
-
-
-def _within(angle: float, freedom: int) -> float:
-    """P(|T| < t) for t = sqrt(freedom) tan(angle): a finite sum for whole degrees of freedom."""
-    cos2 = math.cos(angle) ** 2
-    odd = freedom % 2
-    term = total = math.cos(angle) if odd else 1.0
-    for k in range(3 if odd else 2, freedom - 1, 2):
-        term *= cos2 * (k - 1) / k
-        total += term
-    if not odd:
-        return math.sin(angle) * total
-    return 2 / math.pi * (angle + (math.sin(angle) * total if freedom > 1 else 0.0))
 
 
 def _apart(ours: Mapping[str, float], theirs: Mapping[str, float]) -> np.ndarray:

@@ -109,7 +109,8 @@ class Settings:
         batch: Mini-batch size; the last batch of an epoch may be smaller.
         seed: Random seed for the whole run.
         members: Networks whose predictions are averaged, each with its own initial weights; multiplies computation and
-            traffic. Two give most of the benefit, which is largest for images and smallest for small tables.
+            traffic. 0: three for flat inputs where the method is ``bpfed-adaptive``, whose networks are small, and else
+            one.
         network: Network that is built when none is given: ``auto``, a LeNet for 32 x 32 images, what the method
             prefers for tables (``mlp`` or ``skip``), and else an MLP with one hidden layer; ``mlp``; ``skip``, that MLP and a linear path from inputs to outputs beside it; ``linear``,
             logistic or linear regression.
@@ -172,7 +173,7 @@ class Settings:
     epochs: int = 10
     batch: int = 50
     seed: int = 0
-    members: int = 1
+    members: int = 0
     network: Literal["auto", "mlp", "skip", "linear"] = "auto"
     hidden: int | None = None
     adapt: Literal["auto", "off"] = "auto"
@@ -210,7 +211,9 @@ class Settings:
         for name, most in LARGEST.items():
             if (getattr(self, name) or 0) > most:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be at most {most}.")
-        for name in ("rounds", "epochs", "batch", "members", "eval_draws", "bins", "memory"):
+        if self.members < 0:
+            raise UserError(f"members is {self.members}, but must be 0 or more.")
+        for name in ("rounds", "epochs", "batch", "eval_draws", "bins", "memory"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be at least 1.")
         for name in ("hidden", "eval_clients", "chunk"):

@@ -214,15 +214,34 @@ class FederatedData:
         """
         if self.calibration is not None:
             raise UserError(f"'{self.name}' already has calibration examples; leave the setting 'calibration' at 0.")
+        moved = self._moved(fraction, seed)
+        return replace(self, train=self.train.where(~moved), calibration=self.train.where(moved))
+
+    def _moved(self, fraction: float, seed: int) -> Tensor:
+        """Which training examples `hold_out` moves, ``[E]`` bool."""
         held = held_back(self.train.sizes, fraction)
         key = rng.keys(seed, 0, rng.Purpose.HOLD_OUT, rng.client_ids(self.clients))
         if self.holdout is None:
-            moved = self._drawn(held, key)
-        elif self.holdout.kind == "time":
-            moved = last_rows(self.train, held)
-        else:
-            moved = rows_of_groups(self.train, held, key)
-        return replace(self, train=self.train.where(~moved), calibration=self.train.where(moved))
+            return self._drawn(held, key)
+        if self.holdout.kind == "time":
+            return last_rows(self.train, held)
+        return rows_of_groups(self.train, held, key)
+
+    def folds(self, count: int, held: float, seed: int) -> list[FederatedData]:
+        """The data ``count`` times, each with another part of each client's training examples as its test examples.
+
+        The parts are of the size ``held`` and have no example in common. Test and calibration examples are left out.
+        The first part is what `held_out` holds out with the same seed.
+        """
+        whole, left, found = self.train, torch.ones(len(self.train.y), dtype=torch.bool), []
+        for at in range(count):
+            rows = torch.zeros_like(left)
+            rest = replace(self, train=whole.where(left), calibration=None)
+            rows[left.nonzero()[:, 0][rest._moved(held / (1.0 - at * held), seed)]] = True
+            left = left & ~rows
+            train, test = whole.where(~rows), whole.where(rows)
+            found.append(replace(self, train=train, test=test, calibration=None, seed=seed + at))
+        return found
 
     @property
     def holdout(self) -> Holdout | None:

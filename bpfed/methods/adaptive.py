@@ -52,9 +52,9 @@ from bpfed.nn.parameters import Personal as Split
 
 #: Temperatures and prior scales to choose from, Bayes' rule with a unit prior first,
 PRIORS = ((1.0, 1.0), (1.0, 0.5), (0.3, 1.0), (0.3, 2.0), (0.3, 4.0))
-#: and deviations of the body and the head: none is FedAvg, and those of ``ALONE`` are training alone.
+#: and deviations of the body and the head, partial pooling first; none is FedAvg, and ``ALONE`` is training alone.
 ALONE = 100.0
-DEVIATIONS = ((0.0, 0.0), (0.0, 0.1), (0.1, 0.3), (0.1, 1.0), (ALONE, ALONE))
+DEVIATIONS = ((0.1, 0.3), (0.0, 0.1), (0.1, 1.0), (0.0, 0.0), (ALONE, ALONE))
 #: σ of a weight at the start, in units of its prior's.
 START = 0.2
 
@@ -149,6 +149,7 @@ class Adaptive(Method):
     schedule: ClassVar[str] = "cosine"
     weighting: ClassVar[str] = "size"
     flat_network: ClassVar[str] = "skip"
+    flat_members: ClassVar[int] = 3
     numbers: ClassVar[tuple[str, ...]] = (
         "lr",
         "temperature",

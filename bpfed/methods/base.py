@@ -157,6 +157,8 @@ class Method(ABC):
     weighting: ClassVar[str] = "equal"
     #: Network for flat inputs, where neither the run's settings nor ``network`` say which: ``mlp`` or ``skip``.
     flat_network: ClassVar[str] = "mlp"
+    #: How many such networks are trained, where the run's settings do not say (`bpfed.nn.ensemble`).
+    flat_members: ClassVar[int] = 1
     #: Fields of states that hold standard deviations: what arrives from elsewhere must be above 0 there.
     scales: ClassVar[tuple[str, ...]] = ("sigma",)
     #: Fields of uploads that count examples or are sums of squares: they may differ between clients by any factor, so no

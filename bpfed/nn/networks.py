@@ -142,7 +142,10 @@ def make_model(
             f"The likelihood is a {type(likelihood).__name__}, but the targets are {targets}, for which predictions "
             f"are made with bpfed.inference.likelihoods.{known} alone; use it or a subclass, or leave likelihood out."
         )
+    members = settings.members
     if module is None:
+        if not members and example.ndim == 2:
+            members = method.flat_members
         network = method.flat_network if settings.network == "auto" and example.ndim == 2 else settings.network
         module = default(tuple(example.shape[1:]), classes or 1, settings.seed, settings.hidden, network)
-    return make_ensemble(Model.of(module, likelihood, example, method.personal), settings.members, settings.seed)
+    return make_ensemble(Model.of(module, likelihood, example, method.personal), members or 1, settings.seed)

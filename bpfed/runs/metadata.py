@@ -122,8 +122,8 @@ def summary(federation: Federation, history: Sequence[Mapping[str, Any]], second
     # Every site of a deployment knows the seed, and so who was drawn.
     if (epsilon := federation.epsilon(secret=data.protocol != DEPLOYED)) is not None:
         record |= {"epsilon": epsilon, "delta": settings.delta}
-    if settings.members > 1:
-        record["members"] = settings.members
+    if federation.model.members > 1:
+        record["members"] = federation.model.members
     if federation.softness != 1.0:
         record["softness"] = federation.softness
     record["factors"] = federation.method.whose(federation.model)

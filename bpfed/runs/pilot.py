@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from bpfed._util.errors import Diverged, UserError
+from bpfed._util.scores import student
 from bpfed.callbacks.base import Callback
 from bpfed.callbacks.progress import Progress
 from bpfed.config.settings import SOFTEST, SUREST, Settings
@@ -167,11 +168,10 @@ def _train(planned: Sequence[Rehearsal], display: Progress | None, held: float, 
 # fifths of each client's training examples and for half the rounds, and scores each on the rest. No test example takes
 # part. Of a federation only sums of held-out log scores per client are used.
 #
-# The choice is made in stages, so that it costs little. In each stage the candidates are in order, the plain Bayesian
-# one
-# or those that share most first, and the first one is chosen whose score is within one standard error of the best. The
-# error is that of the paired difference summed over clients, with clients as units: a difference that comes from one
-# client alone does not count for much. So little data means Bayes' rule and much sharing.
+# The choice is made in stages, so that it costs little. In each stage the candidates are in order, the plain Bayesian one
+# or partial pooling first, and the first one is chosen that the data do not tell from the best: 0 is in the 95 %
+# interval of the paired difference, with clients as units. So few clients keep what is usual, and many clients, or a
+# large difference, can choose anything, FedAvg and training alone included.
 
 #: Training examples of all clients together up to which several parts are held out in turn, and how many.
 FEW, FOLDS = 1_000, 3
@@ -248,12 +248,14 @@ def choose(
     by_time = data.holdout is not None and data.holdout.kind == "time"  # then all folds would be the same
     folds = FOLDS if int(data.train.sizes.sum()) <= FEW and not by_time else 1
     rounds = min(settings.rounds, max(LEAST, math.ceil(SHARE * settings.rounds)))
-    parts = [held_out(data, HELD, settings.seed + APART * (k + 1)) for k in range(folds)]
-    how = replace(as_rehearsal(settings, 1), rounds=rounds, eval_every=rounds, adapt="off", store="memory")
+    held_out(data, HELD, settings.seed + APART)  # or a sentence, where nothing can be held out
+    parts = data.folds(folds, HELD, settings.seed + APART)
+    how = replace(as_rehearsal(settings, 1), rounds=rounds, eval_every=rounds, adapt="off", store="memory", members=1)
+    members = settings.members or (method.flat_members if model is None and data.train.x.ndim == 2 else 1)
     count = sum(len(stage) for stage in method.candidates()) - len(method.candidates()) + 1  # one of each is known then
     say(
         f"Choosing between {count} settings on held-out training examples first, in pilot runs of {rounds} rounds. They "
-        f"need about {count * folds * rounds / settings.rounds:.0f} times the computation of the run; --adapt off skips "
+        f"need about {count * folds * rounds / settings.rounds / members:.1f} times the computation of the run; --adapt off skips "
         "them."
     )
     stages: list[tuple[Candidate, ...]] = []
@@ -264,7 +266,7 @@ def choose(
         new = [one for one in made if one not in known]
         known |= dict(zip(new, _scored(new, parts, how, model, likelihood), strict=True))
         tried = tuple(Candidate(one, dict(own), *known[one]) for one, own in zip(made, offered, strict=True))
-        at = first_within_error(tried)
+        at = first_not_worse(tried)
         if not math.isfinite(tried[at].nll):
             raise Diverged("All pilot runs diverged; lower the step size, method.lr, or look for extreme values.")
         method = tried[at].method
@@ -278,21 +280,25 @@ def best(tried: Sequence[Candidate]) -> int:
     return int(np.argmin([c.nll if math.isfinite(c.nll) else math.inf for c in tried]))
 
 
-def first_within_error(tried: Sequence[Candidate]) -> int:
-    """The first candidate whose score is within one standard error of the best one's."""
+def first_not_worse(tried: Sequence[Candidate]) -> int:
+    """The first candidate that the data do not tell from the best one.
+
+    That is, 0 is in the 95 % interval of the difference of their scores, by Student's t with clients as units: the
+    examples of a client are not independent, and of few clients a difference is often luck.
+    """
     least = tried[best(tried)]
-    within = (at for at, one in enumerate(tried) if one.nll <= least.nll + _error(one, least))
+    within = (at for at, one in enumerate(tried) if one.nll <= least.nll + _half_width(one, least))
     return next(within, best(tried))
 
 
-def _error(one: Candidate, other: Candidate) -> float:
-    """Standard error of the difference of two scores; clients are independent, their examples are not."""
+def _half_width(one: Candidate, other: Candidate) -> float:
+    """Half the width of the 95 % interval of the difference of two scores."""
     difference = (one.sums - other.sums)[one.examples > 0]
     count = len(difference)
     if count < 2 or not np.isfinite(difference).all():
         return 0.0
     spread = math.sqrt(count / (count - 1) * float(((difference - difference.mean()) ** 2).sum()))
-    return spread / float(one.examples.sum())
+    return student(count - 1) * spread / float(one.examples.sum())
 
 
 def _scored(

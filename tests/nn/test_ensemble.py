@@ -244,5 +244,5 @@ def test_what_cannot_have_members_says_so():
         Federation.start(FedAvg(), data, SETTINGS, Own())
     with pytest.raises(UserError, match="laplace works with one network"):
         bpfed.fit(FedPer(laplace=True), data, settings=SETTINGS)
-    with pytest.raises(UserError, match="members is 0"):
-        bpfed.fit(FedAvg(), data, settings=replace(SETTINGS, members=0))
+    with pytest.raises(UserError, match="members is -1"):
+        bpfed.fit(FedAvg(), data, settings=replace(SETTINGS, members=-1))

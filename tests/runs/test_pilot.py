@@ -17,7 +17,7 @@ from bpfed.methods import Adaptive, FedAvg
 from bpfed.methods.adaptive import DEVIATIONS, PRIORS
 from bpfed.runs import pilot
 from bpfed.runs.fit import method_of
-from bpfed.runs.pilot import Candidate, first_within_error
+from bpfed.runs.pilot import Candidate, first_not_worse
 
 #: A few steps have to do, so they are long.
 QUICK = {
@@ -40,14 +40,16 @@ def candidates(*sums, examples=10.0):
     ("sums", "chosen"),
     [
         (([10, 10, 10], [5, 5, 5]), 1),  # better at all clients alike: no doubt
-        (([10, 10, 10], [10.3, 10, 4]), 0),  # better at one client alone: the one that shares more
+        (([10, 10, 10], [10.3, 10, 4]), 0),  # better at one client alone: the first
+        (([10, 10, 10], [8, 6, 4]), 0),  # three clients, t = 4.3: not beyond doubt
+        (([10, 10, 10] * 5, [8, 6, 4] * 5), 1),  # fifteen of the same kind
         (([5, 5, 5], [10, 10, 10]), 0),
         (([10, 10, 10], [5, 5, math.nan]), 0),
         (([math.inf] * 3, [math.nan] * 3, [7, 8, 9]), 2),
     ],
 )
-def test_the_first_within_one_error_of_the_best_is_chosen(sums, chosen):
-    assert first_within_error(candidates(*sums)) == chosen
+def test_the_first_that_the_data_do_not_tell_from_the_best_is_chosen(sums, chosen):
+    assert first_not_worse(candidates(*sums)) == chosen
 
 
 def federation(differ, clients=6, size=60, seed=0):
@@ -68,9 +70,9 @@ def test_clients_that_are_alike_share_and_clients_that_differ_do_not():
         pilot.choose(Adaptive(lr=0.03), federation(differ), Settings(**QUICK, weighting="size"))
         for differ in (False, True)
     )
-    assert alike.method.head_deviation <= 0.1
+    assert alike.method.head_deviation <= 0.3
     assert apart.method.head_deviation >= 0.3
-    pooled = apart.stages[1][0]  # no deviation at all, which cannot tell slopes of either sign apart
+    pooled = apart.stages[1][3]  # no deviation at all, which cannot tell slopes of either sign apart
     assert pooled.nll > apart.stages[1][apart.chosen[1]].nll + 0.2
     for choice in (alike, apart):
         assert [len(stage) for stage in choice.stages] == [len(PRIORS), len(DEVIATIONS)]
