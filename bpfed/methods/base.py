@@ -289,8 +289,11 @@ class Method(ABC):
         """What goes to the server and what stays."""
 
     @abstractmethod
-    def aggregate(self, shared: State, uploads: State, weights: Tensor) -> State:
-        """The server's new state from its old one, S uploads and their weights ``[S]``."""
+    def aggregate(self, shared: State, uploads: State, weights: Tensor, clients: int) -> State:
+        """The server's new state from its old one, S uploads and their weights ``[S]``.
+
+        ``clients`` is the number of clients in the federation, N, of whom S took part in the round.
+        """
 
     @abstractmethod
     def predictive(self, model: Model, shared: State, personal: State) -> Predictive:
