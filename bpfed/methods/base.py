@@ -23,6 +23,7 @@ of a leaf would have to know of it; an empty tuple is a node without leaves.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -298,6 +299,18 @@ class Method(ABC):
     @abstractmethod
     def predictive(self, model: Model, shared: State, personal: State) -> Predictive:
         """The distribution to predict with, for each client."""
+
+
+def unfit(kind: Any) -> str:
+    """Why this is no class of a method that can be used, as the end of a sentence; empty: it is one."""
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        return "is not a subclass of bpfed.methods.Method"
+    if lacking := sorted(getattr(kind, "__abstractmethods__", ())):
+        return f"does not define {', '.join(lacking)}"
+    arguments = inspect.signature(kind.aggregate).parameters.values()
+    if not any(a.name == "clients" or a.kind is a.VAR_KEYWORD for a in arguments):
+        return "has an aggregate without the argument 'clients', the number of clients in the federation"
+    return ""
 
 
 def rows(state: State, count: int) -> State:
