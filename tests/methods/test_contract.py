@@ -50,7 +50,7 @@ class Client:
     """Some clients of a method, ready for a round."""
 
     def __init__(self, name, count=CLIENTS):
-        self.method = METHODS[name]()
+        self.method = method(name)()
         self.method.check()
         self.model = scenarios.model_of(scenarios.module_for(self.method), personal=self.method.personal)
         self.initial = self.method.init(self.model)
