@@ -23,6 +23,7 @@ from bpfed._util.paths import REHEARSALS
 from bpfed.config.reader import Config
 from bpfed.config.registry import allowing
 from bpfed.data.federated import HELD, parted
+from bpfed.deploy.logs import fail, warn
 from bpfed.deploy.protocol.messages import MOST, Reply, Request, fingerprint, shared_of
 from bpfed.deploy.protocol.state_schema import Patterns, RejectedMessage, Upload, patterns
 from bpfed.deploy.site.data import Source
@@ -91,13 +92,13 @@ class Site:
             with allowing(self.plugins):
                 return self._written(self._answer(ask, record), start)
         except RejectedMessage as refused:
-            self.say(f"The server's message was refused: {refused}")
+            warn(self.say, f"The server's message was refused: {refused}")
             why = f"it refused the server's message: {refused}"
         except UserError as error:
-            self.say(str(error))
+            fail(self.say, str(error))
             why = "it cannot do its part; its own log says why."
         except Exception:
-            self.say(traceback.format_exc())
+            fail(self.say, traceback.format_exc())
             why = "it failed; its own log says why."
         return self._written(Reply(self.fingerprint, ask.run, ask.round, self.name, why), start)
 
