@@ -73,7 +73,14 @@ def to_parent(*more: logging.Handler, one_line: bool = False) -> Log:
 
     With ``one_line`` a sentence is one line without what a terminal would obey, whatever names are in it.
     """
-    return _with([_Lines(lambda record: f"bpfed: {record.getMessage()}"), *more], checked(None), one_line)
+    try:
+        level, wrong = checked(None), ""
+    except UserError as error:  # whoever started this has looked at it, unless it was started by hand
+        level, wrong = "info", f"{LEVEL}: {error}"
+    log = _with([_Lines(lambda record: f"bpfed: {record.getMessage()}"), *more], level, one_line)
+    if wrong:
+        warn(log, wrong)
+    return log
 
 
 class ToFile(logging.Handler):

@@ -119,11 +119,11 @@ def work(folder: Path, say: Callable[[str], None], data: str | None = None) -> N
 
 def main() -> None:
     """``python -m bpfed.deploy.site.worker FOLDER [DATA]``."""
-    say = logs.to_parent()
     try:
-        work(Path(sys.argv[1]), say, *sys.argv[2:3])
+        work(Path(sys.argv[1]), logs.to_terminal(None), *sys.argv[2:3])
     except UserError as error:
-        logs.fail(say, str(error))
+        with contextlib.suppress(OSError):  # a log on a full disk
+            print(f"bpfed: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
