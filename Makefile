@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: demo demo-deploy test test-deploy bench lint docs clean
+.PHONY: demo demo-deploy test test-deploy bench lint package package-bare docs clean
 
 demo: .venv/.installed
 	$(BIN)/bpfed run --data digits --rounds 30 --seed 0 --rehearsals 3 --out runs/demo --overwrite
@@ -23,6 +23,13 @@ bench: .venv/.test
 
 lint: .venv/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
+
+# Wheel and sdist: built, their contents checked, installed, and run. The second installs all dependencies anew.
+package: .venv/.dev
+	$(BIN)/python .ci/package.py
+
+package-bare: .venv/.dev
+	$(BIN)/python .ci/package.py --bare
 
 docs: .venv/.deploy
 	$(BIN)/python docs/build.py

@@ -189,7 +189,7 @@ class PublishedBPFed(Method):
         state = Personal(kept, personal, (local.q.memory, local.prior.memory), local.steps[:, None])
         return Finished(shared, state, {"kl": kl(q, prior)})
 
-    def aggregate(self, shared: Gaussian, uploads: Gaussian, weights: Tensor) -> Gaussian:
+    def aggregate(self, shared: Gaussian, uploads: Gaussian, weights: Tensor, clients: int) -> Gaussian:
         if self.averaged == "sigma":
             return mean(uploads, weights)
         rho = weighted_mean(softplus_inverse(uploads.sigma), weights)

@@ -31,3 +31,16 @@ def test_every_module_is_on_the_map() -> None:
 
 def test_everything_on_the_map_is_there() -> None:
     assert {name for name in mapped() if not (PACKAGE / name).exists()} == set()
+
+
+def test_where_to_look_for_a_change_is_true_of_the_code() -> None:
+    page = (ROOT / "docs" / "design.md").read_text().partition("## Where to look for a change")[2].partition("\n## ")[0]
+    rows = [row for row in page.splitlines() if row.startswith("| ") and "If you want" not in row]
+    assert len(rows) == 10
+    for row in rows:
+        files = re.findall(r"`([\w/]+\.py)`(?: \(([^)]*)\))?", row)
+        assert 1 <= len(files) <= 4, row
+        for path, names in files:
+            code = (PACKAGE / path).read_text()
+            for name in re.findall(r"`(\w+)`", names):
+                assert re.search(rf"\b{name}\b", code), f"{path} has no {name}"

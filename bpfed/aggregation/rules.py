@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bpfed._util.errors import unknown
+from bpfed.config import registry
 from bpfed.inference.gaussian import Gaussian, from_natural, natural
 
 if TYPE_CHECKING:
@@ -58,10 +58,14 @@ RULES: dict[str, Rule] = {"mean": mean, "moments": moments, "precision": precisi
 
 
 def rule(name: str) -> Rule:
-    """The server rule of that name."""
-    if name not in RULES:
-        raise unknown("server rule", name, RULES)
-    return RULES[name]
+    """The server rule of that name, of `RULES` or of another package."""
+    if name in RULES:
+        registry.RULES.refuse_clash(name)
+        return RULES[name]
+    found: Rule = registry.RULES.load(name)
+    if not callable(found):
+        raise registry.RULES.unfit(name, "is not a function of uploads and weights")
+    return found
 
 
 # --- Server rules for members that are not all trusted ----------------------------------------------------------------

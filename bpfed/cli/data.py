@@ -17,7 +17,7 @@ from bpfed.cli import terminal
 from bpfed.cli.flags import DataDir, schema_fields, with_schema
 from bpfed.cli.run import PATIENCE, loading, overrides
 from bpfed.cli.terminal import Group
-from bpfed.config.registry import PREFIX, check_data
+from bpfed.config.registry import PARTITIONS, PREFIX, check_data
 
 if TYPE_CHECKING:
     from bpfed.callbacks import Progress
@@ -52,6 +52,8 @@ def list_(data_dir: DataDir = None) -> None:
     shown = terminal.table("--partition", "how examples are distributed over clients")
     for name, kind in KINDS.items():
         shown.add_row(name if kind.default is None else f"{name}:{kind.default:g}", kind.sentence)
+    for name in PARTITIONS.plugins():
+        shown.add_row(name, f"Of the package {PARTITIONS.package(name)}.")
     terminal.put(shown)
 
 

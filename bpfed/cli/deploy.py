@@ -41,8 +41,18 @@ def _flower() -> None:
         raise UserError("Deployments need Flower; install it with: pip install 'bpfed[deploy]'")
 
 
+LogLevel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="debug|info|warning|error",
+        help="Log from this level on. \\[default: BPFED_LOG_LEVEL, then info]",
+        show_default=False,
+    ),
+]
+
+
 def _say(sentence: str) -> None:
-    with contextlib.suppress(OSError):  # a log on a full disk; a server or site runs on
+    with contextlib.suppress(OSError):  # a terminal that is gone
         print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)
 
 
@@ -109,14 +119,16 @@ def init(
 
 
 @app.command("server", epilog="Example: bpfed deploy server fed")
-def server(folder: Folder) -> None:
+def server(folder: Folder, log_level: LogLevel = None) -> None:
     """Run the server in the foreground until SIGTERM or Ctrl-C."""
     _flower()
+    from bpfed.deploy import logs
     from bpfed.deploy.ops import flower
     from bpfed.deploy.settings import Plan, server_folder
 
+    say = logs.to_terminal(log_level)
     own = server_folder(folder)
-    flower.serve(own, Plan.read(own), _say)
+    flower.serve(own, Plan.read(own), say)
 
 
 @app.command("client", epilog="Example: bpfed deploy client fed/site-north --data patients.csv")
@@ -129,13 +141,16 @@ def client(
             show_default=False,
         ),
     ] = None,
+    log_level: LogLevel = None,
 ) -> None:
     """Run a site in the foreground until SIGTERM or Ctrl-C."""
     _flower()
     from bpfed._util.paths import PLAN
+    from bpfed.deploy import logs
     from bpfed.deploy.ops import flower
     from bpfed.deploy.settings import Plan, no_deployment, site_folders
 
+    say = logs.to_terminal(log_level)
     own = folder.resolve()
     if not (own / PLAN).exists():
         if inside := site_folders(folder):
@@ -149,7 +164,7 @@ def client(
         raise UserError(f"'{folder}' is not the folder of a site; give one such as '{beside[0]}'.")
     if data is not None and data not in DATASETS and (path := Path(data).expanduser()).exists():
         data = str(path.resolve())
-    if not flower.join(own, plan, _say, data):
+    if not flower.join(own, plan, say, data):
         raise typer.Exit(2)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from bpfed._util.console import Console
+from bpfed._util.errors import UserError
 from bpfed.cli import terminal
 from bpfed.config.registry import check_method
 
@@ -25,11 +26,17 @@ def methods(
 
 
 def _all() -> terminal.Table:
-    from bpfed.methods import METHODS
+    from bpfed.methods import method as method_of
+    from bpfed.methods import names
 
     shown = terminal.table("name", "shared", "personal", "random", "paper")
     shown.columns[0].no_wrap = True
-    for method in METHODS.values():
+    for name in names():
+        try:
+            method = method_of(name)
+        except UserError as error:  # of another package
+            Console(stderr=True).print(f"bpfed: {error}", soft_wrap=True)
+            continue
         shown.add_row(method.name, method.shared_words, method.personal_words, method.random_words, method.paper)
     return shown
 

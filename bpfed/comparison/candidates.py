@@ -9,7 +9,7 @@ from typing import Any
 from bpfed._util.errors import UserError, unknown
 from bpfed.config.schema import TABLES, fields_of
 from bpfed.config.settings import Settings
-from bpfed.methods import METHODS, Method, method
+from bpfed.methods import METHODS, Method, method, names
 from bpfed.runs.fit import method_of
 
 #: What may follow a method's name after a ``+``, and the settings that it stands for.
@@ -22,7 +22,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sgd": {"method.optimiser": "sgd", "method.lr": 0.03, "method.decay": 3.0, "run.batch": 10},
 }
 
-#: The name that stands for every method that takes any network: what is for tables alone has to be named.
+#: The name that stands for every method of bpfed that takes any network: what is for tables alone, and what other
+#: packages have, has to be named.
 ALL = "all"
 
 
@@ -106,7 +107,7 @@ def check_common(name: str, common: Mapping[str, Any]) -> None:
 def title(name: str) -> str:
     """The heading of a name: ``fedper+laplace`` is FedPer + laplace; a method that is not known keeps its name."""
     base, *variants = name.split("+")
-    return " + ".join([METHODS[base].title if base in METHODS else base, *variants])
+    return " + ".join([method(base).title if base in names() else base, *variants])
 
 
 def entrants(methods: str | Sequence[str | Method] | Mapping[str, Method | str], settings: Settings) -> list[Entrant]:

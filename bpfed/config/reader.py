@@ -30,7 +30,7 @@ from bpfed import __version__
 from bpfed._util.errors import UserError, hint
 from bpfed._util.files import from_toml
 from bpfed.config.migrations import Gone, as_then, data_as_then
-from bpfed.config.registry import PREFIX
+from bpfed.config.registry import DATASETS, METHODS, PARTITIONS, PREFIX, RULES
 from bpfed.config.schema import LISTS, PLACE, PLACES, RECORDED, DataSettings, Field, fields_of
 from bpfed.config.schema import TABLES as schema_TABLES
 from bpfed.config.settings import Settings
@@ -172,6 +172,17 @@ class Config:
         """The seed of the partition and the test split."""
         return self.run.seed if self.data.seed is None else self.data.seed
 
+    @property
+    def plugins(self) -> list[str]:
+        """The packages that what is named here comes from, with their versions; none for what is of bpfed itself."""
+        named = (
+            (METHODS, self.method.name),
+            (RULES, str(getattr(self.method, "rule", ""))),
+            (DATASETS, self.data.name),
+            (PARTITIONS, (self.data.partition or "").partition(":")[0]),
+        )
+        return sorted({package for known, name in named if (package := known.package(name)) is not None})
+
     def tables(self, data_dir: DataDir = None) -> dict[str, Table]:
         """The tables that are asked for, by client; none where the data are no tables."""
         from bpfed.data.load import is_table, tables
@@ -252,7 +263,7 @@ def read(path: Path | None = None, overrides: Sequence[Override] = (), text: str
     _check_values(said, schema)
     named = bool(tables["method"]) or any(s.table == "method" for s in said)
     name, notes = _method_name(document, tables, said)
-    chosen = _methods()[name]
+    chosen = _method(name)
     schema["method"] = fields_of(chosen)
     recorded = _recorded(tables)
     place = recorded.get("data", {}).pop(PLACE, None)
@@ -278,10 +289,16 @@ def read(path: Path | None = None, overrides: Sequence[Override] = (), text: str
     )
 
 
-def _methods() -> Mapping[str, type[Method]]:
-    from bpfed.methods import METHODS  # here, since it imports torch, which takes seconds
+def _method(name: str) -> type[Method]:
+    from bpfed.methods import method  # here, since it imports torch, which takes seconds
 
-    return METHODS
+    return method(name)
+
+
+def _method_names() -> tuple[str, ...]:
+    from bpfed.methods import names
+
+    return names()
 
 
 def _wanted_method(tables: Mapping[str, Mapping[str, Any]], overrides: Sequence[Override]) -> str:
@@ -312,12 +329,17 @@ def _method_name(document: Document, tables: dict[str, dict[str, Any]], said: Se
                 f"'{document.path}' configures {in_file}; its [method] table is ignored because of --method {name}."
             )
         tables["method"] = {}
-    if name not in (methods := _methods()):
+    if name not in (methods := _method_names()):
         place = document.where("method", "name") if not named and document.path is not None else ""
         if (base := name.partition("+")[0]) in methods and base != name:
             raise UserError(
                 f"{place}'{name}' is a variant, which only 'bpfed compare' accepts; use {base} and set what the "
                 "variant changes (see the researcher's guide)."
+            )
+        if not named and "bpfed" in document.content:
+            raise UserError(
+                f"{place}the run of this file was trained with the method '{name}', which is not installed here; install "
+                "the package that has it as a plug-in."
             )
         raise UserError(f"{place}Unknown method '{name}'; {hint(name, methods)}")
     # To name the method that the file has anyway changes none of its settings.
@@ -415,8 +437,8 @@ def no_prefix(override: Override, method: str) -> UserError:
         method: Name of the method that is to be run.
     """
     key, schema = override.key, {table: fields_of(cls) for table, cls in schema_TABLES.items()}
-    if (chosen := _methods().get(method)) is not None:
-        schema = {"method": fields_of(chosen)} | schema
+    if method in _method_names():
+        schema = {"method": fields_of(_method(method))} | schema
     found = [f"{table}.{key}" for table, fields in schema.items() if key in fields]
     advice = f"did you mean '{found[0]}'?" if found else "e.g. --set method.lr=0.01."
     return UserError(f"{override.flag}: '{key}' needs a prefix: data., method. or run.{';' if found else ','} {advice}")

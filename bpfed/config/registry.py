@@ -1,26 +1,192 @@
-"""Names of methods and datasets, so that a misspelt one is refused before torch is imported, which takes seconds.
+"""Names of methods, datasets and whatever else is chosen by name: those of bpfed, and those of other packages.
 
-They are those of `bpfed.methods.METHODS`, which cannot be imported if it differs, and of `bpfed.data.names`, which a
-test compares.
+A name is known before what it stands for is imported, so that a misspelt one is refused before torch is imported, which
+takes seconds. Other packages add names by entry points, one group for each registry:
+
+    [project.entry-points."bpfed.methods"]
+    scaffold = "bpfed_scaffold:Scaffold"
+
+Their metadata is read when a name is looked up, and their code is imported when it is used. The names of datasets are
+those of `bpfed.data.names`, which a test compares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from bpfed._util.errors import UserError, unknown
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+#: The packages whose plug-ins may be used here, ``NAME==VERSION`` each; None: all that are installed.
+_ALLOWED: ContextVar[frozenset[str] | None] = ContextVar("allowed", default=None)
+
+
+@contextmanager
+def allowing(packages: Iterable[str]) -> Iterator[None]:
+    """Inside, plug-ins of these packages alone are used, ``NAME==VERSION`` each; any other is refused."""
+    before = _ALLOWED.set(frozenset(packages))
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(before)
+
+
+class Registry(Collection[str]):
+    """Names of one kind of thing: those of bpfed itself first, then those of plug-ins.
+
+    Args:
+        kind: What they name, in words.
+        group: The group of entry points by which other packages add some.
+        own: The names of bpfed itself; in a mapping, with what they stand for as ``module:Class``.
+    """
+
+    def __init__(self, kind: str, group: str, own: Collection[str] = ()) -> None:
+        self.kind, self.group, self.own = kind, group, own
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.own or any(point.name == name for point in self._points())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.own, *self.plugins()))
+
+    def __len__(self) -> int:
+        return len(tuple(iter(self)))
+
+    def plugins(self) -> tuple[str, ...]:
+        """The names that other packages add, in order; nothing is imported."""
+        return tuple(sorted({point.name for point in self._points()} - set(self.own)))
+
+    def package(self, name: str) -> str | None:
+        """The package that a name comes from, as ``NAME==VERSION``; None: it is of bpfed itself, or unknown."""
+        found = [point for point in self._points() if point.name == name]
+        return _package(found[0]) if found and name not in self.own else None
+
+    def target(self, name: str) -> str:
+        """What the name of a plug-in stands for, as ``module:Class``."""
+        return next(point.value for point in self._points() if point.name == name)
+
+    def check(self, name: str) -> None:
+        """Raise a `UserError` unless the name means one thing, which may be used here; nothing is imported."""
+        if name not in self:
+            raise unknown(self.kind, name, self)
+        self.refuse_clash(name)
+        package = self.package(name)
+        allowed = _ALLOWED.get()
+        if package is not None and allowed is not None and package not in allowed:
+            raise UserError(
+                f"The {self.kind} '{name}' is of the package {package}, which this site does not allow; if its owner "
+                f"trusts the package, add \"{package}\" to 'plugins' of the site's deploy.toml."
+            )
+
+    def refuse_clash(self, name: str) -> None:
+        """Raise a `UserError` if several packages have this name."""
+        packages = [_package(point) for point in self._points() if point.name == name]
+        if name in self.own:
+            packages.insert(0, "bpfed")
+        if len(packages) > 1:
+            raise UserError(
+                f"The {self.kind} '{name}' is in several packages ({', '.join(packages)}); uninstall all but one of "
+                "them, or rename it there."
+            )
+
+    def load(self, name: str) -> Any:
+        """What the name stands for, imported.
+
+        Raises:
+            UserError: There is no such name, several packages have it, or it cannot be imported.
+        """
+        self.check(name)
+        if name in self.own:
+            return self.load_own(name)
+        point = next(point for point in self._points() if point.name == name)
+        try:
+            return point.load()
+        except (Exception, SystemExit) as error:
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            raise self.unfit(name, f"cannot be imported ({words})") from error
+
+    def load_own(self, name: str) -> Any:
+        """What a name of bpfed itself stands for, imported."""
+        if not isinstance(self.own, Mapping):
+            raise LookupError(f"what '{name}' stands for is not in this registry")
+        module, _, attribute = self.own[name].partition(":")
+        return getattr(import_module(module), attribute)
+
+    def unfit(self, name: str, why: str) -> UserError:
+        """A `UserError` for a plug-in that cannot be used, with the package that it is of."""
+        return UserError(
+            f"The {self.kind} '{name}' of the package {self.package(name)} {why}; update the package or uninstall it."
+        )
+
+    def _points(self) -> list[EntryPoint]:
+        from importlib import metadata  # here, since most commands need no plug-in's name
+
+        try:
+            return list(metadata.entry_points(group=self.group))
+        except Exception:  # the metadata of any one package is damaged: that of the others is read all the same
+            found: dict[tuple[str, str], EntryPoint] = {}
+            for distribution in metadata.distributions():
+                try:
+                    points = distribution.entry_points.select(group=self.group)
+                except Exception:  # whatever it has cannot be named, and is unknown to whoever asks for it
+                    continue
+                for point in points:
+                    found.setdefault((distribution.name, point.name), point)
+            return list(found.values())
+
+
+def _package(point: EntryPoint) -> str:
+    """``NAME==VERSION`` of the package that an entry point is of."""
+    return f"{point.dist.name}=={point.dist.version}" if point.dist is not None else "unknown"
+
+
 # fmt: off
-METHODS = (
-    "bpfed", "bpfed-recipe", "bpfed-population", "bpfed-adaptive", "bpfed-linear", "fedavg", "fedavg-ft", "local", "perfedavg", "pfedme", "pfedbayes",
-    "fedper", "lg-fedavg", "fedrep", "fedsoul", "pfedvem", "ditto", "fedbabu",
-)
-DATASETS = (
+METHODS = Registry("method", "bpfed.methods", {
+    "bpfed": "bpfed.methods.bpfed:BPFed",
+    "bpfed-recipe": "bpfed.methods.recipe:Recipe",
+    "bpfed-population": "bpfed.methods.population:Population",
+    "bpfed-adaptive": "bpfed.methods.adaptive:Adaptive",
+    "bpfed-linear": "bpfed.methods.linear:Linear",
+    "fedavg": "bpfed.methods.fedavg:FedAvg",
+    "fedavg-ft": "bpfed.methods.fedavg:FedAvgFT",
+    "local": "bpfed.methods.local:LocalOnly",
+    "perfedavg": "bpfed.methods.perfedavg:PerFedAvg",
+    "pfedme": "bpfed.methods.pfedme:PFedMe",
+    "pfedbayes": "bpfed.methods.pfedbayes:PFedBayes",
+    "fedper": "bpfed.methods.fedper:FedPer",
+    "lg-fedavg": "bpfed.methods.lgfedavg:LGFedAvg",
+    "fedrep": "bpfed.methods.fedrep:FedRep",
+    "fedsoul": "bpfed.methods.fedsoul:FedSOUL",
+    "pfedvem": "bpfed.methods.pfedvem:PFedVEM",
+    "ditto": "bpfed.methods.ditto:Ditto",
+    "fedbabu": "bpfed.methods.fedbabu:FedBABU",
+})
+DATASETS = Registry("dataset", "bpfed.datasets", (
     "digits", "mnist", "fmnist", "cifar10", "heart-disease", "wisdm", "wisdm-later", "mnist-small",
     "mnist-large", "fmnist-small", "fmnist-large", "cifar10-small", "cifar10-large",
-)
+))
 # fmt: on
+PARTITIONS = Registry("partition", "bpfed.partitions", ("groups", "random", "dirichlet", "shards", "iid"))
+RULES = Registry("server rule", "bpfed.rules", ("mean", "moments", "precision", "product"))
+LIKELIHOODS = Registry(
+    "likelihood",
+    "bpfed.likelihoods",
+    {
+        "categorical": "bpfed.inference.likelihoods:Categorical",
+        "normal": "bpfed.inference.likelihoods:Normal",
+    },
+)
+#: Formats of tables, by the ending of their files without the dot.
+FORMATS = Registry("table format", "bpfed.tables", ("csv", "tsv", "parquet", "npz"))
+#: Metrics: the group is reserved, and nothing reads it yet.
+METRICS = Registry("metric", "bpfed.metrics")
 #: Models that a method stands for, by name.
 MODELS = {"linear": "bpfed-linear"}
 #: How a path is told from a dataset's name.
@@ -40,8 +206,8 @@ def shown(name: str) -> str:
 
 def check_method(name: str | None) -> None:
     """Raise a `UserError` unless there is a method of that name; None is left to the default."""
-    if name is not None and name not in METHODS:
-        raise unknown("method", name, METHODS)
+    if name is not None:
+        METHODS.check(name)
 
 
 def method_named(method: str | None, model: str | None) -> str | None:
@@ -60,10 +226,10 @@ def method_named(method: str | None, model: str | None) -> str | None:
     return MODELS[model]
 
 
-def check_data(name: str | None, known: Collection[str] = DATASETS) -> None:
+def check_data(name: str | None) -> None:
     """Raise a `UserError` unless there is such a dataset or it is ``folder:PATH``; None is left to the default."""
-    if name is None or name in known or name.startswith(PREFIX):
+    if name is None or name.startswith(PREFIX):
         return
-    if Path(name).exists():
+    if name not in DATASETS and Path(name).exists():
         raise UserError(f"Unknown dataset '{name}'; to use the files there, write '{PREFIX}{name}'.")
-    raise unknown("dataset", name, known)
+    DATASETS.check(name)

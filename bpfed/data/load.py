@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from bpfed._util.errors import UserError
-from bpfed.config.registry import PREFIX, check_data
+from bpfed.config.registry import DATASETS, PREFIX, check_data
 from bpfed.data.benchmark_cells import CELLS, Cell, deal_cell
 from bpfed.data.checks.clients import of_one_class
 from bpfed.data.federated import Examples, FederatedData, Task
@@ -19,7 +20,7 @@ from bpfed.data.holdout import Holdout, split
 from bpfed.data.partition import OWN, Partition, client_names, lay_out, parse_partition, streams
 from bpfed.data.sources import pooled
 from bpfed.data.sources.download import DataDir
-from bpfed.data.sources.pooled import NATURAL, SOURCES, Source
+from bpfed.data.sources.pooled import NATURAL, SOURCES, Natural, Source
 from bpfed.data.tabular import federate
 from bpfed.data.tabular.preprocessing import Codes, Standardise
 from bpfed.data.tabular.table import Table
@@ -29,15 +30,18 @@ TEST_FRACTION = 0.5
 
 
 def names() -> tuple[str, ...]:
-    """Names that `load` knows: sources first, then the paper's six cells. Beside them it knows ``folder:PATH``."""
-    return (*SOURCES, *NATURAL, *CELLS)
+    """Names that `load` knows: sources first, then the paper's six cells, then datasets of other packages.
+
+    Beside them it knows ``folder:PATH``.
+    """
+    return (*SOURCES, *NATURAL, *CELLS, *DATASETS.plugins())
 
 
 def load(
     name: str = "digits",
     *,
     clients: int | None = None,
-    partition: str | None = None,
+    partition: str | Callable[..., Any] | None = None,
     seed: int = 0,
     data_dir: DataDir = None,
     test_fraction: float | None = None,
@@ -59,7 +63,8 @@ def load(
             each client, or one such file (see ``docs/data.md``).
         clients: Number of clients; default: the dataset's own (10, or 20 for CIFAR-10).
         partition: How examples are distributed: ``"groups"`` (the default), ``"random:3"``, ``"dirichlet:0.3"``,
-            ``"shards:2"`` or ``"iid"``.
+            ``"shards:2"`` or ``"iid"``; or a function of the classes ``[E]``, the number of clients and a numpy
+            generator to the client of each example ``[E]``, -1 for nobody.
         seed: Which examples go where. The same seed gives the same federation.
         data_dir: Folder of the dataset's files; default: the one ``BPFED_DATA`` names, then the cache folder.
         test_fraction: Fraction of each client's examples held out for testing, stratified by class; default: 0.5, or
@@ -114,7 +119,7 @@ def load(
         if clients not in (None, len(data)):
             raise UserError(f"'{name}' has its own clients ({len(data)}), so it cannot have {clients}; omit --clients.")
         return data
-    check_data(name, names())
+    check_data(name)
     _no_table(
         name,
         target=target,
@@ -136,7 +141,15 @@ def load(
 
 def is_table(name: str) -> bool:
     """Whether the dataset of this name is tables, with natural clients."""
-    return name.startswith(PREFIX) or name in NATURAL
+    return name.startswith(PREFIX) or _natural(name) is not None
+
+
+def _natural(name: str) -> Natural | None:
+    """What is known of a dataset that is tables with natural clients; None: it is none."""
+    if name not in SOURCES and name not in CELLS and name in DATASETS:
+        known = pooled.entry(name)
+        return known if isinstance(known, Natural) else None
+    return None
 
 
 def tables(
@@ -156,14 +169,14 @@ def tables(
         return federate.read_clients(
             name.removeprefix(PREFIX), client_column, *said, by.words if by is not None else ()
         )
-    if name not in NATURAL:
-        check_data(name, names())
+    if (known := _natural(name)) is None:
+        check_data(name)
         raise UserError(f"'{name}' is not a table; use {', '.join(NATURAL)} or {PREFIX}PATH.")
     if client_column is not None:
         raise UserError(f"'{name}' has its own clients; omit --client-column.")
     if missing is not None:
         raise UserError(f"What is missing in '{name}' is known; omit --missing.")
-    return NATURAL[name].files.read(pooled.obtain(name, data_dir, download))
+    return known.files.read(pooled.obtain(name, data_dir, download))
 
 
 def fetch(name: str, data_dir: DataDir = None) -> Path | None:
@@ -172,7 +185,7 @@ def fetch(name: str, data_dir: DataDir = None) -> Path | None:
     Returns:
         The folder (or archive) they are in; None for a dataset that is built in.
     """
-    check_data(name, names())
+    check_data(name)
     source = source_of(name)
     place = pooled.obtain(source, data_dir)
     return place if pooled.entry(source).files.wanted else None
@@ -183,19 +196,17 @@ def source_of(name: str) -> str:
     return CELLS[name].source if name in CELLS else name
 
 
-def _natural_only(name: str, partition: str | None) -> None:
-    if partition is not None and partition.strip() != OWN:
+def _natural_only(name: str, partition: str | Callable[..., Any] | None) -> None:
+    if partition is not None and not (isinstance(partition, str) and partition.strip() == OWN):
         raise UserError(f"'{name}' has its own clients, so '{parse_partition(partition)}' does not apply; omit it.")
 
 
 def _target(name: str, target: str | None) -> str | None:
-    if name not in NATURAL:
+    if (known := _natural(name)) is None:
         return target
-    if target not in (None, NATURAL[name].target):
-        raise UserError(
-            f"'{name}' predicts '{NATURAL[name].target}'; omit --target, or export it and use {PREFIX}PATH."
-        )
-    return NATURAL[name].target
+    if target not in (None, known.target):
+        raise UserError(f"'{name}' predicts '{known.target}'; omit --target, or export it and use {PREFIX}PATH.")
+    return known.target
 
 
 def _no_table(name: str, **options: str | Iterable[str] | None) -> None:
@@ -238,7 +249,7 @@ def _load_source(
 ) -> FederatedData:
     dealing, splitting, ordering = streams(seed, 3)
     source = pooled.read(name, data_dir, download)
-    number = SOURCES[name].clients if clients is None else clients
+    number = pooled.entry(name).clients if clients is None else clients
     owners = partition.owners(source.y, number, dealing)
     test = split(source.y, owners, test_fraction, splitting)
     data = _federated(source, owners, test, client_names(number), ordering)

@@ -16,7 +16,7 @@ from bpfed.data.benchmark_cells import CELLS
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.load import names, source_of
 from bpfed.data.sources.download import DataDir
-from bpfed.data.sources.pooled import NATURAL, SOURCES, entry, locate
+from bpfed.data.sources.pooled import entry, locate
 from bpfed.data.tabular.table import Table, any_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ class Missing(NamedTuple):
 
 def describe(data_dir: DataDir = None) -> list[DatasetRow]:
     """One row per dataset, in the order of `names`; ``present`` says whether its files are there."""
-    present = {source: locate(source, data_dir) is not None for source in (*SOURCES, *NATURAL)}
     rows = []
     for name in names():
         source = source_of(name)
@@ -62,8 +61,13 @@ def describe(data_dir: DataDir = None) -> list[DatasetRow]:
             clients, examples = cell.clients, cell.clients * cell.labels * (cell.train + cell.test)
             sentence = f"The paper's cell: {cell.train} training and {cell.test} test examples per client and label."
         else:
-            clients, examples, sentence = entry(name).clients, entry(name).examples, entry(name).sentence
-        rows.append(DatasetRow(name, examples, clients, sentence, present[source]))
+            try:
+                known = entry(name)
+            except UserError as error:  # of another package
+                rows.append(DatasetRow(name, 0, 0, str(error), False))
+                continue
+            clients, examples, sentence = known.clients, known.examples, known.sentence
+        rows.append(DatasetRow(name, examples, clients, sentence, locate(source, data_dir) is not None))
     return rows
 
 

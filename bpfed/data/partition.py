@@ -1,22 +1,27 @@
 """Partitions: ways to distribute the examples of a dataset over clients.
 
 A partition gives every example at most one owner, so no example can be with two clients. All of them are functions of
-the classes ``y`` ``[E]``, the number of clients and a random generator, and give owners ``[E]``, -1 for nobody.
+the classes ``y`` ``[E]``, the number of clients and a random generator, and give owners ``[E]``, -1 for nobody. So is
+any function of a user's own, given to `bpfed.data.load` or by another package under a name; if it has a fourth argument
+``number``, that is what stands after the colon.
 """
 
 from __future__ import annotations
 
 import heapq
+import inspect
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bpfed._util.errors import UserError, unknown
+from bpfed.config import registry
 
 # --- Holders ----------------------------------------------------------------------------------------------------------
 #
@@ -104,6 +109,8 @@ def _trade(held: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 NOBODY = -1
 #: What data with its own clients has for a partition; it cannot be asked of other data.
 OWN = "natural"
+#: How the name of a partition begins that is a function of a user's own.
+FUNCTION = "function"
 
 
 class Kind(NamedTuple):
@@ -138,12 +145,14 @@ class Partition:
     """A partition as it was asked for.
 
     Attributes:
-        name: One of `KINDS`.
+        name: One of `KINDS`, or the name of a function.
         number: Labels or shards per client, or alpha; None for a kind that has no number.
+        function: What distributes the examples, if it is none of `KINDS`: of ``y``, clients and generator to owners.
     """
 
     name: str
     number: float | None = None
+    function: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         # The paper's two are known by their bare names.
@@ -158,6 +167,9 @@ class Partition:
             raise UserError(f"A federation cannot have {clients} clients; ask for at least 1.")
         if clients > len(y):
             raise UserError(f"{clients} clients cannot share {len(y)} examples; ask for at most {len(y)} clients.")
+        if self.function is not None:
+            more = {} if self.number is None else {"number": self.number}
+            return self._checked(self.function(y.copy(), clients, rng, **more), len(y), clients)
         # Classes that do not occur are nobody's; only those that do are counted.
         y = np.unique(y, return_inverse=True)[1]
         number = self.number if self.number is not None else 0
@@ -173,14 +185,43 @@ class Partition:
             case _:
                 return iid(y, clients, rng)
 
+    def _checked(self, found: Any, examples: int, clients: int) -> np.ndarray:
+        """What a function of somebody else's has made, if it can be owners."""
+        owners = np.asarray(found)
+        if owners.shape != (examples,) or owners.dtype.kind not in "iu":
+            why = f"gives {owners.dtype} of shape {list(owners.shape)}, but must give a whole number for each of {examples} examples"
+        elif owners.min() < NOBODY or owners.max() >= clients:
+            why = f"gives client {owners.min() if owners.min() < NOBODY else owners.max()}, but must give {NOBODY} (nobody) to {clients - 1}"
+        elif len(without := np.setdiff1d(np.arange(clients), owners)):
+            why = f"gives client {without[0]} no example, but must give each of {clients} clients some"
+        else:
+            return owners.astype(np.int64)
+        raise UserError(f"Partition '{self}' {why}; correct the function.")
 
-def parse_partition(text: str) -> Partition:
-    """Read a partition such as ``"groups"``, ``"random:3"``, ``"dirichlet:0.3"``, ``"shards:2"`` or ``"iid"``."""
+
+def parse_partition(text: str | Callable[..., Any]) -> Partition:
+    """Read a partition such as ``"groups"``, ``"random:3"``, ``"dirichlet:0.3"``, ``"shards:2"`` or ``"iid"``.
+
+    It may be a function too, or the name that another package has given to one.
+    """
+    if not isinstance(text, str):
+        if not callable(text):
+            raise UserError(f"The partition is {text!r}, but must be a text such as 'iid', or a function.")
+        where = f"{getattr(text, '__module__', '')}.{getattr(text, '__qualname__', type(text).__qualname__)}"
+        return Partition(f"{FUNCTION}:{where}", function=text)
     name, colon, number = text.strip().partition(":")
+    if name == FUNCTION:
+        raise UserError(
+            f"The partition of this data is the Python function {number}; load the data with "
+            "bpfed.data.load(..., partition=THE FUNCTION) and pass it to bpfed.fit."
+        )
     if name == OWN:
         raise UserError(f"'{OWN}' is only for data with its own clients; choose another partition: {', '.join(KINDS)}.")
+    if name not in registry.PARTITIONS:
+        raise unknown("partition", name, registry.PARTITIONS)
     if name not in KINDS:
-        raise unknown("partition", name, KINDS)
+        return _of_plugin(name, number if colon else None)
+    registry.PARTITIONS.refuse_clash(name)
     kind = KINDS[name]
     if kind.number is None:
         if colon:
@@ -197,6 +238,24 @@ def parse_partition(text: str) -> Partition:
         need = "a whole number of at least 1" if whole else "a number above 0"
         raise UserError(f"Partition '{text}' needs {need} after the colon, such as '{name}:{kind.default:g}'.")
     return Partition(name, value)
+
+
+def _of_plugin(name: str, number: str | None) -> Partition:
+    """The partition that another package has under this name."""
+    function = registry.PARTITIONS.load(name)
+    if not callable(function):
+        raise registry.PARTITIONS.unfit(name, "is not a function of classes, clients and a random generator")
+    if number is None:
+        return Partition(name, function=function)
+    if "number" not in inspect.signature(function).parameters:
+        raise UserError(f"Partition '{name}' takes no number; write '{name}' instead of '{name}:{number}'.")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise UserError(f"Partition '{name}:{number}' needs a number after the colon, such as '{name}:2'.")
+    return Partition(name, value, function)
 
 
 def share(y: np.ndarray, held: np.ndarray, rng: np.random.Generator) -> np.ndarray:

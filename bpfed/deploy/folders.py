@@ -9,6 +9,7 @@ from pathlib import Path
 from bpfed._util.errors import UserError, quoted
 from bpfed._util.paths import CONFIG, PLAN, RUN, STATES
 from bpfed.config.reader import Config, read
+from bpfed.config.registry import allowing
 from bpfed.data.holdout import Holdout
 from bpfed.data.load import names
 from bpfed.data.tabular.federate import not_inputs
@@ -79,7 +80,11 @@ def open_site(folder: Path, say: Callable[[str], None], data: str | None = None)
         plan = replace(plan, data=data)
     if not plan.site:
         raise UserError(f"'{folder}' is not the folder of a site; give one such as '{folder.parent / 'site-a'}'.")
-    config = read(folder / CONFIG)
+    with allowing(plan.plugins):
+        return _opened(folder, plan, read(folder / CONFIG), say, data is not None)
+
+
+def _opened(folder: Path, plan: Plan, config: Config, say: Callable[[str], None], remember: bool) -> Site:
     wanted = plan.data
     source: Source
     limits, agreed = plan.limits, agreed_preparation(folder, plan, config)
@@ -100,9 +105,9 @@ def open_site(folder: Path, say: Callable[[str], None], data: str | None = None)
         source = File(plan.site, path, config, limits, agreed, told)
     else:
         raise UserError(f"Site '{plan.site}' has no data yet; give it with --data FILE.")
-    if data is not None:
+    if remember:
         plan.write(folder)
     guard = None
     if plan.noise > 0.0:
         guard = Guard(folder / STATES, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say)
-    return Site(folder / STATES, plan.site, config, source, guard, say, folder / RUN, limits)
+    return Site(folder / STATES, plan.site, config, source, guard, say, folder / RUN, limits, plan.plugins)

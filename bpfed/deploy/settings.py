@@ -19,6 +19,9 @@ _LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 #: What a host may be called.
 HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
 
+#: Settings that are lists, each with an example.
+LISTS = {"sites": ["a", "b"], "plugins": ["bpfed-scaffold==1.0"]}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -49,6 +52,7 @@ class Plan:
         scores_per_day: Of a site's own: how often a day it may ask for scores.
         runs_per_day: Of a site's own: how many runs it may begin in a day.
         runs_kept: Of a site's own: of how many runs the site's states are kept.
+        plugins: Of a site's own: packages whose plug-ins it runs, as in ``bpfed-scaffold==1.0``; no other is imported.
     """
 
     sites: tuple[str, ...]
@@ -74,6 +78,7 @@ class Plan:
     scores_per_day: int = Limits.scores_per_day
     runs_per_day: int = Limits.runs_per_day
     runs_kept: int = Limits.runs_kept
+    plugins: tuple[str, ...] = ()
 
     def check(self, where: str = "The deployment") -> Plan:
         """Return self, or say in one sentence what cannot be."""
@@ -166,17 +171,22 @@ class Plan:
         for key, value in found.items():
             if key not in known:
                 raise UserError(f"'{path}' has an unknown key '{key}'; {hint(key, known)}")
-            wanted = type(known[key].default) if key != "sites" else list
+            wanted = type(known[key].default) if key not in LISTS else list
             if type(value) is int and wanted is float:
                 found[key] = float(value)
             elif type(value) is not wanted:
-                default = ["a", "b"] if key == "sites" else known[key].default
+                default = LISTS.get(key, known[key].default)
                 raise UserError(
                     f"'{path}': {key} is {_in_toml(value)}, but must be a value such as {_in_toml(default)}."
                 )
         if "sites" not in found or not all(isinstance(s, str) for s in found["sites"]):
             raise UserError(f'\'{path}\' must list the sites\' names, as in sites = ["a", "b"].')
-        return cls(**{**found, "sites": tuple(found["sites"])}).check(f"'{path}'")
+        if not all(isinstance(p, str) for p in found.get("plugins", ())):
+            raise UserError(
+                f"'{path}' must list packages with their versions, as in plugins = {_in_toml(LISTS['plugins'])}."
+            )
+        values: dict[str, Any] = {k: tuple(v) if k in LISTS else v for k, v in found.items()}
+        return cls(**values).check(f"'{path}'")
 
 
 def _no_host(host: str) -> str:

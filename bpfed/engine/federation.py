@@ -22,7 +22,7 @@ from bpfed.engine.state_store import Store, make_store
 from bpfed.inference import rng
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.rng import Purpose
-from bpfed.methods.base import Method, RunShape, State, rows, untrained
+from bpfed.methods.base import Method, RunShape, State, rows, unfit, untrained
 from bpfed.nn.model import Model
 from bpfed.nn.networks import make_model
 
@@ -155,6 +155,8 @@ class Federation:
         """Before the first round. ``folder`` is where a file of personal states may be kept."""
         if not isinstance(method, Method):
             raise UserError(f"The method is {method!r}, but must be one such as bpfed.methods.BPFed().")
+        if why := unfit(type(method)):
+            raise UserError(f"The class {type(method).__qualname__} {why}; see bpfed.methods.base for what it needs.")
         check_data(data)
         data.check()
         own = module is not None

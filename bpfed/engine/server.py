@@ -201,5 +201,5 @@ def combined(
             uploads = clipped(method, shared, uploads, settings.clip)
         if settings.trim is not None:
             uploads, weights = rows(middle(uploads, settings.trim), count), torch.ones_like(weights)
-    new = method.aggregate(shared, uploads, weights)
+    new = method.aggregate(shared, uploads, weights, clients=clients)
     return travelled(method, new) if settings.compression == "half" else new

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bpfed._util.errors import UserError
+from bpfed.config import registry
 
 
 class Likelihood(Protocol):
@@ -87,6 +88,21 @@ class Normal:
                 f"The module's output has shape {_shape(outputs)} for a batch of {outputs.shape[0]}, but regression "
                 "needs one number per example; make its last layer give one."
             )
+
+
+def named(name: str, classes: int) -> Likelihood:
+    """The likelihood of that name, of this module or of another package, with its usual settings.
+
+    Args:
+        name: See `bpfed.config.registry.LIKELIHOODS`.
+        classes: How many there are; 0: the targets are numbers.
+    """
+    kind = registry.LIKELIHOODS.load(name)
+    try:
+        made: Likelihood = kind(classes) if isinstance(kind, type) and issubclass(kind, Categorical) else kind()
+    except TypeError as error:
+        raise registry.LIKELIHOODS.unfit(name, f"needs arguments ({error})") from error
+    return made
 
 
 def _check_tensor(outputs: object) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bpfed._util.errors import unknown
 from bpfed.config import registry
 from bpfed.methods.adaptive import Adaptive
-from bpfed.methods.base import Method
+from bpfed.methods.base import Method, unfit
 from bpfed.methods.bpfed import BPFed
 from bpfed.methods.ditto import Ditto
 from bpfed.methods.fedavg import FedAvg, FedAvgFT
@@ -23,42 +22,35 @@ from bpfed.methods.pfedvem import PFedVEM
 from bpfed.methods.population import Population
 from bpfed.methods.recipe import Recipe
 
-METHODS: dict[str, type[Method]] = {
-    m.name: m
-    for m in (
-        BPFed,
-        Recipe,
-        Population,
-        Adaptive,
-        Linear,
-        FedAvg,
-        FedAvgFT,
-        LocalOnly,
-        PerFedAvg,
-        PFedMe,
-        PFedBayes,
-        FedPer,
-        LGFedAvg,
-        FedRep,
-        FedSOUL,
-        PFedVEM,
-        Ditto,
-        FedBABU,
-    )
-}
+#: Those of this package; `method` knows those of others too.
+METHODS: dict[str, type[Method]] = {name: registry.METHODS.load_own(name) for name in registry.METHODS.own}
 
-if tuple(METHODS) != registry.METHODS:
-    differ = ", ".join(sorted({*METHODS} ^ {*registry.METHODS})) or "their order"
-    raise ImportError(
-        f"bpfed/methods/__init__.py and bpfed/config/registry.py must list the same methods; they differ in {differ}."
-    )
+#: What a method says of itself, for lists and reports.
+WORDS = ("name", "title", "paper", "shared_words", "personal_words", "random_words")
+
+
+def names() -> tuple[str, ...]:
+    """Names that `method` knows: those of `METHODS`, then those of other packages."""
+    return (*METHODS, *registry.METHODS.plugins())
 
 
 def method(name: str) -> type[Method]:
-    """The method of that name."""
-    if name not in METHODS:
-        raise unknown("method", name, METHODS)
-    return METHODS[name]
+    """The method of that name, of this package or of another.
+
+    Raises:
+        UserError: There is none, several packages have one, or it is not on the contract of `bpfed.methods.base`.
+    """
+    if name in METHODS:
+        registry.METHODS.refuse_clash(name)
+        return METHODS[name]
+    found = registry.METHODS.load(name)
+    if why := unfit(found):
+        raise registry.METHODS.unfit(name, why)
+    if lacking := [word for word in WORDS if not isinstance(getattr(found, word, None), str)]:
+        raise registry.METHODS.unfit(name, f"does not set {', '.join(lacking)}")
+    if found.name != name:  # a run notes its method by the class's name, and is loaded by it
+        raise registry.METHODS.unfit(name, f"calls itself '{found.name}'")
+    return found
 
 
 __all__ = [
@@ -83,4 +75,5 @@ __all__ = [
     "Population",
     "Recipe",
     "method",
+    "names",
 ]

@@ -274,7 +274,7 @@ class Adaptive(Method):
         )
         return Finished(Weights(upload), kept, {})
 
-    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor) -> Weights:
+    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor, clients: int) -> Weights:
         return Weights(weighted_mean(uploads.weights, weights))
 
     def predictive(self, model: Model, shared: Weights, personal: Personal) -> GaussianPredictive:

@@ -23,6 +23,7 @@ of a leaf would have to know of it; an empty tuple is a node without leaves.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -291,12 +292,27 @@ class Method(ABC):
         """What goes to the server and what stays."""
 
     @abstractmethod
-    def aggregate(self, shared: State, uploads: State, weights: Tensor) -> State:
-        """The server's new state from its old one, S uploads and their weights ``[S]``."""
+    def aggregate(self, shared: State, uploads: State, weights: Tensor, clients: int) -> State:
+        """The server's new state from its old one, S uploads and their weights ``[S]``.
+
+        ``clients`` is the number of clients in the federation, N, of whom S took part in the round.
+        """
 
     @abstractmethod
     def predictive(self, model: Model, shared: State, personal: State) -> Predictive:
         """The distribution to predict with, for each client."""
+
+
+def unfit(kind: Any) -> str:
+    """Why this is no class of a method that can be used, as the end of a sentence; empty: it is one."""
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        return "is not a subclass of bpfed.methods.Method"
+    if lacking := sorted(getattr(kind, "__abstractmethods__", ())):
+        return f"does not define {', '.join(lacking)}"
+    arguments = inspect.signature(kind.aggregate).parameters.values()
+    if not any(a.name == "clients" or a.kind is a.VAR_KEYWORD for a in arguments):
+        return "has an aggregate without the argument 'clients', the number of clients in the federation"
+    return ""
 
 
 def rows(state: State, count: int) -> State:

@@ -258,7 +258,7 @@ class BPFed(Method):
         memories = tuple(v.memory for v in optimised) if self.keep_adam else ()
         return Finished(shared, Personal(personal, own, memories, local.steps.view(-1, self._counts)), info)
 
-    def aggregate(self, shared: Gaussian, uploads: Gaussian, weights: Tensor) -> Gaussian:
+    def aggregate(self, shared: Gaussian, uploads: Gaussian, weights: Tensor, clients: int) -> Gaussian:
         return rule(self.rule)(uploads, weights)
 
     def predictive(self, model: Model, shared: Gaussian, personal: Personal) -> GaussianPredictive:

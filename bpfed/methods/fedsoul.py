@@ -255,7 +255,7 @@ class FedSOUL(Method):
         upload = Shared(*local.chain.moments, local.body)
         return Finished(upload, Personal(local.chain, memory, local.steps[:, None]), {})
 
-    def aggregate(self, shared: Shared, uploads: Shared, weights: Tensor) -> Shared:
+    def aggregate(self, shared: Shared, uploads: Shared, weights: Tensor, clients: int) -> Shared:
         likeliest = Shared(*(weighted_mean(part, weights) for part in uploads))
         mean = torch.lerp(shared.first, likeliest.first, self.prior_rate)
         variance = torch.lerp(shared.variance, likeliest.variance, self.prior_rate).clamp(min=SMALLEST)

@@ -65,7 +65,7 @@ class OwnNetwork(Method):
     def init(self, model: Model) -> Initial:
         return Initial(Weights(model.initial), Own.none(model.initial))
 
-    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor) -> Weights:
+    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor, clients: int) -> Weights:
         return Weights(weighted_mean(uploads.weights, weights))
 
     def predictive(self, model: Model, shared: Weights, personal: Own) -> PointPredictive:

@@ -424,7 +424,7 @@ class Linear(Method):
         squares, determined = (t.unflatten(-1, (-1, inputs)).sum(-2) for t in (squares, determined))
         return Told(factor, Sums(squares, determined, residual, rows))
 
-    def aggregate(self, shared: Shared, uploads: Upload, weights: Tensor) -> Shared:
+    def aggregate(self, shared: Shared, uploads: Upload, weights: Tensor, clients: int) -> Shared:
         """The sum of what clients add. Every row counts once, so ``weights`` have no part in it."""
         before: Shared = _double(shared)
         theta = Natural(before.precision / self.prior_scale**2, before.shift / self.prior_scale)

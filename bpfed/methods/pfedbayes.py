@@ -131,7 +131,7 @@ class PFedBayes(Method):
         kept = (local.q.memory, local.w.memory) if self.keep_adam else ()
         return Finished(w, Personal(q, kept, local.steps[:, None]), {"kl": kl(q, w)})
 
-    def aggregate(self, shared: Gaussian, uploads: Gaussian, weights: Tensor) -> Gaussian:
+    def aggregate(self, shared: Gaussian, uploads: Gaussian, weights: Tensor, clients: int) -> Gaussian:
         mean = weighted_mean(uploads.mean, weights)
         rho = weighted_mean(softplus_inverse(uploads.sigma), weights)
         old = softplus_inverse(shared.sigma)

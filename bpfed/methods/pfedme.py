@@ -95,6 +95,6 @@ class PFedMe(OwnNetwork):
     def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
         return Finished(Weights(local.weights), Own.of(local.own), {})
 
-    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor) -> Weights:
+    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor, clients: int) -> Weights:
         mean = weighted_mean(uploads.weights, weights)
         return Weights((1.0 - self.mixing) * shared.weights + self.mixing * mean)

@@ -180,7 +180,7 @@ class PFedVEM(Method):
         upload = Shared(local.body, Gaussian(q.mean, rho.expand_as(q.mean)))
         return Finished(upload, Personal(q, rho, (kept,) if self.keep_adam else ()), {"kl": kl(q, local.prior)})
 
-    def aggregate(self, shared: Shared, uploads: Shared, weights: Tensor) -> Shared:
+    def aggregate(self, shared: Shared, uploads: Shared, weights: Tensor, clients: int) -> Shared:
         centre = precision(uploads.head, weights).mean
         width = weighted_mean(uploads.head.sigma.square(), weights).sqrt()
         return Shared(weighted_mean(uploads.body, weights), Gaussian(centre, width))

@@ -225,7 +225,7 @@ class Point(Method):
         )
         return Finished(Weights(local.shared.weights), kept, {})
 
-    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor) -> Weights:
+    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor, clients: int) -> Weights:
         return Weights(weighted_mean(uploads.weights, weights))
 
     def predictive(self, model: Model, shared: Weights, personal: Kept) -> Predictive:

@@ -107,7 +107,7 @@ class Population(Recipe):
         head = done.personal.head
         return done._replace(upload=Server(done.upload, head.mean, head.mean.square() + head.sigma.square()))
 
-    def aggregate(self, shared: Server, uploads: Server, weights: Tensor) -> Server:  # type: ignore[override]
+    def aggregate(self, shared: Server, uploads: Server, weights: Tensor, clients: int) -> Server:  # type: ignore[override]
         first, second = weighted_mean(uploads.first, weights), weighted_mean(uploads.second, weights)
         variance = torch.lerp(shared.heads.sigma.square(), second - first.square(), self.head_rate)
         return Server(mean(uploads.zeta, weights), first, variance.clamp(min=SMALLEST) + first.square())

@@ -352,7 +352,7 @@ class Recipe(Method):
         kept = Personal(head, local.first, local.q.memory, local.steps[:, None], lowered)
         return Finished(shared, kept, {"kl": kl(q, local.prior)})
 
-    def aggregate(self, shared: Gaussian, uploads: Gaussian, weights: Tensor) -> Gaussian:
+    def aggregate(self, shared: Gaussian, uploads: Gaussian, weights: Tensor, clients: int) -> Gaussian:
         return mean(uploads, weights)
 
     def predictive(self, model: Model, shared: Gaussian, personal: Personal) -> GaussianPredictive:

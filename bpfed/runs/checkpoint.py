@@ -8,6 +8,8 @@ the one before, and a run can go back to any of them (`go_back`). A server's sta
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import re
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from bpfed._util.errors import UserError
 from bpfed._util.files import from_json, sha256, to_json, write_whole
 from bpfed.aggregation.updates import finite
+from bpfed.config.registry import LIKELIHOODS
 from bpfed.config.settings import Settings
 from bpfed.data.federated import FederatedData
 from bpfed.engine.federation import Federation
@@ -286,7 +289,27 @@ def _likelihood(path: Path, words: str) -> Likelihood:
         found = re.fullmatch(pattern, words)
         if found is not None:
             return kind(*(json.loads(value.lower()) for value in found.groups()))
+    for name in LIKELIHOODS.plugins():
+        if LIKELIHOODS.target(name).rpartition(":")[2] == words.partition("(")[0]:
+            return _of_plugin(path, name, words)
     raise UserError(f"The run of '{path}' has a likelihood of its own; give the one it was trained with as likelihood.")
+
+
+def _of_plugin(path: Path, name: str, words: str) -> Likelihood:
+    """The likelihood of another package, from what a run has noted of it: ``Class(setting=value, ...)``."""
+    kind = LIKELIHOODS.load(name)
+    made: Any = None
+    with contextlib.suppress(SyntaxError, ValueError, TypeError):
+        call = ast.parse(words, mode="eval").body
+        if isinstance(call, ast.Call) and not call.args:
+            made = kind(**{str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
+    if repr(made) != words:
+        raise UserError(
+            f"The run of '{path}' has the likelihood {words}, which the package {LIKELIHOODS.package(name)} does not make "
+            "from these settings; give it as likelihood."
+        )
+    likelihood: Likelihood = made
+    return likelihood
 
 
 def _digest(record: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from bpfed.data.checks.clients import unscaled
 from bpfed.data.federated import untested
 from bpfed.engine.federation import Federation, check_data
 from bpfed.inference.calibration import fewest
-from bpfed.inference.likelihoods import Likelihood
+from bpfed.inference.likelihoods import Likelihood, named
 from bpfed.methods.base import Method
 from bpfed.metrics import SURE
 from bpfed.runs.folder import Folder
@@ -38,7 +38,7 @@ def fit(
     data: FederatedData | str = "digits",
     *,
     model: nn.Module | None = None,
-    likelihood: Likelihood | None = None,
+    likelihood: Likelihood | str | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -58,7 +58,8 @@ def fit(
         data: A federated dataset or the name of one.
         model: Any module; None: a network that suits the data. With ``members`` its weights are the first member's, and
             the others' are drawn by its layers' ``reset_parameters``.
-        likelihood: None: categorical for classes, Gaussian with learnt noise for numbers; one of `bpfed.inference.likelihoods`.
+        likelihood: None: categorical for classes, Gaussian with learnt noise for numbers; one of `bpfed.inference.likelihoods`,
+            or the name of one, also of another package.
         out: Run folder to keep everything in; None: nothing is written.
         resume: Resume the run in ``out``.
         overwrite: Replace the run in ``out``.
@@ -74,6 +75,7 @@ def fit(
     folder = Folder(Path(out), resume, overwrite, back_to) if out is not None else None
     if isinstance(data, str):
         data = load(data, seed=settings.seed)
+    likelihood = likelihood_of(likelihood, data)
     method, settings = decided(method_of(method, data), data, settings, model, likelihood, folder, say or to_stderr)
     shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []
     run = prepare(method, data, settings, model, likelihood, folder, say or to_stderr)
@@ -92,7 +94,7 @@ def fit_seeds(
     seeds: int | Sequence[int] = 3,
     *,
     model: nn.Module | None = None,
-    likelihood: Likelihood | None = None,
+    likelihood: Likelihood | str | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -118,8 +120,9 @@ def fit_seeds(
         own = replace(base, seed=seed)
         folder = Folder(Path(out) / f"seed-{seed}", resume, overwrite) if out is not None else None
         dealt = load(data, seed=seed) if isinstance(data, str) else data
-        used, own = decided(method_of(method, dealt), dealt, own, model, likelihood, folder, tell)
-        runs.append(prepare(used, dealt, own, model, likelihood, folder, tell))
+        told = likelihood_of(likelihood, dealt)
+        used, own = decided(method_of(method, dealt), dealt, own, model, told, folder, tell)
+        runs.append(prepare(used, dealt, own, model, told, folder, tell))
         folders.append(folder)
     rehearse(runs, folders)
     return train_together(runs, [[folder] if folder else [] for folder in folders])
@@ -147,6 +150,11 @@ def method_of(method: Method | str | None, data: FederatedData | None = None) ->
         return method or methods.Recipe()
     files = data.preparation is not None or data.name.startswith(PREFIX)
     return methods.Adaptive() if files and data.train.x.ndim == 2 else methods.Recipe()
+
+
+def likelihood_of(likelihood: Likelihood | str | None, data: FederatedData) -> Likelihood | None:
+    """The likelihood itself, or the one of that name; None: the usual one."""
+    return named(likelihood, data.classes) if isinstance(likelihood, str) else likelihood
 
 
 def decided(

@@ -326,7 +326,7 @@ def test_settings_that_make_no_sense_are_refused_in_one_sentence(given, words):
 def test_rows_of_one_upload_are_what_the_method_gets():
     one = Gaussian(torch.ones(3), torch.full((3,), 0.5))
     for name in ("mean", "moments", "precision"):
-        torch.testing.assert_close(BPFed(rule=name).aggregate(one, rows(one, 4), torch.ones(4)), one)
+        torch.testing.assert_close(BPFed(rule=name).aggregate(one, rows(one, 4), torch.ones(4), clients=4), one)
 
 
 def test_an_epsilon_without_bound_is_told_in_words(tmp_path):

@@ -7,19 +7,23 @@ import sys
 
 import pytest
 
+from bpfed.aggregation.rules import RULES
 from bpfed.config import registry
 from bpfed.config.reader import METHOD, TABLES
 from bpfed.data.load import names as loaded
+from bpfed.data.partition import KINDS
 from bpfed.data.tabular.table import ENDINGS
 from bpfed.methods import METHODS, Recipe
 
 
 def test_they_are_those_that_exist() -> None:
-    assert tuple(METHODS) == registry.METHODS
-    assert loaded() == registry.DATASETS
+    assert {kind.name: kind for kind in METHODS.values()} == METHODS
+    assert loaded() == registry.DATASETS.own
     assert Recipe.name == METHOD
     assert set(registry.MODELS.values()) <= set(METHODS)
-    assert set(ENDINGS) == set(TABLES)
+    assert set(ENDINGS) == set(TABLES) == {f".{name}" for name in registry.FORMATS.own}
+    assert tuple(KINDS) == registry.PARTITIONS.own
+    assert tuple(RULES) == registry.RULES.own
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from flwr.supercore.superexec.executor import ExecutionSpec
 from flwr.supercore.task_identity import TaskIdentity
 
 from bpfed._util.errors import UserError
+from bpfed.deploy import logs
 from bpfed.deploy.folders import open_server
 from bpfed.deploy.ops import certificates, flower, gate, launch, supervise
 from bpfed.deploy.protocol.transport import Node
@@ -39,6 +40,12 @@ OPERATOR = {
     "headers": [(b"host", b"x"), (gate.HEADER.encode(), b"s3cret")],
 }
 OUTSIDE = {"client": ("203.0.113.5", 50000), "server": ("198.51.100.1", 8000)}
+
+
+@pytest.fixture(autouse=True)
+def logged(own_log):
+    """As in the process of `launch.main`."""
+    logs.to_parent()
 
 
 @pytest.fixture

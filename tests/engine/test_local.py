@@ -141,7 +141,7 @@ class Counter(Method):
     def finish(self, model, local, hyper):
         return Finished(Empty(), local, {})
 
-    def aggregate(self, shared, uploads, weights):
+    def aggregate(self, shared, uploads, weights, clients):
         return shared
 
     def predictive(self, model, shared, personal):

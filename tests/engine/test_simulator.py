@@ -16,7 +16,7 @@ from bpfed.engine.federation import Federation
 from bpfed.engine.simulator import Simulator
 from bpfed.inference.likelihoods import Normal
 from bpfed.methods import BPFed, FedAvg
-from bpfed.methods.base import rows
+from bpfed.methods.base import Weights, rows
 
 METHOD = BPFed(predict="own")
 
@@ -255,3 +255,16 @@ def test_a_regression_runs_from_end_to_end_and_every_client_learns_its_own_noise
     assert after["rmse"].clients == pytest.approx(scale, abs=0.15)
     learnt = federation.personal(torch.arange(2)).eta.mean[:, -1].exp()
     assert learnt.tolist() == pytest.approx(scale, abs=0.15)
+
+
+class Counted(FedAvg):
+    def aggregate(self, shared, uploads, weights, clients):
+        return Weights(torch.full_like(shared.weights, float(10 * clients + len(weights))))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"robust": "median"}, {"clip": 1.0, "noise": 0.5}], ids=["plain", "robust", "private"]
+)
+def test_the_servers_rule_is_told_how_many_clients_there_are_and_how_many_took_part(options):
+    federation = scenarios.run(Counted(), rounds=1, participants=2, **options)
+    assert federation.shared.weights.unique().tolist() == [52.0]

@@ -43,7 +43,7 @@ class Tuned(FedAvg):
     def finish(self, model, local, hyper):
         return Finished((local[0],), (local[0],), {})
 
-    def aggregate(self, shared, uploads, weights):
+    def aggregate(self, shared, uploads, weights, clients):
         return (uploads[0].mean(0),)
 
     def predictive(self, model, shared, personal):

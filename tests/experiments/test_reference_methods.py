@@ -151,7 +151,9 @@ def test_as_the_paper_has_it_both_start_from_the_servers():
 
 def test_the_mean_of_rho_is_below_that_of_sigma():
     uploads, weights = gaussians(4, 6, 1), torch.tensor([1.0, 2.0, 1.0, 1.0])
-    rho, sigma = (PublishedBPFed(averaged=what).aggregate(uploads, uploads, weights) for what in ("rho", "sigma"))
+    rho, sigma = (
+        PublishedBPFed(averaged=what).aggregate(uploads, uploads, weights, clients=4) for what in ("rho", "sigma")
+    )
     torch.testing.assert_close(softplus_inverse(rho.sigma), weighted_mean(softplus_inverse(uploads.sigma), weights))
     torch.testing.assert_close(sigma.sigma, weighted_mean(uploads.sigma, weights))
     assert bool((rho.sigma < sigma.sigma).all())  # softplus is convex

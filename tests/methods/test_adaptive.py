@@ -65,7 +65,8 @@ def path(method):
             weights = local.shared + local.mean if isinstance(method, Adaptive) else local.weights
             seen.append(torch.stack([named(model, w) for w in weights]))
         finished = method.finish(model, local, hyper)
-        shared, personal = method.aggregate(shared, finished.upload, torch.ones(CLIENTS)), finished.personal
+        shared = method.aggregate(shared, finished.upload, torch.ones(CLIENTS), clients=CLIENTS)
+        personal = finished.personal
     return torch.stack(seen)
 
 

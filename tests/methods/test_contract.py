@@ -50,7 +50,7 @@ class Client:
     """Some clients of a method, ready for a round."""
 
     def __init__(self, name, count=CLIENTS):
-        self.method = METHODS[name]()
+        self.method = method(name)()
         self.method.check()
         self.model = scenarios.model_of(scenarios.module_for(self.method), personal=self.method.personal)
         self.initial = self.method.init(self.model)
@@ -108,7 +108,7 @@ def test_states_have_a_row_for_each_client_and_keep_their_structure(client):
     ]
     for value in finished.info.values():
         assert value.shape == (CLIENTS,)
-    shared = client.method.aggregate(client.initial.shared, finished.upload, torch.ones(CLIENTS))
+    shared = client.method.aggregate(client.initial.shared, finished.upload, torch.ones(CLIENTS), clients=CLIENTS)
     assert structure(shared) == structure(client.initial.shared)
     assert [t.shape for t in leaves(shared)] == [t.shape for t in leaves(client.initial.shared)]
 
@@ -178,7 +178,7 @@ def test_a_method_changes_nothing_that_it_is_given(client):
         local, _ = unchanged(lambda state, b=batch, n=phase.name: client.method.step(model, state, b, hyper, n), local)
     finished = unchanged(lambda state: client.method.finish(model, state, hyper), local)
     old = client.initial.shared
-    unchanged(lambda s, u: client.method.aggregate(s, u, torch.ones(CLIENTS)), old, finished.upload)
+    unchanged(lambda s, u: client.method.aggregate(s, u, torch.ones(CLIENTS), clients=CLIENTS), old, finished.upload)
     unchanged(lambda s, p: client.method.predictive(model, s, p), client.shared, finished.personal)
 
 
@@ -191,8 +191,9 @@ def test_the_same_round_twice_is_the_same(client):
 def test_the_server_does_not_care_for_the_order_of_uploads_nor_for_the_sum_of_weights(client):
     finished, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
     weights, order = torch.tensor([1.0, 5.0, 2.0]), torch.tensor([2, 0, 1])
-    first = client.method.aggregate(client.initial.shared, finished.upload, weights)
-    second = client.method.aggregate(client.initial.shared, picked(finished.upload, order), 10 * weights[order])
+    first = client.method.aggregate(client.initial.shared, finished.upload, weights, clients=CLIENTS)
+    mixed = picked(finished.upload, order)
+    second = client.method.aggregate(client.initial.shared, mixed, 10 * weights[order], clients=CLIENTS)
     same(first, second)
 
 

@@ -41,7 +41,7 @@ def test_nothing_is_personal_and_nothing_is_kept():
 
 def test_the_server_takes_the_weighted_mean():
     uploads = Weights(torch.tensor([[0.0, 4.0], [1.0, 0.0], [3.0, 2.0]]))
-    found = FedAvg().aggregate(Weights(torch.zeros(2)), uploads, torch.tensor([1.0, 2.0, 1.0]))
+    found = FedAvg().aggregate(Weights(torch.zeros(2)), uploads, torch.tensor([1.0, 2.0, 1.0]), clients=3)
     torch.testing.assert_close(found.weights, torch.tensor([1.25, 1.5]))
 
 

@@ -174,7 +174,7 @@ def test_the_learnt_prior_is_that_of_maximum_marginal_likelihood():
         m, s = shared.heads
         precision = 1 / noise_variance + 1 / s.square()
         posterior = Gaussian((seen / noise_variance + m / s.square()) / precision, precision.rsqrt().expand(8, -1))
-        shared = method.aggregate(shared, Shared.of(torch.zeros(8, 0), posterior), torch.ones(8))
+        shared = method.aggregate(shared, Shared.of(torch.zeros(8, 0), posterior), torch.ones(8), clients=8)
     expected = (seen - seen.mean(0)).square().mean() - noise_variance
     torch.testing.assert_close(shared.heads.mean, seen.mean(0), rtol=0, atol=1e-3)
     torch.testing.assert_close(shared.heads.sigma.square(), expected.expand(width), rtol=1e-3, atol=0)
@@ -185,7 +185,7 @@ def test_the_server_moves_the_prior_part_of_the_way():
     uploads = Shared.of(
         torch.tensor([[1.0], [4.0]]), Gaussian(torch.tensor([[0.0, 2.0], [4.0, 2.0]]), torch.tensor([[1.0, 3.0]] * 2))
     )
-    found = FedSOUL(prior_rate=0.5).aggregate(old, uploads, torch.tensor([1.0, 1.0]))
+    found = FedSOUL(prior_rate=0.5).aggregate(old, uploads, torch.tensor([1.0, 1.0]), clients=2)
     torch.testing.assert_close(found.body, torch.tensor([2.5]))
     torch.testing.assert_close(found.heads.mean, torch.tensor([1.5, 1.5]))
     pooled = ((1 + 4) + 9) / 2  # of the two weights: Var + deviation²

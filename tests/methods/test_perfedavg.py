@@ -224,7 +224,7 @@ def test_training_makes_the_loss_after_a_step_small_rather_than_the_loss():
         for _ in range(steps):
             local = begun(method_, model, shared.weights)
             local, _ = method_.step(model, local, batch, scenarios.hyper(method_, CLIENTS, torch.float64), "all")
-            shared = rows(method_.aggregate(shared, Weights(local.weights), torch.ones(2)), 2)
+            shared = rows(method_.aggregate(shared, Weights(local.weights), torch.ones(2), clients=2), 2)
         tuned, before = trained(method, model, shared.weights, [batch], TUNE)
         _, after = trained(method, model, tuned.weights, [batch], TUNE)
         return before.mean(), after.mean()

@@ -106,7 +106,7 @@ def test_a_client_that_never_trained_begins_and_predicts_with_the_servers_distri
 def test_the_server_moves_mean_and_rho_part_of_the_way():
     old = Gaussian(torch.tensor([1.0, 0.0]), torch.tensor([0.1, 2.0]))
     uploads = Gaussian(torch.tensor([[0.0, 4.0], [3.0, 0.0]]), torch.tensor([[0.2, 1.0], [0.4, 1.0]]))
-    found = PFedBayes(beta=0.25).aggregate(old, uploads, torch.tensor([1.0, 3.0]))
+    found = PFedBayes(beta=0.25).aggregate(old, uploads, torch.tensor([1.0, 3.0]), clients=2)
     torch.testing.assert_close(found.mean, torch.tensor([0.75 * 1.0 + 0.25 * 2.25, 0.25 * 1.0]))
     rho = lambda sigma: torch.log(torch.expm1(torch.tensor(sigma)))  # noqa: E731
     expected = 0.75 * rho([0.1, 2.0]) + 0.25 * (0.25 * rho([0.2, 1.0]) + 0.75 * rho([0.4, 1.0]))

@@ -148,7 +148,7 @@ def test_without_pull_nothing_is_learnt_together():
 def test_the_server_mixes_the_mean_into_its_own(mixing):
     uploads = Weights(torch.tensor([[0.0, 4.0], [1.0, 0.0], [3.0, 2.0]]))
     old, mean = torch.tensor([10.0, -1.0]), torch.tensor([1.25, 1.5])
-    found = PFedMe(mixing=mixing).aggregate(Weights(old), uploads, torch.tensor([1.0, 2.0, 1.0]))
+    found = PFedMe(mixing=mixing).aggregate(Weights(old), uploads, torch.tensor([1.0, 2.0, 1.0]), clients=3)
     torch.testing.assert_close(found.weights, (1 - mixing) * old + mixing * mean)
 
 

@@ -104,7 +104,7 @@ def test_the_width_is_the_maximiser_of_the_m_step():
 def test_the_server_weights_heads_by_confidence_and_bodies_equally():
     heads = Gaussian(torch.tensor([[0.0, 1.0], [3.0, 1.0]]), torch.tensor([[0.5, 0.5], [1.0, 1.0]]))
     uploads = Shared(torch.tensor([[0.0], [1.0]]), heads)
-    found = PFedVEM().aggregate(uploads, uploads, torch.ones(2))
+    found = PFedVEM().aggregate(uploads, uploads, torch.ones(2), clients=2)
     torch.testing.assert_close(found.body, torch.tensor([0.5]))
     torch.testing.assert_close(found.head.mean, torch.tensor([3.0 * 1 / (4 + 1), 1.0]))
     torch.testing.assert_close(found.head.sigma, torch.full((2,), (0.5 * (0.25 + 1.0)) ** 0.5))

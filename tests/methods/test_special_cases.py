@@ -73,7 +73,8 @@ def path(method, rounds=3):
                 local, _ = method.step(model, local, batch, hyper, phase.name)
                 seen.append(weights(method, local))
         finished = method.finish(model, local, hyper)
-        shared, personal = method.aggregate(shared, finished.upload, torch.ones(CLIENTS)), finished.personal
+        shared = method.aggregate(shared, finished.upload, torch.ones(CLIENTS), clients=CLIENTS)
+        personal = finished.personal
     return torch.stack(seen)
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bpfed._util.errors import UserError, unknown
+from bpfed._util.errors import UserError
+from bpfed.config import registry
 from bpfed.data.sources.download import DataDir, DownloadError, Remote, destination, download, roots
 from bpfed.data.sources.images import CIFAR10, FMNIST, MNIST
 from bpfed.data.tabular.federate import TEST_FRACTION, by_column
@@ -333,10 +334,14 @@ SOURCES: dict[str, Entry] = {
 
 
 def entry(name: str) -> Entry | Natural:
-    """What is known of this source, or a `UserError` with the nearest name."""
-    if name not in SOURCES and name not in NATURAL:
-        raise unknown("dataset", name, (*SOURCES, *NATURAL))
-    return SOURCES[name] if name in SOURCES else NATURAL[name]
+    """What is known of this source, of bpfed itself or of another package, or a `UserError` with the nearest name."""
+    if name in SOURCES or name in NATURAL:
+        registry.DATASETS.refuse_clash(name)
+        return SOURCES[name] if name in SOURCES else NATURAL[name]
+    found = registry.DATASETS.load(name)
+    if not isinstance(found, Entry | Natural):
+        raise registry.DATASETS.unfit(name, "is neither an Entry nor a Natural of bpfed.data.sources.pooled")
+    return found
 
 
 def locate(name: str, data_dir: DataDir = None) -> Path | None:
@@ -366,6 +371,8 @@ def obtain(name: str, data_dir: DataDir = None, download: bool = True) -> Path:
 
 def read(name: str, data_dir: DataDir = None, download: bool = True) -> Source:
     """Read a source whole, downloading its files first if they are missing and that is allowed."""
-    known = SOURCES[name]
+    known = entry(name)
+    if not isinstance(known, Entry):
+        raise UserError(f"'{name}' is tables with clients of their own, not a pooled dataset; read it with tables().")
     raw, y = known.files.read(obtain(name, data_dir, download))
     return Source(name, raw, y, known.half, known.labels)

@@ -22,7 +22,7 @@ from bpfed.data.tabular.combine import combine
 from bpfed.data.tabular.missing_values import Blanks
 from bpfed.data.tabular.preprocessing import Codes, Preprocessor, Standardise
 from bpfed.data.tabular.statistics import MOST_WHOLE, SPLIT, check_words, client_summary
-from bpfed.data.tabular.table import ENDINGS, Categorical, Table, any_of, read_table
+from bpfed.data.tabular.table import Categorical, Table, any_of, endings, read_table
 from bpfed.inference.rng import client_ids
 
 #: Names that a column to predict goes by.
@@ -305,6 +305,7 @@ def _generator(seed: int, client: str, purpose: int) -> np.random.Generator:
 def _files(folder: Path) -> dict[str, Path]:
     """The file of each client, by its name. Hidden files and Markdown files are skipped, anything else is refused."""
     found: dict[str, Path] = {}
+    known = endings()
     try:
         paths = sorted(folder.iterdir())
     except OSError as error:
@@ -312,8 +313,8 @@ def _files(folder: Path) -> dict[str, Path]:
     for path in paths:
         if path.name.startswith(".") or path.suffix.lower() == ".md":
             continue
-        if path.suffix.lower() not in ENDINGS:
-            what = "a folder" if path.is_dir() else f"not a {any_of(ENDINGS)} file"
+        if path.suffix.lower() not in known:
+            what = "a folder" if path.is_dir() else f"not a {any_of(known)} file"
             raise UserError(f"'{path}' is {what}, but everything there must be a client's file; move it elsewhere.")
         name = _checked(path.stem, str(folder))
         if name in found:
@@ -322,7 +323,7 @@ def _files(folder: Path) -> dict[str, Path]:
             )
         found[name] = path
     if not found:
-        raise UserError(f"'{folder}' contains no {any_of(ENDINGS)} files; put one there for each client.")
+        raise UserError(f"'{folder}' contains no {any_of(known)} files; put one there for each client.")
     return found
 
 

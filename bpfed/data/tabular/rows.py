@@ -17,7 +17,7 @@ from bpfed._util.errors import UserError, quoted
 from bpfed.data.checks.new_rows import Unusual, unfamiliar, unusual
 from bpfed.data.federated import FederatedData
 from bpfed.data.load import names, source_of
-from bpfed.data.sources.pooled import SOURCES
+from bpfed.data.sources.pooled import Entry, entry
 from bpfed.data.tabular.csvfile import column_of
 from bpfed.data.tabular.missing_values import Blanks
 from bpfed.data.tabular.npz import read_arrays
@@ -309,9 +309,9 @@ def _arrays(data: FederatedData, path: Path, labelled: bool) -> Rows:
 def _scaled(data: FederatedData, path: Path, x: Any) -> Any:
     """Raw pixels of a built-in dataset, as it scales them."""
     source = source_of(data.name) if data.name in names() else ""
-    if source not in SOURCES:
+    if not source or not isinstance(known := entry(source), Entry):
         raise UserError(f"x of '{path}' is {x.dtype}, but training was on real numbers; scale it in the same way.")
-    return x / SOURCES[source].half - 1.0
+    return x / known.half - 1.0
 
 
 def _targets(data: FederatedData, path: Path, y: Any) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from bpfed._util.errors import UserError, hint, quoted
+from bpfed.config import registry
 
 #: Cells that mean "not known", whatever their case.
 MISSING = frozenset({"", "?", "-", "--", "na", "n/a", "n.a.", "#n/a", "nan", "null", "<na>"})
@@ -155,8 +156,8 @@ def read_table(
 
     path, blanks, words = Path(path), Blanks.of(missing), frozenset(words)
     kind = ENDINGS.get(path.suffix.lower())
-    if kind is None:
-        raise UserError(f"'{path}' is not a {any_of(ENDINGS)} file; convert it to one of these.")
+    if kind is None and path.suffix.lower() not in endings():
+        raise UserError(f"'{path}' is not a {any_of(endings())} file; convert it to one of these.")
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
@@ -169,6 +170,8 @@ def read_table(
             from bpfed.data.tabular.parquet import read_parquet
 
             table = read_parquet(path, ignore, used, words)
+        elif kind is None:
+            table = _of_plugin(path, words)
         else:
             from bpfed.data.tabular.npz import read_npz
 
@@ -186,6 +189,36 @@ def read_table(
     table = blanks.out_of(table)
     check_range(table)
     return table
+
+
+def endings() -> tuple[str, ...]:
+    """Endings of the files that are read, with those of other packages' formats."""
+    return (*ENDINGS, *(f".{name}" for name in registry.FORMATS.plugins()))
+
+
+def _of_plugin(path: Path, words: Iterable[str]) -> Table:
+    """A file as the format of another package reads it: a function of its path to a `Table`."""
+    name = path.suffix.lower().removeprefix(".")
+    read = registry.FORMATS.load(name)
+    if not callable(read):
+        raise registry.FORMATS.unfit(name, "is not a function of a path")
+    try:
+        table = read(path)
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"'{path}' cannot be read by the package {registry.FORMATS.package(name)} ({reason}); check the file."
+        ) from error
+    if not isinstance(table, Table):
+        raise registry.FORMATS.unfit(name, f"gives a {type(table).__name__} instead of a Table")
+    as_words = {
+        n: Categorical.of([written(v) for v in column.tolist()])
+        for n, column in table.columns.items()
+        if n in words and not isinstance(column, Categorical)
+    }
+    return replace(table, columns={**table.columns, **as_words})
 
 
 def check_columns(path: Path, names: Iterable[str], known: Iterable[str]) -> None:
@@ -240,6 +273,8 @@ def verbatim(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
         UserError: There is no such column.
     """
     kind = ENDINGS.get(path.suffix.lower())
+    if kind is None:
+        raise UserError(f"Columns of '{path}' cannot be copied as they are written there; convert it to a .csv file.")
     if kind == "csv":
         from bpfed.data.tabular.csvfile import read_cells as read
     elif kind == "parquet":

@@ -25,7 +25,7 @@ from bpfed.config.registry import PREFIX
 from bpfed.config.settings import MOST_EVALUATED
 from bpfed.data.load import names
 from bpfed.data.tabular.preprocessing import read_preparation
-from bpfed.data.tabular.table import ENDINGS
+from bpfed.data.tabular.table import endings
 from bpfed.deploy.folders import agreed_preparation, open_server
 from bpfed.deploy.ops import certificates, flower, supervise
 from bpfed.deploy.server.server import check_deployment
@@ -124,7 +124,7 @@ def _fill(folder: Path, plan: Plan, config: Config, preparation: bytes) -> None:
     plan.write(server)
     certificates.make_server(server, plan.host)
     for site, place in zip(plan.sites, folders, strict=True):
-        replace(plan, site=site, bind="").write(place)
+        replace(plan, site=site, bind="", plugins=()).write(place)  # whose plug-ins a site runs, its owner says
         certificates.make_site(place, server, site)
 
 
@@ -292,7 +292,7 @@ def data_of(config: Config, site: str) -> str:
         return name
     if name.startswith(PREFIX):
         place = Path(name.removeprefix(PREFIX))
-        for ending in ENDINGS:
+        for ending in endings():
             if (place.expanduser() / f"{site}{ending}").is_file():
                 return str(place / f"{site}{ending}")
     return "FILE"

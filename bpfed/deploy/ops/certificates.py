@@ -17,6 +17,7 @@ from cryptography.x509.oid import NameOID
 
 from bpfed._util.errors import UserError
 from bpfed._util.files import write_whole, writing
+from bpfed.deploy.logs import warn
 
 #: Names of files.
 AUTHORITY, AUTHORITY_KEY = "ca.crt", "ca.key"
@@ -110,7 +111,7 @@ def register(state: Any, keys: Mapping[str, bytes], say: Callable[[str], None]) 
     for key, node in found.items():
         if key not in keys.values() and node.status != NodeStatus.UNREGISTERED:
             state.delete_node(owner_aid=node.owner_aid, node_id=node.node_id)
-            say(f"Node {node.node_id} was registered with a key that is not in '{KEYS}'; it is unregistered now.")
+            warn(say, f"Node {node.node_id} was registered with a key that is not in '{KEYS}'; it is unregistered now.")
     for site, key in keys.items():
         if key not in found:
             if not state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_DEFAULT_INTERVAL):
@@ -120,7 +121,7 @@ def register(state: Any, keys: Mapping[str, bytes], say: Callable[[str], None]) 
             with state.session() as session:
                 valid = {"status": NodeStatus.REGISTERED, "unregistered_at": None, "online_until": None}
                 session.execute(update(Node).where(Node.public_key == key).values(**valid))
-            say(f"Site '{site}' was unregistered, though its key is in '{KEYS}'; it is registered again.")
+            warn(say, f"Site '{site}' was unregistered, though its key is in '{KEYS}'; it is registered again.")
 
 
 def check_dates(folder: Path, say: Callable[[str], None], names: Sequence[str] = (AUTHORITY, SERVER)) -> None:
@@ -147,9 +148,10 @@ def check_dates(folder: Path, say: Callable[[str], None], names: Sequence[str] =
                 "set the clock of this machine."
             )
         if (days := (until - now).days) < WARNING:
-            say(
+            warn(
+                say,
                 f"The certificate '{folder / name}' expires on {until:%Y-%m-%d}, in {days} days; make the deployment "
-                "again before then."
+                "again before then.",
             )
 
 

@@ -15,7 +15,6 @@ import ipaddress
 import json
 import re
 import secrets
-import sys
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 from bpfed._util.errors import UserError
 from bpfed._util.files import write_whole
 from bpfed._util.text import plain
+from bpfed.deploy.logs import warn
 
 #: Where the port on loopback and the secret are.
 LOCAL = "local.json"
@@ -112,7 +112,7 @@ class Gate:
             return
         client = scope.get("client") or ("nowhere", 0)
         what = f"{scope.get('method', scope['type'])} {scope.get('path', '')}"
-        self.say(f"Refused '{plain(what, 200)}' from {client[0]}:{client[1]}: {why}.")
+        warn(self.say, f"Refused '{plain(what, 200)}' from {client[0]}:{client[1]}: {why}.")
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -160,9 +160,3 @@ def _loopback(client: Any) -> bool:
     with contextlib.suppress(ValueError, TypeError, IndexError):
         return ipaddress.ip_address(client[0]).is_loopback
     return False
-
-
-def say(sentence: str) -> None:
-    """To the log of this process."""
-    with contextlib.suppress(OSError):  # a log on a full disk
-        print(f"bpfed: {sentence}", file=sys.stderr, flush=True)

@@ -40,9 +40,13 @@ from typing import Any, ClassVar
 
 from bpfed._util.errors import UserError
 from bpfed._util.text import plain
+from bpfed.deploy.logs import Log, fail, to_parent, warn
 from bpfed.deploy.ops import gate
-from bpfed.deploy.ops.gate import Gate, Local, say
+from bpfed.deploy.ops.gate import Gate, Local
 from bpfed.deploy.ops.supervise import LAUNCH, SERVER_FOLDER, SITE_FOLDER
+
+#: To the log of this process.
+say = Log()
 
 # --- The app that is handed to Flower ---------------------------------------------------------------------------------
 #
@@ -268,7 +272,7 @@ def only_ours(pull: Callable[..., Any], loop: Any, server: str) -> Callable[...,
         try:
             return pull(receive=received, get_run=run_of, get_fab=checked, **more)
         except NotOurs as refused:
-            say(str(refused))
+            warn(say, str(refused))
             reply = loop.Message(loop.FAB_VERIFICATION_ERROR, reply_to=taken[0])
             loop._insert_message(reply, more["state"], more["object_store"])
             return taken[0].metadata.run_id
@@ -288,12 +292,16 @@ def _launch(self: Any, side: str, spec: Any) -> Any:
     from flwr.supercore.superexec.executor import LaunchResult
 
     if spec.task_type != APPS[side]:
-        say(f"Refused task {spec.task_id} of kind '{plain(str(spec.task_type), 40)}': only {APPS[side]} is run here.")
+        warn(
+            say,
+            f"Refused task {spec.task_id} of kind '{plain(str(spec.task_type), 40)}': only {APPS[side]} is run here.",
+        )
         return LaunchResult.failed("This kind of task is not run here.")
     if side == SERVER_FOLDER and spec.fab_hash != fingerprint(bundle()):
-        say(
+        warn(
+            say,
             f"Refused to execute an app (SHA-256 {plain(str(spec.fab_hash), 16)}) that was started with the operator's "
-            "secret: the server executes only bpfed's own."
+            "secret: the server executes only bpfed's own.",
         )
         return LaunchResult.failed("Only bpfed's own app is executed here.")
     command = [*LAUNCH, APPS[side], "--runtime-api-address", spec.runtime_api_address]
@@ -348,7 +356,7 @@ def guard_clientapp(local: Local) -> None:
 def _not_installed(content: bytes, **more: Any) -> None:
     """In place of unpacking a bundle: only see that it is ours."""
     if not is_ours(content):
-        say(f"Refused an app (SHA-256 {fingerprint(content)[:16]}): only bpfed's own is executed.")
+        warn(say, f"Refused an app (SHA-256 {fingerprint(content)[:16]}): only bpfed's own is executed.")
         raise NotOurs("Only bpfed's own app is executed here.")
 
 
@@ -411,6 +419,7 @@ def guard(command: str, environment: Mapping[str, str]) -> None:
 def main() -> None:
     """Run the command; the process ends with it, whatever threads it leaves."""
     name, sys.argv = sys.argv[1], sys.argv[1:]
+    to_parent()
     try:
         (command,) = metadata_importlib.entry_points(group="console_scripts", name=name)
         run = command.load()
@@ -425,7 +434,7 @@ def main() -> None:
     except SystemExit as ended:
         _end("", ended.code if isinstance(ended.code, int) else int(ended.code is not None))
     except UserError as error:
-        say(str(error))
+        fail(say, str(error))
         _end("", 2)
     except BaseException:
         traceback.print_exc()

@@ -18,6 +18,7 @@ from bpfed._util.console import Say
 from bpfed._util.errors import UserError
 from bpfed._util.files import writing
 from bpfed._util.processes import tied
+from bpfed.deploy.logs import fail, warn
 from bpfed.deploy.settings import Plan
 from bpfed.deploy.site.worker import listens
 
@@ -163,7 +164,7 @@ def watch(
                         "or is in use elsewhere."
                     )
                 why = "is not let in (its key may be held for a minute)" if shut_out else f"ended with code {code}"
-                say(f"{name} {why}; starting again in {wait:.0f} s.")
+                warn(say, f"{name} {why}; starting again in {wait:.0f} s.")
                 time.sleep(wait)
                 wait = min(2.0 * wait, BACK_OFF[1])
         except Stopped:
@@ -232,11 +233,11 @@ class Supervised:
                 self.stuck.unlink(missing_ok=True)
                 process = start(self.command, self.env)
             except UserError as error:
-                self.say(str(error))
+                fail(self.say, str(error))
                 self.failed = True
                 return
             except OSError as error:  # too many processes, or no memory for one more
-                self.say(f"The site's worker could not be started ({error.strerror}); trying again.")
+                warn(self.say, f"The site's worker could not be started ({error.strerror}); trying again.")
                 self.over.wait(BACK_OFF[1])
                 continue
             while process.poll() is None and not self.over.wait(0.2):
@@ -246,5 +247,5 @@ class Supervised:
             self.failed = process.returncode == 2  # said in words, and the same if tried again
             if not self.over.is_set() and not self.failed:
                 wait = BACK_OFF[0] if time.monotonic() - began > STEADY else min(2.0 * wait, BACK_OFF[1])
-                self.say(f"The site's worker ended with code {process.returncode}; starting it again.")
+                warn(self.say, f"The site's worker ended with code {process.returncode}; starting it again.")
                 self.over.wait(wait)

@@ -46,6 +46,7 @@ def fingerprint(config: Config) -> str:
     """A short hash of all that server and sites must agree on: protocol, version, data's settings, method and run."""
     run = {k: v for k, v in vars(config.run).items() if k not in LOCAL_SETTINGS}
     agreed = [PROTOCOL, __version__, vars(config.data), config.method.name, config.method.settings(), run]
+    agreed += config.plugins  # nothing where all is of bpfed itself
     return hashlib.blake2b(json.dumps(agreed, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 

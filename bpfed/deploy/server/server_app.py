@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
-import time
 from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from bpfed._util.errors import UserError
-from bpfed._util.files import append_line
 from bpfed._util.processes import end_in_time
-from bpfed._util.text import plain
+from bpfed.deploy import logs
 from bpfed.deploy.ops.supervise import SERVER_FOLDER
 
 #: What the server says of a run, line by line.
@@ -33,17 +29,10 @@ def main(grid: Grid, context: Context) -> None:
     if not folder:
         raise RuntimeError(f"{SERVER_FOLDER} is not set; start the server with 'bpfed deploy server'.")
     end_in_time()
-
-    def say(sentence: str) -> None:
-        """Flower keeps what this process prints to itself (``flwr log``), so a file of the server's has it too."""
-        sentence = plain(sentence)  # sites' names of columns are in some
-        with contextlib.suppress(UserError, OSError):  # a full disk: what must be kept says so itself
-            print(f"bpfed: {sentence}", file=sys.stderr, flush=True)
-        with contextlib.suppress(UserError):
-            append_line(Path(folder) / LOG, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}")
-
+    # Flower keeps what this process prints to itself (``flwr log``), so a file of the server's has it too.
+    say = logs.to_parent(logs.ToFile(Path(folder) / LOG), one_line=True)  # sites' names of columns are in some
     try:
         open_server(Path(folder), say).serve(GridPost(grid))
     except UserError as error:
-        say(str(error))
+        logs.fail(say, str(error))
         raise

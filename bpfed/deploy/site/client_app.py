@@ -6,9 +6,7 @@ none is running (a SuperNode that was started by hand), it does the work itself.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import time
 import tomllib
 import traceback
@@ -19,9 +17,11 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 
+from bpfed._util.console import Say
 from bpfed._util.errors import UserError
 from bpfed._util.paths import CONFIG
 from bpfed._util.processes import end_in_time
+from bpfed.deploy import logs
 from bpfed.deploy.protocol import codec
 from bpfed.deploy.site import worker
 
@@ -42,19 +42,20 @@ def query(message: Message, context: Context) -> Message:
 
 def _answered(message: Message, context: Context) -> Message:
     """The site's answer. Flower would send the words of any error to the server, so there are none but our own."""
+    say = logs.to_parent()
     try:
-        return _answer(message, context)
+        return _answer(message, context, say)
     except TimeoutError as error:
-        say(str(error))
+        logs.fail(say, str(error))
         raise TimeoutError("The site did not answer in time.") from None
     except UserError as error:
-        say(str(error))
+        logs.fail(say, str(error))
     except Exception:
-        say(traceback.format_exc())
+        logs.fail(say, traceback.format_exc())
     raise RuntimeError("The site cannot do its part; its own log says why.")
 
 
-def _answer(message: Message, context: Context) -> Message:
+def _answer(message: Message, context: Context, say: Say) -> Message:
     folder = Path(str(context.node_config["folder"]))
     # What is left of the time: a site that has fallen behind must not work on what nobody waits for any more.
     left = message.metadata.created_at + message.metadata.ttl - time.time()
@@ -107,9 +108,3 @@ def age() -> float:
         return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return 0.0
-
-
-def say(sentence: str) -> None:
-    """To the site's own log."""
-    with contextlib.suppress(OSError):  # a log on a full disk
-        print(f"bpfed: {sentence}", file=sys.stderr, flush=True)

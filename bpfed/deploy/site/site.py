@@ -21,7 +21,9 @@ from bpfed._util.errors import UserError
 from bpfed._util.files import writing
 from bpfed._util.paths import REHEARSALS
 from bpfed.config.reader import Config
+from bpfed.config.registry import allowing
 from bpfed.data.federated import HELD, parted
+from bpfed.deploy.logs import fail, warn
 from bpfed.deploy.protocol.messages import MOST, Reply, Request, fingerprint, shared_of
 from bpfed.deploy.protocol.state_schema import Patterns, RejectedMessage, Upload, patterns
 from bpfed.deploy.site.data import Source
@@ -55,6 +57,7 @@ class Site:
         say: Called with each message for the site's owner. None of it is sent.
         own: Run folder for the site's own model once the run is finished; None: none is kept.
         limits: What the server may ask, and from how many rows on something is told of them.
+        plugins: The packages whose plug-ins may be used, with their versions.
     """
 
     def __init__(
@@ -67,9 +70,10 @@ class Site:
         say: Callable[[str], None] = lambda sentence: None,
         own: Path | None = None,
         limits: Limits = Limits(),  # noqa: B008
+        plugins: tuple[str, ...] = (),
     ) -> None:
         self.folder, self.name, self.config, self.source = folder, name, config, source
-        self.transform, self.say, self.own, self.limits = transform, say, own, limits
+        self.transform, self.say, self.own, self.limits, self.plugins = transform, say, own, limits, plugins
         self.requests = Requests(folder, limits, config.run.rehearsals, say)
         self.fingerprint = fingerprint(config)
         self.patterns: Patterns | None = None
@@ -85,15 +89,16 @@ class Site:
         ask = Request(self.fingerprint, "", 0)
         try:
             ask = Request.read(record)
-            return self._written(self._answer(ask, record), start)
+            with allowing(self.plugins):
+                return self._written(self._answer(ask, record), start)
         except RejectedMessage as refused:
-            self.say(f"The server's message was refused: {refused}")
+            warn(self.say, f"The server's message was refused: {refused}")
             why = f"it refused the server's message: {refused}"
         except UserError as error:
-            self.say(str(error))
+            fail(self.say, str(error))
             why = "it cannot do its part; its own log says why."
         except Exception:
-            self.say(traceback.format_exc())
+            fail(self.say, traceback.format_exc())
             why = "it failed; its own log says why."
         return self._written(Reply(self.fingerprint, ask.run, ask.round, self.name, why), start)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bpfed._util.errors import UserError
+from bpfed.deploy import logs
 from bpfed.deploy.protocol import codec
 
 SOCKET = "worker.sock"
@@ -111,22 +112,18 @@ def work(folder: Path, say: Callable[[str], None], data: str | None = None) -> N
                     if asked := codec.receive(link):
                         codec.send(link, codec.to_bytes(site.answer(codec.from_bytes(asked))))
                 except OSError as error:
-                    say(f"The answer could not be handed over ({error}).")
+                    logs.warn(say, f"The answer could not be handed over ({error}).")
                 except codec.Unreadable as error:
-                    say(f"A message could not be read ({error}).")
+                    logs.warn(say, f"A message could not be read ({error}).")
 
 
 def main() -> None:
     """``python -m bpfed.deploy.site.worker FOLDER [DATA]``."""
-
-    def say(sentence: str) -> None:
-        with contextlib.suppress(OSError):  # a log on a full disk
-            print(f"bpfed: {sentence}", file=sys.stderr, flush=True)
-
     try:
-        work(Path(sys.argv[1]), say, *sys.argv[2:3])
+        work(Path(sys.argv[1]), logs.to_terminal(None), *sys.argv[2:3])
     except UserError as error:
-        say(str(error))
+        with contextlib.suppress(OSError):  # a log on a full disk
+            print(f"bpfed: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
