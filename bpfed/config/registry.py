@@ -1,13 +1,14 @@
-"""Names of methods and datasets, so that a misspelt one is refused before torch is imported, which takes seconds.
+"""Names of methods, datasets and tasks, so that a misspelt one is refused before torch is imported, which takes seconds.
 
 They are those of `bpfed.methods.METHODS`, which cannot be imported if it differs, and of `bpfed.data.names`, which a
-test compares.
+test compares. Tasks are made when first asked for (`bpfed.inference.tasks.get_task`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from bpfed._util.errors import UserError, unknown
 
@@ -21,6 +22,15 @@ DATASETS = (
     "mnist-large", "fmnist-small", "fmnist-large", "cifar10-small", "cifar10-large",
 )
 # fmt: on
+#: Where each task is, by its name: ``module:class``.
+TASKS = {
+    "classification": "bpfed.inference.tasks:Classification",
+    "regression": "bpfed.inference.tasks:Regression",
+}
+if TYPE_CHECKING:
+    TaskName = str
+else:
+    TaskName = Literal[tuple(TASKS)]
 #: Models that a method stands for, by name.
 MODELS = {"linear": "bpfed-linear"}
 #: How a path is told from a dataset's name.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
@@ -192,7 +193,38 @@ STACKED = {"cpu": 1_000_000, "cuda": 100_000_000}
 
 
 @dataclass(frozen=True)
-class Classified:
+class Prediction:
+    """What is predicted for B examples (with a leading client axis where there is one), whatever the task.
+
+    A subclass is a frozen dataclass of tensors with the fields ``scores``, the conformal scores of the client's
+    calibration examples in rising order, ``[n]`` or None, and ``unscored``, why it can have none, in words or None.
+    """
+
+    @property
+    @abstractmethod
+    def scores(self) -> Tensor | None:
+        """Conformal scores of the client's calibration examples in rising order, ``[n]``; None if it has none."""
+
+    def with_scores(self, scores: Tensor | None, unscored: str | None) -> Self:
+        """The same with conformal scores, or with the reason why there are none."""
+        return replace(self, scores=scores, unscored=unscored)  # type: ignore[call-arg]
+
+    def with_temperature(self, temperature: float) -> Prediction:
+        """The same with the run's common temperature."""
+        raise NotImplementedError(f"{type(self).__name__} has no temperature")
+
+    def with_client_temperature(self, temperature: float) -> Prediction:
+        """The same with the client's own temperature, which conformal sets leave out; most tasks have none."""
+        return self
+
+    @property
+    @abstractmethod
+    def numbers(self) -> tuple[Tensor, ...]:
+        """What must be finite, ``[..., B]`` each."""
+
+
+@dataclass(frozen=True)
+class Classified(Prediction):
     """Predicted classes of B examples (with a leading client axis where there is one).
 
     Attributes:
@@ -248,9 +280,19 @@ class Classified:
         share = (self.aleatoric / self.entropy.clamp(min=1e-30)).clamp(0.0, 1.0)
         return Classified(probs, entropy, entropy * share, self.probs, self.scores, self.unscored)
 
+    def with_temperature(self, temperature: float) -> Classified:
+        return replace(self.at(temperature), raw=None)
+
+    def with_client_temperature(self, temperature: float) -> Classified:
+        return self.at(temperature)
+
+    @property
+    def numbers(self) -> tuple[Tensor, ...]:
+        return self.probs.sum(-1), self.entropy, self.aleatoric
+
 
 @dataclass(frozen=True)
-class Regressed:
+class Regressed(Prediction):
     """Predicted targets of B examples.
 
     Attributes:
@@ -277,6 +319,13 @@ class Regressed:
     def at(self, softness: float) -> Regressed:
         """The same with distributions that are wider by this factor, around the same means."""
         return replace(self, epistemic=softness**2 * self.epistemic, aleatoric=softness**2 * self.aleatoric, nll=None)
+
+    def with_temperature(self, temperature: float) -> Regressed:
+        return self.at(temperature)
+
+    @property
+    def numbers(self) -> tuple[Tensor, ...]:
+        return self.mean, self.epistemic, self.aleatoric
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Split-conformal intervals, ``[B]`` and ``[B]``: see `Classified.prediction_set`.

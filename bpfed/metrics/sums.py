@@ -75,21 +75,6 @@ class Form(NamedTuple):
     bins: int
     further: tuple[str, ...]
 
-    @property
-    def numbers(self) -> bool:
-        """Whether they are of a regression."""
-        return self.rows == 1
-
-    @classmethod
-    def of(cls, classes: int, bins: int, calibrated: bool) -> Form:
-        """Of a run with so many classes (0: a regression) and bins, and with calibration examples or without."""
-        size = "set_size" if classes else "interval_width"
-        held = ("counted", "coverage", size) if calibrated else ()
-        if classes:
-            pairs = ("positive", "positive_right", "in_order") if classes == 2 else ()
-            return cls(4, bins, ("sure", "sure_right", "risk", "majority", "shares_nll", *pairs, *held))
-        return cls(1, len(levels(bins)) + 1, ("baseline", *held))
-
 
 def levels(bins: int) -> Tensor:
     """Nominal levels of central intervals."""

@@ -186,7 +186,7 @@ def calibration(run: RunRecord) -> str:
     if not found or not any(found["count"]) or not run.measures:
         return ""
     bins = int(run.evaluation.get("bins", len(found["count"])))
-    intervals = run.measures[0].name != "accuracy"
+    intervals = run.task.regions == "intervals"
     if intervals:
         read = "Each dot is one of the models’ own intervals: its nominal level against the share of targets inside. "
     else:
@@ -318,7 +318,9 @@ def settings(run: RunRecord) -> str:
 
 def render(run: RunRecord) -> str:
     """The whole page as text. The same record gives the same page, byte for byte."""
-    parts = [headline(run), baselines(run), training(run), calibration(run), clients(run), settings(run)]
+    parts = [headline(run), baselines(run), training(run), calibration(run)]
+    parts += [section(run) for section in run.task.sections]
+    parts += [clients(run), settings(run)]
     parts.append("<footer>Made by bpfed from the run's own records.</footer>")
     return document(run.title, parts)
 

@@ -15,6 +15,7 @@ from bpfed._util.paths import CONFIG, EVALUATION, METRICS, REHEARSALS, SUMMARY
 from bpfed.config.settings import MOST_EVALUATED
 from bpfed.report.manifest import Manifest
 from bpfed.report.measures import AS_GIVEN, IN_UNITS, MEASURES, Measure, measures
+from bpfed.report.tasks import REPORTS, TaskReport, task_of
 
 #: What a client with fewer test examples than `JUDGED` shows by chance alone.
 CALIBRATION, JUDGED = frozenset({"ece", "mce"}), 10
@@ -32,7 +33,8 @@ class RunRecord:
         config: All settings, nested.
         history: One dict per evaluated round, as in ``metrics.jsonl``.
         evaluation: The last evaluated round in detail: ``round, bins, clients, reliability, ece_floor``; of a
-            regression on tables ``target``, its name and standard deviation; ``baselines``, where they were fitted.
+            regression on tables ``target``, its name and standard deviation; ``baselines``, where they were fitted;
+            ``task``, where the metrics do not tell it.
         summary: ``method, data, partition, protocol, seed, rounds, clients, device, seconds`` and figures.
     """
 
@@ -78,6 +80,12 @@ class RunRecord:
         present = {name for entry in self.history for name, value in entry.items() if isinstance(value, dict)}
         present |= {name for row in self.rows for name in row}
         return measures(present, self.standardised, *self.target, self.evaluation.get("labels", ()))
+
+    @property
+    def task(self) -> TaskReport:
+        """What is said of the task of this run."""
+        metrics = {measure.name for measure in self.measures}
+        return REPORTS.get(task_of(metrics, str(self.evaluation.get("task", ""))), TaskReport())
 
     @property
     def standardised(self) -> bool:
@@ -140,7 +148,7 @@ class RunRecord:
         short = sum(size < least for size in sizes)
         if not short:
             return ""
-        kind = "intervals" if any(measure.name == "rmse" for measure in self.measures) else "sets"
+        kind = self.task.regions
         start = text.few_calibration(short, len(sizes), least, kind, "tested client" if self.untested else "client")
         own = f"{'their' if short > 1 else 'its'} {kind} hold everything"
         return f"{start}; {own}{' and are left out of the coverage' if short < len(sizes) else ', so coverage says nothing'}."
@@ -167,11 +175,7 @@ class RunRecord:
     @property
     def no_use(self) -> str:
         """A sentence on the clients that would do as well without a model; empty where there are none."""
-        ours, without, words = (
-            ("rmse", "baseline", "RMSE is not below that of always predicting its own training mean")
-            if any(measure.name == "rmse" for measure in self.measures)
-            else ("nll", "shares_nll", "NLL is not below that of always predicting its own class shares")
-        )
+        ours, without, words = self.task.metric, self.task.without, self.task.useless
         scored = [row for row in self.rows if row.get("test") and math.isfinite(value(row, without))]
         tested = [row for row in scored if row["test"] >= JUDGED]
         names = [str(row["name"]) for row in tested if not value(row, ours) < value(row, without)]

@@ -79,6 +79,10 @@ _NUMBERS = (
 )
 
 
+#: By the name of the task; others have none.
+BASELINES = {"classification": _CLASSES, "regression": _NUMBERS}
+
+
 def wanted(data: FederatedData) -> bool:
     """Whether baselines can be fitted to data of this kind: inputs are flat vectors and there are any."""
     return data.train.x.ndim == 2 and data.train.x.shape[1] > 0
@@ -108,7 +112,9 @@ def baselines(data: FederatedData, clients: Tensor, bins: int = 10, most_rows: i
         )
         return found
     test = data.test.select(clients)
-    for baseline in _CLASSES if data.task == "classification" else _NUMBERS:
+    if data.task not in BASELINES:
+        found["skipped"].append(f"Baselines were not fitted: there are none for {data.task_type.targets} yet.")
+    for baseline in BASELINES.get(data.task, ()):
         if _too_much(baseline.kind, rows, columns, data.classes):
             size = f"{rows} rows, {columns} columns" + (f" and {data.classes} classes" if data.classes else "")
             found["skipped"].append(f"{baseline.title} was not fitted: it would take too long with {size}.")
@@ -143,7 +149,7 @@ def _scored(
     baseline: Baseline, data: FederatedData, parts: list[Examples], test: Examples, clients: Tensor, bins: int
 ) -> Evaluation:
     """The metrics of one baseline on the test rows of these clients."""
-    if data.task == "classification":
+    if data.task_type.has_classes:
         probs = np.concatenate(
             _predicted(
                 baseline, parts, test, clients, lambda x, y, new: class_probs(baseline.kind, x, y, new, data.classes)

@@ -239,7 +239,7 @@ def load_model(
     if likelihood is None:
         likelihood = _likelihood(path, words.get("likelihood", ""))
     given, example = module is not None, torch.zeros(2, *data.input_shape)
-    model = make_model(example, data.classes, method, settings, module, likelihood)
+    model = make_model(example, data.task_type, data.classes, method, settings, module, likelihood)
     there = {n: tuple(t.shape) for n, t in weights.items()}
     here = {n: tuple(t.shape) for n, t in model.factors.unflatten(model.initial).items()}
     if not given and (there != here or words.get("network") != str(model.module)):

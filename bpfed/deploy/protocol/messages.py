@@ -15,7 +15,8 @@ from torch import Tensor
 from bpfed import __version__
 from bpfed.config.reader import Config
 from bpfed.deploy.protocol.state_schema import Pattern, RejectedMessage, Upload, listed
-from bpfed.inference.calibration import HeldOutSlopes, fault, fault_of_numbers
+from bpfed.inference.calibration import HeldOutSlopes
+from bpfed.inference.tasks import Task
 from bpfed.methods.base import State
 from bpfed.metrics import Form, Sums
 
@@ -152,7 +153,12 @@ class Reply:
 
     @classmethod
     def read(
-        cls, record: RecordDict, pattern: Pattern | None, form: Form | None, most_held: int = -1, numbers: bool = False
+        cls,
+        record: RecordDict,
+        pattern: Pattern | None,
+        form: Form | None,
+        most_held: int = -1,
+        task: Task | None = None,
     ) -> Reply:
         """Of a message, or `RejectedMessage`.
 
@@ -161,7 +167,7 @@ class Reply:
             pattern: What an upload must look like; None: there must be none.
             form: What sums must look like; None: there must be none.
             most_held: Of how many held-out examples it may tell; below 0: of none.
-            numbers: Whether their targets are numbers.
+            task: Of their data; needed where it may tell of held-out examples.
         """
         allowed = ("answer", *(("upload", "info") if pattern else ()), *(("sums",) if form else ()))
         allowed += ("held",) if most_held >= 0 else ()
@@ -173,7 +179,7 @@ class Reply:
             raise RejectedMessage("its number of examples or its time is not valid.")
         upload = Upload(pattern.read(_part(record, "upload", ArrayRecord))) if pattern else None
         sums = _sums(_part(record, "sums", MetricRecord), form) if form else None
-        held = _held(_part(record, "held", MetricRecord), most_held, numbers) if most_held >= 0 else None
+        held = _held(_part(record, "held", MetricRecord), most_held, task) if most_held >= 0 and task else None
         info: dict[str, float] = {}
         if pattern and "info" in record:
             for name, value in _part(record, "info", MetricRecord).items():
@@ -282,13 +288,13 @@ def _excess(sums: Sums) -> str:
     return next((name for name, limit in most.items() if total[name] > limit + ROUNDING * (1.0 + limit)), "")
 
 
-def _held(record: MetricRecord, most: int, numbers: bool) -> HeldOutSlopes:
+def _held(record: MetricRecord, most: int, task: Task) -> HeldOutSlopes:
     examples, slopes = record.get("examples"), record.get("slopes")
     if set(record) != {"examples", "slopes"} or type(examples) is not int or not isinstance(slopes, list):
         raise RejectedMessage("what it reports on held-out examples cannot be read.")
     if not 0 <= examples <= most:
         raise RejectedMessage(f"it reports {examples} held-out examples, but has only {most} in all.")
     told = HeldOutSlopes(examples, torch.tensor(slopes, dtype=torch.float64))
-    if why := (fault_of_numbers if numbers else fault)(told):
+    if why := task.slopes_fault(told):
         raise RejectedMessage(why)
     return told
