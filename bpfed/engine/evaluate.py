@@ -75,7 +75,7 @@ def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
         bounds,
         federation.settings.scaling == "client",
     )
-    return federation.data.task_type.score(found, scoring), clients
+    return federation.data.task_type.evaluate(found, scoring), clients
 
 
 def _bounds(calibration: Calibration, owner: Tensor) -> Bounds:

@@ -26,7 +26,10 @@ from bpfed.inference.likelihoods import Categorical, Likelihood, Normal
 from bpfed.inference.predictive import Classified, How, Prediction, Predictive, Regressed, classify, regress
 from bpfed.metrics import Evaluation, Form, Sums, evaluate, evaluate_regression, evaluate_sums
 from bpfed.metrics.classification import form_of_classes
+from bpfed.metrics.evaluation import with_means
+from bpfed.metrics.registry import of_examples
 from bpfed.metrics.regression import form_of_numbers
+from bpfed.metrics.sums import summed
 from bpfed.nn.model import Model
 
 if TYPE_CHECKING:
@@ -189,15 +192,36 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, found: Predicted, scoring: Scoring) -> Evaluation:
-        """The metrics of these predictions."""
+        """The task's own metrics of these predictions."""
 
     @abstractmethod
     def form(self, classes: int, bins: int, calibrated: bool) -> Form:
-        """What the sums of a run look like, with calibration examples or without."""
+        """What the sums of its own metrics look like, with calibration examples or without."""
 
     @abstractmethod
     def from_sums(self, sums: Sums, bins: int) -> Evaluation:
-        """The metrics of clients that never meet, from their sums."""
+        """Its own metrics of clients that never meet, from their sums."""
+
+    def evaluate(self, found: Predicted, scoring: Scoring) -> Evaluation:
+        """All metrics of these predictions: the task's own, and those that are registered for it."""
+        scored = self.score(found, scoring)
+        if not (more := list(of_examples(self.name, scored.sums.further))):
+            return scored
+        values = [metric.each(found.parts, found.y).double() for metric in more if metric.each is not None]
+        added = summed(values, scoring.owner, len(scoring.clients))
+        further = scored.sums.further | {metric.name: part for metric, part in zip(more, added, strict=True)}
+        return with_means(scored, more, scored.sums._replace(further=further))
+
+    def sums_form(self, classes: int, bins: int, calibrated: bool) -> Form:
+        """What the sums of all metrics look like."""
+        own = self.form(classes, bins, calibrated)
+        return own._replace(further=(*own.further, *(m.name for m in of_examples(self.name, own.further))))
+
+    def evaluate_sums(self, sums: Sums, bins: int) -> Evaluation:
+        """All metrics of clients that never meet, from their sums."""
+        more = [metric for metric in of_examples(self.name) if metric.name in sums.further]
+        found = self.from_sums(sums, bins)
+        return with_means(found, more, sums) if more else found
 
     def slopes_fault(self, told: HeldOutSlopes) -> str:
         """Why these cannot be what a client tells of its held-out examples; asked only of a task that is `tempered`."""

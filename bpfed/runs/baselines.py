@@ -26,6 +26,7 @@ from torch import Tensor
 from bpfed._util import text
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.metrics import Evaluation, evaluate, evaluate_regression
+from bpfed.metrics.registry import shown_at
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -45,8 +46,6 @@ ITERATIONS, MOST_TREES = 100, 2_000
 DIVIDED = 200
 #: Parts of a cross-validation.
 FOLDS = 5
-#: Metrics that are kept of each client.
-KEPT = ("accuracy", "rmse", "nll", "brier", "ece")
 
 
 class Baseline(NamedTuple):
@@ -111,7 +110,7 @@ def baselines(data: FederatedData, clients: Tensor, bins: int = 10, most_rows: i
             "take too long for a report."
         )
         return found
-    test = data.test.select(clients)
+    test, kept = data.test.select(clients), tuple(shown_at("progress", "comparison"))
     if data.task not in BASELINES:
         found["skipped"].append(f"Baselines were not fitted: there are none for {data.task_type.targets} yet.")
     for baseline in BASELINES.get(data.task, ()):
@@ -127,8 +126,8 @@ def baselines(data: FederatedData, clients: Tensor, bins: int = 10, most_rows: i
                 "title": baseline.title,
                 "short": baseline.short,
                 "pooled": baseline.pooled,
-                "scores": {name: s for name, s in scored.record().items() if name in KEPT},
-                "clients": {name: _listed(scored[name].clients) for name in KEPT if name in scored.scores},
+                "scores": {name: s for name, s in scored.record().items() if name in kept},
+                "clients": {name: _listed(scored[name].clients) for name in kept if name in scored.scores},
                 "ece_floor": _listed(np.array([scored.ece_floor.pooled]))[0],
                 "reliability": scored.reliability.record(),
             }

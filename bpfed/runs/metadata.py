@@ -26,7 +26,8 @@ from bpfed.data.tabular.preprocessing import Preprocessor
 from bpfed.engine.federation import Federation
 from bpfed.inference.calibration import fewest
 from bpfed.inference.tasks import get_task, is_task
-from bpfed.metrics import BEST_IS_HIGH, SURE, Evaluation
+from bpfed.metrics import SURE, Evaluation
+from bpfed.metrics.registry import BUILT_IN, METRICS, shown_at
 from bpfed.report.tasks import task_of
 
 #: The protocol of a deployed run, and its partition where nothing was dealt out: every site has its own data.
@@ -92,6 +93,9 @@ def detail(
         found["fewest_calibration"] = fewest(SURE)
     if task_of(evaluation.scores) != data.task:
         found["task"] = data.task
+    own = {name: METRICS[name].record() for name in METRICS if name not in BUILT_IN}
+    if own:
+        found["metrics"] = own
     if len(data.labels) == 2:
         found["labels"] = list(data.labels)
     if data.task_type.standardised and (made := data.preparation) is not None:
@@ -137,9 +141,9 @@ def summary(federation: Federation, history: Sequence[Mapping[str, Any]], second
 def figures(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
     """Of each metric its last value, its best, and that of the worst client, as in ``summary.json``."""
     found: dict[str, dict[str, float | None]] = {}
-    for metric in (m for m in ("accuracy", "rmse", "nll", "brier", "ece", "mce") if m in history[-1]):
-        pooled = [r[metric]["pooled"] for r in history if r[metric]["pooled"] is not None]
-        best = (max if metric in BEST_IS_HIGH else min)(pooled, default=None)
+    for metric in (m for m in shown_at("progress", "comparison", "summary") if m in history[-1]):
+        pooled = [r[metric]["pooled"] for r in history if metric in r and r[metric]["pooled"] is not None]
+        best = (max if METRICS[metric].high_is_good else min)(pooled, default=None)
         last = history[-1][metric]
         found[metric] = {"last": last["pooled"], "best": best, "worst_client": last["worst"]}
     return found

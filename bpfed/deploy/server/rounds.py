@@ -228,7 +228,7 @@ class Training:
             journal,
             patterns(federation.method, federation.model, settings.compression == "half"),
             federation.data.task_type,
-            federation.data.task_type.form(federation.data.classes, settings.bins, settings.calibration > 0.0),
+            federation.data.task_type.sums_form(federation.data.classes, settings.bins, settings.calibration > 0.0),
             plan.timeout,
             say,
         )
@@ -395,7 +395,7 @@ class Training:
             self.say(f"No site tested round {self.federation.round}, so it has no line of metrics.")
             return
         sums, data = Sums.join([scores[site] for site in order]), self.federation.data
-        evaluation = data.task_type.from_sums(sums, self.federation.settings.bins)
+        evaluation = data.task_type.evaluate_sums(sums, self.federation.settings.bins)
         self.journal.score(self.federation.round, evaluation, order, len(scores) - len(order))
 
 

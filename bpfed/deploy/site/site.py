@@ -246,8 +246,8 @@ class Site:
         """What is said of a site without test examples: nothing, in the form of something."""
         settings = federation.settings
         data, task = federation.data, federation.data.task_type
-        form = task.form(data.classes, settings.bins, settings.calibration > 0.0)
-        return task.from_sums(Sums.none(form), settings.bins), _ONLY
+        form = task.sums_form(data.classes, settings.bins, settings.calibration > 0.0)
+        return task.evaluate_sums(Sums.none(form), settings.bins), _ONLY
 
     def _keep(self, federation: Federation, evaluated: tuple[Evaluation, Tensor], ask: Request) -> None:
         """Make this the site's own model, if the site has trained for it."""
