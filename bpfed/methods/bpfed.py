@@ -27,7 +27,7 @@ from bpfed._util.errors import UserError
 from bpfed.aggregation.rules import rule
 from bpfed.inference.estimators import Batch, DataTerm, check_estimator, data_term
 from bpfed.inference.gaussian import Gaussian, discounted, either, kl, kl_gradients_p
-from bpfed.inference.optim import Momentum, Newton, ivon
+from bpfed.inference.optim import IVON, FreeEnergyGradient, Momentum, Newton
 from bpfed.inference.predictive import GaussianPredictive
 from bpfed.methods.base import Finished, Initial, Method, Phase, State, frozen
 from bpfed.methods.head_priors import NOISE_SIGMA, of_likelihood, per_head
@@ -296,7 +296,8 @@ class BPFed(Method):
         """q after a step on Eq. 9: the data term, scaled by n/b, and T · KL(q ‖ π) with π held."""
         if isinstance(q, Newton):
             rate = hyper["lr"] * hyper["newton"]
-            return ivon(q, data.mean, data.sigma, prior, hyper["temperature"], steps, rate, hyper["curvature"])
+            gradient = FreeEnergyGradient(data.mean, data.sigma, prior, hyper["temperature"])
+            return Newton.at(*IVON.update(q.gaussian, gradient, q.memory, steps, rate, hyper))
         mean, sigma = kl_gradients_beyond(self._points(model), q.gaussian, prior)
         temperature = hyper["temperature"][:, None]
         return q.moved(data.mean + temperature * mean, data.sigma + temperature * sigma, steps, hyper["lr"])

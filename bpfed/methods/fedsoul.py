@@ -36,7 +36,7 @@ from bpfed.aggregation.rules import weighted_mean
 from bpfed.inference import rng
 from bpfed.inference.estimators import Batch
 from bpfed.inference.gaussian import Gaussian
-from bpfed.inference.optim import Adam, adam
+from bpfed.inference.optim import ADAM, Adam
 from bpfed.methods.base import ADAPT, Finished, Initial, Method
 from bpfed.nn.model import Model
 
@@ -201,7 +201,7 @@ class FedSOUL(Method):
         body, head = model.factors.split(model.initial)
         prior = Gaussian(torch.zeros_like(head), torch.full_like(head, self.prior_sigma))
         chain = Chain(prior.mean, head.new_zeros(self.samples, len(head)), head.new_zeros(1))
-        memory = (Adam.like(body),) if self.keep_adam else ()
+        memory = (ADAM.init(body),) if self.keep_adam else ()
         return Initial(Shared.of(body, prior), Personal(chain, memory, head.new_zeros(1)))
 
     def adapting(self) -> FedSOUL:
@@ -215,7 +215,7 @@ class FedSOUL(Method):
         none = torch.zeros_like(steps)
         return Local(
             body=shared.body,
-            memory=personal.memory[0] if self.keep_adam else Adam.like(shared.body),
+            memory=personal.memory[0] if self.keep_adam else ADAM.init(shared.body),
             chain=chain._replace(state=state),
             taken=none,
             steps=steps if self.keep_adam else none,
@@ -239,7 +239,7 @@ class FedSOUL(Method):
 
         body, memory = local.body, local.memory
         if phase != ADAPT:
-            body, memory = adam(body, on_body / batch.size[:, None], memory, steps, hyper["lr"])
+            body, memory = ADAM.update(body, on_body / batch.size[:, None], memory, steps, hyper["lr"])
         return Local(body, memory, chain, taken, steps, local.prior), total * batch.scale / batch.size
 
     def _kept(self, chain: Chain, state: Tensor, taken: Tensor) -> Chain:
