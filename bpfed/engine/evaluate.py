@@ -107,7 +107,7 @@ def calibrate(
 
 
 def _calibrate(
-    federation: Federation, clients: Tensor, tuned: State, how: How = "sample", draws: int | None = None
+    federation: Federation, clients: Tensor, tuned: State | None, how: How = "sample", draws: int | None = None
 ) -> Calibration:
     assert federation.data.calibration is not None
     draws = draws or federation.settings.eval_draws
@@ -124,7 +124,7 @@ def _predict(
     federation: Federation,
     examples: Examples,
     clients: Tensor,
-    tuned: State,
+    tuned: State | None,
     how: How = "sample",
     draws: int | None = None,
 ) -> Predicted:

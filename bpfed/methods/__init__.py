@@ -5,7 +5,7 @@ from __future__ import annotations
 from bpfed._util.errors import unknown
 from bpfed.config import registry
 from bpfed.methods.adaptive import Adaptive
-from bpfed.methods.base import Method
+from bpfed.methods.base import AnyMethod, Method
 from bpfed.methods.bpfed import BPFed
 from bpfed.methods.ditto import Ditto
 from bpfed.methods.fedavg import FedAvg, FedAvgFT
@@ -23,7 +23,7 @@ from bpfed.methods.pfedvem import PFedVEM
 from bpfed.methods.population import Population
 from bpfed.methods.recipe import Recipe
 
-METHODS: dict[str, type[Method]] = {
+METHODS: dict[str, type[AnyMethod]] = {
     m.name: m
     for m in (
         BPFed,
@@ -54,7 +54,7 @@ if tuple(METHODS) != registry.METHODS:
     )
 
 
-def method(name: str) -> type[Method]:
+def method(name: str) -> type[AnyMethod]:
     """The method of that name."""
     if name not in METHODS:
         raise unknown("method", name, METHODS)

@@ -124,7 +124,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Adaptive(Method):
+class Adaptive(Method[Weights, Personal, Local, Weights]):
     """BPFed with a shared part and a personal deviation of every weight; scales say how much is shared.
 
     Attributes:
@@ -203,7 +203,7 @@ class Adaptive(Method):
             numbers["dual"] = torch.zeros_like(numbers["dual"])
         return numbers
 
-    def init(self, model: Model) -> Initial:
+    def init(self, model: Model) -> Initial[Weights, Personal]:
         prior = self._prior(model, self.rows_of_numbers(1, model.initial.device))
         nothing, empty = torch.zeros_like(model.initial), ADAM.init(model.initial)
         deviation = Gaussian(nothing, START * prior.width[0])
@@ -259,7 +259,7 @@ class Adaptive(Method):
         shared, shared_memory = ADAM.update(local.shared, gradient, local.shared_memory, steps, rate)
         return new._replace(shared=shared, shared_memory=shared_memory), data.nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Weights, Personal]:
         hold = self._hold(hyper)
         dual = local.dual - hold * (local.shared - local.server)
         upload = local.shared - torch.where(hold > 0.0, dual / hold.clamp(min=1e-30), 0.0)

@@ -45,7 +45,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ditto(OwnNetwork):
+class Ditto(OwnNetwork[Local]):
     """Ditto: FedAvg, and for each client a network of its own that is pulled towards the shared one.
 
     A client's own network starts as the shared one that it is first sent. Until then it predicts with the shared one.
@@ -88,5 +88,5 @@ class Ditto(OwnNetwork):
         weights, memory = ADAM.update(local.weights, gradient, local.memory, steps, hyper["lr"])
         return new._replace(weights=weights, memory=memory), nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Weights, Own]:
         return Finished(Weights(local.weights), Own.of(local.own), {})

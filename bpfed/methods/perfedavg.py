@@ -44,7 +44,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PerFedAvg(OwnNetwork):
+class PerFedAvg(OwnNetwork[Local]):
     """Per-FedAvg: one network for all, trained to be good after each client's own steps of gradient descent.
 
     The inner step size was chosen on training examples that were held out.
@@ -96,7 +96,7 @@ class PerFedAvg(OwnNetwork):
         weights, memory = ADAM.update(local.weights, gradient, local.memory, steps, hyper["lr"])
         return local._replace(weights=weights, memory=memory, steps=steps), nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Weights, Own]:
         # The shared weights that a client has trained are not its own network: that comes from the server's, by tuning.
         return Finished(Weights(local.weights), Own(local.weights * local.tuned, local.tuned), {})
 

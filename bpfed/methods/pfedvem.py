@@ -18,7 +18,7 @@ Beyond the paper the server keeps the mean of ρ_i², for clients that have not 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PFedVEM(Method):
+class PFedVEM(Method[Shared, Personal, Local, Shared]):
     """pFedVEM: a point body, Gaussian heads around a common one that the confident clients determine most.
 
     Attributes:
@@ -130,14 +130,14 @@ class PFedVEM(Method):
         body = max(1, round(self.body_share * epochs))
         return Phase("head", max(1, epochs - body)), Phase(BODY, body)
 
-    def init(self, model: Model) -> Initial:
+    def init(self, model: Model) -> Initial[Shared, Personal]:
         body, head = model.factors.split(model.initial)
         prior = Gaussian(head, torch.full_like(head, self.rho))
         none = head.new_zeros(1)
         kept = (Kept(Variational.at(prior).memory, ADAM.init(body), none, none),) if self.keep_adam else ()
         return Initial(Shared(body, prior), Personal(prior, none, kept))
 
-    def adapting(self) -> PFedVEM:
+    def adapting(self) -> Self:
         """A newcomer's Adam starts without memory."""
         return replace(self, keep_adam=False)
 
@@ -172,7 +172,7 @@ class PFedVEM(Method):
         new = local.q.moved(mean + kl_mean, sigma + kl_sigma, steps, hyper["lr"] * hyper["head_rate"])
         return local._replace(q=new, head_steps=steps), data.nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Shared, Personal]:
         q = local.q.gaussian
         squared = (q.sigma.square() + (q.mean - local.prior.mean).square()).mean(-1, keepdim=True)  # M step
         rho = squared.sqrt()

@@ -100,7 +100,7 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Point(Method):
+class Point(Method[Weights, Kept, Local, Weights]):
     """Base of the methods with point-estimate weights.
 
     Attributes:
@@ -165,7 +165,7 @@ class Point(Method):
         """Whether all weights are fine-tuned, so that a client has a whole network of its own."""
         return any(phase.name == TUNE for phase in self.finetuning(1))
 
-    def init(self, model: Model) -> Initial:
+    def init(self, model: Model) -> Initial[Weights, Kept]:
         shared, personal = model.factors.split(model.initial)
         memory = self._fresh(shared, personal)
         kept = Kept(
@@ -210,7 +210,7 @@ class Point(Method):
         tuned = torch.ones_like(local.tuned) if phase == TUNE else local.tuned
         return local._replace(shared=shared, personal=personal, tuned=tuned), nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Weights, Kept]:
         memory = Memory(
             local.shared.memory, local.personal.memory, torch.stack([local.shared.steps, local.personal.steps], -1)
         )

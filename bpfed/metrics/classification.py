@@ -48,7 +48,8 @@ def in_order(score: Tensor, positive: Tensor, owner: Tensor, n_clients: int) -> 
     owner, found = owner[order], positive.double()[order]
     ranks, size = summed([place, torch.ones_like(place)], tie, len(order))
     total, count = summed([(ranks / size)[tie] * found, found], owner, n_clients)
-    return total - count * (count + 1) / 2
+    pairs: Tensor = total - count * (count + 1) / 2
+    return pairs
 
 
 def _ranked(score: Tensor, owner: Tensor, n_clients: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ from bpfed.nn.model import Model
 
 if TYPE_CHECKING:
     from bpfed.inference.tasks import Task
-    from bpfed.methods.base import Method
+    from bpfed.methods.base import AnyMethod
 
 
 class LeNet(nn.Module):
@@ -116,7 +116,7 @@ def make_model(
     example: Tensor,
     task: Task,
     classes: int,
-    method: Method,
+    method: AnyMethod,
     settings: Settings,
     module: nn.Module | None = None,
     likelihood: Likelihood | None = None,

@@ -304,7 +304,7 @@ def _place(federation: Federation, tensors: dict[str, Tensor]) -> None:
     for old, new in zip(leaves, loaded, strict=True):
         if old.shape != new.shape or old.dtype != new.dtype:
             raise ValueError("shape")
-    if not finite(loaded):  # as versions before 0.8 may have written
+    if not finite(tuple(loaded)):  # as versions before 0.8 may have written
         raise ValueError("not finite")
     store = {k.removeprefix("store."): t for k, t in tensors.items() if k.startswith("store.")}
     federation.shared = tree_unflatten([t.to(federation.device) for t in loaded], spec)

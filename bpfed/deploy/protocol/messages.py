@@ -76,13 +76,14 @@ class Request:
     facts: str = ""
     rehearsal: int = 0
     softness: float = 1.0
-    shared: State = None
+    shared: State | None = None
 
     def write(self, pattern: Pattern | None = None) -> RecordDict:
         """As it travels."""
         plain = {k: v for k, v in vars(self).items() if k != "shared"}
         record = RecordDict({"ask": ConfigRecord({"protocol": PROTOCOL, "version": __version__, **plain})})
         if pattern is not None:
+            assert self.shared is not None
             record["shared"] = pattern.write(self.shared)
         return record
 
