@@ -26,6 +26,7 @@ DATASETS = (
 TASKS = {
     "classification": "bpfed.inference.tasks:Classification",
     "regression": "bpfed.inference.tasks:Regression",
+    "counts": "bpfed.inference.counts:Counts",
 }
 if TYPE_CHECKING:
     TaskName = str

@@ -93,6 +93,11 @@ def check_run(
             f"scaling fits a temperature to class probabilities, but the targets here are {get_task(task).targets}; "
             "leave it out."
         )
+    if task is not None and not get_task(task).tempered and (settings.rehearsals or settings.softness != 1.0):
+        raise UserError(
+            f"rehearsals and softness are a temperature of predictions, which {get_task(task).targets} do not have; "
+            "leave both out."
+        )
     if settings.scaling == "client" and settings.calibration == 0.0 and not calibrated:
         raise UserError("scaling needs examples to fit a temperature to; set calibration = 0.2 with it.")
 

@@ -372,13 +372,13 @@ def classify(
         how: ``single-pass``: the average is over Gaussian outputs instead, and no weight is drawn.
     """
     if how == "single-pass":
-        single = [gaussian_softmax(moments(model.one, member, x)) for member in _members(model, predictive)]
+        single = [gaussian_softmax(moments(model.one, member, x)) for member in members(model, predictive)]
         probs, aleatoric = (torch.stack(parts).mean(0) for parts in zip(*single, strict=True))
         return Classified(probs, _entropy(probs), aleatoric)
     total: Tensor | float = 0.0
     entropy: Tensor | float = 0.0
     count = 0
-    for _, outputs in _drawn(model, predictive, x, key, draws):
+    for _, outputs in drawn(model, predictive, x, key, draws):
         logp = torch.log_softmax(outputs, -1)
         p = logp.exp()
         total = total + p.sum(0)
@@ -390,7 +390,7 @@ def classify(
     return Classified(probs, _entropy(probs), entropy / count)
 
 
-def _members(model: Model, predictive: Predictive) -> list[Predictive]:
+def members(model: Model, predictive: Predictive) -> list[Predictive]:
     """What each member of the model has of it."""
     if model.members == 1:
         return [predictive]
@@ -402,7 +402,7 @@ def _members(model: Model, predictive: Predictive) -> list[Predictive]:
     return [predictive]
 
 
-def _drawn(model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int) -> Iterator[tuple[Tensor, Tensor]]:
+def drawn(model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Weights ``[D, S, P]`` and outputs ``[D, S, B, ...]`` of some draws at a time, all draws in turn.
 
     There are ``draws`` of them, or as many as the predictive has; a draw is of one member's weights, and all members
@@ -442,7 +442,7 @@ def regress(
     if how == "single-pass":
         return _regress_at_once(model, likelihood, predictive, x, key, y, softness)
     means, log_scales = [], []
-    for weights, outputs in _drawn(model, predictive, x, key, draws):
+    for weights, outputs in drawn(model, predictive, x, key, draws):
         out = outputs.reshape(len(weights), *x.shape[:2])
         parameters = vmap(vmap(model.one.factors.unflatten))(weights)
         log_scale = torch.as_tensor(likelihood.log_scale(parameters), device=out.device).expand(*out.shape[:2], 1)
@@ -469,7 +469,7 @@ def _regress_at_once(
     softness: float,
 ) -> Regressed:
     """By moments; the predictive density is taken as Gaussian."""
-    single = [_one_at_once(model.one, likelihood, member, x, key) for member in _members(model, predictive)]
+    single = [_one_at_once(model.one, likelihood, member, x, key) for member in members(model, predictive)]
     means, epistemics, aleatorics = (torch.stack(parts) for parts in zip(*single, strict=True))
     mean, aleatoric = means.mean(0), aleatorics.mean(0)
     epistemic = epistemics.mean(0) + means.var(0, correction=0)

@@ -147,6 +147,10 @@ class Task(ABC):
         """
         return ""
 
+    def doubt(self, y: Tensor) -> str:
+        """What whoever trains on these targets, ``[E]``, should know, in a sentence; empty: nothing."""
+        return ""
+
     @abstractmethod
     def predict(
         self, model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int, how: How = "sample"

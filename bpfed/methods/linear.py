@@ -507,6 +507,11 @@ class Form:
                 "choose another method."
             )
         head, likelihood = Head.of(model), model.likelihood
+        if not isinstance(likelihood, Categorical | Normal):
+            raise UserError(
+                f"bpfed-linear is for classes and for numbers with Gaussian noise, but the likelihood is "
+                f"{type(likelihood).__name__}; choose another method."
+            )
         places = dict(zip(model.factors.names, np.cumsum([0, *model.factors.sizes]).tolist(), strict=False))
         noise, noise_at = 1.0, None
         if isinstance(likelihood, Normal):

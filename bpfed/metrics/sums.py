@@ -69,11 +69,13 @@ class Form(NamedTuple):
         rows: M of ``cells``.
         bins: B of ``cells``.
         further: Names of ``further``.
+        shares: Those of them that are sums of what is at most 1 for an example, where the task has some of its own.
     """
 
     rows: int
     bins: int
     further: tuple[str, ...]
+    shares: tuple[str, ...] = ()
 
 
 def levels(bins: int) -> Tensor:

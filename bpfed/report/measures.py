@@ -37,26 +37,23 @@ def measures(
             word = f"'{label}'"
             explain = f"Share of the test examples that are {word} which are predicted so: a test for it has this sensitivity."
             found[name] = replace(found[name], label=f"Recall of {word}", explain=explain, title=f"Recall of {word}")
-    if "rmse" in found:
-        if standardised:
-            name = f"'{target}'" if target else "the target"
-            unit = f" (1 SD = {text.figure(scale)})" if math.isfinite(scale) else ""
-            explain = f"Root of the mean squared error, in standard deviations of {name}{unit}."
-            found["rmse"] = replace(
-                found["rmse"], label="RMSE, SD", explain=explain, title=f"RMSE in SD of {name}{unit}"
+    if "rmse" in found and standardised:
+        name = f"'{target}'" if target else "the target"
+        unit = f" (1 SD = {text.figure(scale)})" if math.isfinite(scale) else ""
+        explain = f"Root of the mean squared error, in standard deviations of {name}{unit}."
+        found["rmse"] = replace(found["rmse"], label="RMSE, SD", explain=explain, title=f"RMSE in SD of {name}{unit}")
+        if "nll" in found:
+            explain = "Negative log-likelihood of the standardised target, nats per example; low is good."
+            found["nll"] = replace(found["nll"], explain=explain)
+        if "interval_width" in found:
+            explain = "Mean width of a calibrated 90 % prediction interval, in standard deviations of the target."
+            found["interval_width"] = replace(
+                found["interval_width"],
+                label="Interval width, SD",
+                explain=explain,
+                title="Width of 90 % intervals in SD",
             )
-            if "nll" in found:
-                explain = "Negative log-likelihood of the standardised target, nats per example; low is good."
-                found["nll"] = replace(found["nll"], explain=explain)
-            if "interval_width" in found:
-                explain = "Mean width of a calibrated 90 % prediction interval, in standard deviations of the target."
-                found["interval_width"] = replace(
-                    found["interval_width"],
-                    label="Interval width, SD",
-                    explain=explain,
-                    title="Width of 90 % intervals in SD",
-                )
-        if "coverage" in found:
-            explain = "Share of targets inside their calibrated 90 % prediction interval."
-            found["coverage"] = replace(found["coverage"], explain=explain, title="Coverage of 90 % intervals")
+    if "coverage" in found and ("rmse" in found or "interval_width" in found):
+        explain = "Share of targets inside their calibrated 90 % prediction interval."
+        found["coverage"] = replace(found["coverage"], explain=explain, title="Coverage of 90 % intervals")
     return list(found.values())

@@ -78,23 +78,26 @@ class RunRecord:
     @property
     def measures(self) -> list[Measure]:
         """The metrics this run was scored with, the main one first."""
-        present = {name for entry in self.history for name, v in entry.items() if isinstance(v, dict) and "pooled" in v}
-        present |= {name for row in self.rows for name in row if name in MEASURES}
         labels, noted = self.evaluation.get("labels", ()), self.evaluation.get("metrics", {})
         described = {name: Measure.from_record(name, record) for name, record in noted.items()}
-        return measures(present, self.standardised, *self.target, labels, described)
+        return measures(self._present, self.standardised, *self.target, labels, described)
+
+    @property
+    def _present(self) -> set[str]:
+        """Names of the metrics that this run was scored with."""
+        found = {name for entry in self.history for name, v in entry.items() if isinstance(v, dict) and "pooled" in v}
+        return found | {name for row in self.rows for name in row if name in MEASURES}
 
     @property
     def task(self) -> TaskReport:
         """What is said of the task of this run."""
-        metrics = {measure.name for measure in self.measures}
-        return REPORTS.get(task_of(metrics, str(self.evaluation.get("task", ""))), TaskReport())
+        return REPORTS.get(task_of(self._present, str(self.evaluation.get("task", ""))), TaskReport())
 
     @property
     def standardised(self) -> bool:
         """Whether a regression's targets are in standard deviations: so it is for tables, and not for arrays."""
         data = self.config.get("data", {})
-        return bool(self.target[0]) or str(data.get("name", "")).startswith("folder:")
+        return self.task.standardised and (bool(self.target[0]) or str(data.get("name", "")).startswith("folder:"))
 
     @property
     def target(self) -> tuple[str, float]:

@@ -237,7 +237,9 @@ def load_model(
     if not all(bool(t.isfinite().all()) for t in weights.values()):
         raise UserError(f"'{path}' is damaged (it has what is not a number); put it back from a copy, or train again.")
     if likelihood is None:
-        likelihood = _likelihood(path, words.get("likelihood", ""))
+        usual = data.task_type.likelihood(data.classes)
+        known = words.get("likelihood", "") == repr(usual)
+        likelihood = usual if known else _likelihood(path, words.get("likelihood", ""))
     given, example = module is not None, torch.zeros(2, *data.input_shape)
     model = make_model(example, data.task_type, data.classes, method, settings, module, likelihood)
     there = {n: tuple(t.shape) for n, t in weights.items()}

@@ -201,6 +201,8 @@ def prepare(
     scale = unscaled(data) if network.looked_up else ()  # the ids of words have no scale
     for note in (*network.notes, *(note for note in data.notes if note not in scale)):
         say(note)
+    if doubt := data.task_type.doubt(data.train.y):
+        say(doubt)
     held, least = run.data.calibration, fewest(SURE)
     if held is not None and (short := int((held.sizes < least).sum())):
         kind = data.task_type.regions

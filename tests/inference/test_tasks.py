@@ -20,7 +20,11 @@ QUICK = {
     "baselines": "off",
     "device": "cpu",
 }
-DATA = {"classification": scenarios.classification, "regression": scenarios.regression}
+DATA = {
+    "classification": scenarios.classification,
+    "regression": scenarios.regression,
+    "counts": scenarios.counts,
+}
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -169,7 +169,7 @@ def _counts(data: FederatedData) -> str:
         return ""
     return (
         f"The target '{made.target}' is treated as {data.classes} classes without an order, but its whole numbers from "
-        f"{data.labels[0]} to {data.labels[-1]} look like counts; if they are, use --task regression."
+        f"{data.labels[0]} to {data.labels[-1]} look like counts; if they are, use --task counts."
     )
 
 

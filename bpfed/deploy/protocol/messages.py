@@ -272,18 +272,22 @@ def _sums(record: MetricRecord, form: Form) -> Sums:
     if not (bool((counts == counts.round()).all()) and float(counts.sum()) <= MOST):
         raise RejectedMessage("the counts in its sums are not numbers of examples.")
     found = Sums(made.pop("cells"), made.pop("losses"), made)
-    if excess := _excess(found):
+    if excess := _excess(found, form):
         raise RejectedMessage(f"its '{excess}' are more than its examples allow.")
     return found
 
 
-def _excess(sums: Sums) -> str:
+def _excess(sums: Sums, form: Form) -> str:
     """The name of a sum that is more than so many examples can add up to; empty: there is none."""
     counts, *of_bins = sums.cells
     if any(bool((row > counts + ROUNDING * (1.0 + counts)).any()) for row in of_bins):
         return "cells"
     total = {name: float(part) for name, part in sums.further.items()}
-    most = {name: total[PARTS[name]] if name in PARTS else float(sums.examples) for name in SHARES if name in total}
+    most = {
+        name: total[PARTS[name]] if name in PARTS else float(sums.examples)
+        for name in (*SHARES, *form.shares)
+        if name in total
+    }
     if "in_order" in total:
         most["in_order"] = total["positive"] * (sums.examples - total["positive"])
     return next((name for name, limit in most.items() if total[name] > limit + ROUNDING * (1.0 + limit)), "")
