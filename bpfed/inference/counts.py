@@ -30,7 +30,7 @@ LARGEST = 1 << 24
 LARGE = 10.0
 #: Points of the quadrature over Gaussian outputs.
 POINTS = 32
-#: A rate of 0 would make one count impossible; means of training targets are at least this.
+#: The smallest mean that a deviance is computed at, so that none is infinite.
 SMALLEST_RATE = 1e-6
 
 
@@ -180,12 +180,11 @@ class Counts(Task):
         return (found.y - mean).abs() / scale
 
     def score(self, found: Predicted, scoring: Scoring) -> Evaluation:
-        """As `evaluate_counts`; without a model, the mean of a client's counts and one more count, the mean of all."""
+        """See `evaluate_counts`; without a model, the mean of a client's counts with half an event more."""
         mean, scale, nll, below, upto = found.parts
         train = scoring.train
-        everyone = train.y.double().mean() if len(train.y) else torch.ones(())
-        own = (train.sizes * mean_targets(train) + everyone.cpu()) / (train.sizes + 1.0)
-        baseline = own[scoring.clients].clamp(min=SMALLEST_RATE).to(mean.device)[scoring.owner]
+        own = mean_targets(train) + 0.5 / train.sizes.clamp(min=1)  # so that no count is impossible
+        baseline = own[scoring.clients].to(mean.device)[scoring.owner]
         interval: dict[str, Tensor] = {}
         if (bounds := scoring.bounds) is not None:
             half = bounds.bound * scale
