@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from bpfed._util.scores import BEST_IS_HIGH
+from bpfed.metrics.registry import BEST_IS_HIGH
 from experiments import lineup
 from experiments.markdown import PRINTED, Cells
 from experiments.paired import RECIPE, nearest

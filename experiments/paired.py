@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bpfed._util.scores import BEST_IS_HIGH, deviation
+from bpfed._util.scores import deviation
 from bpfed.methods import METHODS
+from bpfed.metrics.registry import BEST_IS_HIGH
 from experiments import lineup
 from experiments.published import CELLS
 from experiments.records import CellRecord

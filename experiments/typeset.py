@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from bpfed._util.errors import UserError
-from bpfed._util.scores import BEST_IS_HIGH
+from bpfed.metrics.registry import BEST_IS_HIGH
 
 #: What stands where there is no number.
 NOTHING = "–"

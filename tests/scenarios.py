@@ -66,6 +66,19 @@ def regression(sizes=(12, 7, 20), features=3, test=6, noise_scale=0.3, seed=0):
     return FederatedData("lines", names, examples(sizes), examples([test] * len(sizes)), "regression")
 
 
+def counts(sizes=(12, 7, 20), features=3, test=6, seed=0):
+    """Clients whose targets are Poisson counts; the logarithm of the rate is linear in the inputs."""
+    g = generator(seed)
+    slope = 0.5 * torch.randn(features, generator=g)
+
+    def examples(numbers):
+        xs = [torch.randn(n, features, generator=g) for n in numbers]
+        return Examples.of([(x, torch.poisson((1.0 + x @ slope).exp(), generator=g)) for x in xs])
+
+    names = tuple(f"site {i}" for i in range(len(sizes)))
+    return FederatedData("visits", names, examples(sizes), examples([test] * len(sizes)), "counts")
+
+
 def reordered(data, order):
     """The same clients in another order."""
     order = torch.as_tensor(order)

@@ -1,14 +1,9 @@
-"""What holds of scores wherever they are met: which way is good, and their mean and spread over seeds."""
+"""Mean and spread of scores over seeds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-#: Scores of which more is better; of the others less is.
-BEST_IS_HIGH = frozenset(
-    {"accuracy", "answered_accuracy", "auroc", "coverage", "majority", "sensitivity", "specificity"}
-)
 
 
 def mean(values: Sequence[float]) -> float:

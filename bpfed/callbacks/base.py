@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bpfed.engine.simulator import RoundInfo
+    from bpfed.metrics import Score
     from bpfed.runs.run import Run
 
 
@@ -15,6 +17,14 @@ class Callback:
 
     def start(self, run: Run) -> None:
         """Before the first round (or the first after a resume)."""
+
+    def metrics(self, run: Run) -> Mapping[str, float | Score]:
+        """Further metrics of a round that was just evaluated, by name: a number, or the scores of the tested clients.
+
+        They are in ``metrics.jsonl`` and the report like all others. How they are called and printed there, and which
+        way is good, is said by `bpfed.metrics.register_metric`.
+        """
+        return {}
 
     def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
         """After a round; ``record`` is its line of metrics, if it was evaluated."""

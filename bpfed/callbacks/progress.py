@@ -20,6 +20,7 @@ from bpfed._util import text
 from bpfed._util.console import Console as Plain
 from bpfed.callbacks.base import Callback
 from bpfed.config.registry import shown
+from bpfed.metrics.registry import shown_at
 from bpfed.report.measures import MEASURES
 from bpfed.report.record import value
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from bpfed.engine.simulator import RoundInfo
     from bpfed.runs.run import Run
 
-#: The metrics shown, as far as a run has them.
-SHOWN = ("accuracy", "rmse", "nll", "ece")
 #: Rounds that the remaining time is computed from.
 RECENT = 20
 #: Room at the right for the ^C that a terminal echoes; on a full line it would push the display down.
@@ -327,7 +326,7 @@ class CellProgress(Progress):
 
 def figures(record: dict[str, Any]) -> str:
     """The pooled metrics of an evaluated round in one line."""
-    shown = [(MEASURES[name], value(record, name, "pooled")) for name in SHOWN if name in record]
+    shown = [(MEASURES[name], value(record, name, "pooled")) for name in shown_at("progress") if name in record]
     privacy = [f"epsilon {text.epsilon(record['epsilon'], 2)}"] if "epsilon" in record else []
     return "  ".join([*(f"{measure.in_words} {measure.typed(x)}" for measure, x in shown), *privacy])
 

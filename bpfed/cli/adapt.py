@@ -100,7 +100,7 @@ def adapt(
 
 def _shown(before: NewClient, after: NewClient, x: Tensor, y: Tensor) -> terminal.Table:
     """How many examples there are, and how sure the model was and is of them."""
-    from bpfed.inference.predictive import Classified
+    from bpfed.inference.predictive import Classified, Regressed
 
     data, preparation = after.run.data, after.run.data.preparation
     found = [client.predict(x, prepared=True) for client in (before, after)]
@@ -115,7 +115,7 @@ def _shown(before: NewClient, after: NewClient, x: Tensor, y: Tensor) -> termina
         shown.add_row("uncertainty in nats", str(len(y)), *(f"{e:.2f}" for e in spread))
     else:
         unit = 1.0 if preparation is None else preparation.target_scale
-        numbers = [f for f in found if not isinstance(f, Classified)]
+        numbers = [f for f in found if isinstance(f, Regressed)]
         error = [unit * float((f.mean - y).square().mean().sqrt()) for f in numbers]
         shown.add_row("RMSE", str(len(y)), *(text.typed(text.figure(e)) for e in error))
         spread = [unit * float(f.scale.mean()) for f in numbers]

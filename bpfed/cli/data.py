@@ -104,14 +104,14 @@ def inspect(
             progress.doing(f"drawing {plot}")
             draw(data, gaps, plot)
     console = Console()
-    if data.task == "classification":
+    if data.task_type.has_classes:
         options = [_clients(data, bars, classes) for bars, classes in ((True, True), (False, True), (True, False))]
     else:
         options = [_clients(data, bars, False) for bars in (True, False)]
     terminal.put(next((t for t in options if terminal.narrowest(t) <= console.width), options[-1]))
     if not all(len(word) <= SHORT for word in data.labels):
         _say("Classes: " + ", ".join(f"{i} {word}" for i, word in enumerate(data.labels)))
-    of = f" of {data.classes} classes" if data.task == "classification" else ""
+    of = f" of {data.classes} classes" if data.task_type.has_classes else ""
     total = f"{len(data.train.y)} training and {text.many(len(data.test.y), 'test example')}{of}"
     cut = f", {ROWS} of {len(data)} shown" if len(data) > ROWS else ""
     shape = " x ".join(map(str, data.input_shape))
@@ -216,7 +216,7 @@ def _clients(data: FederatedData, bars: bool, classes: bool) -> terminal.Table:
     from bpfed.data import inspect as look
 
     words = data.labels if all(len(word) <= SHORT for word in data.labels) else [str(c) for c in range(data.classes)]
-    numbers = data.task == "regression"
+    numbers = not data.task_type.has_classes
     columns = ["client", "train", "test", *([""] if bars else [])]
     columns += ["mean", "spread"] if numbers else words if classes else ["classes"]
     rows = look(data)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bpfed.callbacks.progress import Progress
     from bpfed.data.checks.new_rows import Unusual
     from bpfed.data.federated import FederatedData
-    from bpfed.inference.predictive import Classified, Regressed
+    from bpfed.inference.predictive import Prediction
     from bpfed.runs.client import Client
     from bpfed.runs.load import LoadedRun
 
@@ -31,8 +31,6 @@ EXAMPLE = "Example: bpfed predict runs/first --client cleveland --input new.csv 
 ADAPTED = "adapted"
 #: Clients that an error lists.
 SHOWN = 12
-#: How a set without a label is written; an empty cell would look like a missing value.
-EMPTY_SET = "(empty)"
 
 
 def predict(
@@ -122,7 +120,7 @@ def predict(
         found = who.predict(taken, draws=draws)
         if found.scores is None:
             progress.say(f"No sets or intervals: {_why(run, who)}.")
-        elif endless := _endless(found, level, who.name):
+        elif endless := _endless(found, level, who):
             progress.say(endless)
         if strange := _strange(run, who, found):
             progress.say(strange)
@@ -177,14 +175,14 @@ def _tested(
     return "".join(parts), count
 
 
-def _endless(found: Classified | Regressed, level: float, name: str) -> str | None:
+def _endless(found: Prediction, level: float, who: Client) -> str | None:
     """Why sets hold every label or intervals all numbers; None where they do not."""
     from bpfed.inference.calibration import fewest, threshold
-    from bpfed.inference.predictive import Classified
 
     if found.scores is None or math.isfinite(threshold(found.scores, level)):
         return None
-    what = "sets contain every label" if isinstance(found, Classified) else "intervals are infinite"
+    sets, name = who.run.data.task_type.regions == "sets", who.name
+    what = "sets contain every label" if sets else "intervals are infinite"
     least = fewest(level)
     has = many(len(found.scores), "calibration example")
     return (
@@ -193,7 +191,7 @@ def _endless(found: Classified | Regressed, level: float, name: str) -> str | No
     )
 
 
-def _strange(run: LoadedRun, who: Client, found: Classified | Regressed) -> str | None:
+def _strange(run: LoadedRun, who: Client, found: Prediction) -> str | None:
     """How many rows get labels that the client has no training example of; None where none does, or nobody knows."""
     from bpfed.inference.predictive import Classified
     from bpfed.runs.adapt import NewClient
@@ -306,7 +304,7 @@ def _copied(path: Path, keep: str | None, rows: int) -> dict[str, list[str]]:
 
 def table(
     data: FederatedData,
-    found: Classified | Regressed,
+    found: Prediction,
     level: float,
     abstain: float | None,
     kept: Mapping[str, list[str]] | None = None,
@@ -317,13 +315,11 @@ def table(
     Text that a spreadsheet would run as a formula is escaped (`bpfed.data.tabular.csvfile.escaped`).
     """
     from bpfed.data.tabular.csvfile import escaped
-    from bpfed.inference.predictive import Classified
+    from bpfed.inference.tasks import TargetColumn
 
-    columns = (
-        _classes(data, found, level, abstain)
-        if isinstance(found, Classified)
-        else _numbers(data, found, level, abstain)
-    )
+    made = data.preparation
+    mean, unit = (0.0, 1.0) if made is None else (made.target_mean, made.target_scale)
+    columns = data.task_type.columns(found, TargetColumn(data.class_names, mean, unit), level, abstain)
     if unusual is not None:
         if "abstain" in columns:
             columns["abstain"] = [
@@ -341,45 +337,3 @@ def table(
     writer.writerow([escaped(name) for name in columns])
     writer.writerows([escaped(cell) for cell in row] for row in zip(*columns.values(), strict=True))
     return text.getvalue()
-
-
-def _classes(data: FederatedData, found: Classified, level: float, abstain: float | None) -> dict[str, list[Any]]:
-    labels = data.class_names
-    columns: dict[str, list[Any]] = {"label": [labels[k] for k in found.label.tolist()]}
-    columns |= {f"p({label})": _typed(found.probs[:, k]) for k, label in enumerate(labels)}
-    parts = (("total", found.entropy), ("epistemic", found.epistemic), ("aleatoric", found.aleatoric))
-    columns |= {name: _typed(part) for name, part in parts}
-    if found.scores is not None:
-        sets = found.prediction_set(level).tolist()
-        columns[f"set({level:g})"] = [
-            " | ".join(label for label, held in zip(labels, row, strict=True) if held) or EMPTY_SET for row in sets
-        ]
-    if abstain is not None:
-        columns["abstain"] = ["yes" if p < abstain else "no" for p in found.confidence.tolist()]
-    return columns
-
-
-def _numbers(data: FederatedData, found: Regressed, level: float, abstain: float | None) -> dict[str, list[Any]]:
-    if abstain is not None:
-        raise UserError("--abstain needs the probability of a label, but this run predicts numbers; omit it.")
-    mean, unit = (
-        (0.0, 1.0) if data.preparation is None else (data.preparation.target_mean, data.preparation.target_scale)
-    )
-    columns = {
-        "mean": _typed(found.mean.double() * unit + mean, unit),
-        "sd": _typed(found.scale * unit),
-        "epistemic": _typed(found.epistemic.sqrt() * unit),
-        "aleatoric": _typed(found.aleatoric.sqrt() * unit),
-    }
-    if found.scores is not None:
-        low, high = found.interval(level)
-        ends = {"low": low.double() * unit + mean, "high": high.double() * unit + mean}
-        columns |= {f"{name}({level:g})": _typed(end, unit) for name, end in ends.items()}
-    return columns
-
-
-def _typed(values: Any, unit: float = math.inf) -> list[str]:
-    """Numbers with six digits, and more where they are large beside the unit in which they differ."""
-    ratios = [abs(value) / unit for value in values.tolist()]
-    digits = [6 + math.ceil(math.log10(r)) if 1.0 < r < math.inf else 6 for r in ratios]
-    return [f"{value:.{count}g}" for value, count in zip(values.tolist(), digits, strict=True)]

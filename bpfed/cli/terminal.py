@@ -15,15 +15,11 @@ from bpfed._util import text
 from bpfed._util.console import Console
 from bpfed._util.errors import unknown
 from bpfed.report import RunRecord
-from bpfed.report.measures import DETAILS, MEASURES, Measure
+from bpfed.report.measures import MEASURES, Measure
 from bpfed.report.record import value
 
 if TYPE_CHECKING:
     from click import Command, Context
-
-
-#: An untrained model that says so is calibrated, so the best round of these says nothing.
-WITHOUT_BEST = DETAILS | {"ece"}
 
 
 def table(*columns: str, title: str | None = None, right: int = 0) -> Table:
@@ -65,7 +61,7 @@ def _whole(shown: Table, width: int) -> bool:
 
 def _figures(run: RunRecord, measure: Measure) -> list[str]:
     """A measure in the last round, at the worst client, and in the best round."""
-    best = run.best(measure.name) if measure.name not in WITHOUT_BEST else None
+    best = run.best(measure.name) if measure.has_best_round else None
     top = text.MISSING if best is None else f"{measure.typed(best[1])} (round {best[0]})"
     return [measure.typed(run.last(measure.name)), measure.typed(run.worst(measure.name)), top]
 

@@ -163,7 +163,7 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
     from bpfed.report.record import softly
 
     console, comparison = Console(), found.comparison
-    measures = [m for m in comparison.measures if m.name in ("accuracy", "rmse", "nll", "ece")]
+    measures = [m for m in comparison.measures if m.place == "progress"]
     shown = terminal.table(
         "", *(m.full for m in measures), "NLL, difference", "seconds", title=comparison.title, right=len(measures) + 2
     )

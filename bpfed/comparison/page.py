@@ -166,7 +166,7 @@ def _differences(comparison: Comparison) -> str:
 
 
 def _calibration(comparison: Comparison) -> str:
-    ece, intervals = MEASURES["ece"], comparison.measures[0].name != "accuracy"
+    ece, intervals = MEASURES["ece"], comparison.first.task.regions == "intervals"
     rows, small = [], []
     for name in comparison.shown:
         centre, sd = _spread(comparison, name, "ece")

@@ -14,11 +14,11 @@ from bpfed._util.errors import UserError, unknown
 from bpfed._util.scores import deviation, mean
 from bpfed.comparison import page, tables
 from bpfed.comparison.statistics import Difference, difference
-from bpfed.report.measures import MEASURES, Measure
+from bpfed.metrics.registry import get_metric
+from bpfed.report.measures import Measure
 from bpfed.report.record import Rival, RunRecord, value, verdict
 
 #: The metrics that are compared, as far as the runs have them.
-COMPARED = ("accuracy", "rmse", "nll", "brier", "ece")
 #: The reference where none is named: the first of these that takes part.
 REFERENCES = ("bpfed-adaptive", "bpfed-recipe", "bpfed")
 
@@ -136,7 +136,7 @@ class Comparison:
     @property
     def measures(self) -> list[Measure]:
         """The metrics that are compared, the main one first."""
-        return [m for m in self.first.measures if m.name in COMPARED]
+        return [m for m in self.first.measures if m.prominent]
 
     @property
     def bins(self) -> int:
@@ -165,7 +165,7 @@ class Comparison:
 
     def best(self, metric: str) -> str:
         """Whose mean over seeds is best."""
-        sign = -1 if MEASURES[metric].high_is_good else 1
+        sign = -1 if get_metric(metric).high_is_good else 1
         values = {name: sign * self.mean(name, metric) for name in self.shown}
         return min(self.shown, key=lambda name: math.inf if math.isnan(values[name]) else values[name])
 

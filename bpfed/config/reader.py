@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from bpfed.data import FederatedData
     from bpfed.data.sources.download import DataDir
     from bpfed.data.tabular.table import Table
-    from bpfed.methods import Method
+    from bpfed.methods.base import AnyMethod
 
 
 # --- A TOML document that knows on which line each of its keys is -----------------------------------------------------
@@ -160,7 +160,7 @@ class Config:
     """
 
     data: DataSettings
-    method: Method
+    method: AnyMethod
     run: Settings
     recorded: dict[str, dict[str, Any]]
     document: Document
@@ -289,7 +289,7 @@ def read(path: Path | None = None, overrides: Sequence[Override] = (), text: str
     )
 
 
-def _method(name: str) -> type[Method]:
+def _method(name: str) -> type[AnyMethod]:
     from bpfed.methods import method  # here, since it imports torch, which takes seconds
 
     return method(name)

@@ -1,4 +1,4 @@
-"""Names of methods, datasets and whatever else is chosen by name: those of bpfed, and those of other packages.
+"""Names of methods, datasets, tasks and whatever else is chosen by name: those of bpfed, and those of other packages.
 
 A name is known before what it stands for is imported, so that a misspelt one is refused before torch is imported, which
 takes seconds. Other packages add names by entry points, one group for each registry:
@@ -7,7 +7,8 @@ takes seconds. Other packages add names by entry points, one group for each regi
     scaffold = "bpfed_scaffold:Scaffold"
 
 Their metadata is read when a name is looked up, and their code is imported when it is used. The names of datasets are
-those of `bpfed.data.names`, which a test compares.
+those of `bpfed.data.names`, which a test compares. Tasks are made when
+first asked for (`bpfed.inference.tasks.get_task`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from bpfed._util.errors import UserError, unknown
 
@@ -187,6 +188,16 @@ LIKELIHOODS = Registry(
 FORMATS = Registry("table format", "bpfed.tables", ("csv", "tsv", "parquet", "npz"))
 #: Metrics: the group is reserved, and nothing reads it yet.
 METRICS = Registry("metric", "bpfed.metrics")
+#: Where each task is, by its name: ``module:class``.
+TASKS = {
+    "classification": "bpfed.inference.tasks:Classification",
+    "regression": "bpfed.inference.tasks:Regression",
+    "counts": "bpfed.inference.counts:Counts",
+}
+if TYPE_CHECKING:
+    TaskName = str
+else:
+    TaskName = Literal[tuple(TASKS)]
 #: Models that a method stands for, by name.
 MODELS = {"linear": "bpfed-linear"}
 #: How a path is told from a dataset's name.

@@ -15,7 +15,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bpfed._util.errors import UserError, unknown
-from bpfed.config.registry import PREFIX
+from bpfed.config.registry import PREFIX, TaskName
 from bpfed.config.settings import HIDDEN, Settings, check_types, is_union, words
 
 
@@ -52,7 +52,7 @@ class DataSettings:
     seed: int | None = None
     target: str | None = None
     client_column: str | None = None
-    task: Literal["classification", "regression"] | None = None
+    task: TaskName | None = None
     standardise: Literal["federated", "local", "none"] = "federated"
     ignore: str | None = None
     missing: str | None = None

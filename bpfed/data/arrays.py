@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
 
-from bpfed._util.errors import UserError, unknown
+from bpfed._util.errors import UserError
 from bpfed.data.checks.clients import of_one_class, unscaled
-from bpfed.data.federated import Examples, FederatedData, Task
+from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.holdout import split
 from bpfed.data.partition import client_names, lay_out, streams
 from bpfed.data.tabular.statistics import MOST_WHOLE
+from bpfed.inference.tasks import Classification, get_task, inferred
 
 
 def from_arrays(
@@ -23,7 +24,7 @@ def from_arrays(
     ids: Any,
     *,
     name: str = "own",
-    task: Task | None = None,
+    task: str | None = None,
     labels: Sequence[str] = (),
     test: Any = None,
     test_fraction: float = 0.5,
@@ -48,8 +49,7 @@ def from_arrays(
         test_fraction: That fraction, stratified by class.
         seed: Which examples are drawn.
     """
-    if task is not None and task not in get_args(Task):
-        raise unknown("task", str(task), get_args(Task))
+    asked = get_task(task) if task is not None else None
     inputs, targets = _numbers(x, f"The inputs of '{name}'"), _array(y, f"The targets of '{name}'")
     inputs = inputs[:, None] if inputs.ndim == 1 else inputs
     who = _identities(ids, name)
@@ -61,14 +61,14 @@ def from_arrays(
     if not len(targets):
         raise UserError(f"'{name}' has no examples; give it at least one.")
     doubt = _doubt(targets, name) if task is None else ()
-    task = task or ("regression" if targets.dtype.kind == "f" else "classification")
-    if task == "classification":
+    used = asked or inferred(targets.dtype.kind != "f")
+    if used.has_classes:
         targets, words = _classes(targets, tuple(labels), name)
     else:
         targets, words = _numbers(targets, f"The targets of '{name}'"), ()
     clients, owners = np.unique(who, return_inverse=True)
     splitting, ordering = streams(seed, 2)
-    strata = targets if task == "classification" else np.zeros(len(targets), dtype=np.int64)
+    strata = targets if used.has_classes else np.zeros(len(targets), dtype=np.int64)
     held_out = split(strata, owners, test_fraction, splitting) if test is None else _mask(test, len(targets), name)
 
     def part(chosen: np.ndarray) -> Examples:
@@ -80,7 +80,7 @@ def from_arrays(
         clients=tuple(str(c) for c in clients),
         train=part(~held_out),
         test=part(held_out),
-        task=task,
+        task=used.name,
         classes=len(words),
         labels=words,
     ).check()
@@ -233,7 +233,7 @@ def synthetic(
         clients=client_names(clients),
         train=part(slice(test, None), examples - test),
         test=part(slice(0, test), test),
-        task="classification",
+        task=Classification.name,
         classes=classes,
         labels=tuple(str(c) for c in range(classes)),
     ).check()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,12 +12,10 @@ from bpfed._util.errors import UserError
 from bpfed.data.holdout import Holdout, whole_groups
 from bpfed.data.partition import OWN
 from bpfed.inference import rng
+from bpfed.inference.tasks import Task, get_task
 
 if TYPE_CHECKING:
     from bpfed.data.tabular.preprocessing import Preprocessor
-
-
-Task = Literal["classification", "regression"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Examples:
 
     Attributes:
         x: Inputs, ``[E, ...]`` float32.
-        y: Targets, ``[E]`` int64 (class) or ``[E]`` float32 (regression).
+        y: Targets, ``[E]``, of the task's type: int64 for classes, float32 for numbers.
         offsets: ``[N + 1]`` int64, from 0 to E, never falling.
         keys: By what they are held out, ``[E]`` int64: places in time or numbers of groups, of each client by itself
             (`bpfed.data.holdout`); None: they are drawn at random.
@@ -155,8 +153,8 @@ class FederatedData:
         clients: The clients' names, ``[N]``. Randomness follows the name, never the position.
         train: Training examples of all clients.
         test: Test examples of all clients, none of which is in ``train``.
-        task: ``"classification"`` or ``"regression"``.
-        classes: Number of classes (0 for regression).
+        task: Name of the task, such as ``"classification"`` (`bpfed.inference.tasks`).
+        classes: Number of classes (0 where targets are no classes).
         labels: A word for each class (may be empty).
         partition: How the examples were dealt out, e.g. ``"groups"``.
         protocol: ``"paper"`` for the paper's six cells, else ``"own"``.
@@ -171,7 +169,7 @@ class FederatedData:
     clients: tuple[str, ...]
     train: Examples
     test: Examples
-    task: Task
+    task: str
     classes: int = 0
     labels: tuple[str, ...] = ()
     partition: str = OWN
@@ -186,11 +184,16 @@ class FederatedData:
         return len(self.clients)
 
     def __repr__(self) -> str:
-        kinds = f"{self.classes} classes" if self.classes else "numbers"
+        kinds = f"{self.classes} classes" if self.classes else self.task_type.targets
         return (
             f"<data {self.name!r}: {len(self)} clients, {len(self.train.y)} training and {len(self.test.y)} test "
             f"examples of {list(self.input_shape)}, {kinds}>"
         )
+
+    @property
+    def task_type(self) -> Task:
+        """The task itself: what its targets are and what follows from it."""
+        return get_task(self.task)
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -256,7 +259,7 @@ class FederatedData:
         # Each client's examples class by class, in random order inside of a class; then at equal distances from a
         # random start, with which every place has the same chance.
         order = rng.fold(rng.fold(key, 0)[owner], place.int())[:, 0].argsort(stable=True)
-        if self.task == "classification":
+        if self.task_type.has_classes:
             order = order[self.train.y[order].argsort(stable=True)]
         order = order[owner[order].argsort(stable=True)]
         start = rng.uniform(rng.fold(key, 1), 1)[:, 0].double()[owner]
@@ -299,13 +302,8 @@ class FederatedData:
                     f"Client '{who}' of '{self.name}' has NaN or infinite values in its {part} data, "
                     f"{_where(*examples.client(self.clients.index(who)))}; clean or drop those rows."
                 )
-            if self.task == "classification" and len(examples.y):
-                low, high = int(examples.y.min()), int(examples.y.max())
-                if low < 0 or high >= self.classes:
-                    raise UserError(
-                        f"'{self.name}' has labels from {low} to {high} in its {part} data but {self.classes} classes; "
-                        f"labels must run from 0 to {self.classes - 1}."
-                    )
+            if len(examples.y) and (fault := self.task_type.fault(examples.y, self.classes, f"in its {part} data")):
+                raise UserError(f"'{self.name}' has {fault}.")
         if len(self) == 0:
             raise UserError(f"'{self.name}' has no clients; give it at least one.")
         empty = (self.train.sizes == 0).nonzero().flatten()

@@ -15,7 +15,7 @@ from bpfed._util.errors import UserError
 from bpfed.config.registry import DATASETS, PREFIX, check_data
 from bpfed.data.benchmark_cells import CELLS, Cell, deal_cell
 from bpfed.data.checks.clients import of_one_class
-from bpfed.data.federated import Examples, FederatedData, Task
+from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.holdout import Holdout, split
 from bpfed.data.partition import OWN, Partition, client_names, lay_out, parse_partition, streams
 from bpfed.data.sources import pooled
@@ -24,6 +24,7 @@ from bpfed.data.sources.pooled import NATURAL, SOURCES, Natural, Source
 from bpfed.data.tabular import federate
 from bpfed.data.tabular.preprocessing import Codes, Standardise
 from bpfed.data.tabular.table import Table
+from bpfed.inference.tasks import Classification
 
 PARTITION = "groups"
 TEST_FRACTION = 0.5
@@ -48,7 +49,7 @@ def load(
     download: bool = True,
     target: str | None = None,
     client_column: str | None = None,
-    task: Task | None = None,
+    task: str | None = None,
     standardise: Standardise = "federated",
     ignore: str | Iterable[str] | None = None,
     missing: str | Iterable[str] | None = None,
@@ -272,7 +273,7 @@ def _federated(
         clients=clients,
         train=part(~test),
         test=part(test),
-        task="classification",
+        task=Classification.name,
         classes=len(source.labels),
         labels=source.labels,
     )

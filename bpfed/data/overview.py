@@ -95,7 +95,7 @@ def missing(tables: Mapping[str, Table]) -> Missing:
 
 
 def _label_counts(examples: Examples, data: FederatedData) -> list[tuple[int, ...]]:
-    if data.task != "classification":
+    if not data.task_type.has_classes:
         return [()] * len(data)
     counts = torch.bincount(examples.owner * data.classes + examples.y, minlength=len(data) * data.classes)
     return [tuple(row) for row in counts.view(len(data), data.classes).tolist()]
@@ -131,13 +131,13 @@ def draw(data: FederatedData, missing: Missing, path: Path) -> None:
     figure = Figure(figsize=(width, height), layout="constrained")
     ratios = [4.0, 0.6 + 0.3 * columns] if gaps else [4.0]
     panels = figure.subplots(1, len(ratios), sharey=True, squeeze=False, width_ratios=ratios)[0]
-    if data.task == "classification":
+    if data.task_type.has_classes:
         _mix(panels[0], data, rows)
     else:
         _targets(panels[0], data, rows)
     sizes = (data.train.sizes + data.test.sizes).tolist()
     words = [
-        f"{name} ({sizes[i]})" if data.task == "regression" else name for i, name in enumerate(data.clients[:rows])
+        f"{name} ({sizes[i]})" if not data.task_type.has_classes else name for i, name in enumerate(data.clients[:rows])
     ]
     panels[0].set_yticks(range(rows), [_plain(word) for word in words])
     panels[0].set_ylim(rows - 0.5, -0.5)

@@ -15,13 +15,14 @@ from bpfed._util.errors import Diverged, UserError, first_of
 from bpfed.aggregation.privacy import Draw, gaussian_epsilon, poisson_epsilon
 from bpfed.aggregation.updates import finite, paired, sigmas_of, size_of
 from bpfed.config.settings import Settings
-from bpfed.data.federated import FederatedData, Task
+from bpfed.data.federated import FederatedData
 from bpfed.engine.local import LocalRound, Rows, chunk_size
 from bpfed.engine.server import Judged, Lengths, combined, judged, remembered
 from bpfed.engine.state_store import Store, make_store
 from bpfed.inference import rng
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.rng import Purpose
+from bpfed.inference.tasks import get_task
 from bpfed.methods.base import Method, RunShape, State, rows, unfit, untrained
 from bpfed.nn.model import Model
 from bpfed.nn.networks import make_model
@@ -68,7 +69,7 @@ def check_factors(method: Method, model: Model) -> None:
 
 
 def check_run(
-    method: Method, settings: Settings, clients: int, task: Task | None = None, calibrated: bool = False
+    method: Method, settings: Settings, clients: int, task: str | None = None, calibrated: bool = False
 ) -> None:
     """Raise a `UserError` if method and settings cannot be run together.
 
@@ -87,9 +88,15 @@ def check_run(
             f"{option}, but the server of {method.title} adds up what clients change, and needs each change as it is; "
             "set it to 'none'."
         )
-    if settings.scaling == "client" and task == "regression":
+    if settings.scaling == "client" and task is not None and not get_task(task).scalable:
         raise UserError(
-            "scaling fits a temperature to class probabilities, but the targets here are numbers; leave it out."
+            f"scaling fits a temperature to class probabilities, but the targets here are {get_task(task).targets}; "
+            "leave it out."
+        )
+    if task is not None and not get_task(task).tempered and (settings.rehearsals or settings.softness != 1.0):
+        raise UserError(
+            f"rehearsals and softness are a temperature of predictions, which {get_task(task).targets} do not have; "
+            "leave both out."
         )
     if settings.scaling == "client" and settings.calibration == 0.0 and not calibrated:
         raise UserError("scaling needs examples to fit a temperature to; set calibration = 0.2 with it.")
@@ -172,7 +179,7 @@ class Federation:
                     "of the two out."
                 )
         tried = data.train.x[_some(len(data.train.x))]
-        model = make_model(tried, data.classes, method, settings, module, likelihood).to(device)
+        model = make_model(tried, data.task_type, data.classes, method, settings, module, likelihood).to(device)
         if own and settings.members > 1:
             model = replace(
                 model,

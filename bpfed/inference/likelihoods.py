@@ -82,12 +82,17 @@ class Normal:
         return 0.5 * (residual.square() * precision + math.log(2.0 * math.pi)) + log_scale
 
     def check(self, outputs: Tensor) -> None:
-        _check_tensor(outputs)
-        if outputs.shape[1:] not in (torch.Size([]), torch.Size([1])):
-            raise UserError(
-                f"The module's output has shape {_shape(outputs)} for a batch of {outputs.shape[0]}, but regression "
-                "needs one number per example; make its last layer give one."
-            )
+        check_one_output(outputs, "regression needs")
+
+
+def check_one_output(outputs: Tensor, who: str) -> None:
+    """Raise a `UserError` unless there is one number per example; ``who`` is what needs it, with the verb."""
+    _check_tensor(outputs)
+    if outputs.shape[1:] not in (torch.Size([]), torch.Size([1])):
+        raise UserError(
+            f"The module's output has shape {_shape(outputs)} for a batch of {outputs.shape[0]}, but {who} "
+            "one number per example; make its last layer give one."
+        )
 
 
 def named(name: str, classes: int) -> Likelihood:

@@ -1,14 +1,63 @@
-"""Adam, and descent with momentum, on tensors with a client axis; step size and step count are each client's own."""
+"""Optimisers on tensors with a client axis, behind one protocol; step size and step count are each client's own.
+
+Methods call `ADAM`, `SGD` and `IVON`, or the one that a setting names (`get_optimizer`). Another one is a class with
+`Optimizer.init` and `Optimizer.update` and an entry in `OPTIMIZERS`.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from bpfed._util.errors import unknown
 from bpfed.inference.gaussian import Gaussian
+
+Variable = TypeVar("Variable")
+Gradient = TypeVar("Gradient", contravariant=True)
+Memory = TypeVar("Memory")
+
+#: The further numbers of an optimiser that has none.
+NONE: Mapping[str, Tensor] = {}
+
+
+class Optimizer(Protocol[Variable, Gradient, Memory]):
+    """How a variable moves along gradients. It is a value without state: what it remembers is handed on by the method.
+
+    A variable is a tensor ``[S, P]``, or a Gaussian of such tensors; its gradient is of the same kind.
+    """
+
+    def init(self, variable: Variable) -> Memory:
+        """The memory before the first step."""
+        ...
+
+    def update(
+        self,
+        variable: Variable,
+        gradient: Gradient,
+        memory: Memory,
+        step: Tensor,
+        rate: Tensor,
+        hyper: Mapping[str, Tensor] = NONE,
+    ) -> tuple[Variable, Memory]:
+        """One step.
+
+        Args:
+            variable: Where it starts.
+            gradient: Of what is minimised.
+            memory: Of the steps before.
+            step: Number of this step, from 1, ``[S]``.
+            rate: Step size, ``[S]``.
+            hyper: The method's numbers by name, ``[S]`` each, of which an optimiser may need some.
+
+        Returns:
+            The moved variable and the new memory.
+        """
+        ...
+
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
@@ -168,3 +217,93 @@ def ivon(
     unbiased = gradient / -torch.expm1(step * math.log(IVON_BETA1))[:, None]
     moved = q.mean - rate * (unbiased / temperature + tie * (q.mean - prior.mean)) / precision
     return Newton(moved, precision.rsqrt(), Momentum(gradient))
+
+
+# --- Behind one protocol ----------------------------------------------------------------------------------------------
+
+
+class AdamOptimizer:
+    """Adam; see `adam`."""
+
+    def init(self, variable: Tensor) -> Adam:
+        return Adam.like(variable)
+
+    def update(
+        self,
+        variable: Tensor,
+        gradient: Tensor,
+        memory: Adam,
+        step: Tensor,
+        rate: Tensor,
+        hyper: Mapping[str, Tensor] = NONE,
+    ) -> tuple[Tensor, Adam]:
+        return adam(variable, gradient, memory, step, rate)
+
+
+class SGDOptimizer:
+    """Gradient descent with momentum, the number ``momentum``; see `descent`."""
+
+    def init(self, variable: Tensor) -> Velocity:
+        return Velocity.like(variable)
+
+    def update(
+        self,
+        variable: Tensor,
+        gradient: Tensor,
+        memory: Velocity,
+        step: Tensor,
+        rate: Tensor,
+        hyper: Mapping[str, Tensor] = NONE,
+    ) -> tuple[Tensor, Velocity]:
+        return descent(variable, gradient, memory, hyper["momentum"], rate)
+
+
+class FreeEnergyGradient(NamedTuple):
+    """What IVON needs to know of E_q[L(w)] + T · KL(q ‖ π).
+
+    Attributes:
+        mean: Gradient of the data term in q's mean, ``[S, P]``.
+        sigma: Its gradient in q's σ, ``[S, P]``.
+        prior: π, ``[S, P]``.
+        temperature: T, ``[S]``.
+    """
+
+    mean: Tensor
+    sigma: Tensor
+    prior: Gaussian
+    temperature: Tensor
+
+
+class IVONOptimizer:
+    """IVON on a Gaussian, with the number ``curvature``, β2; see `ivon`."""
+
+    def init(self, variable: Gaussian) -> Momentum:
+        return Momentum.like(variable.mean)
+
+    def update(
+        self,
+        variable: Gaussian,
+        gradient: FreeEnergyGradient,
+        memory: Momentum,
+        step: Tensor,
+        rate: Tensor,
+        hyper: Mapping[str, Tensor] = NONE,
+    ) -> tuple[Gaussian, Momentum]:
+        q, (mean, sigma, prior, temperature) = Newton.at(variable, memory), gradient
+        moved = ivon(q, mean, sigma, prior, temperature, step, rate, hyper["curvature"])
+        return moved.gaussian, moved.memory
+
+
+ADAM: Optimizer[Tensor, Tensor, Adam] = AdamOptimizer()
+SGD: Optimizer[Tensor, Tensor, Velocity] = SGDOptimizer()
+IVON: Optimizer[Gaussian, FreeEnergyGradient, Momentum] = IVONOptimizer()
+
+#: Optimisers of a tensor, by the name that settings use.
+OPTIMIZERS: dict[str, Optimizer[Tensor, Tensor, Any]] = {"adam": ADAM, "sgd": SGD}
+
+
+def get_optimizer(name: str) -> Optimizer[Tensor, Tensor, Any]:
+    """The optimiser of that name, or a `UserError` that lists those there are."""
+    if name not in OPTIMIZERS:
+        raise unknown("optimiser", name, OPTIMIZERS)
+    return OPTIMIZERS[name]

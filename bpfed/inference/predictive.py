@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
@@ -192,7 +193,38 @@ STACKED = {"cpu": 1_000_000, "cuda": 100_000_000}
 
 
 @dataclass(frozen=True)
-class Classified:
+class Prediction:
+    """What is predicted for B examples (with a leading client axis where there is one), whatever the task.
+
+    A subclass is a frozen dataclass of tensors with the fields ``scores``, the conformal scores of the client's
+    calibration examples in rising order, ``[n]`` or None, and ``unscored``, why it can have none, in words or None.
+    """
+
+    @property
+    @abstractmethod
+    def scores(self) -> Tensor | None:
+        """Conformal scores of the client's calibration examples in rising order, ``[n]``; None if it has none."""
+
+    def with_scores(self, scores: Tensor | None, unscored: str | None) -> Self:
+        """The same with conformal scores, or with the reason why there are none."""
+        return replace(self, scores=scores, unscored=unscored)  # type: ignore[call-arg]
+
+    def with_temperature(self, temperature: float) -> Prediction:
+        """The same with the run's common temperature."""
+        raise NotImplementedError(f"{type(self).__name__} has no temperature")
+
+    def with_client_temperature(self, temperature: float) -> Prediction:
+        """The same with the client's own temperature, which conformal sets leave out; most tasks have none."""
+        return self
+
+    @property
+    @abstractmethod
+    def numbers(self) -> tuple[Tensor, ...]:
+        """What must be finite, ``[..., B]`` each."""
+
+
+@dataclass(frozen=True)
+class Classified(Prediction):
     """Predicted classes of B examples (with a leading client axis where there is one).
 
     Attributes:
@@ -248,9 +280,19 @@ class Classified:
         share = (self.aleatoric / self.entropy.clamp(min=1e-30)).clamp(0.0, 1.0)
         return Classified(probs, entropy, entropy * share, self.probs, self.scores, self.unscored)
 
+    def with_temperature(self, temperature: float) -> Classified:
+        return replace(self.at(temperature), raw=None)
+
+    def with_client_temperature(self, temperature: float) -> Classified:
+        return self.at(temperature)
+
+    @property
+    def numbers(self) -> tuple[Tensor, ...]:
+        return self.probs.sum(-1), self.entropy, self.aleatoric
+
 
 @dataclass(frozen=True)
-class Regressed:
+class Regressed(Prediction):
     """Predicted targets of B examples.
 
     Attributes:
@@ -277,6 +319,13 @@ class Regressed:
     def at(self, softness: float) -> Regressed:
         """The same with distributions that are wider by this factor, around the same means."""
         return replace(self, epistemic=softness**2 * self.epistemic, aleatoric=softness**2 * self.aleatoric, nll=None)
+
+    def with_temperature(self, temperature: float) -> Regressed:
+        return self.at(temperature)
+
+    @property
+    def numbers(self) -> tuple[Tensor, ...]:
+        return self.mean, self.epistemic, self.aleatoric
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Split-conformal intervals, ``[B]`` and ``[B]``: see `Classified.prediction_set`.
@@ -323,13 +372,13 @@ def classify(
         how: ``single-pass``: the average is over Gaussian outputs instead, and no weight is drawn.
     """
     if how == "single-pass":
-        single = [gaussian_softmax(moments(model.one, member, x)) for member in _members(model, predictive)]
+        single = [gaussian_softmax(moments(model.one, member, x)) for member in members(model, predictive)]
         probs, aleatoric = (torch.stack(parts).mean(0) for parts in zip(*single, strict=True))
         return Classified(probs, _entropy(probs), aleatoric)
     total: Tensor | float = 0.0
     entropy: Tensor | float = 0.0
     count = 0
-    for _, outputs in _drawn(model, predictive, x, key, draws):
+    for _, outputs in drawn(model, predictive, x, key, draws):
         logp = torch.log_softmax(outputs, -1)
         p = logp.exp()
         total = total + p.sum(0)
@@ -341,7 +390,7 @@ def classify(
     return Classified(probs, _entropy(probs), entropy / count)
 
 
-def _members(model: Model, predictive: Predictive) -> list[Predictive]:
+def members(model: Model, predictive: Predictive) -> list[Predictive]:
     """What each member of the model has of it."""
     if model.members == 1:
         return [predictive]
@@ -353,7 +402,7 @@ def _members(model: Model, predictive: Predictive) -> list[Predictive]:
     return [predictive]
 
 
-def _drawn(model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int) -> Iterator[tuple[Tensor, Tensor]]:
+def drawn(model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Weights ``[D, S, P]`` and outputs ``[D, S, B, ...]`` of some draws at a time, all draws in turn.
 
     There are ``draws`` of them, or as many as the predictive has; a draw is of one member's weights, and all members
@@ -393,7 +442,7 @@ def regress(
     if how == "single-pass":
         return _regress_at_once(model, likelihood, predictive, x, key, y, softness)
     means, log_scales = [], []
-    for weights, outputs in _drawn(model, predictive, x, key, draws):
+    for weights, outputs in drawn(model, predictive, x, key, draws):
         out = outputs.reshape(len(weights), *x.shape[:2])
         parameters = vmap(vmap(model.one.factors.unflatten))(weights)
         log_scale = torch.as_tensor(likelihood.log_scale(parameters), device=out.device).expand(*out.shape[:2], 1)
@@ -420,7 +469,7 @@ def _regress_at_once(
     softness: float,
 ) -> Regressed:
     """By moments; the predictive density is taken as Gaussian."""
-    single = [_one_at_once(model.one, likelihood, member, x, key) for member in _members(model, predictive)]
+    single = [_one_at_once(model.one, likelihood, member, x, key) for member in members(model, predictive)]
     means, epistemics, aleatorics = (torch.stack(parts) for parts in zip(*single, strict=True))
     mean, aleatoric = means.mean(0), aleatorics.mean(0)
     epistemic = epistemics.mean(0) + means.var(0, correction=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bpfed.config import registry
 from bpfed.methods.adaptive import Adaptive
-from bpfed.methods.base import Method, unfit
+from bpfed.methods.base import AnyMethod, Method, unfit
 from bpfed.methods.bpfed import BPFed
 from bpfed.methods.ditto import Ditto
 from bpfed.methods.fedavg import FedAvg, FedAvgFT
@@ -23,7 +23,7 @@ from bpfed.methods.population import Population
 from bpfed.methods.recipe import Recipe
 
 #: Those of this package; `method` knows those of others too.
-METHODS: dict[str, type[Method]] = {name: registry.METHODS.load_own(name) for name in registry.METHODS.own}
+METHODS: dict[str, type[AnyMethod]] = {name: registry.METHODS.load_own(name) for name in registry.METHODS.own}
 
 #: What a method says of itself, for lists and reports.
 WORDS = ("name", "title", "paper", "shared_words", "personal_words", "random_words")
@@ -34,7 +34,7 @@ def names() -> tuple[str, ...]:
     return (*METHODS, *registry.METHODS.plugins())
 
 
-def method(name: str) -> type[Method]:
+def method(name: str) -> type[AnyMethod]:
     """The method of that name, of this package or of another.
 
     Raises:

@@ -42,7 +42,7 @@ from bpfed._util.errors import UserError
 from bpfed.aggregation.rules import weighted_mean
 from bpfed.inference.estimators import Batch, data_term
 from bpfed.inference.gaussian import Gaussian, softplus, softplus_inverse
-from bpfed.inference.optim import Adam, adam
+from bpfed.inference.optim import ADAM, Adam
 from bpfed.inference.predictive import GaussianPredictive
 from bpfed.methods.base import ADAPT, Finished, Initial, Method, RunShape, Weights
 from bpfed.methods.head_priors import NOISE_SIGMA
@@ -124,7 +124,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Adaptive(Method):
+class Adaptive(Method[Weights, Personal, Local, Weights]):
     """BPFed with a shared part and a personal deviation of every weight; scales say how much is shared.
 
     Attributes:
@@ -204,9 +204,9 @@ class Adaptive(Method):
             numbers["dual"] = torch.zeros_like(numbers["dual"])
         return numbers
 
-    def init(self, model: Model) -> Initial:
+    def init(self, model: Model) -> Initial[Weights, Personal]:
         prior = self._prior(model, self.rows_of_numbers(1, model.initial.device))
-        nothing, empty = torch.zeros_like(model.initial), Adam.like(model.initial)
+        nothing, empty = torch.zeros_like(model.initial), ADAM.init(model.initial)
         deviation = Gaussian(nothing, START * prior.width[0])
         kept = Personal(deviation, nothing, model.initial, empty, Memory(empty, empty), model.initial.new_zeros(()))
         return Initial(Weights(model.initial), kept)
@@ -241,14 +241,14 @@ class Adaptive(Method):
 
         deviates = prior.deviation > 0.0
         gradient = data.mean + temperature * _precision(prior.deviation) * local.mean
-        mean, memory = adam(local.mean, torch.where(deviates, gradient, 0.0), local.memory.mean, steps, rate)
+        mean, memory = ADAM.update(local.mean, torch.where(deviates, gradient, 0.0), local.memory.mean, steps, rate)
         rho, width_memory = local.rho, local.memory.rho
         if self.sigma:
             # A newcomer takes θ as known: only its deviation is uncertain.
             width, part = (prior.deviation, 1.0) if phase == ADAPT else (prior.width, prior.part)
             gradient = _precision(width) * sigma - torch.where(sigma > 0.0, sigma, 1.0).reciprocal()
             gradient = (data.sigma + temperature * part * gradient) * torch.sigmoid(local.rho)
-            rho, width_memory = adam(rho, torch.where(width > 0.0, gradient, 0.0), width_memory, steps, rate)
+            rho, width_memory = ADAM.update(rho, torch.where(width > 0.0, gradient, 0.0), width_memory, steps, rate)
             rho = torch.maximum(rho, local.rho.clamp(max=RHO_FLOOR))
         new = local._replace(mean=mean, rho=rho, memory=Memory(memory, width_memory), steps=steps)
         if phase == ADAPT:
@@ -257,10 +257,10 @@ class Adaptive(Method):
         pull = temperature * hyper["share"][:, None] * _precision(prior.shared) * (local.shared - local.centre)
         consensus = self._hold(hyper) * (local.shared - local.server) - local.dual
         gradient = torch.where(prior.shared.isfinite(), data.mean + pull + batch.size[:, None] * consensus, 0.0)
-        shared, shared_memory = adam(local.shared, gradient, local.shared_memory, steps, rate)
+        shared, shared_memory = ADAM.update(local.shared, gradient, local.shared_memory, steps, rate)
         return new._replace(shared=shared, shared_memory=shared_memory), data.nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Weights, Personal]:
         hold = self._hold(hyper)
         dual = local.dual - hold * (local.shared - local.server)
         upload = local.shared - torch.where(hold > 0.0, dual / hold.clamp(min=1e-30), 0.0)

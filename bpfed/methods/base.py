@@ -27,10 +27,11 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from bpfed._util.errors import UserError
 from bpfed.config.settings import check_types
@@ -61,7 +62,15 @@ RANGES: dict[str, Callable[[float], bool]] = {
 #: Networks that are built where none is given (`bpfed.nn.networks`).
 Network = Literal["auto", "mlp", "skip", "linear"]
 
-State = Any  # a NamedTuple (of NamedTuples) of tensors; each method has its own
+#: A NamedTuple (of NamedTuples) of tensors, as the engine sees it. It handles states as trees and looks into none.
+State = tuple[Any, ...]
+
+# The states of one method: what the server holds, what a client keeps, a client during a round, and what it uploads.
+StateT = TypeVar("StateT", bound=State)
+SharedT = TypeVar("SharedT", bound=State)
+PersonalT = TypeVar("PersonalT", bound=State)
+LocalT = TypeVar("LocalT", bound=State)
+UploadT = TypeVar("UploadT", bound=State)
 
 
 class Phase(NamedTuple):
@@ -110,14 +119,14 @@ class Weights(NamedTuple):
     weights: Tensor
 
 
-class Initial(NamedTuple):
+class Initial(NamedTuple, Generic[SharedT, PersonalT]):
     """First states: the server's (no client axis) and one client's (no client axis)."""
 
-    shared: State
-    personal: State
+    shared: SharedT
+    personal: PersonalT
 
 
-class Finished(NamedTuple):
+class Finished(NamedTuple, Generic[UploadT, PersonalT]):
     """What a client has at the end of a round.
 
     Attributes:
@@ -126,14 +135,16 @@ class Finished(NamedTuple):
         info: Reported, never used: name to ``[S]``, in nats of all the client's examples; the report is per example.
     """
 
-    upload: State
-    personal: State
+    upload: UploadT
+    personal: PersonalT
     info: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Method(ABC):
+class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
     """Base of all methods. A subclass is a frozen dataclass: its fields are its settings.
+
+    It is generic in its states: what the server holds, what a client keeps, a client during a round, and its upload.
 
     Attributes:
         personal: Which parameters stay with the client: ``head``, ``not-head``, ``none``, ``all`` or layers by name.
@@ -207,11 +218,11 @@ class Method(ABC):
         """How a newcomer learns its personal state: `step` in the phase `ADAPT` does not change the shared factors."""
         return self.tuning(epochs) or (Phase(ADAPT, epochs),)
 
-    def adapting(self) -> Method:
+    def adapting(self) -> Self:
         """The method as a newcomer uses it, from `newcomer` to `predictive`; its settings may differ."""
         return self
 
-    def newcomer(self, model: Model, shared: State) -> State:
+    def newcomer(self, model: Model, shared: SharedT) -> PersonalT:
         """The personal state of a client without examples, from the server's state (neither has a client axis)."""
         return self.init(model).personal
 
@@ -219,7 +230,7 @@ class Method(ABC):
         """What to set to try another ``temperature``, where the method has one: it, and what must move along."""
         return {"temperature": temperature}
 
-    def guarded(self, minimum: int) -> Method:
+    def guarded(self, minimum: int) -> Self:
         """The method at a site that tells nothing of fewer training rows than ``minimum``."""
         return self
 
@@ -274,33 +285,37 @@ class Method(ABC):
         return self.rows_of_numbers(len(sizes))
 
     @abstractmethod
-    def init(self, model: Model) -> Initial:
+    def init(self, model: Model) -> Initial[SharedT, PersonalT]:
         """First states from the module's own initial weights."""
 
     @abstractmethod
-    def begin(self, model: Model, shared: State, personal: State, hyper: dict[str, Tensor]) -> State:
+    def begin(self, model: Model, shared: SharedT, personal: PersonalT, hyper: dict[str, Tensor]) -> LocalT:
         """Local state at the start of a round, from the server's state (one row per client) and the clients' own."""
 
     @abstractmethod
     def step(
-        self, model: Model, local: State, batch: Batch, hyper: dict[str, Tensor], phase: str
-    ) -> tuple[State, Tensor]:
+        self, model: Model, local: LocalT, batch: Batch, hyper: dict[str, Tensor], phase: str
+    ) -> tuple[LocalT, Tensor]:
         """One local step: the new local state and the mean −log p of the batch in nats, ``[S]``."""
 
     @abstractmethod
-    def finish(self, model: Model, local: State, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: LocalT, hyper: dict[str, Tensor]) -> Finished[UploadT, PersonalT]:
         """What goes to the server and what stays."""
 
     @abstractmethod
-    def aggregate(self, shared: State, uploads: State, weights: Tensor, clients: int) -> State:
+    def aggregate(self, shared: SharedT, uploads: UploadT, weights: Tensor, clients: int) -> SharedT:
         """The server's new state from its old one, S uploads and their weights ``[S]``.
 
         ``clients`` is the number of clients in the federation, N, of whom S took part in the round.
         """
 
     @abstractmethod
-    def predictive(self, model: Model, shared: State, personal: State) -> Predictive:
+    def predictive(self, model: Model, shared: SharedT, personal: PersonalT) -> Predictive:
         """The distribution to predict with, for each client."""
+
+
+#: A method of whatever states, as the engine sees it.
+AnyMethod = Method[Any, Any, Any, Any]
 
 
 def unfit(kind: Any) -> str:
@@ -315,12 +330,13 @@ def unfit(kind: Any) -> str:
     return ""
 
 
-def rows(state: State, count: int) -> State:
+def rows(state: StateT, count: int) -> StateT:
     """A state without client axis, repeated for ``count`` clients (views)."""
-    return torch.utils._pytree.tree_map(lambda t: t.expand(count, *t.shape), state)
+    made: StateT = tree_map(lambda t: t.expand(count, *t.shape), state)
+    return made
 
 
-def untrained(method: Method, model: Model) -> Finished:
+def untrained(method: Method[Any, Any, Any, UploadT], model: Model) -> Finished[UploadT, Any]:
     """What one client has at the end of a round without a step: the shapes of all that it uploads and keeps."""
     first = method.init(model)
     hyper = method.rows_of_numbers(1, model.initial.device)

@@ -17,7 +17,7 @@ factors that are points, the two halves in turn (`bpfed.methods.bpfed`), and IVO
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from bpfed._util.errors import UserError
 from bpfed.aggregation.rules import rule
 from bpfed.inference.estimators import Batch, DataTerm, check_estimator, data_term
 from bpfed.inference.gaussian import Gaussian, discounted, either, kl, kl_gradients_p
-from bpfed.inference.optim import Momentum, Newton, ivon
+from bpfed.inference.optim import IVON, FreeEnergyGradient, Momentum, Newton
 from bpfed.inference.predictive import GaussianPredictive
 from bpfed.methods.base import Finished, Initial, Method, Phase, State, frozen
 from bpfed.methods.head_priors import NOISE_SIGMA, of_likelihood, per_head
@@ -99,7 +99,7 @@ class Personal(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BPFed(Method):
+class BPFed(Method[Gaussian, Personal, Local, Gaussian]):
     """BPFed. The defaults are the paper's method; what it leaves open was chosen on validation data (docs/gotchas.md).
 
     η_i is the distribution of a client's personal factors, ζ that of the shared factors, q a client's posterior and π
@@ -215,7 +215,7 @@ class BPFed(Method):
             return super().phases(epochs)
         return (Phase("personal", epochs), Phase("shared", self.body_epochs))
 
-    def init(self, model: Model) -> Initial:
+    def init(self, model: Model) -> Initial[Gaussian, Personal]:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
         start.sigma[: self._points(model)] = 0.0
         shared, personal = split(model, start)
@@ -248,7 +248,7 @@ class BPFed(Method):
         q, moved = held(model, (local.q, local.prior), (q, moved), phase)
         return Local(q, moved, taken), data.nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Gaussian, Personal]:
         q, prior = local.q.gaussian, _gaussian(local.prior)
         shared, personal = split(model, prior if self.prior_step else q)
         own = (q,) if self.predict == "own" else ()
@@ -267,7 +267,7 @@ class BPFed(Method):
             weights = either(personal.steps[:, :1] > 0, personal.own[0], weights)
         return GaussianPredictive(weights)
 
-    def adapting(self) -> BPFed:
+    def adapting(self) -> Self:
         """A newcomer's prior is held: its few examples count once, however often they are passed over."""
         lr = self.newcomer_lr if self.sigma > 0.0 and self.optimiser == "adam" else self.lr
         return replace(
@@ -296,7 +296,8 @@ class BPFed(Method):
         """q after a step on Eq. 9: the data term, scaled by n/b, and T · KL(q ‖ π) with π held."""
         if isinstance(q, Newton):
             rate = hyper["lr"] * hyper["newton"]
-            return ivon(q, data.mean, data.sigma, prior, hyper["temperature"], steps, rate, hyper["curvature"])
+            gradient = FreeEnergyGradient(data.mean, data.sigma, prior, hyper["temperature"])
+            return Newton.at(*IVON.update(q.gaussian, gradient, q.memory, steps, rate, hyper))
         mean, sigma = kl_gradients_beyond(self._points(model), q.gaussian, prior)
         temperature = hyper["temperature"][:, None]
         return q.moved(data.mean + temperature * mean, data.sigma + temperature * sigma, steps, hyper["lr"])

@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from bpfed.inference.estimators import Batch, mean_gradient
-from bpfed.inference.optim import Adam, adam
+from bpfed.inference.optim import ADAM, Adam
 from bpfed.methods.base import ADAPT, Finished, Weights
 from bpfed.methods.full_network import Own, OwnNetwork
 from bpfed.nn.model import Model
@@ -45,7 +45,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ditto(OwnNetwork):
+class Ditto(OwnNetwork[Local]):
     """Ditto: FedAvg, and for each client a network of its own that is pulled towards the shared one.
 
     A client's own network starts as the shared one that it is first sent. Until then it predicts with the shared one.
@@ -70,7 +70,7 @@ class Ditto(OwnNetwork):
 
     def begin(self, model: Model, shared: Weights, personal: Own, hyper: dict[str, Tensor]) -> Local:
         weights = shared.weights
-        memory = Adam.like(weights)
+        memory = ADAM.init(weights)
         return Local(weights, memory, personal.over(weights), memory, weights, weights.new_zeros(len(weights)))
 
     def step(
@@ -79,14 +79,14 @@ class Ditto(OwnNetwork):
         steps = local.steps + 1
         nll, gradient = mean_gradient(model, local.own, batch)
         pulled = gradient + hyper["pull"][:, None] * (local.own - local.centre)
-        own, own_memory = adam(local.own, pulled, local.own_memory, steps, hyper["lr"])
+        own, own_memory = ADAM.update(local.own, pulled, local.own_memory, steps, hyper["lr"])
         new = local._replace(own=own, own_memory=own_memory, steps=steps)
         if phase == ADAPT:
             return new, nll
 
         nll, gradient = mean_gradient(model, local.weights, batch)
-        weights, memory = adam(local.weights, gradient, local.memory, steps, hyper["lr"])
+        weights, memory = ADAM.update(local.weights, gradient, local.memory, steps, hyper["lr"])
         return new._replace(weights=weights, memory=memory), nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Weights, Own]:
         return Finished(Weights(local.weights), Own.of(local.own), {})

@@ -26,7 +26,7 @@ and ``gamma`` are better there (docs/results.md); the defaults are those that th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from bpfed.aggregation.rules import weighted_mean
 from bpfed.inference import rng
 from bpfed.inference.estimators import Batch
 from bpfed.inference.gaussian import Gaussian
-from bpfed.inference.optim import Adam, adam
+from bpfed.inference.optim import ADAM, Adam
 from bpfed.methods.base import ADAPT, Finished, Initial, Method
 from bpfed.nn.model import Model
 
@@ -153,7 +153,7 @@ class SampledPredictive(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FedSOUL(Method):
+class FedSOUL(Method[Shared, Personal, Local, Shared]):
     """FedSOUL (FedPop): a point body, heads sampled by Langevin steps with a learnt common prior.
 
     Attributes:
@@ -197,14 +197,14 @@ class FedSOUL(Method):
             prior_rate="from 0 to 1",
         )
 
-    def init(self, model: Model) -> Initial:
+    def init(self, model: Model) -> Initial[Shared, Personal]:
         body, head = model.factors.split(model.initial)
         prior = Gaussian(torch.zeros_like(head), torch.full_like(head, self.prior_sigma))
         chain = Chain(prior.mean, head.new_zeros(self.samples, len(head)), head.new_zeros(1))
-        memory = (Adam.like(body),) if self.keep_adam else ()
+        memory = (ADAM.init(body),) if self.keep_adam else ()
         return Initial(Shared.of(body, prior), Personal(chain, memory, head.new_zeros(1)))
 
-    def adapting(self) -> FedSOUL:
+    def adapting(self) -> Self:
         """A newcomer's body is held, so there is nothing that Adam could remember."""
         return replace(self, keep_adam=False)
 
@@ -215,7 +215,7 @@ class FedSOUL(Method):
         none = torch.zeros_like(steps)
         return Local(
             body=shared.body,
-            memory=personal.memory[0] if self.keep_adam else Adam.like(shared.body),
+            memory=personal.memory[0] if self.keep_adam else ADAM.init(shared.body),
             chain=chain._replace(state=state),
             taken=none,
             steps=steps if self.keep_adam else none,
@@ -239,7 +239,7 @@ class FedSOUL(Method):
 
         body, memory = local.body, local.memory
         if phase != ADAPT:
-            body, memory = adam(body, on_body / batch.size[:, None], memory, steps, hyper["lr"])
+            body, memory = ADAM.update(body, on_body / batch.size[:, None], memory, steps, hyper["lr"])
         return Local(body, memory, chain, taken, steps, local.prior), total * batch.scale / batch.size
 
     def _kept(self, chain: Chain, state: Tensor, taken: Tensor) -> Chain:
@@ -250,7 +250,7 @@ class FedSOUL(Method):
         samples = torch.where(here[:, :, None], state[:, None], chain.samples)
         return Chain(state, samples, chain.number + turn[:, None].float())
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Shared, Personal]:
         memory = (local.memory,) if self.keep_adam else ()
         upload = Shared(*local.chain.moments, local.body)
         return Finished(upload, Personal(local.chain, memory, local.steps[:, None]), {})

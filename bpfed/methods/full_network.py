@@ -11,7 +11,7 @@ from torch import Tensor
 from bpfed._util.errors import UserError
 from bpfed.aggregation.rules import weighted_mean
 from bpfed.inference.predictive import PointPredictive
-from bpfed.methods.base import Initial, Method, Weights
+from bpfed.methods.base import Initial, LocalT, Method, Weights
 from bpfed.nn.model import Model
 from bpfed.nn.parameters import Personal
 
@@ -43,7 +43,7 @@ class Own(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OwnNetwork(Method):
+class OwnNetwork(Method[Weights, Own, LocalT, Weights]):
     """Base of Ditto, Per-FedAvg and pFedMe: all weights are shared, and a client predicts with a network of its own.
 
     A subclass says how both are trained: `begin`, `step` and `finish`. The server takes the mean of the uploads.
@@ -62,7 +62,7 @@ class OwnNetwork(Method):
         if self.personal != "none":
             raise UserError(f"personal is '{self.personal}', but {self.title} shares all weights; leave it at 'none'.")
 
-    def init(self, model: Model) -> Initial:
+    def init(self, model: Model) -> Initial[Weights, Own]:
         return Initial(Weights(model.initial), Own.none(model.initial))
 
     def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor, clients: int) -> Weights:

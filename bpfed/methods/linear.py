@@ -48,7 +48,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -282,7 +282,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Linear(Method):
+class Linear(Method[Shared, Personal, Local, Upload]):
     """A hierarchical Bayesian linear model; for tables with up to 600 coefficients, in few rounds.
 
     Attributes:
@@ -343,7 +343,7 @@ class Linear(Method):
         """No server answers a newcomer, so it makes as many passes as it takes."""
         return (Phase(ADAPT, 1), Phase(SOLVE, 1, batches=1)) * max(PASSES, min(epochs, 10))
 
-    def init(self, model: Model) -> Initial:
+    def init(self, model: Model) -> Initial[Shared, Personal]:
         form, new = Form.of(model), model.initial.new_zeros
         none = Natural(new(form.width, form.width), new(form.width))
         sums = Sums(new(form.inputs), new(form.inputs), new(1), new(1))
@@ -398,7 +398,7 @@ class Linear(Method):
         )
         return new, found.nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Upload, Personal]:
         local = _solved(local, hyper["lr"])
         told = self._told(local, learnt=Form.of(model).noise_at is not None)
         change: Told = tree_map(torch.sub, told, local.told)
@@ -463,7 +463,7 @@ class Linear(Method):
         directions = form.weights(model, spread.mT.flatten(0, 1)).unflatten(0, spread.shape[:2]).mT
         return CorrelatedPredictive(form.weights(model, mean, local.noise).float(), directions.float())
 
-    def guarded(self, minimum: int) -> Linear:
+    def guarded(self, minimum: int) -> Self:
         """It uploads nothing of fewer rows: its sums would tell of each."""
         return replace(self, least_rows=max(self.least_rows, minimum))
 
@@ -507,6 +507,11 @@ class Form:
                 "choose another method."
             )
         head, likelihood = Head.of(model), model.likelihood
+        if not isinstance(likelihood, Categorical | Normal):
+            raise UserError(
+                f"bpfed-linear is for classes and for numbers with Gaussian noise, but the likelihood is "
+                f"{type(likelihood).__name__}; choose another method."
+            )
         places = dict(zip(model.factors.names, np.cumsum([0, *model.factors.sizes]).tolist(), strict=False))
         noise, noise_at = 1.0, None
         if isinstance(likelihood, Normal):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bpfed.inference import rng
 from bpfed.inference.estimators import Batch, mean_gradient
-from bpfed.inference.optim import Adam, adam
+from bpfed.inference.optim import ADAM, Adam
 from bpfed.methods.base import TUNE, Finished, Phase, Weights
 from bpfed.methods.full_network import Own, OwnNetwork
 from bpfed.nn.model import Model
@@ -44,7 +44,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PerFedAvg(OwnNetwork):
+class PerFedAvg(OwnNetwork[Local]):
     """Per-FedAvg: one network for all, trained to be good after each client's own steps of gradient descent.
 
     The inner step size was chosen on training examples that were held out.
@@ -75,7 +75,7 @@ class PerFedAvg(OwnNetwork):
 
     def begin(self, model: Model, shared: Weights, personal: Own, hyper: dict[str, Tensor]) -> Local:
         weights = shared.weights
-        return Local(weights, Adam.like(weights), weights.new_zeros(len(weights)), weights.new_zeros(len(weights), 1))
+        return Local(weights, ADAM.init(weights), weights.new_zeros(len(weights)), weights.new_zeros(len(weights), 1))
 
     def step(
         self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
@@ -93,10 +93,10 @@ class PerFedAvg(OwnNetwork):
             part = third[0]
             product = model.hessian_product(local.weights, gradient, part.x, part.y, part.mask, part.key)
             gradient = gradient - rate * product / part.examples[:, None]
-        weights, memory = adam(local.weights, gradient, local.memory, steps, hyper["lr"])
+        weights, memory = ADAM.update(local.weights, gradient, local.memory, steps, hyper["lr"])
         return local._replace(weights=weights, memory=memory, steps=steps), nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Weights, Own]:
         # The shared weights that a client has trained are not its own network: that comes from the server's, by tuning.
         return Finished(Weights(local.weights), Own(local.weights * local.tuned, local.tuned), {})
 

@@ -13,7 +13,7 @@ distribution; the first round of both is the same.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class Personal(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PFedBayes(Method):
+class PFedBayes(Method[Gaussian, Personal, Local, Gaussian]):
     """pFedBayes: every client has a Gaussian network of its own, with a prior common to all.
 
     A client that has not trained yet predicts with the server's w, and its first q is a copy of it.
@@ -93,13 +93,13 @@ class PFedBayes(Method):
         check_estimator(self.estimator)
         self.require(zeta="0 or more", sigma="above 0", draws="at least 1", beta="above 0 and at most 1")
 
-    def init(self, model: Model) -> Initial:
+    def init(self, model: Model) -> Initial[Gaussian, Personal]:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
         memory = Variational.at(start).memory
         kept = (memory, memory) if self.keep_adam else ()
         return Initial(start, Personal(start, kept, model.initial.new_zeros(1)))
 
-    def adapting(self) -> PFedBayes:
+    def adapting(self) -> Self:
         """A newcomer's Adam starts without memory."""
         return replace(self, keep_adam=False)
 
@@ -126,7 +126,7 @@ class PFedBayes(Method):
             new_w = local.w.moved(*kl_gradients_p(new_q.gaussian, w), steps, hyper["lr"])
         return Local(new_q, new_w, steps), data.nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Gaussian, Personal]:
         q, w = local.q.gaussian, local.w.gaussian
         kept = (local.q.memory, local.w.memory) if self.keep_adam else ()
         return Finished(w, Personal(q, kept, local.steps[:, None]), {"kl": kl(q, w)})

@@ -35,7 +35,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PFedMe(OwnNetwork):
+class PFedMe(OwnNetwork[Local]):
     """pFedMe: Moreau envelopes. The shared network is the centre of the clients' own.
 
     Only the clients that take part in a round train in it. One that never did predicts with the shared network. K = 5
@@ -92,7 +92,7 @@ class PFedMe(OwnNetwork):
             weights = weights - hyper["lr"][:, None] * pull * (weights - own)
         return Local(weights, own), losses[0]  # before the client has fitted this batch, as other methods report it
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Weights, Own]:
         return Finished(Weights(local.weights), Own.of(local.own), {})
 
     def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor, clients: int) -> Weights:

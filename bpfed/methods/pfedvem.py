@@ -18,7 +18,7 @@ Beyond the paper the server keeps the mean of ρ_i², for clients that have not 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from bpfed._util.errors import UserError
 from bpfed.aggregation.rules import precision, weighted_mean
 from bpfed.inference.estimators import Batch, data_term
 from bpfed.inference.gaussian import Gaussian, either, kl, kl_gradients_q
-from bpfed.inference.optim import Adam, adam
+from bpfed.inference.optim import ADAM, Adam
 from bpfed.inference.predictive import GaussianPredictive
 from bpfed.methods.base import Finished, Initial, Method, Phase
 from bpfed.methods.variational import Memory, Variational
@@ -84,7 +84,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PFedVEM(Method):
+class PFedVEM(Method[Shared, Personal, Local, Shared]):
     """pFedVEM: a point body, Gaussian heads around a common one that the confident clients determine most.
 
     Attributes:
@@ -130,20 +130,20 @@ class PFedVEM(Method):
         body = max(1, round(self.body_share * epochs))
         return Phase("head", max(1, epochs - body)), Phase(BODY, body)
 
-    def init(self, model: Model) -> Initial:
+    def init(self, model: Model) -> Initial[Shared, Personal]:
         body, head = model.factors.split(model.initial)
         prior = Gaussian(head, torch.full_like(head, self.rho))
         none = head.new_zeros(1)
-        kept = (Kept(Variational.at(prior).memory, Adam.like(body), none, none),) if self.keep_adam else ()
+        kept = (Kept(Variational.at(prior).memory, ADAM.init(body), none, none),) if self.keep_adam else ()
         return Initial(Shared(body, prior), Personal(prior, none, kept))
 
-    def adapting(self) -> PFedVEM:
+    def adapting(self) -> Self:
         """A newcomer's Adam starts without memory."""
         return replace(self, keep_adam=False)
 
     def begin(self, model: Model, shared: Shared, personal: Personal, hyper: dict[str, Tensor]) -> Local:
         none = torch.zeros_like(personal.rho)
-        kept = Kept(Variational.at(personal.q).memory, Adam.like(shared.body), none, none)
+        kept = Kept(Variational.at(personal.q).memory, ADAM.init(shared.body), none, none)
         kept = personal.memory[0] if personal.memory else kept
         trained = personal.rho > 0
         start = Gaussian(shared.head.mean, hyper["sigma"][:, None])
@@ -165,14 +165,14 @@ class PFedVEM(Method):
         (on_body, mean), (_, sigma) = model.factors.split(data.mean), model.factors.split(data.sigma)
         if phase == BODY:
             steps = local.body_steps + 1
-            body, memory = adam(local.body, on_body / batch.size[:, None], local.memory, steps, hyper["lr"])
+            body, memory = ADAM.update(local.body, on_body / batch.size[:, None], local.memory, steps, hyper["lr"])
             return local._replace(body=body, memory=memory, body_steps=steps), data.nll
         steps = local.head_steps + 1
         kl_mean, kl_sigma = kl_gradients_q(q, local.prior)
         new = local.q.moved(mean + kl_mean, sigma + kl_sigma, steps, hyper["lr"] * hyper["head_rate"])
         return local._replace(q=new, head_steps=steps), data.nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Shared, Personal]:
         q = local.q.gaussian
         squared = (q.sigma.square() + (q.mean - local.prior.mean).square()).mean(-1, keepdim=True)  # M step
         rho = squared.sqrt()

@@ -18,7 +18,7 @@ from bpfed._util.errors import UserError
 from bpfed.aggregation.rules import weighted_mean
 from bpfed.inference.estimators import Batch, mean_gradient
 from bpfed.inference.laplace import CURVATURE, Curvature, laplace
-from bpfed.inference.optim import Adam, Velocity, adam, descent
+from bpfed.inference.optim import Adam, Optimizer, Velocity, get_optimizer
 from bpfed.inference.predictive import PointPredictive, Predictive
 from bpfed.methods.base import ADAPT, TUNE, Finished, Initial, Method, Phase, Weights
 from bpfed.methods.full_network import Own
@@ -44,12 +44,10 @@ class Part(NamedTuple):
     memory: Adam | Velocity
     steps: Tensor
 
-    def moved(self, gradient: Tensor, hyper: dict[str, Tensor]) -> Part:
+    def moved(self, optimizer: Optimizer[Tensor, Tensor, Any], gradient: Tensor, hyper: dict[str, Tensor]) -> Part:
         """After one step of the optimiser whose memory it has."""
         steps = self.steps + 1
-        if isinstance(self.memory, Velocity):
-            return Part(*descent(self.weights, gradient, self.memory, hyper["momentum"], hyper["lr"]), steps)
-        return Part(*adam(self.weights, gradient, self.memory, steps, hyper["lr"]), steps)
+        return Part(*optimizer.update(self.weights, gradient, self.memory, steps, hyper["lr"], hyper), steps)
 
 
 class Local(NamedTuple):
@@ -102,7 +100,7 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Point(Method):
+class Point(Method[Weights, Kept, Local, Weights]):
     """Base of the methods with point-estimate weights.
 
     Attributes:
@@ -167,7 +165,7 @@ class Point(Method):
         """Whether all weights are fine-tuned, so that a client has a whole network of its own."""
         return any(phase.name == TUNE for phase in self.finetuning(1))
 
-    def init(self, model: Model) -> Initial:
+    def init(self, model: Model) -> Initial[Weights, Kept]:
         shared, personal = model.factors.split(model.initial)
         memory = self._fresh(shared, personal)
         kept = Kept(
@@ -181,8 +179,8 @@ class Point(Method):
 
     def _fresh(self, shared: Tensor, personal: Tensor) -> Memory:
         """Of no step yet, for weights ``[..., P_part]``."""
-        like = Velocity.like if self.optimiser == "sgd" else Adam.like
-        return Memory(like(shared), like(personal), shared.new_zeros(*shared.shape[:-1], 2))
+        optimizer = get_optimizer(self.optimiser)
+        return Memory(optimizer.init(shared), optimizer.init(personal), shared.new_zeros(*shared.shape[:-1], 2))
 
     def begin(self, model: Model, shared: Weights, personal: Kept, hyper: dict[str, Tensor]) -> Local:
         mine, ours = personal.first[0] if personal.first else personal.weights, shared.weights
@@ -204,15 +202,15 @@ class Point(Method):
         nll, gradient = mean_gradient(model, local.weights, batch)
         if self.decay > 0.0:
             gradient = gradient + (hyper["decay"] / batch.size.clamp(min=1.0))[:, None] * local.weights
-        gradients = model.factors.split(gradient)
+        gradients, optimizer = model.factors.split(gradient), get_optimizer(self.optimiser)
         shared, personal = (
-            part.moved(g, hyper) if moves else part
+            part.moved(optimizer, g, hyper) if moves else part
             for part, g, moves in zip(local[:2], gradients, MOVES[phase], strict=True)
         )
         tuned = torch.ones_like(local.tuned) if phase == TUNE else local.tuned
         return local._replace(shared=shared, personal=personal, tuned=tuned), nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Weights, Kept]:
         memory = Memory(
             local.shared.memory, local.personal.memory, torch.stack([local.shared.steps, local.personal.steps], -1)
         )

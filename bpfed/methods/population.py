@@ -84,7 +84,7 @@ class Population(Recipe):
         if self.personal == "none":
             raise UserError("personal is 'none', but bpfed-population learns a prior of personal factors; choose some.")
 
-    def init(self, model: Model) -> Initial:
+    def init(self, model: Model) -> Initial[Server, Personal]:  # type: ignore[override]
         start = super().init(model)
         first = torch.where(biases(model), 0.0, self.head_gain * start.personal.first)
         sigma = torch.where(biases(model), self.bias_sigma, self.head_sigma)
@@ -102,10 +102,13 @@ class Population(Recipe):
         body = Gaussian(*(model.factors.split(t)[0] for t in local.prior))
         return local._replace(prior=join(body, shared.heads))
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(  # type: ignore[override]
+        self, model: Model, local: Local, hyper: dict[str, Tensor]
+    ) -> Finished[Server, Personal]:
         done = super().finish(model, local, hyper)
         head = done.personal.head
-        return done._replace(upload=Server(done.upload, head.mean, head.mean.square() + head.sigma.square()))
+        upload = Server(done.upload, head.mean, head.mean.square() + head.sigma.square())
+        return Finished(upload, done.personal, done.info)
 
     def aggregate(self, shared: Server, uploads: Server, weights: Tensor, clients: int) -> Server:  # type: ignore[override]
         first, second = weighted_mean(uploads.first, weights), weighted_mean(uploads.second, weights)

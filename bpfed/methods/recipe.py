@@ -42,7 +42,7 @@ training data of the three small cells, one set for all (docs/recipe-search.md).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ class Personal(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recipe(Method):
+class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
     """BPFed with bounded priors.
 
     Attributes:
@@ -227,7 +227,7 @@ class Recipe(Method):
     def counting(self) -> bool:
         return True
 
-    def init(self, model: Model) -> Initial:
+    def init(self, model: Model) -> Initial[Gaussian, Personal]:
         start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
         shared, head = split(model, start)
         untrained = head
@@ -271,7 +271,7 @@ class Recipe(Method):
         numbers["anchor"] = numbers["anchor"] / crowd
         return numbers
 
-    def adapting(self) -> Recipe:
+    def adapting(self) -> Self:
         return replace(self, lr=self.newcomer_lr)
 
     def newcomer(self, model: Model, shared: Gaussian) -> Personal:
@@ -343,7 +343,7 @@ class Recipe(Method):
         on_biases = model.factors.split(data.mean)[1][:, self._lowered(model)]
         return local._replace(q=new, steps=steps, noted=noted(local.noted, on_biases)), data.nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished[Gaussian, Personal]:
         q = local.q.gaussian
         shared, head = split(model, q)
         lowered = torch.zeros_like(local.noted[:, 1:])

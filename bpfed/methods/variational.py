@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bpfed.inference.gaussian import Gaussian, kl_gradients_q, softplus, softplus_inverse
-from bpfed.inference.optim import Adam, adam
+from bpfed.inference.optim import ADAM, Adam
 from bpfed.nn.model import Model
 
 #: No step takes a σ below 1e-6, which is this ρ.
@@ -34,7 +34,7 @@ class Variational(NamedTuple):
     @classmethod
     def at(cls, g: Gaussian, memory: Memory | None = None) -> Variational:
         """At this Gaussian, with this memory or with none yet."""
-        mean, rho = memory or Memory(Adam.like(g.mean), Adam.like(g.mean))
+        mean, rho = memory or Memory(ADAM.init(g.mean), ADAM.init(g.mean))
         return cls(g.mean, softplus_inverse(g.sigma), mean, rho)
 
     @property
@@ -49,8 +49,8 @@ class Variational(NamedTuple):
 
     def moved(self, mean: Tensor, sigma: Tensor, step: Tensor, rate: Tensor) -> Variational:
         """One step of Adam along gradients with respect to mean and σ; dσ/dρ = sigmoid(ρ)."""
-        new_mean, adam_mean = adam(self.mean, mean, self.adam_mean, step, rate)
-        new_rho, adam_rho = adam(self.rho, sigma * torch.sigmoid(self.rho), self.adam_rho, step, rate)
+        new_mean, adam_mean = ADAM.update(self.mean, mean, self.adam_mean, step, rate)
+        new_rho, adam_rho = ADAM.update(self.rho, sigma * torch.sigmoid(self.rho), self.adam_rho, step, rate)
         # Where data are counted again in every round σ falls without end, and below the floor 1/σ² overflows float32.
         # Points stay points.
         new_rho = torch.maximum(new_rho, self.rho.clamp(max=RHO_FLOOR))

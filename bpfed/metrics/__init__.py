@@ -4,19 +4,28 @@ Everything is computed where the predictions are, for all clients at once and wi
 tensor travels at the end. Sums are float64, so the order of the examples does not show.
 """
 
-from bpfed._util.scores import BEST_IS_HIGH
-from bpfed.metrics.classification import SMALLEST, SURE, aurc, evaluate, ood_auroc
-from bpfed.metrics.evaluation import Evaluation, Reliability, Score
-from bpfed.metrics.from_sums import evaluate_sums
-from bpfed.metrics.regression import evaluate_regression
-from bpfed.metrics.sums import Form, Sums
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from bpfed.metrics.registry import BEST_IS_HIGH, METRICS, Metric, get_metric, register_metric
+
+if TYPE_CHECKING:
+    from bpfed.metrics.classification import SMALLEST, SURE, aurc, evaluate, ood_auroc
+    from bpfed.metrics.evaluation import Evaluation, Reliability, Score
+    from bpfed.metrics.from_sums import evaluate_sums
+    from bpfed.metrics.regression import evaluate_regression
+    from bpfed.metrics.sums import Form, Sums
 
 __all__ = [
     "BEST_IS_HIGH",
+    "METRICS",
     "SMALLEST",
     "SURE",
     "Evaluation",
     "Form",
+    "Metric",
     "Reliability",
     "Score",
     "Sums",
@@ -24,5 +33,22 @@ __all__ = [
     "evaluate",
     "evaluate_regression",
     "evaluate_sums",
+    "get_metric",
     "ood_auroc",
+    "register_metric",
 ]
+
+# Imported when first asked for: pages are made of the registry alone, and need no torch.
+_HOME = {
+    **dict.fromkeys(("SMALLEST", "SURE", "aurc", "evaluate", "ood_auroc"), "classification"),
+    **dict.fromkeys(("Evaluation", "Reliability", "Score"), "evaluation"),
+    "evaluate_sums": "from_sums",
+    "evaluate_regression": "regression",
+    **dict.fromkeys(("Form", "Sums"), "sums"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"bpfed.metrics.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'bpfed.metrics' has no attribute '{name}'")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bpfed.metrics.evaluation import Evaluation, evaluation
-from bpfed.metrics.sums import Sums, binomial_deviation, counting, cumulative, owners, summed, with_pool
+from bpfed.metrics.sums import Form, Sums, binomial_deviation, counting, cumulative, owners, summed, with_pool
 
 # --- Scores that are made of an order of examples, within each client -------------------------------------------------
 
@@ -48,7 +48,8 @@ def in_order(score: Tensor, positive: Tensor, owner: Tensor, n_clients: int) -> 
     owner, found = owner[order], positive.double()[order]
     ranks, size = summed([place, torch.ones_like(place)], tie, len(order))
     total, count = summed([(ranks / size)[tie] * found, found], owner, n_clients)
-    return total - count * (count + 1) / 2
+    pairs: Tensor = total - count * (count + 1) / 2
+    return pairs
 
 
 def _ranked(score: Tensor, owner: Tensor, n_clients: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,6 +186,13 @@ def classified(sums: Sums, bins: int, ordered: Mapping[str, Tensor]) -> Evaluati
         more |= {"sensitivity": found / positive, "specificity": (hit.sum(-1) - found) / (total - positive)}
     more |= {name: sums.pooled(name) / total for name in ("majority", "shares_nll") if name in sums.further}
     return evaluation(values, floor, total, pooled, bins, sums, more | sums.shares())
+
+
+def form_of_classes(classes: int, bins: int, calibrated: bool) -> Form:
+    """What the sums of so many classes and bins look like, with calibration examples or without."""
+    pairs = ("positive", "positive_right", "in_order") if classes == 2 else ()
+    held = ("counted", "coverage", "set_size") if calibrated else ()
+    return Form(4, bins, ("sure", "sure_right", "risk", "majority", "shares_nll", *pairs, *held))
 
 
 def aurc(probs: Tensor, y: Tensor) -> Tensor:

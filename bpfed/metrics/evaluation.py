@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bpfed._util.scores import BEST_IS_HIGH
+from bpfed.metrics.registry import Metric, get_metric
 from bpfed.metrics.sums import Sums
 
 Floats = NDArray[np.float64]
 
-#: Scores that a client with test examples may lack: it answered nothing, was tested on one class, or has too few
-#: calibration examples.
-LACKING = frozenset(
-    {"answered_accuracy", "auroc", "sensitivity", "specificity", "coverage", "set_size", "interval_width"}
-)
+#: What a calibration error would be by chance; it has no page of its own.
+FLOOR = Metric("ece_floor", "ECE floor", calibrates=True)
 
 
 @dataclass(frozen=True)
@@ -157,21 +154,34 @@ def evaluation(
     count, confidence, accuracy = flat[rows.numel() :].reshape(pooled.shape)
     sizes = table[-1, :-1].astype(np.int64)
 
-    def score(row: Floats, name: str = "") -> Score:
-        counts = sizes > 0
-        if name in LACKING:
-            counts &= ~np.isnan(row[:-1])
-        tested = row[:-1][counts]
-        if not len(tested):
-            return Score(float(row[-1]), math.nan, math.nan, row[:-1])
-        worst = tested.min() if name in BEST_IS_HIGH else tested.max()
-        return Score(float(row[-1]), float(tested.mean()), float(worst), row[:-1])
-
     names = [*values, *more]
-    found = {name: score(row, name) for name, row in zip(names, table, strict=False)}
+    found = {name: _score(row, sizes, get_metric(name)) for name, row in zip(names, table, strict=False)}
     reliability = Reliability([int(c) for c in count], [_json(c) for c in confidence], [_json(a) for a in accuracy])
     scores, further = ({name: found[name] for name in part} for part in (values, more))
-    return Evaluation(scores, score(table[-2]), reliability, sizes, bins, sums, further)
+    return Evaluation(scores, _score(table[-2], sizes, FLOOR), reliability, sizes, bins, sums, further)
+
+
+def _score(row: Floats, sizes: NDArray[np.int64], metric: Metric) -> Score:
+    """A metric of N clients and, last, of all examples together, ``[N + 1]``; ``sizes`` are test examples, ``[N]``."""
+    counts = sizes > 0
+    if metric.lacking:
+        counts &= ~np.isnan(row[:-1])
+    tested = row[:-1][counts]
+    if not len(tested):
+        return Score(float(row[-1]), math.nan, math.nan, row[:-1])
+    worst = tested.min() if metric.high_is_good else tested.max()
+    return Score(float(row[-1]), float(tested.mean()), float(worst), row[:-1])
+
+
+def with_means(found: Evaluation, metrics: Iterable[Metric], sums: Sums) -> Evaluation:
+    """The same with these metrics, each the mean over examples of what a further sum of its name adds up."""
+    more = dict(found.more)
+    for metric in metrics:
+        total = sums.pooled(metric.name).cpu().numpy()
+        count = np.append(found.sizes, found.sizes.sum())
+        with np.errstate(invalid="ignore"):
+            more[metric.name] = _score(total / count, found.sizes, metric)
+    return replace(found, more=more, sums=sums)
 
 
 def _json(value: float) -> float | None:

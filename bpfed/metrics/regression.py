@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bpfed.metrics.evaluation import Evaluation, evaluation
-from bpfed.metrics.sums import Sums, binomial_deviation, counting, levels, owners, summed, with_pool
+from bpfed.metrics.sums import Form, Sums, binomial_deviation, counting, levels, owners, summed, with_pool
 
 
 def evaluate_regression(
@@ -72,3 +72,9 @@ def regressed(sums: Sums, bins: int) -> Evaluation:
     pooled = torch.stack([total[-1].expand_as(nominal), nominal, observed[-1]])
     more = {"baseline": (sums.pooled("baseline") / total).sqrt()} if "baseline" in sums.further else {}
     return evaluation(values, floor, total, pooled, bins, sums, more | sums.shares())
+
+
+def form_of_numbers(bins: int, calibrated: bool) -> Form:
+    """What the sums of a regression look like, with calibration examples or without."""
+    held = ("counted", "coverage", "interval_width") if calibrated else ()
+    return Form(1, len(levels(bins)) + 1, ("baseline", *held))

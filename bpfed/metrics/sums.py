@@ -69,26 +69,13 @@ class Form(NamedTuple):
         rows: M of ``cells``.
         bins: B of ``cells``.
         further: Names of ``further``.
+        shares: Those of them that are sums of what is at most 1 for an example, where the task has some of its own.
     """
 
     rows: int
     bins: int
     further: tuple[str, ...]
-
-    @property
-    def numbers(self) -> bool:
-        """Whether they are of a regression."""
-        return self.rows == 1
-
-    @classmethod
-    def of(cls, classes: int, bins: int, calibrated: bool) -> Form:
-        """Of a run with so many classes (0: a regression) and bins, and with calibration examples or without."""
-        size = "set_size" if classes else "interval_width"
-        held = ("counted", "coverage", size) if calibrated else ()
-        if classes:
-            pairs = ("positive", "positive_right", "in_order") if classes == 2 else ()
-            return cls(4, bins, ("sure", "sure_right", "risk", "majority", "shares_nll", *pairs, *held))
-        return cls(1, len(levels(bins)) + 1, ("baseline", *held))
+    shares: tuple[str, ...] = ()
 
 
 def levels(bins: int) -> Tensor:

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from bpfed._util.errors import UserError
 from bpfed.config.settings import HIDDEN, Settings
-from bpfed.inference.likelihoods import Categorical, Likelihood, Normal
+from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.rng import Purpose, words
 from bpfed.nn.ensemble import make_ensemble
 from bpfed.nn.model import Model
 
 if TYPE_CHECKING:
-    from bpfed.methods.base import Method
+    from bpfed.inference.tasks import Task
+    from bpfed.methods.base import AnyMethod
 
 
 class LeNet(nn.Module):
@@ -113,8 +114,9 @@ def default(
 
 def make_model(
     example: Tensor,
+    task: Task,
     classes: int,
-    method: Method,
+    method: AnyMethod,
     settings: Settings,
     module: nn.Module | None = None,
     likelihood: Likelihood | None = None,
@@ -125,27 +127,28 @@ def make_model(
 
     Args:
         example: A small batch of inputs, ``[B, ...]``; of the network that is made here only its shape matters.
-        classes: How many there are; 0: the targets are numbers.
+        task: What the targets are.
+        classes: How many there are; 0: the targets are no classes.
         method: Of which matter what is personal and which network it prefers for flat inputs.
         settings: Of which the seed, ``network``, ``hidden`` and ``members`` matter.
         module: A network; None: the `default` one.
-        likelihood: None: categorical for classes, Gaussian with learnt noise for numbers.
+        likelihood: None: that of the task.
 
     Raises:
         UserError: The likelihood is of another kind: nobody could predict with it (`bpfed.inference.predictive`).
     """
     if likelihood is None:
-        likelihood = Categorical(classes) if classes else Normal()
-    if not isinstance(likelihood, Categorical if classes else Normal):
-        known, targets = ("Categorical", "classes") if classes else ("Normal", "numbers")
+        likelihood = task.likelihood(classes)
+    if not isinstance(likelihood, task.likelihoods):
+        known = f"{task.likelihoods.__module__}.{task.likelihoods.__name__}"
         raise UserError(
-            f"The likelihood is a {type(likelihood).__name__}, but the targets are {targets}, for which predictions "
-            f"are made with bpfed.inference.likelihoods.{known} alone; use it or a subclass, or leave likelihood out."
+            f"The likelihood is a {type(likelihood).__name__}, but the targets are {task.targets}, for which predictions "
+            f"are made with {known} alone; use it or a subclass, or leave likelihood out."
         )
     members = settings.members
     if module is None:
         if not members and example.ndim == 2:
             members = method.flat_members
         network = method.flat_network if settings.network == "auto" and example.ndim == 2 else settings.network
-        module = default(tuple(example.shape[1:]), classes or 1, settings.seed, settings.hidden, network)
+        module = default(tuple(example.shape[1:]), task.outputs(classes), settings.seed, settings.hidden, network)
     return make_ensemble(Model.of(module, likelihood, example, method.personal), members or 1, settings.seed)

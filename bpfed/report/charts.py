@@ -176,7 +176,7 @@ def clients(rows: Sequence[dict[str, Any]], measure: Measure, worst: frozenset[s
     by_size = len(set(sizes)) > 1
     across = sizes if by_size else [float(rank) for rank in range(1, len(tested) + 1)]
     spans: list[tuple[float, float]] = []
-    if measure.name == "accuracy" and len(tested) <= WITH_INTERVALS:
+    if measure.proportion and len(tested) <= WITH_INTERVALS:
         spans = [wilson(v, row["test"]) for v, row in zip(values, tested, strict=True)]
     x = svg.fit(across, LEFT, WIDTH - 18, floor=0, log=by_size)
     ends = [end for span in spans for end in span]

@@ -11,7 +11,7 @@ from bpfed._util import text
 from bpfed.report import svg
 from bpfed.report.charts import wilson
 from bpfed.report.measures import Measure
-from bpfed.report.record import CALIBRATION, JUDGED, judged, value
+from bpfed.report.record import JUDGED, judged, value
 
 #: With more columns than this, each has less room; and with more than that, much less.
 ROOMY, CROWDED = 9, 13
@@ -79,7 +79,7 @@ def _columns(measures: Sequence[Measure], held_back: bool) -> list[Column]:
     if held_back:
         columns.insert(2, ("calibration", "Held back", text.count, "Examples held back to calibrate predictions"))
     for measure in measures:
-        more = f" A dash: fewer than {JUDGED} test examples." if measure.name in CALIBRATION else ""
+        more = f" A dash: fewer than {JUDGED} test examples." if measure.calibrates else ""
         more = " In brackets its 95 % interval, by the number of test examples." if measure.name == "coverage" else more
         columns.append((measure.name, measure.label, measure.show, measure.explain + more))
         if measure.name == "ece":

@@ -14,7 +14,7 @@ from bpfed._util.files import to_toml, write_whole
 from bpfed.report import charts, client_table
 from bpfed.report.charts import Curve, wilson
 from bpfed.report.html import document, figure
-from bpfed.report.measures import DETAILS, MEASURES, Measure
+from bpfed.report.measures import MEASURES, Measure
 from bpfed.report.record import RunRecord, value
 
 _KL = Measure("train_kl", "KL to the prior", text.decimal, "How far training moved the weights from their prior.")
@@ -33,7 +33,7 @@ def headline(run: RunRecord) -> str:
     tested = [row for row in run.rows if row.get("test")]
     total = sum(row["test"] for row in tested)
     basis = f", over {text.plural(total, 'test example')} of {text.plural(len(tested), 'client')}" if tested else ""
-    tiles = [_tile(run, measure, total) for measure in run.measures if measure.name not in DETAILS]
+    tiles = [_tile(run, measure, total) for measure in run.measures if measure.prominent]
     guessing = (
         " Guessing means always predicting the most frequent class (accuracy) or the class shares (NLL) of a client's "
         "own training examples."
@@ -51,14 +51,6 @@ def headline(run: RunRecord) -> str:
 _FACTS = (("protocol", "{} protocol".format), ("partition", text.dealt), ("device", "on {}".format))
 
 
-#: What a figure is without a model: the measure, and what that is called where there is little room.
-WITHOUT_A_MODEL = {
-    "accuracy": ("majority", "guessing"),
-    "rmse": ("baseline", "own training mean"),
-    "nll": ("shares_nll", "guessing"),
-}
-
-
 def _tile(run: RunRecord, measure: Measure, total: int) -> str:
     fine, in_units = total >= 1000, run.in_units(measure)
     shown = in_units or measure
@@ -72,14 +64,14 @@ def _tile(run: RunRecord, measure: Measure, total: int) -> str:
     if measure.name == "ece":
         floor = value(run.evaluation, "ece_floor")
         lines.append((f"floor, {run.evaluation.get('bins', '?')} bins", show(floor)))
-    name, words = WITHOUT_A_MODEL.get(measure.name, ("", ""))
+    name, words = measure.without
     if math.isfinite(without := run.last(name)):
         lines.append((words, show(without)))
     if len(run.rows) != 1:
         lines.append(("client mean", show(run.mean(measure.name))))
         lines.append(("worst client", show(run.worst(measure.name))))
     # A round's calibration error alone ranks nothing: an untrained model that says so is calibrated.
-    if measure.name != "ece" and (best := run.best(measure.name)):
+    if measure.has_best_round and (best := run.best(measure.name)):
         lines.append((f"best, round {best[0]}", show(best[1])))
     return _card(shown.full, shown.explain, show(run.last(measure.name)), lines)
 
@@ -91,8 +83,8 @@ def _worst_tile(run: RunRecord) -> str:
         return ""
     row = ranking[0]
     lines = [("name", text.short(str(row["name"]), 40)), ("tested on", text.count(row["test"]))]
-    if main.name == "accuracy":
-        low, high = wilson(row["accuracy"], row["test"])
+    if main.proportion:
+        low, high = wilson(row[main.name], row["test"])
         lines.append(("95 % interval", f"{100 * low:.0f}–{text.percent(high, 0)}"))
     lines.append(("NLL", text.decimal(value(row, "nll"))))
     explain = f"The client whose {main.label} is the worst at the last round."
@@ -186,7 +178,7 @@ def calibration(run: RunRecord) -> str:
     if not found or not any(found["count"]) or not run.measures:
         return ""
     bins = int(run.evaluation.get("bins", len(found["count"])))
-    intervals = run.measures[0].name != "accuracy"
+    intervals = run.task.regions == "intervals"
     if intervals:
         read = "Each dot is one of the models’ own intervals: its nominal level against the share of targets inside. "
     else:
@@ -288,7 +280,7 @@ def clients(run: RunRecord) -> str:
     chart = ""
     if len(run.rows) - untested > 1:
         read = "One dot per client, the marked ones filled."
-        if main.name == "accuracy" and len(run.rows) <= charts.WITH_INTERVALS:
+        if main.proportion and len(run.rows) <= charts.WITH_INTERVALS:
             read += " Thin lines are 95 % intervals: small test sets scatter widely by chance."
         figures = [figure(main.full, charts.clients(run.rows, main, worst), read)]
         if main.name != "nll":
@@ -318,7 +310,9 @@ def settings(run: RunRecord) -> str:
 
 def render(run: RunRecord) -> str:
     """The whole page as text. The same record gives the same page, byte for byte."""
-    parts = [headline(run), baselines(run), training(run), calibration(run), clients(run), settings(run)]
+    parts = [headline(run), baselines(run), training(run), calibration(run)]
+    parts += [section(run) for section in run.task.sections]
+    parts += [clients(run), settings(run)]
     parts.append("<footer>Made by bpfed from the run's own records.</footer>")
     return document(run.title, parts)
 

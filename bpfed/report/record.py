@@ -13,11 +13,13 @@ from bpfed._util.errors import UserError
 from bpfed._util.files import from_json, from_toml
 from bpfed._util.paths import CONFIG, EVALUATION, METRICS, REHEARSALS, SUMMARY
 from bpfed.config.settings import MOST_EVALUATED
+from bpfed.metrics.registry import AS_GIVEN, get_metric
 from bpfed.report.manifest import Manifest
-from bpfed.report.measures import AS_GIVEN, IN_UNITS, MEASURES, Measure, measures
+from bpfed.report.measures import MEASURES, Measure, measures
+from bpfed.report.tasks import REPORTS, TaskReport, task_of
 
-#: What a client with fewer test examples than `JUDGED` shows by chance alone.
-CALIBRATION, JUDGED = frozenset({"ece", "mce"}), 10
+#: A calibration error of a client with fewer test examples than this is what it shows by chance alone.
+JUDGED = 10
 #: How far the logarithm of a softness is from 0 before it is worth a word.
 NOTICED = 0.1
 #: So many clients are named in a sentence.
@@ -32,7 +34,8 @@ class RunRecord:
         config: All settings, nested.
         history: One dict per evaluated round, as in ``metrics.jsonl``.
         evaluation: The last evaluated round in detail: ``round, bins, clients, reliability, ece_floor``; of a
-            regression on tables ``target``, its name and standard deviation; ``baselines``, where they were fitted.
+            regression on tables ``target``, its name and standard deviation; ``baselines``, where they were fitted;
+            ``task``, where the metrics do not tell it; ``metrics``, what those are that the library does not have.
         summary: ``method, data, partition, protocol, seed, rounds, clients, device, seconds`` and figures.
     """
 
@@ -75,15 +78,26 @@ class RunRecord:
     @property
     def measures(self) -> list[Measure]:
         """The metrics this run was scored with, the main one first."""
-        present = {name for entry in self.history for name, value in entry.items() if isinstance(value, dict)}
-        present |= {name for row in self.rows for name in row}
-        return measures(present, self.standardised, *self.target, self.evaluation.get("labels", ()))
+        labels, noted = self.evaluation.get("labels", ()), self.evaluation.get("metrics", {})
+        described = {name: Measure.from_record(name, record) for name, record in noted.items()}
+        return measures(self._present, self.standardised, *self.target, labels, described)
+
+    @property
+    def _present(self) -> set[str]:
+        """Names of the metrics that this run was scored with."""
+        found = {name for entry in self.history for name, v in entry.items() if isinstance(v, dict) and "pooled" in v}
+        return found | {name for row in self.rows for name in row if name in MEASURES}
+
+    @property
+    def task(self) -> TaskReport:
+        """What is said of the task of this run."""
+        return REPORTS.get(task_of(self._present, str(self.evaluation.get("task", ""))), TaskReport())
 
     @property
     def standardised(self) -> bool:
         """Whether a regression's targets are in standard deviations: so it is for tables, and not for arrays."""
         data = self.config.get("data", {})
-        return bool(self.target[0]) or str(data.get("name", "")).startswith("folder:")
+        return self.task.standardised and (bool(self.target[0]) or str(data.get("name", "")).startswith("folder:"))
 
     @property
     def target(self) -> tuple[str, float]:
@@ -94,7 +108,7 @@ class RunRecord:
     def in_units(self, measure: Measure) -> Measure | None:
         """A regression's measure in the target's own unit; None: it is in that anyway, has none, or it is not known."""
         name, scale = self.target
-        if measure.name not in IN_UNITS or not self.standardised or not math.isfinite(scale):
+        if not measure.in_units or not self.standardised or not math.isfinite(scale):
             return None
         own = MEASURES[measure.name]
         title = f"{own.full} of '{name}'" if name and measure.name == "rmse" else own.full
@@ -140,7 +154,7 @@ class RunRecord:
         short = sum(size < least for size in sizes)
         if not short:
             return ""
-        kind = "intervals" if any(measure.name == "rmse" for measure in self.measures) else "sets"
+        kind = self.task.regions
         start = text.few_calibration(short, len(sizes), least, kind, "tested client" if self.untested else "client")
         own = f"{'their' if short > 1 else 'its'} {kind} hold everything"
         return f"{start}; {own}{' and are left out of the coverage' if short < len(sizes) else ', so coverage says nothing'}."
@@ -167,11 +181,7 @@ class RunRecord:
     @property
     def no_use(self) -> str:
         """A sentence on the clients that would do as well without a model; empty where there are none."""
-        ours, without, words = (
-            ("rmse", "baseline", "RMSE is not below that of always predicting its own training mean")
-            if any(measure.name == "rmse" for measure in self.measures)
-            else ("nll", "shares_nll", "NLL is not below that of always predicting its own class shares")
-        )
+        ours, without, words = self.task.metric, self.task.without, self.task.useless
         scored = [row for row in self.rows if row.get("test") and math.isfinite(value(row, without))]
         tested = [row for row in scored if row["test"] >= JUDGED]
         names = [str(row["name"]) for row in tested if not value(row, ours) < value(row, without)]
@@ -238,13 +248,13 @@ class RunRecord:
 
     def worst(self, metric: str) -> float:
         """The worst client's at the last evaluated round; of ECE and MCE among the clients that `judged` lets count."""
-        if metric not in CALIBRATION or not any(metric in row for row in self.rows):
+        if not get_metric(metric).calibrates or not any(metric in row for row in self.rows):
             return self.last(metric, "worst")
         return max(self._judged(metric), default=math.nan)
 
     def mean(self, metric: str) -> float:
         """The mean over clients at the last evaluated round; of ECE and MCE over those that `judged` lets count."""
-        if metric not in CALIBRATION or not any(metric in row for row in self.rows):
+        if not get_metric(metric).calibrates or not any(metric in row for row in self.rows):
             return self.last(metric, "mean")
         seen = self._judged(metric)
         return sum(seen) / len(seen) if seen else math.nan
@@ -260,7 +270,7 @@ class RunRecord:
 
     def best(self, metric: str) -> tuple[int, float] | None:
         """The round at which the pooled metric was best, and what it was then."""
-        sign = -1 if MEASURES[metric].high_is_good else 1
+        sign = -1 if get_metric(metric).high_is_good else 1
         seen = [(sign * v, e["round"]) for e in self.history if math.isfinite(v := value(e, metric, "pooled"))]
         if not seen:
             return None
@@ -378,5 +388,5 @@ def value(entry: dict[str, Any], metric: str, part: str | None = None) -> float:
 
 def judged(row: dict[str, Any], metric: str) -> float:
     """A number of a client's row; NaN for ECE and MCE where there are too few test examples to judge them by."""
-    few = metric in CALIBRATION and (row.get("test") or 0) < JUDGED
+    few = get_metric(metric).calibrates and (row.get("test") or 0) < JUDGED
     return math.nan if few else value(row, metric)

@@ -65,7 +65,7 @@ class NewClient(Client):
         if any(self.examples) or self.run.data.classes or method.population or not head:
             return ""
         return (
-            f"'{self.name}' has no example, and of numbers that is hardly more than their mean: the layers that clients "
+            f"'{self.name}' has no example, and of {self.run.data.task_type.targets} that is hardly more than their mean: the layers that clients "
             f"of {method.name} have of their own never leave them; give it some rows."
         )
 
@@ -166,7 +166,7 @@ def _alone(federation: Federation, method: Method, data: FederatedData) -> Feder
     """A finished federation of one client, with the shared state of another."""
     settings = federation.settings
     # A newcomer to a regression learns its own noise to the end; the run's softness makes up for clients that do not.
-    softness = federation.softness if data.task == "classification" else 1.0
+    softness = federation.softness if data.task_type.has_classes else 1.0
     settings = replace(
         settings,
         store="memory",
@@ -184,7 +184,7 @@ def _alone(federation: Federation, method: Method, data: FederatedData) -> Feder
 def _data(of: FederatedData, name: str, x: Any, y: Any, preparation: Preprocessor | None) -> FederatedData:
     if (x is None) != (y is None):
         raise UserError("A newcomer's examples are inputs and targets; give both x and y, or neither.")
-    kind = torch.int64 if of.task == "classification" else torch.float32
+    kind = of.task_type.dtype
     if x is None:
         x, y = torch.zeros(0, *of.input_shape), torch.zeros(0, dtype=kind)
     if not isinstance(name, str):
@@ -195,7 +195,7 @@ def _data(of: FederatedData, name: str, x: Any, y: Any, preparation: Preprocesso
     if x.ndim and len(x) != len(y):
         raise UserError(f"{len(x)} inputs and {len(y)} targets were given; give one target for each input.")
     check_shape(x, of)
-    if of.task == "classification" and y.is_floating_point():
+    if of.task_type.has_classes and y.is_floating_point():
         raise UserError(
             f"The labels are {str(y.dtype).removeprefix('torch.')} numbers; give classes from 0 to {of.classes - 1}."
         )

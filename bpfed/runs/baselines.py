@@ -26,6 +26,7 @@ from torch import Tensor
 from bpfed._util import text
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.metrics import Evaluation, evaluate, evaluate_regression
+from bpfed.metrics.registry import shown_at
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -45,8 +46,6 @@ ITERATIONS, MOST_TREES = 100, 2_000
 DIVIDED = 200
 #: Parts of a cross-validation.
 FOLDS = 5
-#: Metrics that are kept of each client.
-KEPT = ("accuracy", "rmse", "nll", "brier", "ece")
 
 
 class Baseline(NamedTuple):
@@ -79,6 +78,10 @@ _NUMBERS = (
 )
 
 
+#: By the name of the task; others have none.
+BASELINES = {"classification": _CLASSES, "regression": _NUMBERS}
+
+
 def wanted(data: FederatedData) -> bool:
     """Whether baselines can be fitted to data of this kind: inputs are flat vectors and there are any."""
     return data.train.x.ndim == 2 and data.train.x.shape[1] > 0
@@ -107,8 +110,10 @@ def baselines(data: FederatedData, clients: Tensor, bins: int = 10, most_rows: i
             "take too long for a report."
         )
         return found
-    test = data.test.select(clients)
-    for baseline in _CLASSES if data.task == "classification" else _NUMBERS:
+    test, kept = data.test.select(clients), tuple(shown_at("progress", "comparison"))
+    if data.task not in BASELINES:
+        found["skipped"].append(f"Baselines were not fitted: there are none for {data.task_type.targets} yet.")
+    for baseline in BASELINES.get(data.task, ()):
         if _too_much(baseline.kind, rows, columns, data.classes):
             size = f"{rows} rows, {columns} columns" + (f" and {data.classes} classes" if data.classes else "")
             found["skipped"].append(f"{baseline.title} was not fitted: it would take too long with {size}.")
@@ -121,8 +126,8 @@ def baselines(data: FederatedData, clients: Tensor, bins: int = 10, most_rows: i
                 "title": baseline.title,
                 "short": baseline.short,
                 "pooled": baseline.pooled,
-                "scores": {name: s for name, s in scored.record().items() if name in KEPT},
-                "clients": {name: _listed(scored[name].clients) for name in KEPT if name in scored.scores},
+                "scores": {name: s for name, s in scored.record().items() if name in kept},
+                "clients": {name: _listed(scored[name].clients) for name in kept if name in scored.scores},
                 "ece_floor": _listed(np.array([scored.ece_floor.pooled]))[0],
                 "reliability": scored.reliability.record(),
             }
@@ -143,7 +148,7 @@ def _scored(
     baseline: Baseline, data: FederatedData, parts: list[Examples], test: Examples, clients: Tensor, bins: int
 ) -> Evaluation:
     """The metrics of one baseline on the test rows of these clients."""
-    if data.task == "classification":
+    if data.task_type.has_classes:
         probs = np.concatenate(
             _predicted(
                 baseline, parts, test, clients, lambda x, y, new: class_probs(baseline.kind, x, y, new, data.classes)

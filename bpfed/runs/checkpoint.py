@@ -240,9 +240,11 @@ def load_model(
     if not all(bool(t.isfinite().all()) for t in weights.values()):
         raise UserError(f"'{path}' is damaged (it has what is not a number); put it back from a copy, or train again.")
     if likelihood is None:
-        likelihood = _likelihood(path, words.get("likelihood", ""))
+        usual = data.task_type.likelihood(data.classes)
+        known = words.get("likelihood", "") == repr(usual)
+        likelihood = usual if known else _likelihood(path, words.get("likelihood", ""))
     given, example = module is not None, torch.zeros(2, *data.input_shape)
-    model = make_model(example, data.classes, method, settings, module, likelihood)
+    model = make_model(example, data.task_type, data.classes, method, settings, module, likelihood)
     there = {n: tuple(t.shape) for n, t in weights.items()}
     here = {n: tuple(t.shape) for n, t in model.factors.unflatten(model.initial).items()}
     if not given and (there != here or words.get("network") != str(model.module)):
@@ -327,7 +329,7 @@ def _place(federation: Federation, tensors: dict[str, Tensor]) -> None:
     for old, new in zip(leaves, loaded, strict=True):
         if old.shape != new.shape or old.dtype != new.dtype:
             raise ValueError("shape")
-    if not finite(loaded):  # as versions before 0.8 may have written
+    if not finite(tuple(loaded)):  # as versions before 0.8 may have written
         raise ValueError("not finite")
     store = {k.removeprefix("store."): t for k, t in tensors.items() if k.startswith("store.")}
     federation.shared = tree_unflatten([t.to(federation.device) for t in loaded], spec)

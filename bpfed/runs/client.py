@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from bpfed._util.errors import UserError, check_count
 from bpfed.data.tabular.rows import Rows, read_rows
 from bpfed.engine.evaluate import BLOCK, calibrate
-from bpfed.inference.predictive import Classified, How, Regressed, check_how, classify, regress
+from bpfed.inference.predictive import How, Prediction, check_how
 from bpfed.inference.rng import Purpose
 from bpfed.methods.base import rows
 
@@ -67,7 +67,7 @@ class Client:
         *,
         columns: Sequence[str] | None = None,
         prepared: bool = False,
-    ) -> Classified | Regressed:
+    ) -> Prediction:
         """Predict with this client's posterior.
 
         Args:
@@ -95,19 +95,18 @@ class Client:
             predictive = federation.method.predictive(
                 federation.model, rows(federation.shared, 1), federation.ready(who)
             )
-            ask = classify if federation.data.task == "classification" else regress
+            ask = federation.data.task_type.predict
             blocks = x.split(max(1, BLOCK // max(1, x[:1].numel())))
             parts = [
-                ask(federation.model, predictive, block[None].to(federation.device), key, count, how=how)
+                ask(federation.model, predictive, block[None].to(federation.device), key, count, how)
                 for block in blocks
             ]
         found = _joined(parts)
         if federation.softness != 1.0:
-            found = found.at(federation.softness)
-            found = replace(found, raw=None) if isinstance(found, Classified) else found
+            found = found.with_temperature(federation.softness)
         temperature, scores = self._calibration(how, count)
-        found = replace(found, scores=scores, unscored=self.unscored)
-        found = found.at(temperature) if temperature != 1.0 and isinstance(found, Classified) else found
+        found = found.with_scores(scores, self.unscored)
+        found = found.with_client_temperature(temperature) if temperature != 1.0 else found
         _check_finite(found, self.name)
         return found
 
@@ -159,13 +158,9 @@ def check_shape(x: Tensor, data: FederatedData) -> None:
         )
 
 
-def _check_finite(found: Classified | Regressed, name: str) -> None:
+def _check_finite(found: Prediction, name: str) -> None:
     """Raise a `UserError` if anything that was predicted is not a number."""
-    parts = (
-        (found.probs.sum(-1), found.entropy, found.aleatoric)
-        if isinstance(found, Classified)
-        else (found.mean, found.epistemic, found.aleatoric)
-    )
+    parts = found.numbers
     wrong = torch.stack([~part.isfinite() for part in parts]).any(0).nonzero().flatten().tolist()
     if wrong:
         raise UserError(
@@ -174,7 +169,7 @@ def _check_finite(found: Classified | Regressed, name: str) -> None:
         )
 
 
-def _joined(parts: Sequence[Classified | Regressed]) -> Classified | Regressed:
+def _joined(parts: Sequence[Prediction]) -> Prediction:
     """The first client of each, end to end."""
     leaves = {f.name: [getattr(part, f.name) for part in parts] for f in fields(parts[0])}
     joined: dict[str, Any] = {

@@ -58,8 +58,8 @@ def fit(
         data: A federated dataset or the name of one.
         model: Any module; None: a network that suits the data. With ``members`` its weights are the first member's, and
             the others' are drawn by its layers' ``reset_parameters``.
-        likelihood: None: categorical for classes, Gaussian with learnt noise for numbers; one of `bpfed.inference.likelihoods`,
-            or the name of one, also of another package.
+        likelihood: None: that of the task, such as categorical for classes and Gaussian with learnt noise for numbers;
+            an object or the name of one, also of another package.
         out: Run folder to keep everything in; None: nothing is written.
         resume: Resume the run in ``out``.
         overwrite: Replace the run in ``out``.
@@ -209,9 +209,11 @@ def prepare(
     scale = unscaled(data) if network.looked_up else ()  # the ids of words have no scale
     for note in (*network.notes, *(note for note in data.notes if note not in scale)):
         say(note)
+    if doubt := data.task_type.doubt(data.train.y):
+        say(doubt)
     held, least = run.data.calibration, fewest(SURE)
     if held is not None and (short := int((held.sizes < least).sum())):
-        kind = "sets" if data.task == "classification" else "intervals"
+        kind = data.task_type.regions
         say(
             f"{text.few_calibration(short, len(data), least, kind)}; raise the setting calibration or give them "
             f"more examples, or ask for {kind} at a lower level."

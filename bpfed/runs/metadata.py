@@ -25,7 +25,10 @@ from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.tabular.preprocessing import Preprocessor
 from bpfed.engine.federation import Federation
 from bpfed.inference.calibration import fewest
-from bpfed.metrics import BEST_IS_HIGH, SURE, Evaluation
+from bpfed.inference.tasks import get_task, is_task
+from bpfed.metrics import SURE, Evaluation
+from bpfed.metrics.registry import BUILT_IN, METRICS, shown_at
+from bpfed.report.tasks import task_of
 
 #: The protocol of a deployed run, and its partition where nothing was dealt out: every site has its own data.
 DEPLOYED, SITES = "deployed", "sites"
@@ -88,9 +91,14 @@ def detail(
     )
     if calibration is not None:
         found["fewest_calibration"] = fewest(SURE)
+    if task_of(evaluation.scores) != data.task:
+        found["task"] = data.task
+    own = {name: METRICS[name].record() for name in METRICS if name not in BUILT_IN}
+    if own:
+        found["metrics"] = own
     if len(data.labels) == 2:
         found["labels"] = list(data.labels)
-    if data.task == "regression" and (made := data.preparation) is not None:
+    if data.task_type.standardised and (made := data.preparation) is not None:
         found["target"] = {"name": made.target, "scale": made.target_scale}
     return found
 
@@ -133,9 +141,9 @@ def summary(federation: Federation, history: Sequence[Mapping[str, Any]], second
 def figures(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
     """Of each metric its last value, its best, and that of the worst client, as in ``summary.json``."""
     found: dict[str, dict[str, float | None]] = {}
-    for metric in (m for m in ("accuracy", "rmse", "nll", "brier", "ece", "mce") if m in history[-1]):
-        pooled = [r[metric]["pooled"] for r in history if r[metric]["pooled"] is not None]
-        best = (max if metric in BEST_IS_HIGH else min)(pooled, default=None)
+    for metric in (m for m in shown_at("progress", "comparison", "summary") if m in history[-1]):
+        pooled = [r[metric]["pooled"] for r in history if metric in r and r[metric]["pooled"] is not None]
+        best = (max if METRICS[metric].high_is_good else min)(pooled, default=None)
         last = history[-1][metric]
         found[metric] = {"last": last["pooled"], "best": best, "worst_client": last["worst"]}
     return found
@@ -170,7 +178,7 @@ def card(data: FederatedData) -> dict[str, Any]:
         "clients": list(data.clients),
         "train_sizes": data.train.sizes.tolist(),
         "test_sizes": data.test.sizes.tolist(),
-        **({"classes_seen": _seen(data)} if data.task == "classification" else {}),
+        **({"classes_seen": _seen(data)} if data.task_type.has_classes else {}),
         "preparation": None if data.preparation is None else data.preparation.record(),
     }
 
@@ -191,7 +199,7 @@ def without_examples(record: dict[str, Any]) -> FederatedData:
     _check(record)
     none = Examples(
         torch.zeros(0, *record["input_shape"]),
-        torch.zeros(0, dtype=torch.int64 if record["task"] == "classification" else torch.float32),
+        torch.zeros(0, dtype=get_task(record["task"]).dtype),
         torch.zeros(len(record["clients"]) + 1, dtype=torch.int64),
     )
     prepared = record["preparation"]
@@ -222,11 +230,11 @@ def _check(record: dict[str, Any]) -> None:
             raise ValueError(f"'{name}' is no list of different texts")
     if not clients:
         raise ValueError("there are no clients")
-    if record["task"] not in ("classification", "regression"):
+    if not is_task(record["task"]):
         raise ValueError("there is no such task")
     if type(classes) is not int or not 0 <= classes <= LARGEST or (labels and len(labels) != classes):
         raise ValueError("'classes' is not the number of labels")
-    if (record["task"] == "classification") != (classes > 0):
+    if get_task(record["task"]).has_classes != (classes > 0):
         raise ValueError("'classes' does not fit the task")
     if not isinstance(shape, list | tuple) or not all(type(n) is int and 0 < n <= LARGEST for n in shape):
         raise ValueError("'input_shape' is no shape")

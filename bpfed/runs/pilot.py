@@ -23,16 +23,14 @@ from bpfed.callbacks.base import Callback
 from bpfed.callbacks.progress import Progress
 from bpfed.config.settings import SOFTEST, SUREST, Settings
 from bpfed.data import FederatedData
-from bpfed.data.federated import HELD, Task, held_out
+from bpfed.data.federated import HELD, held_out
 from bpfed.engine.federation import Federation
 from bpfed.inference.likelihoods import Likelihood
+from bpfed.inference.tasks import get_task
 from bpfed.methods.base import Method
 from bpfed.runs.folder import Folder
 from bpfed.runs.run import Run, train_together
 
-#: Held-out examples, in all rehearsals of a run together, below which a softness is uncertain by a tenth and more. That
-#: of a regression is the scale of its errors, each of which tells of it, not only those that surprise.
-ENOUGH: dict[Task, int] = {"classification": 1000, "regression": 100}
 #: Between the seeds of two rehearsals of a run, so that they are none of another run's.
 APART = 1_000_000
 
@@ -113,9 +111,9 @@ def common(fitted: Iterable[float]) -> float:
     return float(f"{math.exp(sum(logs) / len(logs)):.4g}")
 
 
-def uncertain(softness: float, examples: int, rehearsals: int, task: Task) -> str:
+def uncertain(softness: float, examples: int, rehearsals: int, task: str) -> str:
     """A sentence on a softness that so many rehearsals learnt from few held-out examples; empty: there are enough."""
-    enough = ENOUGH[task]
+    enough = get_task(task).enough
     if examples >= enough:
         return ""
     better = math.ceil(enough * rehearsals / examples)

@@ -24,7 +24,8 @@ from bpfed.engine.federation import Federation
 from bpfed.engine.simulator import RoundInfo, Simulator
 from bpfed.inference.calibration import Calibration
 from bpfed.inference.likelihoods import Likelihood
-from bpfed.metrics import Evaluation
+from bpfed.metrics import Evaluation, Score
+from bpfed.metrics.registry import BUILT_IN
 from bpfed.report import RunRecord, write
 from bpfed.report.record import softly
 from bpfed.runs import metadata
@@ -99,7 +100,7 @@ class Run:
             raise self._diverged("its loss is not finite")
         record = None
         if self.settings.evaluated(self.federation.round):
-            record = self._evaluate(info)
+            record = self._evaluate(info, callbacks)
             if record["nll"]["pooled"] is None:  # the loss is that of each step's start: the last step is not in it
                 raise self._diverged("it predicts what is not a number")
         self.seconds += elapsed + time.perf_counter() - start
@@ -114,17 +115,38 @@ class Run:
             "extreme values in the data."
         )
 
-    def _evaluate(self, info: RoundInfo) -> dict[str, Any]:
+    def _evaluate(self, info: RoundInfo, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
         self.evaluation = evaluate_clients(self.federation)
+        plain = [self._given(callback) for callback in callbacks]
         record: dict[str, Any] = {"round": self.federation.round, **self.evaluation[0].record()}
         record |= {f"train_{name}": value for name, value in info.values.items()}
         record["participants"] = info.participants
+        for given in plain:
+            record |= given
         if info.refused:
             record["refused"] = sorted(info.refused)
         if (epsilon := self.federation.epsilon()) is not None:
             record["epsilon"] = epsilon
         self.history.append(record)
         return record
+
+    def _given(self, callback: Callback) -> dict[str, Any]:
+        """The numbers among a callback's metrics, as a line of metrics holds them; its scores become the evaluation's."""
+        assert self.evaluation is not None
+        (found, clients), numbers = self.evaluation, {}
+        for name, value in callback.metrics(self).items():
+            who = f"The callback {type(callback).__name__} gives the metric '{name}'"
+            if name in BUILT_IN or name in found.more:
+                raise UserError(f"{who}, which there is already; give it another name.")
+            if isinstance(value, Score):
+                if value.clients.shape != (len(clients),):
+                    raise UserError(f"{who} of {len(value.clients)} clients, but {len(clients)} are tested.")
+                found.more[name] = value
+            elif isinstance(value, int | float):
+                numbers[name] = {"pooled": float(value) if math.isfinite(value) else None, "mean": None, "worst": None}
+            else:
+                raise UserError(f"{who} as {type(value).__name__}, but it must be a number or a bpfed.metrics.Score.")
+        return numbers
 
     def client(self, name: str) -> Client:
         """The client of that name."""

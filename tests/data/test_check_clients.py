@@ -28,7 +28,7 @@ def test_counts_taken_as_classes_are_said() -> None:
     tables = [table("a", visits), table("b", visits)]
     said = (
         "The target 'y' is treated as 8 classes without an order, but its whole numbers from 0 to 7 look like counts; "
-        "if they are, use --task regression.",
+        "if they are, use --task counts.",
     )
     assert notes(*tables) == said
     assert notes(*tables, task="classification") == ()

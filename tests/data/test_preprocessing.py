@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from bpfed._util.errors import UserError
 from bpfed.data import Preprocessor, Table, load, read_table
-from bpfed.data.federated import Task
 from bpfed.data.tabular.combine import combine
 from bpfed.data.tabular.federate import federate, held_out
 from bpfed.data.tabular.preprocessing import Standardise, meant
@@ -179,7 +178,7 @@ def test_the_split_of_a_regression_is_drawn_from_all_rows_also_where_a_client_ha
 
 
 def test_a_client_alone_takes_numbers_for_classes_only_where_they_must_be() -> None:
-    def split_of(y: list[int], task: Task | None = None) -> np.ndarray:
+    def split_of(y: list[int], task: str | None = None) -> np.ndarray:
         return held_out(
             Table("c", len(y), {"a": np.arange(float(len(y))), "y": np.array(y, float)}), "y", "c", task=task
         )

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from federations import Deployed, configured, simulated
-from scenarios import classification, images, regression
+from scenarios import classification, counts, images, regression
 from torch.utils._pytree import tree_leaves
 
 from bpfed._util.errors import UserError
@@ -146,7 +146,9 @@ def test_regression_weighted_by_size(tmp_path):
     same(deployed.serve(), *simulated(BPFed(), regression(), weighting="size", rounds=3))
 
 
-@pytest.mark.parametrize("data", [classification(sizes=(60, 70)), regression(sizes=(60, 70))], ids=lambda d: d.task)
+@pytest.mark.parametrize(
+    "data", [make(sizes=(60, 70)) for make in (classification, regression, counts)], ids=lambda data: data.task
+)
 def test_calibrated_sets_and_intervals(data, tmp_path):
     deployed = Deployed(tmp_path, FedAvg(), data, rounds=2, calibration=0.3)
     server = deployed.serve()

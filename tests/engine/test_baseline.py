@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bpfed.data.federated import Examples
-from bpfed.engine.evaluate import class_shares, mean_targets
+from bpfed.inference.tasks import class_shares, mean_targets
 
 
 def examples(*targets: list[float]) -> Examples:

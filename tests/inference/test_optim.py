@@ -1,11 +1,13 @@
-"""Adam against torch's, row by row."""
+"""Optimisers against torch's, row by row."""
 
 import math
 
+import pytest
 import scenarios
 import torch
 
-from bpfed.inference.optim import Adam, adam
+from bpfed._util.errors import UserError
+from bpfed.inference.optim import OPTIMIZERS, Adam, adam, get_optimizer
 
 
 def gradients(steps, rows, width=7, seed=0):
@@ -14,25 +16,34 @@ def gradients(steps, rows, width=7, seed=0):
     return torch.randn(steps, rows, width, generator=g) * torch.logspace(-6, 3, width)
 
 
-def torch_adam(start, gradients, rate):
+def torch_adam(start, gradients, rate, make=torch.optim.Adam):
     variable = start.double().requires_grad_()
-    optimiser = torch.optim.Adam([variable], lr=rate)
+    optimiser = make([variable], lr=rate)
     for gradient in gradients.double():
         variable.grad = gradient
         optimiser.step()
     return variable.detach()
 
 
-def test_ten_steps_are_those_of_torch_with_a_rate_for_each_row():
-    rates = torch.tensor([1e-3, 1e-2, 0.3])
-    all_gradients = gradients(10, 3)
+THEIRS = {"adam": torch.optim.Adam, "sgd": lambda weights, lr: torch.optim.SGD(weights, lr, momentum=0.9)}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_ten_steps_are_those_of_torch_with_a_rate_for_each_row(name):
+    rates, hyper = torch.tensor([1e-3, 1e-2, 0.3]), {"momentum": torch.full((3,), 0.9)}
+    all_gradients, optimizer = gradients(10, 3), get_optimizer(name)
     variable = start = torch.randn(3, 7, generator=scenarios.generator(1))
-    memory = Adam.like(variable)
+    memory = optimizer.init(variable)
     for step, gradient in enumerate(all_gradients, 1):
-        variable, memory = adam(variable, gradient, memory, torch.full((3,), float(step)), rates)
+        variable, memory = optimizer.update(variable, gradient, memory, torch.full((3,), float(step)), rates, hyper)
     for row in range(3):
-        expected = torch_adam(start[row], all_gradients[:, row], float(rates[row]))
+        expected = torch_adam(start[row], all_gradients[:, row], float(rates[row]), THEIRS[name])
         torch.testing.assert_close(variable[row].double(), expected, rtol=1e-6, atol=2e-6 * float(rates[row]) + 2e-7)
+
+
+def test_an_optimiser_that_is_not_there_is_named_with_those_that_are():
+    with pytest.raises(UserError, match="adam, sgd"):
+        get_optimizer("rprop")
 
 
 def test_every_row_counts_its_own_steps():

@@ -16,6 +16,7 @@ from bpfed.config.settings import Settings
 from bpfed.data import from_arrays
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.likelihoods import Categorical
+from bpfed.inference.tasks import get_task
 from bpfed.methods import FedAvg, FedPer, Recipe
 from bpfed.nn.model import Model
 from bpfed.nn.networks import LeNet, make_model
@@ -205,7 +206,14 @@ def test_the_order_of_attributes_changes_nothing(members):
     ],
 )
 def test_networks_used_in_the_order_of_their_layers_have_that_order(make, shape):
-    model = make_model(torch.zeros(2, *shape), 3 if make is scenarios.small_conv else 10, FedPer(), Settings(), make())
+    model = make_model(
+        torch.zeros(2, *shape),
+        get_task("classification"),
+        3 if make is scenarios.small_conv else 10,
+        FedPer(),
+        Settings(),
+        make(),
+    )
     names = [n for n, _ in model.module.named_parameters()]
     assert list(model.factors.names) == names == list(model.order)
 
@@ -215,7 +223,7 @@ def test_a_run_that_noted_no_layout_is_read_in_the_order_of_registration(tmp_pat
     data = scenarios.classification()
     swapped = net(plain, order=["fc2", "fc1"], fc1=linear(4, 5), fc2=linear(5, 3))
     settings = Settings(seed=0)
-    model = make_model(data.train.x[:2], 3, FedPer(), settings, swapped)
+    model = make_model(data.train.x[:2], get_task("classification"), 3, FedPer(), settings, swapped)
     now = tmp_path / "now"
     now.write_bytes(saved.model_bytes(model))
     again = saved.load_model(now, swapped, None, data, FedPer(), settings)

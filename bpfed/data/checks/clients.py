@@ -41,7 +41,7 @@ def unscaled(data: FederatedData) -> tuple[str, ...]:
             f"The inputs of '{data.name}' are not scaled, and {columns}, so training may fail; scale each column to "
             "mean 0 and standard deviation 1 by the training examples, and new inputs too."
         )
-    if data.task == "regression":
+    if data.task_type.standardised:
         y = data.train.y.double()
         mean, spread = float(y.mean()), float(y.std(correction=0))
         if abs(mean) > TARGET_FAR or spread > TARGET_WIDE or 0.0 < spread < TARGET_NARROW:
@@ -69,7 +69,7 @@ def _odd(x: np.ndarray) -> str:
 
 def rare_classes(data: FederatedData) -> tuple[str, ...]:
     """What to say of classes of which one client alone has training examples, or all together have hardly any."""
-    if data.task != "classification" or not len(data.train.y):
+    if not data.task_type.has_classes or not len(data.train.y):
         return ()
     counts = torch.zeros(len(data), data.classes, dtype=torch.long)
     counts.index_put_((data.train.owner, data.train.y), torch.tensor(1), accumulate=True)
@@ -89,7 +89,7 @@ def rare_classes(data: FederatedData) -> tuple[str, ...]:
 
 def of_one_class(data: FederatedData) -> tuple[str, ...]:
     """What to say of clients that have two or more training examples, all of one class, where there are others."""
-    if data.task != "classification" or not len(data.train.y) or bool((data.train.y == data.train.y[0]).all()):
+    if not data.task_type.has_classes or not len(data.train.y) or bool((data.train.y == data.train.y[0]).all()):
         return ()
     owner = data.train.owner
     lowest = torch.full((len(data),), data.classes).scatter_reduce(0, owner, data.train.y, "amin")
@@ -149,7 +149,7 @@ def hints(data: FederatedData, summaries: Sequence[ColumnStatistics], guessed: b
     made = data.preparation
     if made is not None and made.shape is None and made.standardise != "local":
         found += other_units(summaries)
-    if data.task == "regression" and made is not None and (sentence := uneven_targets(summaries, made.target)):
+    if data.task_type.standardised and made is not None and (sentence := uneven_targets(summaries, made.target)):
         found.append(sentence)
     return tuple(found)
 
@@ -157,7 +157,7 @@ def hints(data: FederatedData, summaries: Sequence[ColumnStatistics], guessed: b
 def _counts(data: FederatedData) -> str:
     """What to say of classes that are small whole numbers, ever rarer after the most frequent one; else nothing."""
     made = data.preparation
-    if made is None or made.shape is not None or data.task != "classification" or data.classes < COUNTED:
+    if made is None or made.shape is not None or not data.task_type.has_classes or data.classes < COUNTED:
         return ""
     if not all(label.isdecimal() for label in data.labels) or int(data.labels[0]) > 1:
         return ""
@@ -169,7 +169,7 @@ def _counts(data: FederatedData) -> str:
         return ""
     return (
         f"The target '{made.target}' is treated as {data.classes} classes without an order, but its whole numbers from "
-        f"{data.labels[0]} to {data.labels[-1]} look like counts; if they are, use --task regression."
+        f"{data.labels[0]} to {data.labels[-1]} look like counts; if they are, use --task counts."
     )
 
 

@@ -44,7 +44,7 @@ def suspects(tables: Mapping[str, Table], training: Mapping[str, Table], prepara
 def _far(training: Mapping[str, Table], preparation: Preprocessor) -> str:
     told = []
     numbers = {f.name: (f.mean, f.scale) for f in preparation.features if f.kind == "number" and f.scale}
-    if preparation.task == "regression":
+    if preparation.task_type.standardised:
         numbers[preparation.target] = (preparation.target_mean, preparation.target_scale)
     for client, table in training.items():
         own = preparation.local.get(client, {})
@@ -105,7 +105,7 @@ def _words(column: Column) -> np.ndarray:
 
 def _answers(training: Mapping[str, Table], preparation: Preprocessor) -> str:
     rows = sum(table.rows for table in training.values())
-    if preparation.task != "classification" or rows < JUDGED:
+    if not preparation.task_type.has_classes or rows < JUDGED:
         return ""
     classes = [preparation.targets(table).numpy() for table in training.values()]
     told = [f.name for f in preparation.features if _tells(f.name, list(training.values()), classes, rows // OFTEN)]

@@ -8,7 +8,6 @@ from functools import reduce
 from typing import get_args
 
 from bpfed._util.errors import OTHERS, UserError, first_of, unknown
-from bpfed.data.federated import Task
 from bpfed.data.tabular.preprocessing import Codes, Feature, Preprocessor, Standardise, meant
 from bpfed.data.tabular.statistics import (
     FEWEST_CODES,
@@ -20,6 +19,7 @@ from bpfed.data.tabular.statistics import (
     too_many,
     too_many_classes,
 )
+from bpfed.inference.tasks import get_task, inferred
 
 #: How many times as much the pixels of one client may vary as another's. Between bytes and fractions it is some 255.
 UNITS_APART = 50.0
@@ -33,7 +33,7 @@ def combine(
     summaries: Sequence[ColumnStatistics],
     target: str,
     *,
-    task: Task | None = None,
+    task: str | None = None,
     standardise: Standardise = "federated",
     client_column: str | None = None,
     ignore: Iterable[str] = (),
@@ -50,19 +50,18 @@ def combine(
         raise unknown("way to standardise", str(standardise), get_args(Standardise))
     if codes not in get_args(Codes):
         raise unknown("way to use codes", str(codes), get_args(Codes))
-    if task is not None and task not in get_args(Task):
-        raise unknown("task", str(task), get_args(Task))
-    if task != "classification":  # as classes, numbers may pass for words
+    asked = get_task(task) if task is not None else None
+    if asked is None or not asked.has_classes:  # as classes, numbers may pass for words
         _check_alike({target: [(s.client, s.target) for s in summaries]})
     aim = reduce(ColumnSummary.__add__, (s.target for s in summaries))
-    decided = task or ("classification" if aim.words or 0 < len(aim.levels or ()) <= MOST_WHOLE else "regression")
+    decided = asked or inferred(aim.words or 0 < len(aim.levels or ()) <= MOST_WHOLE)
     labels: tuple[str, ...] = ()
-    if decided == "classification":
+    if decided.has_classes:
         labels = ordered(_classes(summaries, target))
     elif aim.words:
         where = next(s for s in summaries if s.target.words and s.target.levels)
         raise UserError(
-            f"The target '{target}' of '{where.client}' must be numeric for a regression, but has "
+            f"The target '{target}' of '{where.client}' must be numeric for {decided.phrase}, but has "
             f"'{(where.target.levels or ('',))[0]}'; correct it, or use --task classification."
         )
     elif not aim.scale:
@@ -91,11 +90,11 @@ def combine(
         raise too_many(crowded, "all clients together", ignore)
     made = Preprocessor(
         target=target,
-        task=decided,
+        task=decided.name,
         features=tuple(f for f in features if f.inputs),
         labels=labels,
-        target_mean=aim.mean if decided == "regression" else 0.0,
-        target_scale=aim.scale if decided == "regression" else 1.0,
+        target_mean=aim.mean if decided.standardised else 0.0,
+        target_scale=aim.scale if decided.standardised else 1.0,
         standardise=standardise,
         client_column=client_column,
         ignore=tuple(ignore),

@@ -15,7 +15,7 @@ from bpfed.data.checks.clients import hints, of_one_class, rare_classes
 from bpfed.data.checks.column_types import PARTS, coded, doubts, mistaken
 from bpfed.data.checks.leakage import suspects
 from bpfed.data.checks.spelling import lookalikes
-from bpfed.data.federated import Examples, FederatedData, Task
+from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.holdout import Holdout, split
 from bpfed.data.partition import check_seed
 from bpfed.data.tabular.combine import combine
@@ -24,6 +24,7 @@ from bpfed.data.tabular.preprocessing import Codes, Preprocessor, Standardise
 from bpfed.data.tabular.statistics import MOST_WHOLE, SPLIT, check_words, client_summary
 from bpfed.data.tabular.table import Categorical, Table, any_of, endings, read_table
 from bpfed.inference.rng import client_ids
+from bpfed.inference.tasks import get_task, inferred
 
 #: Names that a column to predict goes by.
 TARGETS = ("target", "label", "y")
@@ -99,7 +100,7 @@ def federate(
     tables: Mapping[str, Table],
     target: str | None = None,
     *,
-    task: Task | None = None,
+    task: str | None = None,
     standardise: Standardise = "federated",
     client_column: str | None = None,
     ignore: Sequence[str] = (),
@@ -203,14 +204,14 @@ def find_target(tables: Mapping[str, Table], target: str | None = None) -> str:
     return target
 
 
-def settled(tables: Mapping[str, Table], target: str) -> Task | None:
+def settled(tables: Mapping[str, Table], target: str) -> str | None:
     """What the target of all clients together is, as `combine` will decide it; None where they do not fit together."""
     columns = [table.column(target) for table in tables.values()]
     numbers = [column for column in columns if not isinstance(column, Categorical)]
     if len(numbers) < len(columns):
-        return None if numbers else "classification"
+        return None if numbers else inferred(classes=True).name
     values = np.unique(np.concatenate([np.unique(column) for column in numbers]))
-    return "classification" if len(values) <= MOST_WHOLE and (values == np.trunc(values)).all() else "regression"
+    return inferred(len(values) <= MOST_WHOLE and bool((values == np.trunc(values)).all())).name
 
 
 def column_names(given: str | Iterable[str] | None) -> list[str]:
@@ -229,7 +230,7 @@ def held_out(
     target: str,
     client: str,
     *,
-    task: Task | None = None,
+    task: str | None = None,
     test_fraction: float = TEST_FRACTION,
     seed: int = 0,
     by: Holdout | None = None,
@@ -255,9 +256,9 @@ def held_out(
     strata = np.zeros(table.rows, dtype=np.int64)
     if isinstance(column, Categorical):
         strata = column.codes
-    elif task != "regression":
+    elif task is None or get_task(task).has_classes:
         values, codes = np.unique(column, return_inverse=True)
-        if task == "classification" or _surely_classes(values, np.bincount(codes)):
+        if task is not None or _surely_classes(values, np.bincount(codes)):
             strata = codes
     rng = _generator(seed, client, 0)
     test = split(strata, np.zeros(table.rows, dtype=np.int64), test_fraction, rng)

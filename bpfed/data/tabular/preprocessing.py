@@ -23,10 +23,10 @@ from torch import Tensor
 
 from bpfed._util.errors import UserError, quoted, unknown
 from bpfed._util.files import to_json, write_whole
-from bpfed.data.federated import Task
 from bpfed.data.holdout import Holdout
 from bpfed.data.tabular.statistics import MOST_CODES, MOST_LEVELS, OTHER, ColumnSummary, of_channels, of_numbers
 from bpfed.data.tabular.table import LARGEST, Categorical, Column, Table, written
+from bpfed.inference.tasks import Task, get_task, is_task
 
 Standardise = Literal["federated", "local", "none"]
 Codes = Literal["both", "number"]
@@ -75,7 +75,7 @@ class Preprocessor:
 
     Attributes:
         target: The column to predict.
-        task: ``"classification"`` or ``"regression"``.
+        task: Name of the task, such as ``"classification"``.
         features: The columns that are inputs, by name in order.
         labels: The classes; empty for regression.
         target_mean: Mean of a regression's target; predictions are in units of ``target_scale`` from here.
@@ -92,7 +92,7 @@ class Preprocessor:
     """
 
     target: str
-    task: Task
+    task: str
     features: tuple[Feature, ...]
     labels: tuple[str, ...] = ()
     target_mean: float = 0.0
@@ -105,6 +105,11 @@ class Preprocessor:
     codes: Codes = "both"
     shape: tuple[int, ...] | None = None
     local: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+
+    @property
+    def task_type(self) -> Task:
+        """The task itself: what its targets are and what follows from it."""
+        return get_task(self.task)
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -150,10 +155,13 @@ class Preprocessor:
         target = target or self.target
         column = table.column(target)
         table.check_filled(target)
-        if self.task == "regression":
+        if not self.task_type.has_classes:
             if isinstance(column, Categorical):
                 raise words_for_numbers(target, table.name, column.levels[0])
-            return torch.from_numpy(((column - self.target_mean) / self.target_scale).astype(np.float32))
+            made = torch.from_numpy(((column - self.target_mean) / self.target_scale).astype(np.float32))
+            if len(made) and (fault := self.task_type.fault(made, 0, f"in its column '{target}'")):
+                raise UserError(f"'{table.name}' has {fault}.")
+            return made
         words = column if isinstance(column, Categorical) else _as_words(column)
         place = {label: i for i, label in enumerate(self.labels)}
         if words is not column:
@@ -263,7 +271,7 @@ class Preprocessor:
     def fault(self) -> str:
         """What no preparation can have, in words that end a sentence; empty: there is nothing."""
         names = [f.name for f in self.features]
-        if self.task not in get_args(Task) or self.standardise not in get_args(Standardise):
+        if not is_task(self.task) or self.standardise not in get_args(Standardise):
             return f"its task is {self.task!r} and its standardise {self.standardise!r}, which must be known ones"
         if self.codes not in get_args(Codes):
             return f"its codes are {self.codes!r}, which must be one of {quoted(get_args(Codes))}"
@@ -275,8 +283,10 @@ class Preprocessor:
         if self.target in names:
             return f"the target '{self.target}' is among its columns"
         classes = len(self.labels)
-        if classes > len(set(self.labels)) or (2 <= classes <= MOST_LEVELS) is not (self.task == "classification"):
-            return f"its {classes} classes are not 2 to {MOST_LEVELS} different ones, or none for a regression"
+        if classes > len(set(self.labels)) or (2 <= classes <= MOST_LEVELS) is not self.task_type.has_classes:
+            return (
+                f"its {classes} classes are not 2 to {MOST_LEVELS} different ones, or none where targets are no classes"
+            )
         if not (_finite(self.target_mean) and _finite(self.target_scale) and self.target_scale > 0.0):
             return "mean and scale of its target are not numbers, the scale above 0"
         for f in self.features:

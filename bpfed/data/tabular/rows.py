@@ -317,7 +317,7 @@ def _scaled(data: FederatedData, path: Path, x: Any) -> Any:
 def _targets(data: FederatedData, path: Path, y: Any) -> Any:
     if y.ndim != 1:
         raise UserError(f"y of '{path}' has shape {list(y.shape)}, but must be one target per input.")
-    if data.task == "regression":
+    if not data.task_type.has_classes:
         if y.dtype.kind not in "fiu":
             raise UserError(f"y of '{path}' is {y.dtype}, but must be numbers.")
         return y.astype(np.float32)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from bpfed._util.errors import UserError, quoted
-from bpfed.data.federated import Task
 from bpfed.data.tabular.table import UNKNOWN, Categorical, Column, Table, written
+from bpfed.inference.tasks import get_task
 
 #: Whole numbers with more values than this are a regression, unless the task is given.
 MOST_WHOLE = 20
@@ -104,7 +104,7 @@ class ColumnStatistics:
 
 
 def client_summary(
-    table: Table, target: str, *, client: str | None = None, task: Task | None = None, ignore: Iterable[str] = ()
+    table: Table, target: str, *, client: str | None = None, task: str | None = None, ignore: Iterable[str] = ()
 ) -> ColumnStatistics:
     """Summarise a client's training rows.
 
@@ -120,7 +120,7 @@ def client_summary(
         raise too_many_classes(target, f"'{table.name}'", values.levels)
     aim = _summary(values, table, target)
     if not isinstance(values, Categorical):
-        most = 0 if task == "regression" else MOST_WHOLE if task is None else MOST_LEVELS
+        most = MOST_WHOLE if task is None else MOST_LEVELS if get_task(task).has_classes else 0
         aim = replace(aim, levels=whole_numbers(values[~np.isnan(values)], most) if most else None)
     shape = None
     if table.images is not None:

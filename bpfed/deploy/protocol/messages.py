@@ -15,7 +15,8 @@ from torch import Tensor
 from bpfed import __version__
 from bpfed.config.reader import Config
 from bpfed.deploy.protocol.state_schema import Pattern, RejectedMessage, Upload, listed
-from bpfed.inference.calibration import HeldOutSlopes, fault, fault_of_numbers
+from bpfed.inference.calibration import HeldOutSlopes
+from bpfed.inference.tasks import Task
 from bpfed.methods.base import State
 from bpfed.metrics import Form, Sums
 
@@ -76,13 +77,14 @@ class Request:
     facts: str = ""
     rehearsal: int = 0
     softness: float = 1.0
-    shared: State = None
+    shared: State | None = None
 
     def write(self, pattern: Pattern | None = None) -> RecordDict:
         """As it travels."""
         plain = {k: v for k, v in vars(self).items() if k != "shared"}
         record = RecordDict({"ask": ConfigRecord({"protocol": PROTOCOL, "version": __version__, **plain})})
         if pattern is not None:
+            assert self.shared is not None
             record["shared"] = pattern.write(self.shared)
         return record
 
@@ -153,7 +155,12 @@ class Reply:
 
     @classmethod
     def read(
-        cls, record: RecordDict, pattern: Pattern | None, form: Form | None, most_held: int = -1, numbers: bool = False
+        cls,
+        record: RecordDict,
+        pattern: Pattern | None,
+        form: Form | None,
+        most_held: int = -1,
+        task: Task | None = None,
     ) -> Reply:
         """Of a message, or `RejectedMessage`.
 
@@ -162,7 +169,7 @@ class Reply:
             pattern: What an upload must look like; None: there must be none.
             form: What sums must look like; None: there must be none.
             most_held: Of how many held-out examples it may tell; below 0: of none.
-            numbers: Whether their targets are numbers.
+            task: Of their data; needed where it may tell of held-out examples.
         """
         allowed = ("answer", *(("upload", "info") if pattern else ()), *(("sums",) if form else ()))
         allowed += ("held",) if most_held >= 0 else ()
@@ -174,7 +181,7 @@ class Reply:
             raise RejectedMessage("its number of examples or its time is not valid.")
         upload = Upload(pattern.read(_part(record, "upload", ArrayRecord))) if pattern else None
         sums = _sums(_part(record, "sums", MetricRecord), form) if form else None
-        held = _held(_part(record, "held", MetricRecord), most_held, numbers) if most_held >= 0 else None
+        held = _held(_part(record, "held", MetricRecord), most_held, task) if most_held >= 0 and task else None
         info: dict[str, float] = {}
         if pattern and "info" in record:
             for name, value in _part(record, "info", MetricRecord).items():
@@ -266,30 +273,34 @@ def _sums(record: MetricRecord, form: Form) -> Sums:
     if not (bool((counts == counts.round()).all()) and float(counts.sum()) <= MOST):
         raise RejectedMessage("the counts in its sums are not numbers of examples.")
     found = Sums(made.pop("cells"), made.pop("losses"), made)
-    if excess := _excess(found):
+    if excess := _excess(found, form):
         raise RejectedMessage(f"its '{excess}' are more than its examples allow.")
     return found
 
 
-def _excess(sums: Sums) -> str:
+def _excess(sums: Sums, form: Form) -> str:
     """The name of a sum that is more than so many examples can add up to; empty: there is none."""
     counts, *of_bins = sums.cells
     if any(bool((row > counts + ROUNDING * (1.0 + counts)).any()) for row in of_bins):
         return "cells"
     total = {name: float(part) for name, part in sums.further.items()}
-    most = {name: total[PARTS[name]] if name in PARTS else float(sums.examples) for name in SHARES if name in total}
+    most = {
+        name: total[PARTS[name]] if name in PARTS else float(sums.examples)
+        for name in (*SHARES, *form.shares)
+        if name in total
+    }
     if "in_order" in total:
         most["in_order"] = total["positive"] * (sums.examples - total["positive"])
     return next((name for name, limit in most.items() if total[name] > limit + ROUNDING * (1.0 + limit)), "")
 
 
-def _held(record: MetricRecord, most: int, numbers: bool) -> HeldOutSlopes:
+def _held(record: MetricRecord, most: int, task: Task) -> HeldOutSlopes:
     examples, slopes = record.get("examples"), record.get("slopes")
     if set(record) != {"examples", "slopes"} or type(examples) is not int or not isinstance(slopes, list):
         raise RejectedMessage("what it reports on held-out examples cannot be read.")
     if not 0 <= examples <= most:
         raise RejectedMessage(f"it reports {examples} held-out examples, but has only {most} in all.")
     told = HeldOutSlopes(examples, torch.tensor(slopes, dtype=torch.float64))
-    if why := (fault_of_numbers if numbers else fault)(told):
+    if why := task.slopes_fault(told):
         raise RejectedMessage(why)
     return told

@@ -7,15 +7,15 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from bpfed._util.text import plain
-from bpfed.data.federated import Task
 from bpfed.data.tabular.preprocessing import whole
 from bpfed.data.tabular.statistics import MOST_CODES, SPLIT, ColumnStatistics, ColumnSummary
 from bpfed.deploy.protocol.messages import LARGEST, MOST, Reply, Request
 from bpfed.deploy.protocol.state_schema import RejectedMessage, listed
 from bpfed.deploy.protocol.transport import Post
+from bpfed.inference.tasks import is_task
 
 # --- What a site tells of its data, read at the server's door ---------------------------------------------------------
 #
@@ -72,7 +72,7 @@ def _check_part(facts: dict[str, Any]) -> None:
     shape = facts["shape"]
     if not (isinstance(shape, list) and 0 < len(shape) <= AXES and all(_count(n, 1) for n in shape)):
         raise ValueError("shape")
-    if facts["task"] not in get_args(Task) or not _count(facts["classes"], 0):
+    if not is_task(facts["task"]) or not _count(facts["classes"], 0):
         raise ValueError("task")
 
 

@@ -36,8 +36,9 @@ from bpfed.engine.server import remembered
 from bpfed.engine.state_store import MemoryStore
 from bpfed.inference import rng
 from bpfed.inference.calibration import fitted
+from bpfed.inference.tasks import Task
 from bpfed.methods.base import State
-from bpfed.metrics import Form, Sums, evaluate_sums
+from bpfed.metrics import Form, Sums
 from bpfed.nn.networks import make_model
 from bpfed.runs.metadata import DEPLOYED, SITES, without_examples
 from bpfed.runs.pilot import as_rehearsal
@@ -76,6 +77,7 @@ class Exchange:
     Attributes:
         journal: Of the training. What is refused and lost is counted with its sites.
         patterns: What travels.
+        task: Of the sites' data.
         form: What sums look like.
         timeout: Seconds that a site has to answer.
         say: Called with each message for the user.
@@ -83,6 +85,7 @@ class Exchange:
 
     journal: Journal
     patterns: Patterns
+    task: Task
     form: Form
     timeout: float
     say: Callable[[str], None]
@@ -151,7 +154,7 @@ class Exchange:
                 raise RejectedMessage(reply)
             pattern: Pattern | None = self.patterns.upload if asked.train else None
             most = int((self.journal.sites[site].facts or {}).get("train", 0)) if asked.held else -1
-            answer = Reply.read(reply, pattern, self.form if asked.test else None, most, self.form.numbers)
+            answer = Reply.read(reply, pattern, self.form if asked.test else None, most, self.task)
             if answer.site != site:
                 raise RejectedMessage(f"it calls itself '{answer.site[:40]}'.")
             if answer.refused:
@@ -224,7 +227,8 @@ class Training:
         self.exchange = Exchange(
             journal,
             patterns(federation.method, federation.model, settings.compression == "half"),
-            Form.of(federation.data.classes, settings.bins, settings.calibration > 0.0),
+            federation.data.task_type,
+            federation.data.task_type.sums_form(federation.data.classes, settings.bins, settings.calibration > 0.0),
             plan.timeout,
             say,
         )
@@ -390,7 +394,8 @@ class Training:
         if not order:
             self.say(f"No site tested round {self.federation.round}, so it has no line of metrics.")
             return
-        evaluation = evaluate_sums(Sums.join([scores[site] for site in order]), self.federation.settings.bins)
+        sums, data = Sums.join([scores[site] for site in order]), self.federation.data
+        evaluation = data.task_type.evaluate_sums(sums, self.federation.settings.bins)
         self.journal.score(self.federation.round, evaluation, order, len(scores) - len(order))
 
 
@@ -412,7 +417,7 @@ def server_side(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any]
     method, data = config.method, _known(config, sites, facts)
     settings = suited(method, config.run, len(sites))
     check_run(method, settings, len(sites), facts["task"])
-    model = make_model(torch.zeros(2, *data.input_shape), data.classes, method, settings)
+    model = make_model(torch.zeros(2, *data.input_shape), data.task_type, data.classes, method, settings)
     first = method.init(model)
     settings = as_rehearsal(settings, rehearsal) if rehearsal else settings
     ids, cpu = rng.client_ids(sites), torch.device("cpu")

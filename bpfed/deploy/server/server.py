@@ -15,7 +15,7 @@ from bpfed._util.errors import UserError
 from bpfed._util.files import writing
 from bpfed._util.paths import REHEARSALS
 from bpfed.config.reader import Config
-from bpfed.data.federated import FederatedData, Task
+from bpfed.data.federated import FederatedData
 from bpfed.data.holdout import Holdout
 from bpfed.data.tabular.federate import not_inputs
 from bpfed.deploy.protocol.messages import fingerprint
@@ -29,6 +29,7 @@ from bpfed.deploy.settings import Plan
 from bpfed.deploy.site.data import Agreed, agreed, remarks
 from bpfed.deploy.site.limits import when_full
 from bpfed.engine.federation import Federation, check_factors, check_run, check_updates, suited
+from bpfed.inference.tasks import get_task, inferred
 from bpfed.nn.networks import make_model
 from bpfed.report import RunRecord
 from bpfed.runs.pilot import common
@@ -48,7 +49,7 @@ def check_deployment(config: Config, sites: int, data: FederatedData | None = No
         data: What they have together, if that is at hand; None: what is asked for is all that is known.
     """
     method, settings = config.method, suited(config.method, config.run, sites)
-    task: Task | None = config.data.task if data is None else data.task
+    task = config.data.task if data is None else data.task
     check_run(method, settings, sites, task)
     by = Holdout.of(config.data.holdout)
     if by is not None and by.kind == "group" and settings.calibration > 0.0:
@@ -59,8 +60,9 @@ def check_deployment(config: Config, sites: int, data: FederatedData | None = No
     if data is None and not isinstance(method.personal, str):
         return  # which parameters there are to name depends on the network, and that on the data
     shape = SHAPE if data is None else data.input_shape
-    classes = data.classes if data is not None else 0 if task == "regression" else CLASSES
-    model = make_model(torch.zeros(2, *shape), classes, method, settings)
+    used = get_task(task) if task is not None else inferred(classes=True)
+    classes = data.classes if data is not None else CLASSES if used.has_classes else 0
+    model = make_model(torch.zeros(2, *shape), used, classes, method, settings)
     check_factors(method, model)
     if settings.clip > 0.0:
         check_updates(method, model)

@@ -249,8 +249,12 @@ class File:
             raise RejectedMessage("it would predict another column, or from columns that are left out here.")
         asked, told = self.config.data, ColumnStatistics.from_record(self._facts["summary"])
         numbers, words = not told.target.words, told.target.words
-        regression = found.task == "regression"
-        if (asked.task or found.task) != found.task or (words and regression) or found.standardise != asked.standardise:
+        classes = found.task_type.has_classes
+        if (
+            (asked.task or found.task) != found.task
+            or (words and not classes)
+            or found.standardise != asked.standardise
+        ):
             raise self._other("its task or its way to standardise is another")
         if len(found.labels) > self.limits.classes:
             raise RejectedMessage(
@@ -261,14 +265,14 @@ class File:
             raise self._other(why)
         if found.shape != told.shape:
             raise self._other("its images have another shape")
-        if not regression:
+        if classes:
             levels = set(told.target.levels or ())
             absent = levels - set(found.labels) - (meant(levels, found.labels).keys() if numbers else set())
             if absent:
                 raise self._other(f"it lacks the classes {quoted(sorted(absent))}")
             if found.labels != ordered(found.labels):
                 raise self._other("its classes are not in order")
-        elif told.target.scale and not _near(found.target_scale, told.target.scale):
+        elif found.task_type.standardised and told.target.scale and not _near(found.target_scale, told.target.scale):
             raise self._other(f"the spread of its target is {found.target_scale:g}, and here {told.target.scale:g}")
         features = {f.name: f for f in found.features}
         if list(features) != sorted(features) and told.shape is None:
@@ -300,7 +304,7 @@ class File:
 
     def _known(self, preparation: Preprocessor) -> tuple[Table, Table]:
         """The rows to train on and to test, without those of classes that no site has often enough to tell."""
-        if preparation.task == "regression":
+        if not preparation.task_type.has_classes:
             return self.train, self.test
         parts = []
         for table in (self.train, self.test):

@@ -35,7 +35,7 @@ from bpfed.engine.local import LocalRound
 from bpfed.engine.state_store import Layout
 from bpfed.inference.calibration import PLACES, HeldOutSlopes
 from bpfed.methods.base import RunShape, State
-from bpfed.metrics import Evaluation, Form, Sums, evaluate_sums
+from bpfed.metrics import Evaluation, Sums
 from bpfed.runs.pilot import as_rehearsal
 
 #: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same
@@ -250,8 +250,9 @@ class Site:
     def _untested(self, federation: Federation) -> tuple[Evaluation, Tensor]:
         """What is said of a site without test examples: nothing, in the form of something."""
         settings = federation.settings
-        form = Form.of(federation.data.classes, settings.bins, settings.calibration > 0.0)
-        return evaluate_sums(Sums.none(form), settings.bins), _ONLY
+        data, task = federation.data, federation.data.task_type
+        form = task.sums_form(data.classes, settings.bins, settings.calibration > 0.0)
+        return task.evaluate_sums(Sums.none(form), settings.bins), _ONLY
 
     def _keep(self, federation: Federation, evaluated: tuple[Evaluation, Tensor], ask: Request) -> None:
         """Make this the site's own model, if the site has trained for it."""
