@@ -81,7 +81,7 @@ def tested_clients(federation: Federation) -> Tensor:
 
 def evaluate_clients(federation: Federation) -> tuple[Evaluation, Tensor]:
     """Metrics over the test examples of the evaluated clients, and which clients those are."""
-    small = len(federation.data.test.y) * federation.model.factors.total < SMALL
+    small = len(federation.data.test.y) * federation.model.computed < SMALL
     with threads(1 if small else torch.get_num_threads()):
         return _evaluate(federation)
 
@@ -175,7 +175,7 @@ def calibrate(
             f"'{federation.data.name}' has no examples that were kept from training; train with calibration=0.2."
         )
     clients = torch.arange(len(federation)) if clients is None else clients
-    small = len(federation.data.calibration.y) * federation.model.factors.total < SMALL
+    small = len(federation.data.calibration.y) * federation.model.computed < SMALL
     with threads(1 if small else torch.get_num_threads()):
         return _calibrate(federation, clients, federation.tuned(clients) if federation.untuned else None, how, draws)
 
@@ -216,11 +216,11 @@ def _predict(
 ) -> _Predicted:
     """Every client's predictions for its own examples; ``tuned``: their states, where these are not the stored ones."""
     device, draws = federation.device, draws or federation.settings.eval_draws
-    sizes = examples.sizes[clients]
+    examples, sizes = federation.inputs(examples), examples.sizes[clients]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     found: list[tuple[Tensor, ...]] = []
     at: list[Tensor] = []
-    for group in _groups(examples, sizes, federation.model.factors.total):
+    for group in _groups(examples, sizes, federation.model.computed):
         who = clients[group]
         slot = torch.arange(int(sizes[group].max()))
         valid = slot < sizes[group][:, None]

@@ -113,7 +113,7 @@ class LocalRound:
             phases: What to run instead of the method's own local round, such as its `Method.tuning`.
         """
         # Threads cost more than they bring where an operation is short, and very much more on a busy machine.
-        small = len(rows) * self.model.factors.total < SMALL
+        small = len(rows) * self.model.computed < SMALL
         with threads(1 if small else torch.get_num_threads()):
             return self._train(rows, self.method.phases(self.epochs) if phases is None else phases)
 
@@ -244,6 +244,11 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def held_by(method: Method, model: Model) -> int:
+    """Numbers that a client in training holds, about: its state, and as many more as the frozen part computes with."""
+    return method.held(model) + model.computed - model.factors.total
 
 
 def chunk_size(clients: int, weights: int, device: torch.device, memory: int) -> int:

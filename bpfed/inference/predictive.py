@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
 from bpfed._util.errors import UserError, unknown
 from bpfed.inference import rng
@@ -136,12 +136,11 @@ def moments(model: Model, predictive: Predictive, x: Tensor) -> Moments:
     random = [n for n, s in zip(own, widest, strict=True) if s > 0.0]
     if not random:
         return Moments(model.stacked_outputs(mean, x), None)
-    model.module.eval()
 
     def one(mean: Tensor, sigma: Tensor, x: Tensor) -> Moments:
         means, sigmas = model.factors.unflatten(mean), model.factors.unflatten(sigma)
         with Convolutions(), Propagation([(means[n], sigmas[n].square()) for n in random]) as propagation:
-            outputs = functional_call(model.module, {n: means[n] for n in own}, (x,))
+            outputs = model.call({n: means[n] for n in own}, x)
         return Moments(outputs.reshape(len(x), -1), propagation.covariance(outputs))
 
     return Moments(*vmap(one)(mean, sigma, x))

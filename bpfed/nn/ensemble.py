@@ -108,10 +108,16 @@ def _redrawn(model: Model, seed: int, member: int) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(word >> np.uint64(1)))
         _redraw(fresh, "", place)
-    return {n: p.detach().float() for n, p in fresh.named_parameters()}
+    drawn = {n: p.detach().float() for n, p in fresh.named_parameters()}
+    if model.frozen:  # an adapter starts with a matrix of zeros, so that it changes nothing at first
+        first = model.factors.unflatten(model.initial)
+        drawn |= {n: p for n, p in first.items() if p.ndim > 1 and not p.any()}
+    return drawn
 
 
 def _redraw(module: nn.Module, name: str, place: dict[str, int]) -> None:
+    if not any(p.requires_grad for p in module.parameters()):
+        return  # all members share what is frozen
     where = f"Layer '{name}' of the module" if name else "The module"
     if callable(again := getattr(module, "reset_parameters", None)):
         try:
@@ -122,7 +128,7 @@ def _redraw(module: nn.Module, name: str, place: dict[str, int]) -> None:
                 f"'{error}'; fix it, or leave members at 1."
             ) from error
         return
-    if any(True for _ in module.parameters(recurse=False)):
+    if any(p.requires_grad for p in module.parameters(recurse=False)):
         raise UserError(
             f"{where} has parameters but no reset_parameters() to draw them again, which members above 1 need; "
             "give it one, or leave members at 1."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,11 @@ from bpfed._util.errors import UserError
 from bpfed.inference import rng
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.likelihoods import Likelihood
+from bpfed.nn import frozen as constants
 from bpfed.nn import trial
 from bpfed.nn.function_modes import KeyedDropout, LocalCalls, LocalNoise
 from bpfed.nn.kernels.conv import Convolutions
-from bpfed.nn.parameters import ParameterLayout, Personal, no_parameters, without_running_statistics
+from bpfed.nn.parameters import ParameterLayout, Personal, without_running_statistics
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class Model:
         order: Names of the module's parameters by first use in its forward.
         looked_up: Whether the module takes inputs for places in a table, such as the ids of words.
         head: Names of the parameters of the last layers on the way to the outputs (`bpfed.nn.trial`).
+        frozen: Number of weights that are constants of the module (`bpfed.nn.frozen`); ``P`` does not count them.
+        constant: Names of normalisations in the frozen part, which are always in evaluation mode.
+        backbone: The frozen part that comes first, if the inputs ``x`` of all functions are its outputs.
     """
 
     module: nn.Module
@@ -51,9 +56,19 @@ class Model:
     order: tuple[str, ...] = ()
     looked_up: bool = False
     head: frozenset[str] = frozenset()
+    frozen: int = 0
+    constant: tuple[str, ...] = ()
+    backbone: constants.Backbone | None = None
 
     @classmethod
-    def of(cls, module: nn.Module, likelihood: Likelihood, example: Tensor, personal: Personal = "head") -> Model:
+    def of(
+        cls,
+        module: nn.Module,
+        likelihood: Likelihood,
+        example: Tensor,
+        personal: Personal = "head",
+        trainable: str | None = None,
+    ) -> Model:
         """Take a user's module over.
 
         Args:
@@ -62,14 +77,16 @@ class Model:
             example: A small batch of inputs, ``[B, ...]``, to try the module on; different ones show whether it mixes
                 them.
             personal: See `ParameterLayout.of`.
+            trainable: Patterns of the parameters that are trained; None: those whose ``requires_grad`` is True.
         """
         if not isinstance(module, nn.Module):
             raise UserError(f"The model is {module!r}, but must be a torch.nn.Module (an object, not a class).")
-        module, replaced = without_running_statistics(trial.own_copy(module))
+        module = trial.own_copy(module)
+        constants.freeze(module, trainable)
+        constant = constants.constant_norms(module)
+        module, replaced = without_running_statistics(module, constant)
         notes = [f"Batch normalisation replaced by group normalisation in: {', '.join(replaced)}."] if replaced else []
-        weights = {n: p.detach().float() for n, p in module.named_parameters()}
-        if not weights:
-            raise no_parameters()
+        weights = {n: p.detach().float() for n, p in module.named_parameters() if p.requires_grad}
         kept = trial.Attributes(module)
         with trial.in_words(example[:2]):
             found = trial.find(module, weights, example[:2])
@@ -95,6 +112,8 @@ class Model:
             order=found.order,
             looked_up=found.looked_up,
             head=found.head,
+            frozen=sum(p.numel() for p in module.parameters() if not p.requires_grad),
+            constant=constant,
         )
         model._try(example)
         if changed := kept.changed():
@@ -114,18 +133,85 @@ class Model:
         """One of them: a function of ``P / members`` weights."""
         return self
 
+    @property
+    def computed(self) -> int:
+        """Number of weights that a pass computes with: ``P``, and the frozen ones unless their outputs are at hand."""
+        return self.factors.total + (self.frozen if self.backbone is None else 0)
+
+    @cached_property
+    def frozen_hash(self) -> str:
+        """Of the constants of a module with frozen parameters; empty where there are none."""
+        return constants.digest(self.module, self.factors.names) if self.frozen else ""
+
+    def on_features(self, example: Tensor) -> Model:
+        """The same model as a function of what its frozen part gives, where that comes first; else itself.
+
+        Its notes say which, and why not. ``example`` is a small batch of inputs, ``[B, ...]``.
+        """
+        if not self.frozen:
+            return self
+        few = trial.rows(example, trial.FEW)
+        parameters = self._own(self.factors.unflatten(self.initial))
+        with trial.in_words(few):
+            found, why = constants.find_backbone(self.module, parameters, self.constant, few)
+        if found is None:
+            return self.uncached(why)
+        model = replace(self, backbone=found)
+        try:  # as it will run, many clients at once
+            with torch.no_grad():
+                vmap(grad(lambda weights, x: model.outputs(weights, x).sum()))(
+                    self.initial[None], model.features(few)[None]
+                )
+        except Exception as error:
+            return self.uncached(f"the rest cannot run by itself ({trial.first_line(error)})")
+        note = (
+            f"The frozen part of the network, up to {found.words}, is computed once for each example "
+            "(cache_features='off': in every step)."
+        )
+        return replace(model, notes=(*self.notes, note))
+
+    def uncached(self, why: str) -> Model:
+        """The same model as a function of raw inputs, with a note why."""
+        notes = [note for note in self.notes if self.backbone is None or self.backbone.words not in note]
+        note = f"The frozen part of the network is computed in every step, because {why}."
+        return replace(self, backbone=None, notes=(*notes, note))
+
+    def features(self, x: Tensor) -> Tensor:
+        """Raw inputs ``[E, ...]`` as all other functions take them: the outputs of the frozen part, if it comes first."""
+        if self.backbone is None:
+            return x
+        parameters, device = self._own(self.factors.unflatten(self.initial)), self.initial.device
+        blocks = [
+            self.backbone.features(self.module, parameters, block.to(device)).to(x.device)
+            for block in x.split(constants.BLOCK)
+        ]
+        return torch.cat(blocks)
+
     def outputs(self, weights: Tensor, x: Tensor, key: Tensor | None = None) -> Tensor:
         """The network's outputs ``[B, K]`` for one client's weights ``[P]``; with a key ``[2]`` dropout is on."""
         with Convolutions():
             return self._forward(self.factors.unflatten(weights), x, key)
 
     def _forward(self, parameters: dict[str, Tensor], x: Tensor, key: Tensor | None) -> Tensor:
-        self.module.train(key is not None)
-        own = {n: p for n, p in parameters.items() if n not in self.likelihood.parameters()}
         with ExitStack() as modes:
             if key is not None:
                 modes.enter_context(KeyedDropout(key))
+            return self.call(parameters, x, key is not None)
+
+    def call(self, parameters: dict[str, Tensor], x: Tensor, training: bool = False) -> Tensor:
+        """The module's outputs with these parameters, by name; those of the likelihood may be among them."""
+        self.module.train(training)
+        for name in self.constant:
+            self.module.get_submodule(name).eval()
+        own = self._own(parameters)
+        if self.backbone is None:
             return functional_call(self.module, own, (x,))
+        with self.backbone.replaced(self.module, x):
+            return functional_call(self.module, own, (self.backbone.example,))
+
+    def _own(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of the module."""
+        return {n: p for n, p in parameters.items() if n not in self.likelihood.parameters()}
 
     def _loss(self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
         with Convolutions():
@@ -192,7 +278,12 @@ class Model:
 
     def to(self, device: torch.device | str) -> Model:
         """The same model with its constants on that device."""
-        return replace(self, module=copy.deepcopy(self.module).to(device), initial=self.initial.to(device))
+        return replace(
+            self,
+            module=copy.deepcopy(self.module).to(device),
+            initial=self.initial.to(device),
+            backbone=None if self.backbone is None else self.backbone.to(device),
+        )
 
     def _try(self, example: Tensor) -> None:
         """Run the module as it will be run; raise a `UserError` if what comes out cannot be right."""

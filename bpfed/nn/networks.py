@@ -145,4 +145,7 @@ def make_model(
     if module is None:
         network = method.flat_network if settings.network == "auto" and example.ndim == 2 else settings.network
         module = default(tuple(example.shape[1:]), classes or 1, settings.seed, settings.hidden, network)
-    return make_ensemble(Model.of(module, likelihood, example, method.personal), settings.members, settings.seed)
+    model = Model.of(module, likelihood, example, method.personal, settings.trainable)
+    if settings.cache_features == "auto":
+        model = model.on_features(example)
+    return make_ensemble(model, settings.members, settings.seed)

@@ -45,8 +45,8 @@ _EACH = {
     *(_aten.native_layer_norm, _aten.native_group_norm, _aten._fused_rms_norm),
 }
 #: Operations whose result has nothing of the numbers that they are given.
-_EMPTY = {_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones}
-_EMPTY |= {_aten.new_full, _aten.new_empty, _aten.rand_like, _aten.randn_like}
+EMPTY = {_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones}
+EMPTY |= {_aten.new_full, _aten.new_empty, _aten.rand_like, _aten.randn_like}
 _PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.mv: 0, _aten.dot: 0, _aten.linear: 0, _aten.matmul: 0}
 _PRODUCTS |= {_aten.addmm: 1, _aten.baddbmm: 1, _aten.addmv: 1, _aten.addbmm: 1}
 #: Look-ups, and where they have their table and their places.
@@ -130,7 +130,7 @@ class Trace(TorchDispatchMode):
             if id(tensor) in self._names:
                 self.order.setdefault(self._names[id(tensor)])
         known = [(t, value) for t in given if (value := self._value(t)) is not None]
-        if packet in _EMPTY:
+        if packet in EMPTY:
             known = []
         data = any(value.data for _, value in known)
         names = tuple(dict.fromkeys(n for _, value in known if not value.data for n in value.names))
@@ -146,7 +146,7 @@ class Trace(TorchDispatchMode):
         value = _Value(data, names, tuple(value for _, value in known if value.data), data and bool(names) and not same)
         for tensor in made:
             self._put(tensor, value)
-        for tensor in _written(func, args, kwargs):
+        for tensor in written(func, args, kwargs):
             for other in self._shared.get(tensor.untyped_storage()._cdata, []):
                 if (old := self._values[id(other)][1]) is not value:
                     names = () if data or old.data else tuple(dict.fromkeys((*old.names, *value.names)))
@@ -213,7 +213,7 @@ def _summed(packet: Any, args: Any) -> int | None:
     return None
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The arguments that an operation writes to."""
     found = []
     for place, argument in enumerate(func._schema.arguments):
@@ -230,19 +230,13 @@ def own_copy(module: nn.Module) -> nn.Module:
     """A copy of a user's module on the CPU; parts that are compiled are plain in it.
 
     Raises:
-        UserError: It cannot be copied, or has no weights yet, or weights that may not change.
+        UserError: It cannot be copied, or has no weights yet.
     """
     lazy = next((n for n, p in module.named_parameters() if is_lazy(p)), None)
     if lazy is not None:
         raise UserError(
             f"Parameter '{lazy}' of the module has no shape yet, because its layer is a lazy one; run the module once "
             "on an example before you give it here."
-        )
-    frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
-    if frozen:
-        raise UserError(
-            f"Parameter '{frozen[0]}' of the module is frozen (requires_grad is False; {len(frozen)} in all), but every "
-            "parameter is trained here; register it as a buffer to keep it constant, or unfreeze it."
         )
     hooked = _old_norm(module)
     if hooked:
@@ -327,7 +321,7 @@ def check_alone(evaluated: Run, trained: Run, example: Tensor) -> None:
     x = rows(example, MORE)
     for run, mode in ((evaluated, "evaluation"), (trained, "training")):
         alone = run(x[:1])
-        if not _same(run(x[:1]), alone):
+        if not same(run(x[:1]), alone):
             raise UserError(
                 f"The module's outputs for the same inputs differ from call to call in {mode} mode: it keeps state or "
                 "draws random numbers; let them depend on inputs and weights alone."
@@ -341,14 +335,14 @@ def check_alone(evaluated: Run, trained: Run, example: Tensor) -> None:
         parts = [(alone, whole[:1]), (first_and_last[:1], whole[:1])]
         if mode == "evaluation":  # in training the place in a batch has its dropout
             parts.append((run(x.flip(0)).flip(0), whole))
-        if not all(_same(*pair) for pair in parts):
+        if not all(same(*pair) for pair in parts):
             raise UserError(
                 f"The module mixes examples of a batch: in {mode} mode the output for an example depends on which others "
                 "are in its batch, and batches here are filled up and divided; compute each example from itself alone."
             )
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def same(one: Tensor, other: Tensor) -> bool:
     """Whether outputs are the same up to rounding; what is not a number is no reason to differ."""
     if one.shape != other.shape:
         return False

@@ -105,7 +105,7 @@ def adapt(
     if count := len(data.train.y):
         epochs = -(-(STEPS if steps is None else steps) // -(-count // alone.settings.batch))
         key = alone.keys(0, Purpose.ADAPTATION, torch.tensor([0]))
-        train = LocalRound.of(method, alone.model, data.train, replace(alone.settings, epochs=epochs))
+        train = LocalRound.of(method, alone.model, alone.inputs(data.train), replace(alone.settings, epochs=epochs))
         newcomer = joining(method, rows(alone.shared, 1), personal, data.train, key)
         personal = train(newcomer, method.adaptation(epochs)).personal
         if not all(bool(t.isfinite().all()) for t in tree_flatten(personal)[0]):

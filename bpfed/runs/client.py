@@ -96,6 +96,7 @@ class Client:
                 federation.model, rows(federation.shared, 1), federation.ready(who)
             )
             ask = classify if federation.data.task == "classification" else regress
+            x = federation.model.features(x)
             blocks = x.split(max(1, BLOCK // max(1, x[:1].numel())))
             parts = [
                 ask(federation.model, predictive, block[None].to(federation.device), key, count, how=how)

@@ -62,6 +62,7 @@ def config(federation: Federation) -> dict[str, Any]:
             "shared": model.factors.shared,
             "personal": list(model.factors.personal_names),
             "initial": hashlib.sha256(model.initial.cpu().numpy().tobytes()).hexdigest()[:16],
+            **({"frozen": model.frozen, "frozen_hash": model.frozen_hash[:16]} if model.frozen else {}),
         },
     }
 
