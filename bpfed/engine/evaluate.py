@@ -11,13 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bpfed._util.errors import UserError
 from bpfed.config.settings import MOST_EVALUATED
 from bpfed.data.federated import Examples, untested
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import threads
+from bpfed.inference import inputs
 from bpfed.inference.calibration import (
     Calibration,
     common_stretch,
@@ -30,6 +31,7 @@ from bpfed.inference.calibration import (
     temperatures,
     tempered,
 )
+from bpfed.inference.inputs import Inputs
 from bpfed.inference.predictive import How, Predictive, classify, regress
 from bpfed.inference.rng import Purpose, words
 from bpfed.methods.base import State, rows
@@ -224,8 +226,8 @@ def _predict(
         who = clients[group]
         slot = torch.arange(int(sizes[group].max()))
         valid = slot < sizes[group][:, None]
-        source = (examples.offsets[who][:, None] + torch.where(valid, slot, 0)).to(examples.x.device)
-        x, y = examples.x[source].to(device), examples.y[source].to(device)
+        source = (examples.offsets[who][:, None] + torch.where(valid, slot, 0)).to(examples.y.device)
+        x, y = inputs.move(inputs.take(examples.x, source), device), examples.y[source].to(device)
         with torch.no_grad():
             personal = federation.personal(who) if tuned is None else tree_map(lambda t, own=group: t[own], tuned)
             predictive = federation.method.predictive(federation.model, rows(federation.shared, len(who)), personal)
@@ -254,7 +256,8 @@ def _groups(examples: Examples, sizes: Tensor, weights: int) -> Iterator[Tensor]
     """
     order = sizes.argsort(descending=True, stable=True)
     order = order[sizes[order] > 0]
-    numbers = max(1, math.prod(examples.x.shape[1:])) + 4 * weights // max(1, int(sizes.float().mean()))
+    of_one = sum(math.prod(t.shape[1:]) for t in tree_leaves(examples.x))
+    numbers = max(1, of_one) + 4 * weights // max(1, int(sizes.float().mean()))
     while len(order):
         count = max(1, BLOCK // (numbers * int(sizes[order[0]])))
         yield order[:count]
@@ -262,7 +265,7 @@ def _groups(examples: Examples, sizes: Tensor, weights: int) -> Iterator[Tensor]
 
 
 def _outputs(
-    federation: Federation, predictive: Predictive, x: Tensor, y: Tensor, key: Tensor, draws: int, how: How
+    federation: Federation, predictive: Predictive, x: Inputs, y: Tensor, key: Tensor, draws: int, how: How
 ) -> tuple[Tensor, ...]:
     """What `_Predicted` holds, for the examples of S clients, ``[S, B, ...]``."""
     if federation.data.task == "classification":

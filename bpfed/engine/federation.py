@@ -19,7 +19,7 @@ from bpfed.data.federated import Examples, FederatedData, Task
 from bpfed.engine.local import LocalRound, Rows, chunk_size, held_by
 from bpfed.engine.server import Judged, Lengths, combined, judged, remembered
 from bpfed.engine.state_store import Store, make_store
-from bpfed.inference import rng
+from bpfed.inference import inputs, rng
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.rng import Purpose
 from bpfed.methods.base import Method, RunShape, State, rows, untrained
@@ -171,11 +171,11 @@ class Federation:
                     f"{name} is for the network that is made where none is given, but one is given as model; leave one "
                     "of the two out."
                 )
-        tried = data.train.x[_some(len(data.train.x))]
+        tried = inputs.take(data.train.x, _some(len(data.train.y)))
         model = make_model(tried, data.classes, method, settings, module, likelihood).to(device)
         if model.backbone is not None:
             parts = (data.train, data.test, *([data.calibration] if data.calibration is not None else []))
-            one = model.features(tried[:1])
+            one = inputs.first(model.features(inputs.take(tried, slice(1))))
             needed = sum(len(part.y) for part in parts) * one.numel() * one.element_size() >> 20
             if needed > settings.memory:
                 model = model.uncached(f"its outputs would take {needed} MiB and memory is {settings.memory}")

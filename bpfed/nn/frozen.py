@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bpfed._util.errors import UserError
-from bpfed.inference import rng
+from bpfed.inference import inputs, rng
+from bpfed.inference.inputs import Inputs
 from bpfed.nn import trial
 from bpfed.nn.function_modes import KeyedDropout
 from bpfed.nn.parameters import matching, no_parameters
@@ -112,7 +112,7 @@ class Backbone(NamedTuple):
 
     def to(self, device: torch.device | str) -> Backbone:
         """With its example on that device."""
-        return self._replace(example=self.example.to(device))
+        return self._replace(example=inputs.move(self.example, device))
 
     @contextmanager
     def replaced(self, module: nn.Module, features: Tensor) -> Iterator[None]:
@@ -120,7 +120,7 @@ class Backbone(NamedTuple):
         with _hooked(module.get_submodule(self.layer), self.call, lambda output: features):
             yield
 
-    def features(self, module: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def features(self, module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs) -> Tensor:
         """What the layer gives for inputs ``[B, ...]``; nothing after it is run."""
 
         def stop(output: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class Backbone(NamedTuple):
 
         try:
             with torch.no_grad(), _hooked(module.eval().get_submodule(self.layer), self.call, stop):
-                functional_call(module, dict(parameters), (x,))
+                inputs.run(module, parameters, x)
         except _Reached as reached:
             return reached.output
         raise AssertionError("the layer was not reached")
@@ -191,7 +191,7 @@ class _Call(NamedTuple):
 
 
 def find_backbone(
-    module: nn.Module, parameters: Mapping[str, Tensor], constant: Collection[str], x: Tensor
+    module: nn.Module, parameters: Mapping[str, Tensor], constant: Collection[str], x: Inputs
 ) -> tuple[Backbone | None, str]:
     """The frozen part that comes first, or None and why there is none, in words.
 
@@ -211,7 +211,7 @@ def find_backbone(
                 break
         else:
             return None, "its inputs or other parameters enter beside or before it"
-        backbone = Backbone(found.layer, found.call, x[:1].clone())
+        backbone = Backbone(found.layer, found.call, inputs.each(lambda t: t[:1].clone(), x))
         features = backbone.features(module, parameters, x)
         key = rng.key(0, rng.Purpose.INIT)
         seen: list[tuple[int, Tensor]] = []
@@ -224,25 +224,26 @@ def find_backbone(
         for name in constant:
             module.get_submodule(name).eval()
         with KeyedDropout(key) as dropout, _hooked(module.get_submodule(found.layer), found.call, look):
-            functional_call(module, dict(parameters), (x,))
+            inputs.run(module, parameters, x)
         module.eval()
         if seen[0][0]:
             return None, "it has dropout"
         if not trial.same(seen[0][1], features):
             return None, "it computes something else in training mode"
         try:
-            whole = functional_call(module, dict(parameters), (x,))
+            whole = inputs.run(module, parameters, x)
             with backbone.replaced(module, features):
-                rest = functional_call(module, dict(parameters), (backbone.example,))
+                rest = inputs.run(module, parameters, backbone.example)
         except Exception:  # what follows it asks the raw inputs for their number
             return None, "what follows it uses the size of the inputs"
         return (backbone, "") if trial.same(rest, whole) else (None, "what follows it uses the size of the inputs")
 
 
-def _inputs(origins: _Origins, module: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> Any:
+def _noted(origins: _Origins, module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs) -> Any:
     """Arguments of a pass whose origins are noted."""
-    given, named = x.clone(), {n: p.clone() for n, p in parameters.items()}
-    origins.put(given, _RAW)
+    given, named = inputs.each(torch.clone, x), {n: p.clone() for n, p in parameters.items()}
+    for tensor in tree_leaves(given):
+        origins.put(tensor, _RAW)
     for name, parameter in module.named_parameters():
         if name not in named:
             origins.put(parameter, _FROZEN)
@@ -251,17 +252,17 @@ def _inputs(origins: _Origins, module: nn.Module, parameters: Mapping[str, Tenso
     return named, given
 
 
-def _frozen_calls(module: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> list[_Call]:
+def _frozen_calls(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs) -> list[_Call]:
     """Calls of layers, as they end, whose output depends on inputs and frozen parameters alone."""
     found: list[_Call] = []
     counts: dict[str, int] = {}
     origins = _Origins()
-    named, given = _inputs(origins, module, parameters, x)
+    named, given = _noted(origins, module, parameters, x)
 
     def watch(name: str) -> Callable[..., None]:
         def hook(layer: nn.Module, args: Any, output: Any) -> None:
             call = counts[name] = counts.get(name, -1) + 1
-            rows = isinstance(output, Tensor) and output.ndim > 0 and len(output) == len(x)
+            rows = isinstance(output, Tensor) and output.ndim > 0 and len(output) == len(inputs.first(x))
             if rows and origins.get(output) == _RAW | _FROZEN:
                 found.append(_Call(name, call))
 
@@ -270,17 +271,17 @@ def _frozen_calls(module: nn.Module, parameters: Mapping[str, Tensor], x: Tensor
     handles = [layer.register_forward_hook(watch(name)) for name, layer in module.eval().named_modules()]
     try:
         with trial.Functions(), origins:
-            functional_call(module, named, (given,))
+            inputs.run(module, named, given)
     finally:
         for handle in handles:
             handle.remove()
     return found
 
 
-def _passes_all(module: nn.Module, parameters: Mapping[str, Tensor], x: Tensor, found: _Call) -> bool:
+def _passes_all(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs, found: _Call) -> bool:
     """Whether the outputs depend on the inputs only through what this call gives."""
     origins = _Origins()
-    named, given = _inputs(origins, module, parameters, x)
+    named, given = _noted(origins, module, parameters, x)
 
     def cut(output: Tensor) -> Tensor:
         fresh = output.detach().clone()
@@ -288,5 +289,5 @@ def _passes_all(module: nn.Module, parameters: Mapping[str, Tensor], x: Tensor, 
         return fresh
 
     with _hooked(module.eval().get_submodule(found.layer), found.call, cut), trial.Functions(), origins:
-        outputs = functional_call(module, named, (given,))
+        outputs = inputs.run(module, named, given)
     return all(not origins.get(t) & _RAW for t in tree_leaves(outputs) if isinstance(t, Tensor))

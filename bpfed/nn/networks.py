@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from bpfed._util.errors import UserError
 from bpfed.config.settings import HIDDEN, Settings
+from bpfed.inference import inputs
+from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Categorical, Likelihood, Normal
 from bpfed.inference.rng import Purpose, words
 from bpfed.nn.ensemble import make_ensemble
@@ -112,7 +114,7 @@ def default(
 
 
 def make_model(
-    example: Tensor,
+    example: Inputs,
     classes: int,
     method: Method,
     settings: Settings,
@@ -141,6 +143,10 @@ def make_model(
         raise UserError(
             f"The likelihood is a {type(likelihood).__name__}, but the targets are {targets}, for which predictions "
             f"are made with bpfed.inference.likelihoods.{known} alone; use it or a subclass, or leave likelihood out."
+        )
+    if module is None and not isinstance(example, Tensor):
+        raise UserError(
+            f"The inputs are {inputs.shapes(example)}, which no network that is made here takes; give one as model."
         )
     if module is None:
         network = method.flat_network if settings.network == "auto" and example.ndim == 2 else settings.network

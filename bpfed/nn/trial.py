@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bpfed._util.errors import UserError
+from bpfed.inference import inputs
+from bpfed.inference.inputs import Inputs
 
 #: Numbers of examples of two trials: what follows both follows the number of examples.
 FEW, MORE = 3, 5
@@ -99,7 +100,7 @@ class Trace(TorchDispatchMode):
         parameters: By name, as the module will use them.
     """
 
-    def __init__(self, x: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, x: Inputs, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.order: dict[str, None] = {}
         self.inputs: dict[str, int] = {}
@@ -107,7 +108,8 @@ class Trace(TorchDispatchMode):
         self._names = {id(p): n for n, p in parameters.items()}
         self._values: dict[int, tuple[Tensor, _Value]] = {}  # that a tensor is held here keeps its id its own
         self._shared: dict[int, list[Tensor]] = {}
-        self._put(x, _Value(True, ()))
+        for tensor in tree_leaves(x):
+            self._put(tensor, _Value(True, ()))
         for name, parameter in parameters.items():
             self._put(parameter, _Value(False, (name,)))
 
@@ -274,10 +276,10 @@ def _old_norm(module: nn.Module) -> str | None:
 # --- a module at its first run ----------------------------------------------------------------------------------------
 
 #: Runs a module on inputs ``[B, ...]``, with or without dropout.
-Run = Callable[[Tensor], Tensor]
+Run = Callable[[Inputs], Tensor]
 
 
-def find(module: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> Found:
+def find(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs) -> Found:
     """Run a module once, in evaluation mode, and see what it does.
 
     Args:
@@ -285,15 +287,15 @@ def find(module: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> Foun
         parameters: By name, as they were registered.
         x: A few examples, ``[B, ...]``.
     """
-    named, given = {n: p.clone() for n, p in parameters.items()}, x.clone()
+    named, given = {n: p.clone() for n, p in parameters.items()}, inputs.each(torch.clone, x)
     with torch.no_grad(), Functions() as functions, Trace(given, named) as trace:
-        outputs = functional_call(module.eval(), named, (given,))
+        outputs = inputs.run(module.eval(), named, given)
     if functions.autocast:
         raise UserError(
             "The module runs parts of itself under torch.autocast, which the local step cannot follow; take the "
             "autocast out of its forward."
         )
-    if not torch.equal(given, x):
+    if not all(map(torch.equal, tree_leaves(given), tree_leaves(x))):
         raise UserError("The module changes its inputs in place, which would change the data; let it work on a copy.")
     order = tuple(dict.fromkeys((*trace.order, *parameters)))
     if not isinstance(outputs, Tensor):  # which the likelihood refuses
@@ -303,12 +305,12 @@ def find(module: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> Foun
     return Found(order, head, trace.inputs, again, trace.looked_up, outputs)
 
 
-def rows(example: Tensor, count: int) -> Tensor:
+def rows(example: Inputs, count: int) -> Inputs:
     """So many examples, ``[count, ...]``: those there are, and again from the first."""
-    return example[torch.arange(count) % len(example)]
+    return inputs.take(example, torch.arange(count) % len(inputs.first(example)))
 
 
-def check_alone(evaluated: Run, trained: Run, example: Tensor) -> None:
+def check_alone(evaluated: Run, trained: Run, example: Inputs) -> None:
     """Raise a `UserError` unless every example has outputs of its own, whatever else is in its batch.
 
     Batches are filled up with further rows, and examples are distributed over batches as it is fastest.
@@ -320,13 +322,13 @@ def check_alone(evaluated: Run, trained: Run, example: Tensor) -> None:
     """
     x = rows(example, MORE)
     for run, mode in ((evaluated, "evaluation"), (trained, "training")):
-        alone = run(x[:1])
-        if not same(run(x[:1]), alone):
+        alone = run(inputs.take(x, slice(1)))
+        if not same(run(inputs.take(x, slice(1))), alone):
             raise UserError(
                 f"The module's outputs for the same inputs differ from call to call in {mode} mode: it keeps state or "
                 "draws random numbers; let them depend on inputs and weights alone."
             )
-        whole, first_and_last = run(x), run(x[:: MORE - 1])
+        whole, first_and_last = run(x), run(inputs.take(x, slice(None, None, MORE - 1)))
         if alone.shape != whole[:1].shape:
             raise UserError(
                 f"The module's output for one example alone has shape {list(alone.shape)} instead of "
@@ -334,7 +336,7 @@ def check_alone(evaluated: Run, trained: Run, example: Tensor) -> None:
             )
         parts = [(alone, whole[:1]), (first_and_last[:1], whole[:1])]
         if mode == "evaluation":  # in training the place in a batch has its dropout
-            parts.append((run(x.flip(0)).flip(0), whole))
+            parts.append((run(inputs.each(lambda t: t.flip(0), x)).flip(0), whole))
         if not all(same(*pair) for pair in parts):
             raise UserError(
                 f"The module mixes examples of a batch: in {mode} mode the output for an example depends on which others "
@@ -417,8 +419,8 @@ _MEANT: tuple[tuple[str, str], ...] = (
     ),
     (
         "indices' to have one of the following scalar types",
-        "The module looks its inputs up in a table (nn.Embedding), but inputs are float32 here; turn them back in its "
-        "forward: embedding(x.long()).",
+        "The module looks its inputs up in a table (nn.Embedding), but an array of inputs is float32 here; give a tuple or "
+        "dict of arrays, such as (ids,), where ids stay whole, or turn them back in its forward: embedding(x.long()).",
     ),
     (
         "tensors used as indices must be",
@@ -462,7 +464,7 @@ def first_line(error: Exception) -> str:
 
 
 @contextmanager
-def in_words(example: Tensor) -> Iterator[None]:
+def in_words(example: Inputs) -> Iterator[None]:
     """Whatever goes wrong inside while the user's module runs becomes a `UserError`."""
     try:
         yield
@@ -470,5 +472,5 @@ def in_words(example: Tensor) -> Iterator[None]:
         raise
     except Exception as error:
         reason = first_line(error)
-        shape = f"{list(example.shape[1:])} (a batch of {len(example)})"
+        shape = f"{inputs.shapes(example)} (a batch of {len(inputs.first(example))})"
         raise UserError(meaning(reason) or f"The module cannot take inputs of shape {shape}: {reason}.") from error

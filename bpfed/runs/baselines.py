@@ -81,7 +81,7 @@ _NUMBERS = (
 
 def wanted(data: FederatedData) -> bool:
     """Whether baselines can be fitted to data of this kind: inputs are flat vectors and there are any."""
-    return data.train.x.ndim == 2 and data.train.x.shape[1] > 0
+    return isinstance(data.train.x, Tensor) and data.train.x.ndim == 2 and data.train.x.shape[1] > 0
 
 
 def baselines(data: FederatedData, clients: Tensor, bins: int = 10, most_rows: int = MOST_ROWS) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from bpfed.aggregation.updates import finite
 from bpfed.config.settings import Settings
 from bpfed.data.federated import FederatedData
 from bpfed.engine.federation import Federation
+from bpfed.inference import inputs
 from bpfed.inference.likelihoods import Categorical, Likelihood, Normal
 from bpfed.methods.base import Method
 from bpfed.nn.model import Model
@@ -239,7 +240,7 @@ def load_model(
         raise UserError(f"'{path}' is damaged (it has what is not a number); put it back from a copy, or train again.")
     if likelihood is None:
         likelihood = _likelihood(path, words.get("likelihood", ""))
-    given, example = module is not None, torch.zeros(2, *data.input_shape)
+    given, example = module is not None, inputs.each(_blank, data.train.x)
     model = make_model(example, data.classes, method, settings, module, likelihood)
     there = {n: tuple(t.shape) for n, t in weights.items()}
     here = {n: tuple(t.shape) for n, t in model.factors.unflatten(model.initial).items()}
@@ -265,6 +266,12 @@ def load_model(
         )
     factors = model.factors.arranged(*_layout(path, words.get("layout"), model, method.personal))
     return replace(model, factors=factors, initial=factors.flatten(weights))
+
+
+def _blank(part: Tensor) -> Tensor:
+    """Two examples in the form of others: zeros, or ones where these are ids or a mask."""
+    form = (2, *part.shape[1:])
+    return part.new_zeros(form) if part.is_floating_point() else part.new_ones(form)
 
 
 def _layout(path: Path, noted: str | None, model: Model, personal: Personal) -> tuple[tuple[str, ...], int]:

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from bpfed._util.errors import UserError, check_count
+from bpfed.data.arrays import fitted
 from bpfed.data.tabular.rows import Rows, read_rows
 from bpfed.engine.evaluate import BLOCK, calibrate
+from bpfed.inference import inputs
+from bpfed.inference.inputs import Inputs
 from bpfed.inference.predictive import Classified, How, Regressed, check_how, classify, regress
 from bpfed.inference.rng import Purpose
 from bpfed.methods.base import rows
@@ -96,11 +99,11 @@ class Client:
                 federation.model, rows(federation.shared, 1), federation.ready(who)
             )
             ask = classify if federation.data.task == "classification" else regress
-            x = federation.model.features(x)
-            blocks = x.split(max(1, BLOCK // max(1, x[:1].numel())))
+            x, device = federation.model.features(x), federation.device
+            size = max(1, BLOCK // max(1, inputs.numbers(inputs.take(x, slice(1)))))
             parts = [
-                ask(federation.model, predictive, block[None].to(federation.device), key, count, how=how)
-                for block in blocks
+                ask(federation.model, predictive, inputs.move(inputs.take(block, None), device), key, count, how=how)
+                for block in inputs.blocks(x, size)
             ]
         found = _joined(parts)
         if federation.softness != 1.0:
@@ -112,7 +115,7 @@ class Client:
         _check_finite(found, self.name)
         return found
 
-    def _inputs(self, x: Any, columns: Sequence[str] | None, prepared: bool) -> Tensor:
+    def _inputs(self, x: Any, columns: Sequence[str] | None, prepared: bool) -> Inputs:
         """Inputs for the network, ``[B, ...]``; arrays without names are not taken for prepared ones."""
         data = self.run.data
         if isinstance(x, Rows):
@@ -121,6 +124,8 @@ class Client:
             if prepared:
                 raise UserError("Only arrays without column names can be prepared already; omit prepared.")
             x = self.read(x, columns).x
+        if not isinstance(data.train.x, Tensor):
+            return fitted(x, data.train.x, data.name)
         x = as_numbers(x, "inputs", torch.float32)
         check_shape(x, data)
         if not bool(torch.isfinite(x).all()):
