@@ -57,6 +57,8 @@ def class_shares(train: Examples, classes: int) -> Tensor:
 
 #: Outputs and inputs of one draw that are held at a time, in numbers.
 BLOCK = 8_000_000
+#: Examples of a client that run at a time through a network with a frozen part.
+WIDE = 256
 #: Below this many test examples times weights an evaluation runs on one thread (see `bpfed.engine.local`).
 SMALL = 200_000_000
 
@@ -268,6 +270,13 @@ def _outputs(
     federation: Federation, predictive: Predictive, x: Inputs, y: Tensor, key: Tensor, draws: int, how: How
 ) -> tuple[Tensor, ...]:
     """What `_Predicted` holds, for the examples of S clients, ``[S, B, ...]``."""
+    if federation.model.wide and y.shape[1] > WIDE:
+        some = [slice(start, start + WIDE) for start in range(0, y.shape[1], WIDE)]
+        blocks = [
+            _outputs(federation, predictive, inputs.take(x, (slice(None), own)), y[:, own], key, draws, how)
+            for own in some
+        ]
+        return tuple(torch.cat(parts, 1) for parts in zip(*blocks, strict=True))
     if federation.data.task == "classification":
         return (classify(federation.model, predictive, x, key, draws, how).probs,)
     found = regress(federation.model, predictive, x, key, draws, y, how, federation.softness)

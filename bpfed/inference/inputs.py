@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 #: One tensor ``[B, ...]``, or a dict or tuple of them.
@@ -66,12 +65,3 @@ def shapes(x: Inputs) -> str:
     """Of one example, in words: ``[4]``, or ``{input_ids: [16], attention_mask: [16]}``."""
     found = {name: str(list(t.shape[1:])) for name, t in parts(x).items()}
     return found[""] if isinstance(x, Tensor) else "{" + ", ".join(f"{n}: {s}" for n, s in found.items()) + "}"
-
-
-def run(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs) -> Any:
-    """What a module gives for these inputs, with these parameters instead of its own; its logits if it names them."""
-    named = x if isinstance(x, dict) else {}
-    args = () if named else x if isinstance(x, tuple) else (x,)
-    outputs = functional_call(module, dict(parameters), args, named)
-    logits = getattr(outputs, "logits", None)
-    return logits if isinstance(logits, Tensor) else outputs

@@ -83,6 +83,15 @@ class PointPredictive(NamedTuple):
         return self.weights
 
 
+def mean_weights(predictive: Predictive) -> Tensor | None:
+    """The mean of the weights, ``[S, P]``; None where it is not known."""
+    if isinstance(predictive, GaussianPredictive):
+        return predictive.weights.mean
+    if isinstance(predictive, CorrelatedPredictive):
+        return predictive.mean
+    return predictive.weights if isinstance(predictive, PointPredictive) else None
+
+
 # --- Prediction in a single pass --------------------------------------------------------------------------------------
 #
 # Mean and covariance of the outputs under Gaussian weights, and their softmax.

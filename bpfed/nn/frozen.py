@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from bpfed._util.errors import UserError
 from bpfed.inference import inputs, rng
 from bpfed.inference.inputs import Inputs
-from bpfed.nn import trial
+from bpfed.nn import pretrained, trial
 from bpfed.nn.function_modes import KeyedDropout
 from bpfed.nn.parameters import matching, no_parameters
 
@@ -128,7 +128,7 @@ class Backbone(NamedTuple):
 
         try:
             with torch.no_grad(), _hooked(module.eval().get_submodule(self.layer), self.call, stop):
-                inputs.run(module, parameters, x)
+                pretrained.run(module, parameters, x)
         except _Reached as reached:
             return reached.output
         raise AssertionError("the layer was not reached")
@@ -224,16 +224,16 @@ def find_backbone(
         for name in constant:
             module.get_submodule(name).eval()
         with KeyedDropout(key) as dropout, _hooked(module.get_submodule(found.layer), found.call, look):
-            inputs.run(module, parameters, x)
+            pretrained.run(module, parameters, x)
         module.eval()
         if seen[0][0]:
             return None, "it has dropout"
         if not trial.same(seen[0][1], features):
             return None, "it computes something else in training mode"
         try:
-            whole = inputs.run(module, parameters, x)
+            whole = pretrained.run(module, parameters, x)
             with backbone.replaced(module, features):
-                rest = inputs.run(module, parameters, backbone.example)
+                rest = pretrained.run(module, parameters, backbone.example)
         except Exception:  # what follows it asks the raw inputs for their number
             return None, "what follows it uses the size of the inputs"
         return (backbone, "") if trial.same(rest, whole) else (None, "what follows it uses the size of the inputs")
@@ -271,7 +271,7 @@ def _frozen_calls(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs
     handles = [layer.register_forward_hook(watch(name)) for name, layer in module.eval().named_modules()]
     try:
         with trial.Functions(), origins:
-            inputs.run(module, named, given)
+            pretrained.run(module, named, given)
     finally:
         for handle in handles:
             handle.remove()
@@ -289,5 +289,5 @@ def _passes_all(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs, 
         return fresh
 
     with _hooked(module.eval().get_submodule(found.layer), found.call, cut), trial.Functions(), origins:
-        outputs = inputs.run(module, named, given)
+        outputs = pretrained.run(module, named, given)
     return all(not origins.get(t) & _RAW for t in tree_leaves(outputs) if isinstance(t, Tensor))

@@ -6,6 +6,7 @@ import copy
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.nn import frozen as constants
-from bpfed.nn import trial
+from bpfed.nn import pretrained, trial
 from bpfed.nn.function_modes import KeyedDropout, LocalCalls, LocalNoise
 from bpfed.nn.kernels.conv import Convolutions
 from bpfed.nn.parameters import ParameterLayout, Personal, without_running_statistics
@@ -140,6 +141,11 @@ class Model:
         """Number of weights that a pass computes with: ``P``, and the frozen ones unless their outputs are at hand."""
         return self.factors.total + (self.frozen if self.backbone is None else 0)
 
+    @property
+    def wide(self) -> bool:
+        """Whether a pass runs a frozen part, whose layers are often large beside the trained ones."""
+        return self.computed > self.factors.total
+
     @cached_property
     def frozen_hash(self) -> str:
         """Of the constants of a module with frozen parameters; empty where there are none."""
@@ -207,9 +213,9 @@ class Model:
             self.module.get_submodule(name).eval()
         own = self._own(parameters)
         if self.backbone is None:
-            return inputs.run(self.module, own, x)
+            return pretrained.run(self.module, own, x)
         with self.backbone.replaced(self.module, x):
-            return inputs.run(self.module, own, self.backbone.example)
+            return pretrained.run(self.module, own, self.backbone.example)
 
     def _own(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         """Those of the module."""
@@ -277,6 +283,12 @@ class Model:
     def stacked_outputs(self, weights: Tensor, x: Inputs) -> Tensor:
         """Outputs without dropout: ``[S, P]`` and ``[S, B, ...]`` to ``[S, B, K]``."""
         return vmap(self.outputs)(weights, x)
+
+    def save_adapter(self, weights: Tensor, folder: Path) -> None:
+        """Write the adapter of a peft model with weights ``[P]``; see `bpfed.nn.pretrained.save_adapter`."""
+        if self.members > 1:
+            raise UserError("An adapter is of one network, but members is above 1; train with members = 1.")
+        pretrained.save_adapter(self.module, self._own(self.factors.unflatten(weights)), folder)
 
     def to(self, device: torch.device | str) -> Model:
         """The same model with its constants on that device."""

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from bpfed._util.errors import UserError
 from bpfed.inference import inputs
 from bpfed.inference.inputs import Inputs
+from bpfed.nn import pretrained
 
 #: Numbers of examples of two trials: what follows both follows the number of examples.
 FEW, MORE = 3, 5
@@ -289,7 +290,7 @@ def find(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs) -> Foun
     """
     named, given = {n: p.clone() for n, p in parameters.items()}, inputs.each(torch.clone, x)
     with torch.no_grad(), Functions() as functions, Trace(given, named) as trace:
-        outputs = inputs.run(module.eval(), named, given)
+        outputs = pretrained.run(module.eval(), named, given)
     if functions.autocast:
         raise UserError(
             "The module runs parts of itself under torch.autocast, which the local step cannot follow; take the "

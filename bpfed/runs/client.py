@@ -13,10 +13,10 @@ from torch import Tensor
 from bpfed._util.errors import UserError, check_count
 from bpfed.data.arrays import fitted
 from bpfed.data.tabular.rows import Rows, read_rows
-from bpfed.engine.evaluate import BLOCK, calibrate
+from bpfed.engine.evaluate import BLOCK, WIDE, calibrate
 from bpfed.inference import inputs
 from bpfed.inference.inputs import Inputs
-from bpfed.inference.predictive import Classified, How, Regressed, check_how, classify, regress
+from bpfed.inference.predictive import Classified, How, Regressed, check_how, classify, mean_weights, regress
 from bpfed.inference.rng import Purpose
 from bpfed.methods.base import rows
 
@@ -101,6 +101,7 @@ class Client:
             ask = classify if federation.data.task == "classification" else regress
             x, device = federation.model.features(x), federation.device
             size = max(1, BLOCK // max(1, inputs.numbers(inputs.take(x, slice(1)))))
+            size = min(size, WIDE) if federation.model.wide else size
             parts = [
                 ask(federation.model, predictive, inputs.move(inputs.take(block, None), device), key, count, how=how)
                 for block in inputs.blocks(x, size)
@@ -114,6 +115,23 @@ class Client:
         found = found.at(temperature) if temperature != 1.0 and isinstance(found, Classified) else found
         _check_finite(found, self.name)
         return found
+
+    def export_adapter(self, folder: str | Path) -> Path:
+        """Write the adapter of this client's model to a new folder in the format of peft.
+
+        It holds the means of the client's weights, personal and shared. ``peft.PeftModel.from_pretrained`` reads it,
+        given the base model.
+        """
+        federation, who = self.run.federation, torch.tensor([self.index])
+        with torch.no_grad():
+            predictive = federation.method.predictive(
+                federation.model, rows(federation.shared, 1), federation.ready(who)
+            )
+        weights = mean_weights(predictive)
+        if weights is None:
+            raise UserError(f"The weights of {federation.method.title} have no one mean that an adapter could hold.")
+        federation.model.save_adapter(weights[0], Path(folder))
+        return Path(folder)
 
     def _inputs(self, x: Any, columns: Sequence[str] | None, prepared: bool) -> Inputs:
         """Inputs for the network, ``[B, ...]``; arrays without names are not taken for prepared ones."""
