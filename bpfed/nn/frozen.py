@@ -191,7 +191,7 @@ class _Call(NamedTuple):
 
 
 def find_backbone(
-    module: nn.Module, parameters: Mapping[str, Tensor], constant: Collection[str], x: Inputs
+    module: nn.Module, parameters: Mapping[str, Tensor], constant: Collection[str], x: Inputs, rounding: float
 ) -> tuple[Backbone | None, str]:
     """The frozen part that comes first, or None and why there is none, in words.
 
@@ -203,6 +203,7 @@ def find_backbone(
         parameters: The trained ones by name.
         constant: Names of layers that are always in evaluation mode.
         x: A few examples, ``[B, ...]``.
+        rounding: How far outputs may differ and still be the same.
     """
     with torch.no_grad():
         calls = _frozen_calls(module, parameters, x)
@@ -228,7 +229,7 @@ def find_backbone(
         module.eval()
         if seen[0][0]:
             return None, "it has dropout"
-        if not trial.same(seen[0][1], features):
+        if not trial.same(seen[0][1], features, rounding):
             return None, "it computes something else in training mode"
         try:
             whole = pretrained.run(module, parameters, x)
@@ -236,7 +237,11 @@ def find_backbone(
                 rest = pretrained.run(module, parameters, backbone.example)
         except Exception:  # what follows it asks the raw inputs for their number
             return None, "what follows it uses the size of the inputs"
-        return (backbone, "") if trial.same(rest, whole) else (None, "what follows it uses the size of the inputs")
+        return (
+            (backbone, "")
+            if trial.same(rest, whole, rounding)
+            else (None, "what follows it uses the size of the inputs")
+        )
 
 
 def _noted(origins: _Origins, module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs) -> Any:

@@ -43,9 +43,11 @@ class Model:
         order: Names of the module's parameters by first use in its forward.
         looked_up: Whether the module takes inputs for places in a table, such as the ids of words.
         head: Names of the parameters of the last layers on the way to the outputs (`bpfed.nn.trial`).
+        gains: Names of parameters that scale what a normalisation gives and so belong around 1.
         frozen: Number of weights that are constants of the module (`bpfed.nn.frozen`); ``P`` does not count them.
         constant: Names of normalisations in the frozen part, which are always in evaluation mode.
         backbone: The frozen part that comes first, if the inputs ``x`` of all functions are its outputs.
+        rounding: How far outputs may differ and still be the same (`bpfed.nn.trial`).
     """
 
     module: nn.Module
@@ -58,9 +60,11 @@ class Model:
     order: tuple[str, ...] = ()
     looked_up: bool = False
     head: frozenset[str] = frozenset()
+    gains: frozenset[str] = frozenset()
     frozen: int = 0
     constant: tuple[str, ...] = ()
     backbone: constants.Backbone | None = None
+    rounding: float = trial.ROUNDING
 
     @classmethod
     def of(
@@ -115,6 +119,8 @@ class Model:
             order=found.order,
             looked_up=found.looked_up,
             head=found.head,
+            gains=found.gains,
+            rounding=found.rounding,
             frozen=sum(p.numel() for p in module.parameters() if not p.requires_grad),
             constant=constant,
         )
@@ -135,6 +141,11 @@ class Model:
     def one(self) -> Model:
         """One of them: a function of ``P / members`` weights."""
         return self
+
+    def centre(self) -> Tensor:
+        """What weights are around where nothing is known, ``[P]``: 1 for gains of normalisations, else 0."""
+        ones = torch.tensor([float(name in self.gains) for name in self.factors.names])
+        return ones.repeat_interleave(torch.tensor(self.factors.sizes)).to(self.initial.device)
 
     @property
     def computed(self) -> int:
@@ -161,7 +172,7 @@ class Model:
         few = trial.rows(example, trial.FEW)
         parameters = self._own(self.factors.unflatten(self.initial))
         with trial.in_words(few):
-            found, why = constants.find_backbone(self.module, parameters, self.constant, few)
+            found, why = constants.find_backbone(self.module, parameters, self.constant, few, self.rounding)
         if found is None:
             return self.uncached(why)
         model = replace(self, backbone=found)
@@ -317,7 +328,10 @@ class Model:
             vmap(self.outputs)(self.initial[None], inputs.take(few, None))
         with torch.no_grad(), trial.in_words(inputs.take(few, slice(1))):
             trial.check_alone(
-                lambda x: self.outputs(self.initial, x), lambda x: self.outputs(self.initial, x, key), example
+                lambda x: self.outputs(self.initial, x),
+                lambda x: self.outputs(self.initial, x, key),
+                example,
+                self.rounding,
             )
 
     def _local_names(self, example: Inputs) -> frozenset[str]:

@@ -9,16 +9,18 @@ import copy
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils import checkpoint
 
 from bpfed._util.errors import UserError
 from bpfed.inference.inputs import Inputs
+from bpfed.nn.function_modes import Recurrence
 
 
 def run(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs) -> Any:
@@ -29,10 +31,41 @@ def run(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs) -> Any:
     """
     named = x if isinstance(x, dict) else {}
     args = () if named else x if isinstance(x, tuple) else (x,)
-    with _whole_masks():
+    with ExitStack() as changes:
+        changes.enter_context(_whole_masks())
+        changes.enter_context(_uncheckpointed())
+        if any(isinstance(part, nn.RNNBase | nn.LSTMCell) for part in module.modules()):
+            changes.enter_context(Recurrence())
         outputs = functional_call(module, dict(parameters), args, named)
     logits = getattr(outputs, "logits", None)
     return logits if isinstance(logits, Tensor) else outputs
+
+
+class _Direct:
+    """In place of the autograd.Function that checkpoints: it just calls."""
+
+    @staticmethod
+    def apply(function: Any, preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """In place of what surrounds a checkpointed call: it does nothing before and after."""
+    yield
+
+
+@contextmanager
+def _uncheckpointed() -> Iterator[None]:
+    """Inside, gradient checkpointing is off: torch.func cannot follow it, and results are the same without it."""
+    names = {"_checkpoint_without_reentrant_generator": _nothing, "CheckpointFunction": _Direct}
+    before = {name: getattr(checkpoint, name) for name in names if hasattr(checkpoint, name)}
+    for name in before:
+        setattr(checkpoint, name, names[name])
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            setattr(checkpoint, name, own)
 
 
 @contextmanager
