@@ -259,7 +259,7 @@ def _cell(
 ) -> Cell | RunRecord:
     """A cell that is ready to run, or the record of one that is finished."""
     settings = replace(entrant.settings, seed=seed)
-    if not settings.members and model is None and data.train.x.ndim == 2 and entrant.method.network == "auto":
+    if not settings.members and model is None and data.flat and entrant.method.network == "auto":
         settings = replace(settings, members=method_of(None, data).flat_members)  # the same number for all of them
     if out is None:
         used, settings = decided(entrant.method, data, settings, model, likelihood, None, say)

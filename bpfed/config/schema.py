@@ -177,7 +177,12 @@ def plain(text: str) -> str:
 
 
 #: What changes how a run is computed, or where, and nothing of what comes out: it may go on with other settings.
-HOW = frozenset({"run.chunk", "run.memory", "run.compile", "run.checkpoints", "run.baselines", f"data.{PLACE}"})
+HOW = frozenset(
+    {
+        *("run.chunk", "run.memory", "run.compile", "run.checkpoints", "run.baselines", "run.cache_features"),
+        f"data.{PLACE}",
+    }
+)
 
 
 def _moved(old: dict[str, Any], new: dict[str, Any]) -> bool:

@@ -116,6 +116,11 @@ class Settings:
             logistic or linear regression.
         hidden: Units in the hidden layer of the network that is built when none is given; None: 100. Noisy labels may
             need fewer. Not for 32 x 32 images, whose network is fixed.
+        trainable: Parameters of the network that are trained, by name or pattern, such as ``lora_*|classifier``; all others
+            are frozen, constants that are neither sent nor kept. None: those of the module that have not
+            ``requires_grad=False``.
+        cache_features: ``auto``: if the frozen part of the network comes first and has no dropout, compute its outputs
+            once for each example and train the rest on them; ``off``: run the whole network in every step.
         adapt: ``auto``: where a method offers settings that only data can decide between, choose them first, in pilot
             runs on held-out training examples; ``off``: use the method as it is.
         drop_rate: Probability that a drawn client fails to return in a round.
@@ -176,6 +181,8 @@ class Settings:
     members: int = 0
     network: Literal["auto", "mlp", "skip", "linear"] = "auto"
     hidden: int | None = None
+    trainable: str | None = None
+    cache_features: Literal["auto", "off"] = "auto"
     adapt: Literal["auto", "off"] = "auto"
     drop_rate: float = 0.0
     sampling: Literal["fixed", "poisson"] = "fixed"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.holdout import split
 from bpfed.data.partition import client_names, lay_out, streams
 from bpfed.data.tabular.statistics import MOST_WHOLE
+from bpfed.inference import inputs
+from bpfed.inference.inputs import Inputs
 from bpfed.inference.tasks import Classification, get_task, inferred
 
 
@@ -37,7 +39,9 @@ def from_arrays(
     from that, ``notes`` of the result says so, as does every training.
 
     Args:
-        x: Inputs, ``[E, ...]`` numbers, or ``[E]`` for one number each.
+        x: Inputs, ``[E, ...]`` numbers, or ``[E]`` for one number each. A dict of arrays, or a list of dicts with one for
+            each example, is what the module takes by name, and a tuple of arrays what it takes by position; whole
+            numbers stay whole in them, and sequences of different lengths are filled up with 0 where there is a mask.
         y: Targets, ``[E]``: words and numbers of a whole type are classes, real ones (also 0.0 and 1.0) are a
             regression.
         ids: Whom each example belongs to, ``[E]`` whole numbers or words. Each id is a client, named by it.
@@ -50,12 +54,18 @@ def from_arrays(
         seed: Which examples are drawn.
     """
     asked = get_task(task) if task is not None else None
-    inputs, targets = _numbers(x, f"The inputs of '{name}'"), _array(y, f"The targets of '{name}'")
-    inputs = inputs[:, None] if inputs.ndim == 1 else inputs
-    who = _identities(ids, name)
-    if targets.ndim != 1 or not inputs.shape[:1] == targets.shape == who.shape:
+    targets, who = _array(y, f"The targets of '{name}'"), _identities(ids, name)
+    given: Inputs
+    if (several := structured(x, name, len(targets) if targets.ndim else 0)) is not None:
+        given, shapes = several, {part: array.shape for part, array in inputs.parts(several).items()}
+    else:
+        given = _numbers(x, f"The inputs of '{name}'")
+        given = given[:, None] if given.ndim == 1 else given
+        shapes = {"": given.shape}
+    if targets.ndim != 1 or targets.shape != who.shape or any(s[:1] != targets.shape for s in shapes.values()):
+        shown = shapes[""] if "" in shapes else ", ".join(f"{shape} in '{part}'" for part, shape in shapes.items())
         raise UserError(
-            f"'{name}' has inputs of shape {inputs.shape}, targets of {targets.shape} and ids of {who.shape}; "
+            f"'{name}' has inputs of shape {shown}, targets of {targets.shape} and ids of {who.shape}; "
             "give one target and one id per input."
         )
     if not len(targets):
@@ -73,7 +83,9 @@ def from_arrays(
 
     def part(chosen: np.ndarray) -> Examples:
         rows, offsets = lay_out(owners, chosen, len(clients), ordering)
-        return Examples(torch.from_numpy(inputs[rows]), torch.from_numpy(targets[rows]), offsets)
+        return Examples(
+            inputs.each(lambda part: torch.from_numpy(part[rows]), given), torch.from_numpy(targets[rows]), offsets
+        )
 
     data = FederatedData(
         name=name,
@@ -85,6 +97,91 @@ def from_arrays(
         labels=words,
     ).check()
     return replace(data, notes=(*doubt, *unscaled(data), *of_one_class(data)))
+
+
+def structured(x: Any, name: str, count: int | None = None) -> Inputs | None:
+    """Inputs that are several arrays, as a dict or tuple of them; None: they are one array.
+
+    Args:
+        x: A mapping of arrays, a list of such mappings with one for each example, or a tuple of arrays.
+        name: Of the dataset, for what is said of them.
+        count: Number of examples, by which a tuple of arrays is told from a tuple of examples; None: it is the first.
+    """
+    if isinstance(x, list | tuple) and len(x) and all(isinstance(example, Mapping) for example in x):
+        names = list(x[0])
+        if other := next((i for i, example in enumerate(x) if set(example) != set(names)), None):
+            raise UserError(
+                f"Example {other} of '{name}' has the inputs {', '.join(map(str, x[other]))}, but the first has "
+                f"{', '.join(map(str, names))}; give all the same."
+            )
+        x = {part: [example[part] for example in x] for part in names}
+    if isinstance(x, Mapping):
+        if not x or not all(isinstance(part, str) for part in x):
+            raise UserError(f"The inputs of '{name}' are a mapping without arrays by name; give it some.")
+        masked = any("mask" in part for part in x)
+        return {part: _part(values, f"The inputs '{part}' of '{name}'", masked) for part, values in x.items()}
+    arrays = isinstance(x, tuple) and all(isinstance(part, torch.Tensor | np.ndarray) and part.ndim for part in x)
+    if arrays and x and (count is None or (len(x) != count and all(len(part) == count for part in x))):
+        return tuple(_part(values, f"The inputs {i} of '{name}'", False) for i, values in enumerate(x))
+    return None
+
+
+def _part(values: Any, what: str, masked: bool) -> np.ndarray:
+    """One array of several, of int64, bool or float32; sequences of different lengths are filled up with 0."""
+    if isinstance(values, list | tuple) and values and all(np.ndim(row) == 1 for row in values):
+        rows = [_array(row, what) for row in values]
+        longest = max(len(row) for row in rows)
+        if any(len(row) < longest for row in rows):
+            if not masked:
+                raise UserError(
+                    f"{what} differ in length and no mask says where they end; add one, such as attention_mask, or give "
+                    "all the same length."
+                )
+            rows = [np.pad(row, (0, longest - len(row))) for row in rows]
+        values = np.stack(rows)
+    array = _array(values, what)
+    if array.dtype.kind == "b":
+        return array
+    return array.astype(np.int64) if array.dtype.kind in "iu" else _numbers(array, what)
+
+
+def fitted(x: Any, like: Inputs, name: str) -> Inputs:
+    """New inputs as tensors of the structure, types and shapes of those of training.
+
+    Shorter sequences are filled up with 0 where there is a mask.
+
+    Args:
+        x: As `from_arrays` takes them.
+        like: Of training, ``[E, ...]`` each; E may be 0.
+        name: Of the dataset, for what is said of them.
+    """
+    wanted = inputs.parts(like)
+    found = structured(x, name)
+    if found is None or type(found) is not type(like) or set(inputs.parts(found)) != set(wanted):
+        raise UserError(
+            f"The inputs are not those of '{name}', which are {inputs.shapes(like)}; give a "
+            f"{'dict' if isinstance(like, dict) else 'tuple'} of these arrays."
+        )
+    masked, made = any("mask" in part for part in wanted), {}
+    for part, values in inputs.parts(found).items():
+        target = wanted[part]
+        if (values.dtype.kind == "f") != target.is_floating_point():
+            kinds = [str(t.dtype).removeprefix("torch.") for t in (torch.from_numpy(values[:0]), target)]
+            raise UserError(f"The inputs '{part}' are {kinds[0]}, but those of '{name}' are {kinds[1]}.")
+        if masked and values.ndim == target.ndim == 2 and values.shape[1] < target.shape[1]:
+            values = np.pad(values, ((0, 0), (0, target.shape[1] - values.shape[1])))
+        if values.shape[1:] != tuple(target.shape[1:]):
+            raise UserError(
+                f"The inputs '{part}' have shape {list(values.shape[1:])} each, but those of '{name}' have "
+                f"{list(target.shape[1:])}; cut longer ones."
+            )
+        made[part] = torch.from_numpy(np.ascontiguousarray(values)).to(target.dtype)
+    if len({len(t) for t in made.values()}) > 1:
+        raise UserError("The inputs differ in their number of examples; give every example one entry in each.")
+    for part, tensor in made.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise UserError(f"The inputs '{part}' hold NaN or infinite values; clean or drop those rows.")
+    return made if isinstance(like, dict) else tuple(made[part] for part in wanted)
 
 
 def _doubt(y: np.ndarray, name: str) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from torch import Tensor
 from bpfed._util.errors import UserError
 from bpfed.data.holdout import Holdout, whole_groups
 from bpfed.data.partition import OWN
-from bpfed.inference import rng
+from bpfed.inference import inputs, rng
+from bpfed.inference.inputs import Inputs
 from bpfed.inference.tasks import Task, get_task
 
 if TYPE_CHECKING:
@@ -25,14 +26,15 @@ class Examples:
     Nothing is padded, so clients may differ in size at no cost, and a hundred thousand of them are three tensors.
 
     Attributes:
-        x: Inputs, ``[E, ...]`` float32.
+        x: Inputs, ``[E, ...]`` float32; or a dict or tuple of such tensors, where whole numbers are int64 and truth
+            values bool (`bpfed.inference.inputs`).
         y: Targets, ``[E]``, of the task's type: int64 for classes, float32 for numbers.
         offsets: ``[N + 1]`` int64, from 0 to E, never falling.
         keys: By what they are held out, ``[E]`` int64: places in time or numbers of groups, of each client by itself
             (`bpfed.data.holdout`); None: they are drawn at random.
     """
 
-    x: Tensor
+    x: Inputs
     y: Tensor
     offsets: Tensor
     keys: Tensor | None = None
@@ -48,16 +50,16 @@ class Examples:
         sizes = self.sizes
         return torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
 
-    def client(self, index: int) -> tuple[Tensor, Tensor]:
+    def client(self, index: int) -> tuple[Inputs, Tensor]:
         """Inputs and targets of one client, ``[n, ...]`` and ``[n]`` (views, not copies)."""
         rows = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        return self.x[rows], self.y[rows]
+        return inputs.take(self.x, rows), self.y[rows]
 
     @classmethod
-    def of(cls, clients: list[tuple[Tensor, Tensor]]) -> Examples:
+    def of(cls, clients: list[tuple[Inputs, Tensor]]) -> Examples:
         """Lay the (inputs, targets) of several clients end to end."""
         sizes = torch.tensor([0] + [len(y) for _, y in clients])
-        return cls(torch.cat([x for x, _ in clients]), torch.cat([y for _, y in clients]), sizes.cumsum(0))
+        return cls(inputs.join([x for x, _ in clients]), torch.cat([y for _, y in clients]), sizes.cumsum(0))
 
     @classmethod
     def join(cls, parts: list[Examples]) -> Examples:
@@ -66,7 +68,7 @@ class Examples:
         offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         keys = [part.keys for part in parts if part.keys is not None]
         joined = torch.cat(keys) if len(keys) == len(parts) else None
-        return cls(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]), offsets, joined)
+        return cls(inputs.join([part.x for part in parts]), torch.cat([part.y for part in parts]), offsets, joined)
 
     def select(self, clients: Tensor) -> Examples:
         """The examples of the clients at these indices ``[S]``, in that order."""
@@ -74,13 +76,17 @@ class Examples:
         offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         shift = (self.offsets[clients] - offsets[:-1]).repeat_interleave(sizes)
         index = shift + torch.arange(len(shift), device=shift.device)
-        return Examples(self.x[index], self.y[index], offsets, None if self.keys is None else self.keys[index])
+        return Examples(
+            inputs.take(self.x, index), self.y[index], offsets, None if self.keys is None else self.keys[index]
+        )
 
     def where(self, chosen: Tensor) -> Examples:
         """These examples of each client only, ``[E]`` bool."""
         counts = self.sizes.new_zeros(len(self.sizes)).index_add_(0, self.owner, chosen.long())
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        return Examples(self.x[chosen], self.y[chosen], offsets, None if self.keys is None else self.keys[chosen])
+        return Examples(
+            inputs.take(self.x, chosen), self.y[chosen], offsets, None if self.keys is None else self.keys[chosen]
+        )
 
 
 def held_back(sizes: Tensor, fraction: float) -> Tensor:
@@ -128,16 +134,18 @@ def untested(data: FederatedData) -> UserError:
     return UserError(f"{start}; give them some, e.g. with --test-fraction 0.3 (in Python: test_fraction=0.3).")
 
 
-def _where(x: Tensor, y: Tensor) -> str:
+def _where(x: Inputs, y: Tensor) -> str:
     """Which of a client's inputs ``[n, ...]`` or targets ``[n]`` are no numbers, and of how many examples."""
-    odd = ~torch.isfinite(x)
-    rows = odd.flatten(1).any(1) if x.numel() else torch.zeros(len(y), dtype=torch.bool)
     what = []
-    if rows.any():
-        columns = odd.any(0).nonzero().flatten().tolist() if x.ndim == 2 else []
-        more = f" and {len(columns) - 3} more columns" if len(columns) > 3 else ""
-        name = " and ".join(f"x[:, {k}]" for k in columns[:3]) if columns else "x"
-        what.append(f"in {name}{more} of {int(rows.sum())} of its {len(y)} examples")
+    for part, values in inputs.parts(x).items():
+        odd = ~torch.isfinite(values)
+        rows = odd.reshape(len(values), -1).any(1) if values.numel() else torch.zeros(len(y), dtype=torch.bool)
+        if rows.any():
+            columns = odd.any(0).nonzero().flatten().tolist() if values.ndim == 2 else []
+            more = f" and {len(columns) - 3} more columns" if len(columns) > 3 else ""
+            called = f"x['{part}']" if part else "x"
+            name = " and ".join(f"{called}[:, {k}]" for k in columns[:3]) if columns else called
+            what.append(f"in {name}{more} of {int(rows.sum())} of its {len(y)} examples")
     wrong = int((~torch.isfinite(y)).sum()) if y.is_floating_point() else 0
     if wrong:
         what.append(f"in y of {wrong} of its {len(y)} examples")
@@ -187,7 +195,7 @@ class FederatedData:
         kinds = f"{self.classes} classes" if self.classes else self.task_type.targets
         return (
             f"<data {self.name!r}: {len(self)} clients, {len(self.train.y)} training and {len(self.test.y)} test "
-            f"examples of {list(self.input_shape)}, {kinds}>"
+            f"examples of {inputs.shapes(self.train.x)}, {kinds}>"
         )
 
     @property
@@ -196,14 +204,19 @@ class FederatedData:
         return get_task(self.task)
 
     @property
+    def flat(self) -> bool:
+        """Whether an input is a row of numbers."""
+        return isinstance(self.train.x, Tensor) and self.train.x.ndim == 2
+
+    @property
     def class_names(self) -> tuple[str, ...]:
         """A word for each class: its label, or its number where classes have none; none for numbers."""
         return self.labels or tuple(str(k) for k in range(self.classes))
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of one input, without the batch axis."""
-        return tuple(self.train.x.shape[1:])
+        """Shape of one input, without the batch axis; empty where inputs are several tensors."""
+        return tuple(self.train.x.shape[1:]) if isinstance(self.train.x, Tensor) else ()
 
     def hold_out(self, fraction: float, seed: int) -> FederatedData:
         """The same data with a part of each client's training examples moved to ``calibration``.
@@ -283,16 +296,18 @@ class FederatedData:
                     f"'{self.name}' names {len(self)} clients, but its {part} data is of {len(examples.offsets) - 1}; "
                     "name each client once."
                 )
-            if not len(examples.x) == len(examples.y) == int(examples.offsets[-1]):
+            counts = {len(t) for t in inputs.parts(examples.x).values()}
+            if counts != {len(examples.y)} or len(examples.y) != int(examples.offsets[-1]):
                 raise UserError(
-                    f"'{self.name}' has {len(examples.x)} inputs and {len(examples.y)} targets in its {part} data for "
+                    f"'{self.name}' has {' or '.join(map(str, sorted(counts)))} inputs and {len(examples.y)} targets in its {part} data for "
                     f"clients that own {int(examples.offsets[-1])}; give one input and one target per example."
                 )
-            bad = torch.zeros(len(examples.x), dtype=torch.bool)
-            if examples.x.numel():
-                # The extremes of a row carry its NaN or infinity, and need no copy of the data.
-                rows = examples.x.flatten(1)
-                bad = ~(torch.isfinite(rows.amin(1)) & torch.isfinite(rows.amax(1)))
+            bad = torch.zeros(len(examples.y), dtype=torch.bool)
+            for values in inputs.parts(examples.x).values():
+                if values.is_floating_point() and values.numel():
+                    # The extremes of a row carry its NaN or infinity, and need no copy of the data.
+                    rows = values.reshape(len(values), -1)
+                    bad |= ~(torch.isfinite(rows.amin(1)) & torch.isfinite(rows.amax(1)))
             if examples.y.is_floating_point():
                 bad = bad | ~torch.isfinite(examples.y)
             if bad.any():

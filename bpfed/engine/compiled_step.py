@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from bpfed.engine.batching import Plan
+from bpfed.inference import inputs
 from bpfed.inference.estimators import Batch
+from bpfed.inference.inputs import Inputs
 from bpfed.methods.base import Method, State
 from bpfed.nn.model import Model
 
@@ -42,7 +44,7 @@ class Work(NamedTuple):
     local: State
     step: Tensor
     loss: Tensor
-    x: Tensor
+    x: Inputs
     y: Tensor
     plan: Plan
     hyper: dict[str, Tensor]
@@ -63,7 +65,7 @@ class Slot(NamedTuple):
 
 def advance(method: Method, model: Model, phase: str, ragged: bool, work: Work, slot: Slot) -> None:
     """One local step of every client, in place; a client that has done all its steps stays as it is."""
-    batch = Batch(work.x[slot.rows], work.y[slot.rows], slot.mask, work.plan.size, slot.key)
+    batch = Batch(inputs.take(work.x, slot.rows), work.y[slot.rows], slot.mask, work.plan.size, slot.key)
     new, loss = method.step(model, work.local, batch, work.hyper, phase)
     active = work.step < work.plan.steps
     old_leaves, _ = tree_flatten(work.local)
@@ -104,7 +106,7 @@ class Stepper:
         shape = tuple((tuple(t.shape), t.dtype) for t in leaves)
         with torch.no_grad():
             if shape not in self.loops:
-                self.loops[shape] = (Recorded if work.x.is_cuda and self.method.recordable else Repeated)(self, work)
+                self.loops[shape] = (Recorded if work.y.is_cuda and self.method.recordable else Repeated)(self, work)
             self.loops[shape](work, steps)
 
     def advance(self, work: Work, slot: Slot) -> None:
@@ -122,7 +124,8 @@ class Stepper:
 
 def _own(work: Work) -> Work:
     """The same work with leaves of its own, but for the training data, which is large and never written."""
-    return tree_map(lambda t: t if t is work.x or t is work.y else t.clone(), work)
+    large = {id(t) for t in tree_leaves((work.x, work.y))}
+    return tree_map(lambda t: t if id(t) in large else t.clone(), work)
 
 
 class Repeated:

@@ -8,15 +8,17 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bpfed._util.errors import UserError
 from bpfed.config.settings import MOST_EVALUATED
 from bpfed.data.federated import Examples, untested
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import threads
+from bpfed.inference import inputs
 from bpfed.inference.calibration import Calibration, fewest, sorted_scores
-from bpfed.inference.predictive import How
+from bpfed.inference.inputs import Inputs
+from bpfed.inference.predictive import How, Predictive
 from bpfed.inference.rng import Purpose, words
 from bpfed.inference.tasks import Bounds, Predicted, Scoring
 from bpfed.methods.base import State, rows
@@ -24,6 +26,8 @@ from bpfed.metrics import SURE, Evaluation
 
 #: Outputs and inputs of one draw that are held at a time, in numbers.
 BLOCK = 8_000_000
+#: Examples of a client that run at a time through a network with a frozen part.
+WIDE = 256
 #: Below this many test examples times weights an evaluation runs on one thread (see `bpfed.engine.local`).
 SMALL = 200_000_000
 
@@ -50,7 +54,7 @@ def tested_clients(federation: Federation) -> Tensor:
 
 def evaluate_clients(federation: Federation) -> tuple[Evaluation, Tensor]:
     """Metrics over the test examples of the evaluated clients, and which clients those are."""
-    small = len(federation.data.test.y) * federation.model.factors.total < SMALL
+    small = len(federation.data.test.y) * federation.model.computed < SMALL
     with threads(1 if small else torch.get_num_threads()):
         return _evaluate(federation)
 
@@ -101,7 +105,7 @@ def calibrate(
             f"'{federation.data.name}' has no examples that were kept from training; train with calibration=0.2."
         )
     clients = torch.arange(len(federation)) if clients is None else clients
-    small = len(federation.data.calibration.y) * federation.model.factors.total < SMALL
+    small = len(federation.data.calibration.y) * federation.model.computed < SMALL
     with threads(1 if small else torch.get_num_threads()):
         return _calibrate(federation, clients, federation.tuned(clients) if federation.untuned else None, how, draws)
 
@@ -130,21 +134,21 @@ def _predict(
 ) -> Predicted:
     """Every client's predictions for its own examples; ``tuned``: their states, where these are not the stored ones."""
     device, draws, task = federation.device, draws or federation.settings.eval_draws, federation.data.task_type
-    sizes = examples.sizes[clients]
+    examples, sizes = federation.inputs(examples), examples.sizes[clients]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     found: list[tuple[Tensor, ...]] = []
     at: list[Tensor] = []
-    for group in _groups(examples, sizes, federation.model.factors.total):
+    for group in _groups(examples, sizes, federation.model.computed):
         who = clients[group]
         slot = torch.arange(int(sizes[group].max()))
         valid = slot < sizes[group][:, None]
-        source = (examples.offsets[who][:, None] + torch.where(valid, slot, 0)).to(examples.x.device)
-        x, y = examples.x[source].to(device), examples.y[source].to(device)
+        source = (examples.offsets[who][:, None] + torch.where(valid, slot, 0)).to(examples.y.device)
+        x, y = inputs.move(inputs.take(examples.x, source), device), examples.y[source].to(device)
         with torch.no_grad():
             personal = federation.personal(who) if tuned is None else tree_map(lambda t, own=group: t[own], tuned)
             predictive = federation.method.predictive(federation.model, rows(federation.shared, len(who)), personal)
             key = federation.keys(0, Purpose.EVALUATION, who)
-            padded = task.parts(federation.model, predictive, x, y, key, draws, how, federation.softness)
+            padded = _outputs(federation, predictive, x, y, key, draws, how)
         found.append(tuple(part[valid.to(device)] for part in padded))
         at.append((offsets[group][:, None] + slot)[valid])
     own = [torch.arange(int(examples.offsets[c]), int(examples.offsets[c + 1])) for c in clients]
@@ -165,8 +169,24 @@ def _groups(examples: Examples, sizes: Tensor, weights: int) -> Iterator[Tensor]
     """
     order = sizes.argsort(descending=True, stable=True)
     order = order[sizes[order] > 0]
-    numbers = max(1, math.prod(examples.x.shape[1:])) + 4 * weights // max(1, int(sizes.float().mean()))
+    of_one = sum(math.prod(t.shape[1:]) for t in tree_leaves(examples.x))
+    numbers = max(1, of_one) + 4 * weights // max(1, int(sizes.float().mean()))
     while len(order):
         count = max(1, BLOCK // (numbers * int(sizes[order[0]])))
         yield order[:count]
         order = order[count:]
+
+
+def _outputs(
+    federation: Federation, predictive: Predictive, x: Inputs, y: Tensor, key: Tensor, draws: int, how: How
+) -> tuple[Tensor, ...]:
+    """What `Predicted` holds, for the examples of S clients, ``[S, B, ...]``."""
+    if federation.model.wide and y.shape[1] > WIDE:
+        some = [slice(start, start + WIDE) for start in range(0, y.shape[1], WIDE)]
+        blocks = [
+            _outputs(federation, predictive, inputs.take(x, (slice(None), own)), y[:, own], key, draws, how)
+            for own in some
+        ]
+        return tuple(torch.cat(parts, 1) for parts in zip(*blocks, strict=True))
+    task = federation.data.task_type
+    return task.parts(federation.model, predictive, x, y, key, draws, how, federation.softness)

@@ -15,11 +15,11 @@ from bpfed._util.errors import Diverged, UserError, first_of
 from bpfed.aggregation.privacy import Draw, gaussian_epsilon, poisson_epsilon
 from bpfed.aggregation.updates import finite, paired, sigmas_of, size_of
 from bpfed.config.settings import Settings
-from bpfed.data.federated import FederatedData
-from bpfed.engine.local import LocalRound, Rows, chunk_size
+from bpfed.data.federated import Examples, FederatedData
+from bpfed.engine.local import LocalRound, Rows, chunk_size, held_by
 from bpfed.engine.server import Judged, Lengths, combined, judged, remembered
 from bpfed.engine.state_store import Store, make_store
-from bpfed.inference import rng
+from bpfed.inference import inputs, rng
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.rng import Purpose
 from bpfed.inference.tasks import get_task
@@ -131,6 +131,7 @@ class Federation:
         run_of_all: The run, where this is one site of it by itself; None: all its clients are here.
         learnt_softness: The softness that rehearsals found; None: there were none.
         lengths: How far the newest uploads that were used moved each tensor of the server's state.
+        computed: Examples, and the same as the model takes them (see `inputs`).
     """
 
     method: Method
@@ -148,6 +149,7 @@ class Federation:
     run_of_all: RunShape | None = None
     learnt_softness: float | None = None
     lengths: Lengths = field(default_factory=dict)
+    computed: list[tuple[Examples, Examples]] = field(default_factory=list)
 
     @classmethod
     def start(
@@ -178,8 +180,14 @@ class Federation:
                     f"{name} is for the network that is made where none is given, but one is given as model; leave one "
                     "of the two out."
                 )
-        tried = data.train.x[_some(len(data.train.x))]
+        tried = inputs.take(data.train.x, _some(len(data.train.y)))
         model = make_model(tried, data.task_type, data.classes, method, settings, module, likelihood).to(device)
+        if model.backbone is not None:
+            parts = (data.train, data.test, *([data.calibration] if data.calibration is not None else []))
+            one = inputs.first(model.features(inputs.take(tried, slice(1))))
+            needed = sum(len(part.y) for part in parts) * one.numel() * one.element_size() >> 20
+            if needed > settings.memory:
+                model = model.uncached(f"its outputs would take {needed} MiB and memory is {settings.memory}")
         if own and settings.members > 1:
             model = replace(
                 model,
@@ -201,6 +209,20 @@ class Federation:
 
     def __len__(self) -> int:
         return len(self.data)
+
+    def inputs(self, examples: Examples) -> Examples:
+        """Examples of this federation as its model takes them: with the outputs of a frozen part that comes first.
+
+        These are computed once.
+        """
+        if self.model.backbone is None:
+            return examples
+        for raw, found in self.computed:
+            if raw is examples:
+                return found
+        found = replace(examples, x=self.model.features(examples.x))
+        self.computed.append((examples, found))
+        return found
 
     @property
     def finished(self) -> bool:
@@ -306,7 +328,7 @@ class Federation:
         key = self.keys(self.round, Purpose.TUNING, clients)
         numbers = self.method.rows_of_numbers(len(clients), self.device)
         rows_ = self._rows(clients, numbers, rng.fold(key, 0), rng.fold(key, 1))
-        held, settings = self.method.held(self.model), self.settings
+        held, settings = held_by(self.method, self.model), self.settings
         chunk = settings.chunk or chunk_size(len(clients), held, self.device, settings.memory)
         phases = self.method.tuning(settings.epochs)
         return self._training().in_chunks(rows_, min(chunk, len(clients)), phases).personal
@@ -338,7 +360,7 @@ class Federation:
 
     def _training(self) -> LocalRound:
         if self.training is None:
-            self.training = LocalRound.of(self.method, self.model, self.data.train, self.settings)
+            self.training = LocalRound.of(self.method, self.model, self.inputs(self.data.train), self.settings)
         return self.training
 
     def receive(self, clients: Tensor, uploads: State, personal: State) -> dict[str, str]:

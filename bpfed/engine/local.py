@@ -15,6 +15,8 @@ from bpfed.config.settings import Settings
 from bpfed.data.federated import Examples
 from bpfed.engine.batching import Plan, cyclic, plan
 from bpfed.engine.compiled_step import Stepper, Work
+from bpfed.inference import inputs
+from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Categorical
 from bpfed.methods.base import ADAPT, Finished, Method, Phase, State
 from bpfed.nn.model import Model
@@ -72,7 +74,7 @@ class LocalRound:
 
     method: Method
     model: Model
-    x: Tensor
+    x: Inputs
     y: Tensor
     batch: int
     epochs: int
@@ -102,7 +104,7 @@ class LocalRound:
         """
         device, batch = model.initial.device, settings.batch
         width = min(batch, max(longest, int(examples.sizes.max())))
-        x, y = examples.x.to(device), examples.y.to(device)
+        x, y = inputs.move(examples.x, device), examples.y.to(device)
         return cls(method, model, x, y, batch, settings.epochs, compiled, width)
 
     def __call__(self, rows: Rows, phases: Sequence[Phase] | None = None) -> Finished:
@@ -113,7 +115,7 @@ class LocalRound:
             phases: What to run instead of the method's own local round, such as its `Method.tuning`.
         """
         # Threads cost more than they bring where an operation is short, and very much more on a busy machine.
-        small = len(rows) * self.model.factors.total < SMALL
+        small = len(rows) * self.model.computed < SMALL
         with threads(1 if small else torch.get_num_threads()):
             return self._train(rows, self.method.phases(self.epochs) if phases is None else phases)
 
@@ -140,7 +142,7 @@ class LocalRound:
         It depends on nothing else, so that a client's arithmetic does not depend on who trains beside it. A compiled or
         recorded step has one width for all, since each further one takes seconds to make.
         """
-        if self.compiled or self.x.is_cuda:
+        if self.compiled or self.y.is_cuda:
             return self.width
         return min(self.width, max(NARROWEST, 1 << (size - 1).bit_length()))
 
@@ -157,13 +159,13 @@ class LocalRound:
         """
         with torch.no_grad():
             local, hyper = self._begin(rows)
-            todo, loss = self._first(rows, stops[-1]), torch.zeros(len(rows), device=self.x.device)
+            todo, loss = self._first(rows, stops[-1]), torch.zeros(len(rows), device=self.y.device)
             # As many steps at a time, so that there is one shape to trace.
             unit, states = next(stop for stop in stops if stop), []
             for done in range(0, stops[-1] + 1, unit):
                 if done:
                     part = todo._replace(**{n: getattr(todo, n)[done - unit : done] for n in ("rows", "mask", "key")})
-                    step = torch.zeros(1, dtype=torch.int64, device=self.x.device)
+                    step = torch.zeros(1, dtype=torch.int64, device=self.y.device)
                     self._stepper(ADAPT, False).run(Work(local, step, loss, self.x, self.y, part, rows.hyper), unit)
                     told(done)
                 if done in stops:
@@ -178,12 +180,12 @@ class LocalRound:
         width = self.padded(int(rows.size.max()))
         longest = width * (1 << (most - 1).bit_length())
         local, hyper = self._begin(rows)
-        loss = torch.zeros(len(rows), device=self.x.device)
-        taken = torch.zeros(len(rows), device=self.x.device)
+        loss = torch.zeros(len(rows), device=self.y.device)
+        taken = torch.zeros(len(rows), device=self.y.device)
         before = 0
         for phase in phases:
             todo = self._plan(rows, phase, before, longest, width)
-            step = torch.zeros(1, dtype=torch.int64, device=self.x.device)
+            step = torch.zeros(1, dtype=torch.int64, device=self.y.device)
             work = Work(local, step, loss, self.x, self.y, todo, rows.hyper)
             steps = phase.batches * phase.repeats or most * phase.epochs
             self._stepper(phase.name, ragged and not phase.batches).run(work, steps)
@@ -205,9 +207,9 @@ class LocalRound:
     def _counts(self, rows: Rows) -> Tensor:
         """Examples of each class that the clients train on, ``[S, K]``; of a regression ``[S, 0]``."""
         classes = self.model.likelihood.classes if isinstance(self.model.likelihood, Categorical) else 0
-        counts = torch.zeros(len(rows), classes, device=self.x.device)
+        counts = torch.zeros(len(rows), classes, device=self.y.device)
         if classes:
-            slot = torch.arange(int(rows.size.max()), device=self.x.device)
+            slot = torch.arange(int(rows.size.max()), device=self.y.device)
             own = slot < rows.size[:, None]
             counts.scatter_add_(1, self.y[rows.start[:, None] + torch.where(own, slot, 0)], own.float())
         return counts
@@ -244,6 +246,11 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def held_by(method: Method, model: Model) -> int:
+    """Numbers that a client in training holds, about: its state, and as many more as the frozen part computes with."""
+    return method.held(model) + model.computed - model.factors.total
 
 
 def chunk_size(clients: int, weights: int, device: torch.device, memory: int) -> int:

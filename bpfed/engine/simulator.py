@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from bpfed._util.errors import UserError
 from bpfed.data.federated import Examples
 from bpfed.engine.federation import Federation
-from bpfed.engine.local import LocalRound, Rows, chunk_size
+from bpfed.engine.local import LocalRound, Rows, chunk_size, held_by
 from bpfed.methods.base import Finished, State
 
 #: A compiler takes some 20 s of CPU; it is repaid where plain steps would take longer than that. In weights x
@@ -25,6 +25,7 @@ _KINDS: tuple[Callable[[Federation], object], ...] = (
     lambda f: f.model.factors,
     lambda f: f.model.likelihood,
     lambda f: str(f.model.module),
+    lambda f: f.model.frozen_hash,
 )
 
 
@@ -55,13 +56,13 @@ class Simulator:
         for other in federations[1:]:
             if any(kind(other) != kind(first) for kind in _KINDS):
                 raise UserError(
-                    "Only runs of the same method, network and kind of settings can be stacked; run the others apart."
+                    "Only runs of the same method, network, frozen weights and kind of settings can be stacked; run the others apart."
                 )
             if (other.settings.batch, other.settings.epochs) != (first.settings.batch, first.settings.epochs):
                 raise UserError("Only runs with the same batch size and epochs can be stacked; run the others apart.")
         self.federations = federations
         self.device, self.settings = first.device, first.settings
-        parts = [f.data.train for f in federations]
+        parts = [f.inputs(f.data.train) for f in federations]
         self.base = [0]
         for part in parts:
             self.base.append(self.base[-1] + len(part.y))
@@ -93,7 +94,7 @@ class Simulator:
             return Finished((), (), {})
         everyone = parts[0] if len(parts) == 1 else _concatenate(parts)
         drawn = sum(f.settings.per_round(len(f)) for f in self.federations)  # whoever of them fails to return
-        held = self.train.method.held(self.train.model)
+        held = held_by(self.train.method, self.train.model)
         chunk = self.settings.chunk or chunk_size(drawn, held, self.device, self.settings.memory)
         return self.train.in_chunks(everyone, min(chunk, drawn))
 

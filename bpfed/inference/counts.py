@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from bpfed._util.errors import UserError
+from bpfed.inference import inputs
+from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Likelihood, check_one_output
 from bpfed.inference.predictive import How, Prediction, Predictive, Regressed, drawn, members, moments
 from bpfed.inference.tasks import Predicted, Scoring, TargetColumn, Task, mean_targets, no_label, written
@@ -102,7 +104,7 @@ class Counted(Regressed):
 
 
 def predict_counts(
-    model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int, how: How = "sample"
+    model: Model, predictive: Predictive, x: Inputs, key: Tensor, draws: int, how: How = "sample"
 ) -> Counted:
     """The mixture over weight draws; for the arguments see `bpfed.inference.predictive.classify`."""
     if how == "single-pass":
@@ -110,12 +112,12 @@ def predict_counts(
         parts = []
         for member in members(model, predictive):
             found = moments(model.one, member, x)
-            mean = found.mean.reshape(x.shape[:2]).double()
+            mean = found.mean.reshape(inputs.first(x).shape[:2]).double()
             variance = torch.zeros_like(mean) if found.covariance is None else found.covariance.reshape(mean.shape)
             parts.append(mean[..., None] + variance.double().clamp(min=0.0).sqrt()[..., None] * nodes)
         outputs, weights = torch.cat(parts, -1), (shares / shares.sum() / len(parts)).repeat(len(parts))
     else:
-        some = [out.reshape(len(out), *x.shape[:2]) for _, out in drawn(model, predictive, x, key, draws)]
+        some = [out.reshape(len(out), *inputs.first(x).shape[:2]) for _, out in drawn(model, predictive, x, key, draws)]
         outputs = torch.cat(some).movedim(0, -1).double()
         weights = torch.full_like(outputs[0, 0], 1.0 / outputs.shape[-1])
     return Counted.of(outputs.clamp(max=HIGHEST).exp(), weights.expand_as(outputs))
@@ -153,7 +155,7 @@ class Counts(Task):
         )
 
     def predict(
-        self, model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int, how: How = "sample"
+        self, model: Model, predictive: Predictive, x: Inputs, key: Tensor, draws: int, how: How = "sample"
     ) -> Counted:
         return predict_counts(model, predictive, x, key, draws, how)
 
@@ -161,7 +163,7 @@ class Counts(Task):
         self,
         model: Model,
         predictive: Predictive,
-        x: Tensor,
+        x: Inputs,
         y: Tensor,
         key: Tensor,
         draws: int,

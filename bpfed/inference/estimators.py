@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from bpfed._util.errors import unknown
-from bpfed.inference import rng
+from bpfed.inference import inputs, rng
 from bpfed.inference.gaussian import Gaussian
+from bpfed.inference.inputs import Inputs
 from bpfed.nn.model import Model
 
 
@@ -27,14 +28,14 @@ class Batch(NamedTuple):
     """One mini-batch of each of S clients.
 
     Attributes:
-        x: Inputs, ``[S, B, ...]``.
+        x: Inputs, ``[S, B, ...]``, one tensor or a tree of them (`bpfed.inference.inputs`).
         y: Targets, ``[S, B]``.
         mask: 1 for an example, 0 for padding, ``[S, B]`` float32.
         size: The client's number of training examples n, ``[S]`` float32.
         key: Of this client's step, ``[S, 2]`` int32.
     """
 
-    x: Tensor
+    x: Inputs
     y: Tensor
     mask: Tensor
     size: Tensor
@@ -86,17 +87,22 @@ def antithetic(model: Model, q: Gaussian, batch: Batch) -> DataTerm:
     """w = μ + σ ⊙ ε for the even examples, μ − σ ⊙ ε for the odd ones; unbiased, since −ε is as likely as ε."""
     eps = rng.normal(batch.key, q.mean.shape[-1])
     padding = batch.mask.shape[1] % 2
-    x, y, mask = (_halves(t, padding) for t in (batch.x, batch.y, batch.mask))
+    alone = isinstance(batch.x, Tensor)
+    x = inputs.each(lambda t: _halves(t, padding, torch.zeros_like(t[:, :1]) if alone else t[:, :1]), batch.x)
+    y, mask = (_halves(t, padding, torch.zeros_like(t[:, :1])) for t in (batch.y, batch.mask))
     drawn = torch.stack([q.draw(eps), q.draw(-eps)], 1).flatten(0, 1)  # [2 S, P]
     total, gradient = model.gradient(drawn, x, y, mask, batch.key.repeat_interleave(2, 0))
     plus, minus = (gradient.unflatten(0, (-1, 2)) * batch.scale[:, None, None]).unbind(1)
     return DataTerm(total.view(-1, 2).sum(1) * batch.scale / batch.size, plus + minus, (plus - minus) * eps)
 
 
-def _halves(values: Tensor, padding: int) -> Tensor:
-    """Every other example: ``[S, B, ...]`` to ``[2 S, B / 2, ...]``; an odd batch gets a row of zeros."""
+def _halves(values: Tensor, padding: int, row: Tensor) -> Tensor:
+    """Every other example: ``[S, B, ...]`` to ``[2 S, B / 2, ...]``; an odd batch gets one more ``row``.
+
+    That of several tensors is an example, since a mask of zeros may leave nothing to compute with.
+    """
     if padding:
-        values = torch.cat([values, torch.zeros_like(values[:, :1])], 1)
+        values = torch.cat([values, row], 1)
     return values.unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 1)
 
 

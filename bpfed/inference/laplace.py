@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, hessian, vmap
+from torch.func import hessian, vmap
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -226,10 +226,8 @@ def best_precision(values: Tensor, square: Tensor) -> Tensor:
 def _ending(model: Model, layer: Head, weights: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs ``[B, F]`` and outputs ``[B, K]`` of the last layer for one client."""
     parameters = model.factors.unflatten(weights)
-    own = {n: p for n, p in parameters.items() if n not in model.likelihood.parameters()}
-    model.module.eval()
     with Convolutions(), Ending(parameters[layer.weight]) as ending:
-        outputs = functional_call(model.module, own, (x,))
+        outputs = model.call(parameters, x)
     if outputs is not ending.last:
         raise UserError(
             "laplace needs a network that ends in a linear layer, but something follows the layer of "

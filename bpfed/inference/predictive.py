@@ -11,12 +11,13 @@ from typing import Literal, NamedTuple, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
 from bpfed._util.errors import UserError, unknown
-from bpfed.inference import rng
+from bpfed.inference import inputs, rng
 from bpfed.inference.calibration import tempered, threshold
 from bpfed.inference.gaussian import Gaussian
+from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Normal
 from bpfed.inference.moment_propagation import Propagation
 from bpfed.nn.kernels.conv import Convolutions
@@ -83,6 +84,15 @@ class PointPredictive(NamedTuple):
         return self.weights
 
 
+def mean_weights(predictive: Predictive) -> Tensor | None:
+    """The mean of the weights, ``[S, P]``; None where it is not known."""
+    if isinstance(predictive, GaussianPredictive):
+        return predictive.weights.mean
+    if isinstance(predictive, CorrelatedPredictive):
+        return predictive.mean
+    return predictive.weights if isinstance(predictive, PointPredictive) else None
+
+
 # --- Prediction in a single pass --------------------------------------------------------------------------------------
 #
 # Mean and covariance of the outputs under Gaussian weights, and their softmax.
@@ -111,7 +121,7 @@ class Moments(NamedTuple):
     covariance: Tensor | None
 
 
-def moments(model: Model, predictive: Predictive, x: Tensor) -> Moments:
+def moments(model: Model, predictive: Predictive, x: Inputs) -> Moments:
     """Mean and covariance of the network's outputs under Gaussian weights, in one pass.
 
     Args:
@@ -137,13 +147,12 @@ def moments(model: Model, predictive: Predictive, x: Tensor) -> Moments:
     random = [n for n, s in zip(own, widest, strict=True) if s > 0.0]
     if not random:
         return Moments(model.stacked_outputs(mean, x), None)
-    model.module.eval()
 
-    def one(mean: Tensor, sigma: Tensor, x: Tensor) -> Moments:
+    def one(mean: Tensor, sigma: Tensor, x: Inputs) -> Moments:
         means, sigmas = model.factors.unflatten(mean), model.factors.unflatten(sigma)
         with Convolutions(), Propagation([(means[n], sigmas[n].square()) for n in random]) as propagation:
-            outputs = functional_call(model.module, {n: means[n] for n in own}, (x,))
-        return Moments(outputs.reshape(len(x), -1), propagation.covariance(outputs))
+            outputs = model.call({n: means[n] for n in own}, x)
+        return Moments(outputs.reshape(len(inputs.first(x)), -1), propagation.covariance(outputs))
 
     return Moments(*vmap(one)(mean, sigma, x))
 
@@ -359,7 +368,7 @@ def _entropy(probs: Tensor) -> Tensor:
 
 
 def classify(
-    model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int, how: How = "sample"
+    model: Model, predictive: Predictive, x: Inputs, key: Tensor, draws: int, how: How = "sample"
 ) -> Classified:
     """Average the softmax over weight draws, each draw one coherent function for all examples.
 
@@ -402,15 +411,15 @@ def members(model: Model, predictive: Predictive) -> list[Predictive]:
     return [predictive]
 
 
-def drawn(model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int) -> Iterator[tuple[Tensor, Tensor]]:
+def drawn(model: Model, predictive: Predictive, x: Inputs, key: Tensor, draws: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Weights ``[D, S, P]`` and outputs ``[D, S, B, ...]`` of some draws at a time, all draws in turn.
 
     There are ``draws`` of them, or as many as the predictive has; a draw is of one member's weights, and all members
     have equally many.
     """
     count = predictive.draws(-(-draws // model.members))
-    each = len(x) * model.factors.total + x.numel() * model.members
-    stack = max(1, STACKED.get(x.device.type, STACKED["cpu"]) // each)
+    each = len(inputs.first(x)) * model.factors.total + inputs.numbers(x) * model.members
+    stack = max(1, STACKED.get(key.device.type, STACKED["cpu"]) // each)
     for start in range(0, count, stack):
         some = range(start, min(start + stack, count))
         if isinstance(predictive, GaussianPredictive):
@@ -424,7 +433,7 @@ def drawn(model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: i
 def regress(
     model: Model,
     predictive: Predictive,
-    x: Tensor,
+    x: Inputs,
     key: Tensor,
     draws: int,
     y: Tensor | None = None,
@@ -443,7 +452,7 @@ def regress(
         return _regress_at_once(model, likelihood, predictive, x, key, y, softness)
     means, log_scales = [], []
     for weights, outputs in drawn(model, predictive, x, key, draws):
-        out = outputs.reshape(len(weights), *x.shape[:2])
+        out = outputs.reshape(len(weights), *inputs.first(x).shape[:2])
         parameters = vmap(vmap(model.one.factors.unflatten))(weights)
         log_scale = torch.as_tensor(likelihood.log_scale(parameters), device=out.device).expand(*out.shape[:2], 1)
         means.append(out)
@@ -463,7 +472,7 @@ def _regress_at_once(
     model: Model,
     likelihood: Normal,
     predictive: Predictive,
-    x: Tensor,
+    x: Inputs,
     key: Tensor,
     y: Tensor | None,
     softness: float,
@@ -481,11 +490,11 @@ def _regress_at_once(
 
 
 def _one_at_once(
-    model: Model, likelihood: Normal, predictive: Predictive, x: Tensor, key: Tensor
+    model: Model, likelihood: Normal, predictive: Predictive, x: Inputs, key: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, epistemic and aleatoric variance of one network, ``[S, B]`` each."""
     found = moments(model, predictive, x)
-    mean = found.mean.reshape(x.shape[:2])
+    mean = found.mean.reshape(inputs.first(x).shape[:2])
     epistemic = torch.zeros_like(mean) if found.covariance is None else found.covariance.reshape(mean.shape)
     if isinstance(predictive, GaussianPredictive):
         means, sigmas = (vmap(model.factors.unflatten)(t) for t in predictive.weights)

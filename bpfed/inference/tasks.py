@@ -22,6 +22,7 @@ from bpfed._util.errors import UserError, unknown
 from bpfed.config.registry import TASKS
 from bpfed.inference import calibration
 from bpfed.inference.calibration import HeldOutSlopes
+from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Categorical, Likelihood, Normal
 from bpfed.inference.predictive import Classified, How, Prediction, Predictive, Regressed, classify, regress
 from bpfed.metrics import Evaluation, Form, Sums, evaluate, evaluate_regression, evaluate_sums
@@ -153,7 +154,7 @@ class Task(ABC):
 
     @abstractmethod
     def predict(
-        self, model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int, how: How = "sample"
+        self, model: Model, predictive: Predictive, x: Inputs, key: Tensor, draws: int, how: How = "sample"
     ) -> Prediction:
         """Predictions of S clients, ``[S, B, ...]``, before any temperature; for the arguments see `classify`."""
 
@@ -162,7 +163,7 @@ class Task(ABC):
         self,
         model: Model,
         predictive: Predictive,
-        x: Tensor,
+        x: Inputs,
         y: Tensor,
         key: Tensor,
         draws: int,
@@ -289,7 +290,7 @@ class Classification(Task):
         return f"labels from {low} to {high} {where} but {classes} classes; labels must run from 0 to {classes - 1}"
 
     def predict(
-        self, model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int, how: How = "sample"
+        self, model: Model, predictive: Predictive, x: Inputs, key: Tensor, draws: int, how: How = "sample"
     ) -> Classified:
         return classify(model, predictive, x, key, draws, how)
 
@@ -297,7 +298,7 @@ class Classification(Task):
         self,
         model: Model,
         predictive: Predictive,
-        x: Tensor,
+        x: Inputs,
         y: Tensor,
         key: Tensor,
         draws: int,
@@ -379,7 +380,7 @@ class Regression(Task):
         return Normal()
 
     def predict(
-        self, model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: int, how: How = "sample"
+        self, model: Model, predictive: Predictive, x: Inputs, key: Tensor, draws: int, how: How = "sample"
     ) -> Regressed:
         return regress(model, predictive, x, key, draws, how=how)
 
@@ -387,7 +388,7 @@ class Regression(Task):
         self,
         model: Model,
         predictive: Predictive,
-        x: Tensor,
+        x: Inputs,
         y: Tensor,
         key: Tensor,
         draws: int,

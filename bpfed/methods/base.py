@@ -41,7 +41,7 @@ from bpfed.inference.predictive import GaussianPredictive as GaussianPredictive
 from bpfed.inference.predictive import PointPredictive as PointPredictive
 from bpfed.inference.predictive import Predictive
 from bpfed.nn.model import Model
-from bpfed.nn.parameters import Personal
+from bpfed.nn.parameters import Personal, number
 
 #: Name of the phase in which a newcomer learns its personal state and the shared factors are frozen.
 ADAPT = "adapt"
@@ -239,8 +239,8 @@ class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
         return model.factors.total
 
     def whose(self, model: Model) -> str:
-        """Which weights are personal and which shared, in words."""
-        words = model.factors.words
+        """Which weights are personal and which shared, and how many are frozen, in words."""
+        words = model.factors.words + (f"; frozen: {number(model.frozen)} weights" if model.frozen else "")
         if model.factors.personal or type(self).personal != "none":
             return words
         return words.replace("personal: nothing", f"personal: {self.personal_words}")  # beside weights that all share

@@ -24,7 +24,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from bpfed.inference import rng
+from bpfed.inference import inputs, rng
 from bpfed.inference.estimators import Batch, mean_gradient
 from bpfed.inference.optim import ADAM, Adam
 from bpfed.methods.base import TUNE, Finished, Phase, Weights
@@ -118,5 +118,5 @@ def parts(batch: Batch, count: int) -> list[Batch]:
         rows = order.gather(1, at.clamp(max=order.shape[1] - 1))
         key = rng.fold(batch.key, part) if part else batch.key
         mask = (at < used).to(batch.mask.dtype)
-        found.append(Batch(batch.x[client, rows], batch.y[client, rows], mask, batch.size, key))
+        found.append(Batch(inputs.take(batch.x, (client, rows)), batch.y[client, rows], mask, batch.size, key))
     return found

@@ -140,8 +140,8 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
         unseen: Number of examples, divided equally among all classes, that are added to a client's own to estimate how
             rare a class is that it has never seen. The odds of such a class are lowered to that; an input that looks
             like that class and no other may still be assigned to it. 0: odds are left as they are.
-        anchor: 1/(K s_m²), strength of the pull of the shared factors' means towards 0, with up to 20 clients and
-            where T does not rise.
+        anchor: 1/(K s_m²), strength of the pull of the shared factors' means towards 0 (those of gains of
+            normalisations towards 1), with up to 20 clients and where T does not rise.
         estimator: How the data term is estimated, as in BPFed.
         draws: Weight draws per step.
         path: Upper bound of step size times rounds times local epochs; longer runs take smaller steps.
@@ -334,7 +334,8 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
         data = data_term(self.estimator, self.draws, model, q, batch)
         kl_mean, kl_sigma = kl_gradients_q(q, local.prior)
         shared, personal = model.factors.split(q.mean)
-        pull = pad(hyper["anchor"][:, None] * shared, (0, personal.shape[-1]))
+        around = shared - model.factors.split(model.centre())[0] if model.gains else shared
+        pull = pad(hyper["anchor"][:, None] * around, (0, personal.shape[-1]))
         temperature = hyper["temperature"][:, None]
         on_mean, on_sigma = data.mean + temperature * (kl_mean + pull), data.sigma + temperature * kl_sigma
         new = local.q.moved(on_mean, on_sigma, steps, hyper["lr"])

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from bpfed._util.errors import UserError
-from bpfed.inference import rng
+from bpfed.inference import inputs, rng
 from bpfed.inference.gaussian import Gaussian
+from bpfed.inference.inputs import Inputs
 from bpfed.inference.rng import Purpose
 from bpfed.nn.model import Model
 
@@ -36,25 +37,25 @@ class Ensemble(Model):
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         return Model(**own | {"factors": self.factors.one, "initial": first})
 
-    def outputs(self, weights: Tensor, x: Tensor, key: Tensor | None = None) -> Tensor:
+    def outputs(self, weights: Tensor, x: Inputs, key: Tensor | None = None) -> Tensor:
         raise TypeError(
             "A mixture has no outputs of its own; call `one` with the weights that `ParameterLayout.apart` gives."
         )
 
-    def gradient(self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def gradient(self, weights: Tensor, x: Inputs, y: Tensor, mask: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """The members' mean −log p, summed over the batch, ``[S]``; and each member's own gradient, ``[S, P]``."""
         value, gradient = self.one.gradient(self._rows(weights), *self._each(x, y, mask), self._keys(key))
         return self._mean(value), self._joined(gradient)
 
     def hessian_product(
-        self, weights: Tensor, vector: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor
+        self, weights: Tensor, vector: Tensor, x: Inputs, y: Tensor, mask: Tensor, key: Tensor
     ) -> Tensor:
         """Each member's own, ``[S, P]``."""
         rows, along = self._rows(weights), self._rows(vector)
         return self._joined(self.one.hessian_product(rows, along, *self._each(x, y, mask), self._keys(key)))
 
     def local_gradient(
-        self, q: Gaussian, x: Tensor, y: Tensor, mask: Tensor, key: Tensor
+        self, q: Gaussian, x: Inputs, y: Tensor, mask: Tensor, key: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `gradient`."""
         rows = Gaussian(*(self._rows(t) for t in q))
@@ -68,10 +69,14 @@ class Ensemble(Model):
     def _joined(self, rows: Tensor) -> Tensor:
         return self.factors.together(rows.unflatten(0, (-1, self.members)))
 
-    def _each(self, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _each(self, x: Inputs, y: Tensor, mask: Tensor) -> tuple[Inputs, Tensor, Tensor]:
         """The batch for every member, ``[S, ...]`` to ``[S M, ...]``."""
         each = self.members
-        return x.repeat_interleave(each, 0), y.repeat_interleave(each, 0), mask.repeat_interleave(each, 0)
+        return (
+            inputs.each(lambda t: t.repeat_interleave(each, 0), x),
+            y.repeat_interleave(each, 0),
+            mask.repeat_interleave(each, 0),
+        )
 
     def _keys(self, key: Tensor) -> Tensor:
         """A key of its own for each member, ``[S M, 2]``."""
@@ -108,10 +113,16 @@ def _redrawn(model: Model, seed: int, member: int) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(word >> np.uint64(1)))
         _redraw(fresh, "", place)
-    return {n: p.detach().float() for n, p in fresh.named_parameters()}
+    drawn = {n: p.detach().float() for n, p in fresh.named_parameters()}
+    if model.frozen:  # an adapter starts with a matrix of zeros, so that it changes nothing at first
+        first = model.factors.unflatten(model.initial)
+        drawn |= {n: p for n, p in first.items() if p.ndim > 1 and not p.any()}
+    return drawn
 
 
 def _redraw(module: nn.Module, name: str, place: dict[str, int]) -> None:
+    if not any(p.requires_grad for p in module.parameters()):
+        return  # all members share what is frozen
     where = f"Layer '{name}' of the module" if name else "The module"
     if callable(again := getattr(module, "reset_parameters", None)):
         try:
@@ -122,7 +133,7 @@ def _redraw(module: nn.Module, name: str, place: dict[str, int]) -> None:
                 f"'{error}'; fix it, or leave members at 1."
             ) from error
         return
-    if any(True for _ in module.parameters(recurse=False)):
+    if any(p.requires_grad for p in module.parameters(recurse=False)):
         raise UserError(
             f"{where} has parameters but no reset_parameters() to draw them again, which members above 1 need; "
             "give it one, or leave members at 1."

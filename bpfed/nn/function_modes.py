@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -107,6 +107,87 @@ class KeyedDropout(TorchFunctionMode):
             hidden = attn_mask.dtype == torch.bool
             scores = torch.where(attn_mask, scores, float("-inf")) if hidden else scores + attn_mask
         return self._dropout(False, torch.softmax(scores, -1), dropout_p) @ value
+
+
+class Recurrence(TorchFunctionMode):
+    """Recurrent layers in single steps, which run for many clients at once; PyTorch's own operations do not.
+
+    Dropout between layers is an ordinary one, and so a client's own.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "lstm_cell":
+            input, (hidden, cell), *weights = args
+            hidden, cell = _lstm_cell(F.linear(input, *weights[::2]) + F.linear(hidden, *weights[1::2]), cell)
+            return hidden, cell
+        if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            if not isinstance(args[3], bool):  # lengths come second, and all else is one place further
+                raise UserError(
+                    "The module packs sequences (pack_padded_sequence), which decides by the numbers in a tensor; let the "
+                    "layer run on padded ones and take the outputs that a mask leaves."
+                )
+            return _recurrent(name, *args)
+        return func(*args, **(kwargs or {}))
+
+
+def _lstm_cell(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    keep_in, forget, new, out = gates.chunk(4, -1)
+    cell = torch.sigmoid(forget) * cell + torch.sigmoid(keep_in) * torch.tanh(new)
+    return torch.sigmoid(out) * torch.tanh(cell), cell
+
+
+def _gru_cell(from_input: Tensor, from_hidden: Tensor, hidden: Tensor) -> Tensor:
+    (reset, update, new), (reset_h, update_h, new_h) = from_input.chunk(3, -1), from_hidden.chunk(3, -1)
+    update = torch.sigmoid(update + update_h)
+    return (1.0 - update) * torch.tanh(new + torch.sigmoid(reset + reset_h) * new_h) + update * hidden
+
+
+def _recurrent(
+    kind: str,
+    input: Tensor,
+    first: Any,
+    weights: Sequence[Tensor],
+    biased: bool,
+    layers: int,
+    dropout: float,
+    training: bool,
+    both_ways: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """What ``torch.lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu`` compute."""
+    x = input if batch_first else input.transpose(0, 1)  # [B, T, ...]
+    directions = 2 if both_ways else 1
+    each = len(weights) // (layers * directions)
+    hiddens, cells = (first[0], first[1]) if kind == "lstm" else (first, first)
+    ends: list[tuple[Tensor, Tensor]] = []
+    for layer in range(layers):
+        outputs = []
+        for direction in range(directions):
+            place = layer * directions + direction
+            own = list(weights[place * each : (place + 1) * each])
+            projection = own.pop() if len(own) % 2 else None
+            into, back = (own[0], own[2] if biased else None), (own[1], own[3] if biased else None)
+            gates, hidden, cell = F.linear(x, *into), hiddens[place], cells[place]
+            steps: list[Tensor] = []
+            times = range(x.shape[1])
+            for t in reversed(times) if direction else times:
+                from_hidden = F.linear(hidden, *back)
+                if kind == "lstm":
+                    hidden, cell = _lstm_cell(gates[:, t] + from_hidden, cell)
+                    hidden = hidden if projection is None else F.linear(hidden, projection)
+                elif kind == "gru":
+                    hidden = _gru_cell(gates[:, t], from_hidden, hidden)
+                else:
+                    hidden = (torch.tanh if kind == "rnn_tanh" else torch.relu)(gates[:, t] + from_hidden)
+                steps.append(hidden)
+            ends.append((hidden, cell))
+            outputs.append(torch.stack(steps[::-1] if direction else steps, 1))
+        x = torch.cat(outputs, -1) if both_ways else outputs[0]
+        if dropout and training and layer < layers - 1:
+            x = F.dropout(x, dropout, training=True)
+    last = tuple(torch.stack(state) for state in zip(*ends, strict=True))
+    return x if batch_first else x.transpose(0, 1), *(last if kind == "lstm" else last[:1])
 
 
 class LocalNoise(TorchFunctionMode):

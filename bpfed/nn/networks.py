@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from bpfed._util.errors import UserError
 from bpfed.config.settings import HIDDEN, Settings
+from bpfed.inference import inputs
+from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.rng import Purpose, words
 from bpfed.nn.ensemble import make_ensemble
@@ -113,7 +115,7 @@ def default(
 
 
 def make_model(
-    example: Tensor,
+    example: Inputs,
     task: Task,
     classes: int,
     method: AnyMethod,
@@ -146,9 +148,16 @@ def make_model(
             f"are made with {known} alone; use it or a subclass, or leave likelihood out."
         )
     members = settings.members
+    if module is None and not isinstance(example, Tensor):
+        raise UserError(
+            f"The inputs are {inputs.shapes(example)}, which no network that is made here takes; give one as model."
+        )
     if module is None:
         if not members and example.ndim == 2:
             members = method.flat_members
         network = method.flat_network if settings.network == "auto" and example.ndim == 2 else settings.network
         module = default(tuple(example.shape[1:]), task.outputs(classes), settings.seed, settings.hidden, network)
-    return make_ensemble(Model.of(module, likelihood, example, method.personal), members or 1, settings.seed)
+    model = Model.of(module, likelihood, example, method.personal, settings.trainable)
+    if settings.cache_features == "auto":
+        model = model.on_features(example)
+    return make_ensemble(model, members or 1, settings.seed)

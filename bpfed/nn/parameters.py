@@ -54,7 +54,8 @@ class ParameterLayout:
         Args:
             parameters: Name to tensor, in the order of the vector.
             personal: ``"head"`` (the last layer, `bpfed.nn.trial`), ``"not-head"`` (all but that), ``"none"``, ``"all"``,
-                or one or several parameter names, layer names or patterns (``"fc2"``, ``"*.bias"``).
+                or one or several parameter names, layer names or patterns (``"fc2"``, ``"*.bias"``,
+                ``"classifier|lora_B"``).
             head: Names of the parameters of the head; nothing: those of the layer that comes last.
             inputs: How many numbers a unit of a matrix sums over, by name; None: as the shapes say.
         """
@@ -155,8 +156,13 @@ def _listed(sizes: Mapping[str, int], names: Collection[str]) -> str:
     shown = [f"layer {layer}" if layer.isdecimal() else layer for layer in layers[:NAMED]]
     more = [f"{len(layers) - NAMED} more"] if len(layers) > NAMED else []
     count = sum(sizes[n] for n in names)
-    number = f"{count:,}".replace(",", " ")
-    return f"{', '.join(shown)}{' and ' if more else ''}{''.join(more)} ({number} weight{'' if count == 1 else 's'})"
+    weights = f"{number(count)} weight{'' if count == 1 else 's'}"
+    return f"{', '.join(shown)}{' and ' if more else ''}{''.join(more)} ({weights})"
+
+
+def number(count: int) -> str:
+    """A count with its digits in groups: ``78 500``."""
+    return f"{count:,}".replace(",", " ")
 
 
 def no_parameters() -> UserError:
@@ -176,31 +182,50 @@ def _personal_names(names: tuple[str, ...], personal: Personal, head: set[str]) 
         return head
     if personal == "not-head":
         return set(names) - head
-    patterns = [personal] if isinstance(personal, str) else list(personal)
+    return matching(names, personal, "personal")
+
+
+def matching(names: tuple[str, ...], patterns: Personal, setting: str) -> set[str]:
+    """The parameters that names or patterns choose, several with ``|`` between them.
+
+    A pattern is that of a parameter or of a layer from the outermost one on (``encoder.layer.0``); where there is no
+    such, that of one at any depth (``lora_*``).
+
+    Raises:
+        UserError: One of them, in this setting, chooses nothing.
+    """
+    given = [patterns] if isinstance(patterns, str) else list(patterns)
     chosen: set[str] = set()
-    for pattern in patterns:
-        found = {n for n in names if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"{pattern}.*")}
+    for pattern in (part.strip() for several in given for part in several.split("|")):
+        found: set[str] = set()
+        for form in (pattern, f"*.{pattern}"):
+            inside = f"{form}.*"
+            found = found or {n for n in names if fnmatch.fnmatchcase(n, form) or fnmatch.fnmatchcase(n, inside)}
         if not found:
             raise UserError(
-                f"No parameter of the module matches personal '{pattern}'; its parameters are: {', '.join(names)}."
+                f"No parameter of the module matches {setting} '{pattern}'; its parameters are: {', '.join(names)}."
             )
         chosen |= found
     return chosen
 
 
-def without_running_statistics(module: nn.Module) -> tuple[nn.Module, list[str]]:
+def without_running_statistics(module: nn.Module, constant: Collection[str] = ()) -> tuple[nn.Module, list[str]]:
     """Replace every batch normalisation in ``module`` (in place) by group normalisation of the same parameters.
 
     Running statistics are neither shared nor personal factors: they are not weights, have no posterior, and averaging
     them over clients with different data describes nobody. Group normalisation keeps the layer's weight and bias (names
     and shapes), needs no statistics of other examples, and gives one example alone the same prediction as in a batch.
 
+    Args:
+        module: It is changed.
+        constant: Names of layers that are left as they are, because nothing trains them or their statistics.
+
     Returns:
         The module and the names of the layers replaced.
     """
     replaced = []
     for name, layer in list(module.named_modules(remove_duplicate=False)):
-        if isinstance(
+        if name not in constant and isinstance(
             layer, nn.modules.batchnorm._BatchNorm | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
         ):
             if not layer.track_running_stats and not isinstance(layer, nn.modules.batchnorm._BatchNorm):

@@ -22,18 +22,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bpfed._util.errors import UserError
+from bpfed.inference import inputs
+from bpfed.inference.inputs import Inputs
+from bpfed.nn import pretrained
 
 #: Numbers of examples of two trials: what follows both follows the number of examples.
 FEW, MORE = 3, 5
 #: How far outputs may differ, as a share of the largest, and still be the same up to rounding.
 ROUNDING = 1e-4
+#: The same where some of it is computed with 16 bits.
+COARSE = 3e-2
 
 _aten = torch.ops.aten
 #: Operations that change single numbers: what they do to each depends on no other feature, or as in a normalisation on
@@ -45,10 +49,12 @@ _EACH = {
     *(_aten.native_layer_norm, _aten.native_group_norm, _aten._fused_rms_norm),
 }
 #: Operations whose result has nothing of the numbers that they are given.
-_EMPTY = {_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones}
-_EMPTY |= {_aten.new_full, _aten.new_empty, _aten.rand_like, _aten.randn_like}
+EMPTY = {_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones}
+EMPTY |= {_aten.new_full, _aten.new_empty, _aten.rand_like, _aten.randn_like}
 _PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.mv: 0, _aten.dot: 0, _aten.linear: 0, _aten.matmul: 0}
 _PRODUCTS |= {_aten.addmm: 1, _aten.baddbmm: 1, _aten.addmv: 1, _aten.addbmm: 1}
+#: Normalisations, and where they have their gain.
+_NORMS = {_aten.native_layer_norm: 2, _aten.native_group_norm: 1, _aten._fused_rms_norm: 2}
 #: Look-ups, and where they have their table and their places.
 _LOOK_UPS = {_aten.embedding: 1, _aten._embedding_bag: 1, _aten.index: 1, _aten.index_select: 2, _aten.gather: 2}
 
@@ -61,17 +67,21 @@ class Found:
         order: Names of all parameters, by first use; those that are not used come last, as they were registered.
         head: Names of those in the head.
         inputs: Of each parameter that is part of a matrix, how many numbers a unit of it sums over.
+        gains: Names of those that scale what a normalisation gives, or start as ones: they belong around 1.
         again: Names of those in the head that have an earlier use as well.
         looked_up: Whether inputs are places in a table, such as the ids of words.
         outputs: Of the examples, ``[B, ...]``.
+        rounding: How far its outputs may differ and still be the same, as a share of the largest.
     """
 
     order: tuple[str, ...]
     head: frozenset[str]
     inputs: dict[str, int]
+    gains: frozenset[str]
     again: tuple[str, ...]
     looked_up: bool
     outputs: Any
+    rounding: float = ROUNDING
 
 
 @dataclass(frozen=True)
@@ -99,15 +109,17 @@ class Trace(TorchDispatchMode):
         parameters: By name, as the module will use them.
     """
 
-    def __init__(self, x: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, x: Inputs, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.order: dict[str, None] = {}
         self.inputs: dict[str, int] = {}
+        self.gains: set[str] = set()
         self.looked_up = False
         self._names = {id(p): n for n, p in parameters.items()}
         self._values: dict[int, tuple[Tensor, _Value]] = {}  # that a tensor is held here keeps its id its own
         self._shared: dict[int, list[Tensor]] = {}
-        self._put(x, _Value(True, ()))
+        for tensor in tree_leaves(x):
+            self._put(tensor, _Value(True, ()))
         for name, parameter in parameters.items():
             self._put(parameter, _Value(False, (name,)))
 
@@ -130,13 +142,15 @@ class Trace(TorchDispatchMode):
             if id(tensor) in self._names:
                 self.order.setdefault(self._names[id(tensor)])
         known = [(t, value) for t in given if (value := self._value(t)) is not None]
-        if packet in _EMPTY:
+        if packet in EMPTY:
             known = []
         data = any(value.data for _, value in known)
         names = tuple(dict.fromkeys(n for _, value in known if not value.data for n in value.names))
         if (count := _summed(packet, args)) is not None:
             for name in names:
                 self.inputs.setdefault(name, count)
+        if packet in _NORMS and id(weight := args[_NORMS[packet]]) in self._names:
+            self.gains.add(self._names[id(weight)])
         if packet in _LOOK_UPS and data and names:
             self.looked_up |= any(value.data and not t.is_floating_point() for t, value in known)
         out = func(*args, **kwargs)
@@ -146,7 +160,7 @@ class Trace(TorchDispatchMode):
         value = _Value(data, names, tuple(value for _, value in known if value.data), data and bool(names) and not same)
         for tensor in made:
             self._put(tensor, value)
-        for tensor in _written(func, args, kwargs):
+        for tensor in written(func, args, kwargs):
             for other in self._shared.get(tensor.untyped_storage()._cdata, []):
                 if (old := self._values[id(other)][1]) is not value:
                     names = () if data or old.data else tuple(dict.fromkeys((*old.names, *value.names)))
@@ -184,7 +198,7 @@ class Trace(TorchDispatchMode):
 
 
 class Functions(TorchFunctionMode):
-    """Notes whether a module uses autocast.
+    """Notes whether a module uses autocast, and so computes with 16 bits.
 
     While a function mode is on, attention layers take no way of their own through one large operation.
     """
@@ -213,7 +227,7 @@ def _summed(packet: Any, args: Any) -> int | None:
     return None
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The arguments that an operation writes to."""
     found = []
     for place, argument in enumerate(func._schema.arguments):
@@ -230,19 +244,13 @@ def own_copy(module: nn.Module) -> nn.Module:
     """A copy of a user's module on the CPU; parts that are compiled are plain in it.
 
     Raises:
-        UserError: It cannot be copied, or has no weights yet, or weights that may not change.
+        UserError: It cannot be copied, or has no weights yet.
     """
     lazy = next((n for n, p in module.named_parameters() if is_lazy(p)), None)
     if lazy is not None:
         raise UserError(
             f"Parameter '{lazy}' of the module has no shape yet, because its layer is a lazy one; run the module once "
             "on an example before you give it here."
-        )
-    frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
-    if frozen:
-        raise UserError(
-            f"Parameter '{frozen[0]}' of the module is frozen (requires_grad is False; {len(frozen)} in all), but every "
-            "parameter is trained here; register it as a buffer to keep it constant, or unfreeze it."
         )
     hooked = _old_norm(module)
     if hooked:
@@ -280,10 +288,10 @@ def _old_norm(module: nn.Module) -> str | None:
 # --- a module at its first run ----------------------------------------------------------------------------------------
 
 #: Runs a module on inputs ``[B, ...]``, with or without dropout.
-Run = Callable[[Tensor], Tensor]
+Run = Callable[[Inputs], Tensor]
 
 
-def find(module: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> Found:
+def find(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs) -> Found:
     """Run a module once, in evaluation mode, and see what it does.
 
     Args:
@@ -291,30 +299,28 @@ def find(module: nn.Module, parameters: Mapping[str, Tensor], x: Tensor) -> Foun
         parameters: By name, as they were registered.
         x: A few examples, ``[B, ...]``.
     """
-    named, given = {n: p.clone() for n, p in parameters.items()}, x.clone()
+    named, given = {n: p.clone() for n, p in parameters.items()}, inputs.each(torch.clone, x)
     with torch.no_grad(), Functions() as functions, Trace(given, named) as trace:
-        outputs = functional_call(module.eval(), named, (given,))
-    if functions.autocast:
-        raise UserError(
-            "The module runs parts of itself under torch.autocast, which the local step cannot follow; take the "
-            "autocast out of its forward."
-        )
-    if not torch.equal(given, x):
+        outputs = pretrained.run(module.eval(), named, given)
+    if not all(map(torch.equal, tree_leaves(given), tree_leaves(x))):
         raise UserError("The module changes its inputs in place, which would change the data; let it work on a copy.")
     order = tuple(dict.fromkeys((*trace.order, *parameters)))
     if not isinstance(outputs, Tensor):  # which the likelihood refuses
-        return Found(order, frozenset(), {}, (), False, outputs)
+        return Found(order, frozenset(), {}, frozenset(), (), False, outputs)
     head = trace.head(outputs)
     again = trace.uses_before(outputs, head)
-    return Found(order, head, trace.inputs, again, trace.looked_up, outputs)
+    half = any(t.dtype in (torch.bfloat16, torch.float16) for t in (*module.parameters(), *module.buffers()))
+    rounding = COARSE if half or functions.autocast else ROUNDING
+    gains = trace.gains | {n for n, p in parameters.items() if bool((p == 1.0).all())}
+    return Found(order, head, trace.inputs, frozenset(gains), again, trace.looked_up, outputs, rounding)
 
 
-def rows(example: Tensor, count: int) -> Tensor:
+def rows(example: Inputs, count: int) -> Inputs:
     """So many examples, ``[count, ...]``: those there are, and again from the first."""
-    return example[torch.arange(count) % len(example)]
+    return inputs.take(example, torch.arange(count) % len(inputs.first(example)))
 
 
-def check_alone(evaluated: Run, trained: Run, example: Tensor) -> None:
+def check_alone(evaluated: Run, trained: Run, example: Inputs, rounding: float = ROUNDING) -> None:
     """Raise a `UserError` unless every example has outputs of its own, whatever else is in its batch.
 
     Batches are filled up with further rows, and examples are distributed over batches as it is fastest.
@@ -323,16 +329,17 @@ def check_alone(evaluated: Run, trained: Run, example: Tensor) -> None:
         evaluated: The module in evaluation mode.
         trained: In training mode, with the same dropout each time.
         example: A few examples, ``[B, ...]``.
+        rounding: See `same`.
     """
     x = rows(example, MORE)
     for run, mode in ((evaluated, "evaluation"), (trained, "training")):
-        alone = run(x[:1])
-        if not _same(run(x[:1]), alone):
+        alone = run(inputs.take(x, slice(1)))
+        if not same(run(inputs.take(x, slice(1))), alone, rounding):
             raise UserError(
                 f"The module's outputs for the same inputs differ from call to call in {mode} mode: it keeps state or "
                 "draws random numbers; let them depend on inputs and weights alone."
             )
-        whole, first_and_last = run(x), run(x[:: MORE - 1])
+        whole, first_and_last = run(x), run(inputs.take(x, slice(None, None, MORE - 1)))
         if alone.shape != whole[:1].shape:
             raise UserError(
                 f"The module's output for one example alone has shape {list(alone.shape)} instead of "
@@ -340,20 +347,20 @@ def check_alone(evaluated: Run, trained: Run, example: Tensor) -> None:
             )
         parts = [(alone, whole[:1]), (first_and_last[:1], whole[:1])]
         if mode == "evaluation":  # in training the place in a batch has its dropout
-            parts.append((run(x.flip(0)).flip(0), whole))
-        if not all(_same(*pair) for pair in parts):
+            parts.append((run(inputs.each(lambda t: t.flip(0), x)).flip(0), whole))
+        if not all(same(*pair, rounding) for pair in parts):
             raise UserError(
                 f"The module mixes examples of a batch: in {mode} mode the output for an example depends on which others "
                 "are in its batch, and batches here are filled up and divided; compute each example from itself alone."
             )
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether outputs are the same up to rounding; what is not a number is no reason to differ."""
+def same(one: Tensor, other: Tensor, rounding: float = ROUNDING) -> bool:
+    """Whether outputs are the same up to a share of the largest; what is not a number is no reason to differ."""
     if one.shape != other.shape:
         return False
     size = other.nan_to_num(0.0, 0.0, 0.0).abs().max() if other.numel() else torch.tensor(0.0)
-    return torch.allclose(one, other, rtol=0.0, atol=float(ROUNDING * size) + 1e-6, equal_nan=True)
+    return torch.allclose(one, other, rtol=0.0, atol=float(rounding * size) + 1e-6, equal_nan=True)
 
 
 class Attributes:
@@ -394,13 +401,6 @@ def _length(value: Any) -> int:
 
 # --- what goes wrong, in words ----------------------------------------------------------------------------------------
 
-_RECURRENT = {
-    "aten::lstm": "nn.LSTM",
-    "aten::lstm_cell": "nn.LSTMCell",
-    "aten::gru": "nn.GRU",
-    "aten::rnn_tanh": "nn.RNN",
-    "aten::rnn_relu": "nn.RNN",
-}
 #: What PyTorch says, and what it means here.
 _MEANT: tuple[tuple[str, str], ...] = (
     (
@@ -411,20 +411,19 @@ _MEANT: tuple[tuple[str, str], ...] = (
     *(
         (
             sign,
-            "The module uses gradient checkpointing, or other hooks on saved tensors, which torch.func cannot follow; "
-            "switch it off in the module.",
+            "The module uses hooks on saved tensors, as gradient checkpointing of other libraries does, which torch.func "
+            "cannot follow; switch them off in the module.",
         )
         for sign in ("saved tensor hooks", "_NoopSaveInputs")  # the second where torch traps early stops
     ),
     (
         "must override the setup_context staticmethod",
-        "The module uses an autograd.Function that torch.func cannot follow, as gradient checkpointing with "
-        "use_reentrant=True does; switch checkpointing off, or give the Function a setup_context and a vmap.",
+        "The module uses an autograd.Function that torch.func cannot follow; give the Function a setup_context and a vmap.",
     ),
     (
         "indices' to have one of the following scalar types",
-        "The module looks its inputs up in a table (nn.Embedding), but inputs are float32 here; turn them back in its "
-        "forward: embedding(x.long()).",
+        "The module looks its inputs up in a table (nn.Embedding), but an array of inputs is float32 here; give a tuple or "
+        "dict of arrays, such as (ids,), where ids stay whole, or turn them back in its forward: embedding(x.long()).",
     ),
     (
         "tensors used as indices must be",
@@ -450,13 +449,6 @@ def meaning(reason: str) -> str | None:
     for said, sentence in _MEANT:
         if said in reason:
             return sentence
-    operation = next((word.rstrip(".") for word in reason.split() if word.startswith("aten::")), "")
-    layer = _RECURRENT.get(operation.partition(".")[0])
-    if layer is not None:
-        return (
-            f"The module uses {layer}, which PyTorch cannot run for many clients at once (vmap has no rule for "
-            f"{operation}); use nn.GRUCell or nn.RNNCell in a loop over time, convolutions or attention."
-        )
     if "vmap" in reason or "Batching rule" in reason:
         return f"PyTorch cannot run the module for many clients at once (torch.vmap): {reason}."
     return None
@@ -468,7 +460,7 @@ def first_line(error: Exception) -> str:
 
 
 @contextmanager
-def in_words(example: Tensor) -> Iterator[None]:
+def in_words(example: Inputs) -> Iterator[None]:
     """Whatever goes wrong inside while the user's module runs becomes a `UserError`."""
     try:
         yield
@@ -476,5 +468,5 @@ def in_words(example: Tensor) -> Iterator[None]:
         raise
     except Exception as error:
         reason = first_line(error)
-        shape = f"{list(example.shape[1:])} (a batch of {len(example)})"
+        shape = f"{inputs.shapes(example)} (a batch of {len(inputs.first(example))})"
         raise UserError(meaning(reason) or f"The module cannot take inputs of shape {shape}: {reason}.") from error

@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from bpfed._util.errors import UserError, check_count
 from bpfed._util.files import from_json, write_whole
+from bpfed.data.arrays import fitted
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.tabular.preprocessing import Preprocessor
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound, Rows
-from bpfed.inference import rng
+from bpfed.inference import inputs, rng
 from bpfed.inference.rng import Purpose
 from bpfed.methods.base import Method, State, rows
 from bpfed.runs.checkpoint import DAMAGE
@@ -105,7 +106,7 @@ def adapt(
     if count := len(data.train.y):
         epochs = -(-(STEPS if steps is None else steps) // -(-count // alone.settings.batch))
         key = alone.keys(0, Purpose.ADAPTATION, torch.tensor([0]))
-        train = LocalRound.of(method, alone.model, data.train, replace(alone.settings, epochs=epochs))
+        train = LocalRound.of(method, alone.model, alone.inputs(data.train), replace(alone.settings, epochs=epochs))
         newcomer = joining(method, rows(alone.shared, 1), personal, data.train, key)
         personal = train(newcomer, method.adaptation(epochs)).personal
         if not all(bool(t.isfinite().all()) for t in tree_flatten(personal)[0]):
@@ -186,21 +187,24 @@ def _data(of: FederatedData, name: str, x: Any, y: Any, preparation: Preprocesso
         raise UserError("A newcomer's examples are inputs and targets; give both x and y, or neither.")
     kind = of.task_type.dtype
     if x is None:
-        x, y = torch.zeros(0, *of.input_shape), torch.zeros(0, dtype=kind)
+        x, y = inputs.take(of.train.x, slice(0)), torch.zeros(0, dtype=kind)
     if not isinstance(name, str):
         raise UserError(f"name is {name!r}, but must be text.")
-    x, y = as_numbers(x, "inputs", torch.float32).cpu(), as_numbers(y, "targets").cpu()
+    several = not isinstance(of.train.x, Tensor)
+    x = fitted(x, of.train.x, of.name) if several else as_numbers(x, "inputs", torch.float32).cpu()
+    y = as_numbers(y, "targets").cpu()
     if y.ndim != 1:
         raise UserError(f"The targets have shape {list(y.shape)}, but must be a list with one for each input.")
-    if x.ndim and len(x) != len(y):
-        raise UserError(f"{len(x)} inputs and {len(y)} targets were given; give one target for each input.")
-    check_shape(x, of)
+    if (one := inputs.first(x)).ndim and len(one) != len(y):
+        raise UserError(f"{len(one)} inputs and {len(y)} targets were given; give one target for each input.")
+    if not several:
+        check_shape(x, of)
     if of.task_type.has_classes and y.is_floating_point():
         raise UserError(
             f"The labels are {str(y.dtype).removeprefix('torch.')} numbers; give classes from 0 to {of.classes - 1}."
         )
     train = Examples(x, y.to(kind), torch.tensor([0, len(y)]))
-    none = Examples(x[:0], train.y[:0], torch.zeros(2, dtype=torch.int64))
+    none = Examples(inputs.take(x, slice(0)), train.y[:0], torch.zeros(2, dtype=torch.int64))
     kept = preparation or of.preparation
     kept = kept.alone(name) if kept is not None else None
     data = replace(of, clients=(name,), train=train, test=none, calibration=None, preparation=kept)

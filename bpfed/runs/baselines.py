@@ -84,7 +84,7 @@ BASELINES = {"classification": _CLASSES, "regression": _NUMBERS}
 
 def wanted(data: FederatedData) -> bool:
     """Whether baselines can be fitted to data of this kind: inputs are flat vectors and there are any."""
-    return data.train.x.ndim == 2 and data.train.x.shape[1] > 0
+    return data.flat and data.input_shape[0] > 0
 
 
 def baselines(data: FederatedData, clients: Tensor, bins: int = 10, most_rows: int = MOST_ROWS) -> dict[str, Any]:

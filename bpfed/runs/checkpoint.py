@@ -28,6 +28,7 @@ from bpfed.config.registry import LIKELIHOODS
 from bpfed.config.settings import Settings
 from bpfed.data.federated import FederatedData
 from bpfed.engine.federation import Federation
+from bpfed.inference import inputs
 from bpfed.inference.likelihoods import Categorical, Likelihood, Normal
 from bpfed.methods.base import Method
 from bpfed.nn.model import Model
@@ -202,7 +203,8 @@ def is_model(path: Path, model: Model) -> bool:
 def _words(model: Model) -> dict[str, str]:
     factors = model.factors
     layout = {"names": factors.names, "shared": len(factors.names) - len(factors.personal_names)}
-    return {"network": str(model.module), "likelihood": repr(model.likelihood), "layout": json.dumps(layout)}
+    words = {"network": str(model.module), "likelihood": repr(model.likelihood), "layout": json.dumps(layout)}
+    return words | ({"frozen": model.frozen_hash} if model.frozen else {})
 
 
 def _weights(model: Model) -> dict[str, Tensor]:
@@ -243,12 +245,18 @@ def load_model(
         usual = data.task_type.likelihood(data.classes)
         known = words.get("likelihood", "") == repr(usual)
         likelihood = usual if known else _likelihood(path, words.get("likelihood", ""))
-    given, example = module is not None, torch.zeros(2, *data.input_shape)
+    given, example = module is not None, inputs.each(_blank, data.train.x)
     model = make_model(example, data.task_type, data.classes, method, settings, module, likelihood)
     there = {n: tuple(t.shape) for n, t in weights.items()}
     here = {n: tuple(t.shape) for n, t in model.factors.unflatten(model.initial).items()}
     if not given and (there != here or words.get("network") != str(model.module)):
         raise UserError(f"The run of '{path}' has a network of its own; give the module it was trained with as model.")
+    constants = {n for n, p in model.module.named_parameters() if not p.requires_grad}
+    for name in sorted({*there} & constants):
+        raise UserError(
+            f"Parameter '{name}' of the module given is frozen, but was trained in the run of '{path}'; give the module "
+            "as it was then, with the same requires_grad."
+        )
     for name in sorted({*there, *here}):
         if there.get(name) != here.get(name):
             shapes = (f"shape {list(s)}" if s is not None else "missing" for s in (here.get(name), there.get(name)))
@@ -256,8 +264,19 @@ def load_model(
                 "Parameter '{}' of the module given is {} here and {} in the run of '{}'; give the module it was "
                 "trained with.".format(name, *shapes, path)
             )
+    if words.get("frozen", "") != model.frozen_hash:
+        raise UserError(
+            f"The frozen weights of the module given are not those of the run of '{path}' (their hash is another one); "
+            "give the module with the same pretrained weights as in training."
+        )
     factors = model.factors.arranged(*_layout(path, words.get("layout"), model, method.personal))
     return replace(model, factors=factors, initial=factors.flatten(weights))
+
+
+def _blank(part: Tensor) -> Tensor:
+    """Two examples in the form of others: zeros, or ones where these are ids or a mask."""
+    form = (2, *part.shape[1:])
+    return part.new_zeros(form) if part.is_floating_point() else part.new_ones(form)
 
 
 def _layout(path: Path, noted: str | None, model: Model, personal: Personal) -> tuple[tuple[str, ...], int]:

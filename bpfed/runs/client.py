@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from bpfed._util.errors import UserError, check_count
+from bpfed.data.arrays import fitted
 from bpfed.data.tabular.rows import Rows, read_rows
-from bpfed.engine.evaluate import BLOCK, calibrate
-from bpfed.inference.predictive import How, Prediction, check_how
+from bpfed.engine.evaluate import BLOCK, WIDE, calibrate
+from bpfed.inference import inputs
+from bpfed.inference.inputs import Inputs
+from bpfed.inference.predictive import How, Prediction, check_how, mean_weights
 from bpfed.inference.rng import Purpose
 from bpfed.methods.base import rows
 
@@ -96,10 +99,12 @@ class Client:
                 federation.model, rows(federation.shared, 1), federation.ready(who)
             )
             ask = federation.data.task_type.predict
-            blocks = x.split(max(1, BLOCK // max(1, x[:1].numel())))
+            x, device = federation.model.features(x), federation.device
+            size = max(1, BLOCK // max(1, inputs.numbers(inputs.take(x, slice(1)))))
+            size = min(size, WIDE) if federation.model.wide else size
             parts = [
-                ask(federation.model, predictive, block[None].to(federation.device), key, count, how)
-                for block in blocks
+                ask(federation.model, predictive, inputs.move(inputs.take(block, None), device), key, count, how)
+                for block in inputs.blocks(x, size)
             ]
         found = _joined(parts)
         if federation.softness != 1.0:
@@ -110,7 +115,24 @@ class Client:
         _check_finite(found, self.name)
         return found
 
-    def _inputs(self, x: Any, columns: Sequence[str] | None, prepared: bool) -> Tensor:
+    def export_adapter(self, folder: str | Path) -> Path:
+        """Write the adapter of this client's model to a new folder in the format of peft.
+
+        It holds the means of the client's weights, personal and shared. ``peft.PeftModel.from_pretrained`` reads it,
+        given the base model.
+        """
+        federation, who = self.run.federation, torch.tensor([self.index])
+        with torch.no_grad():
+            predictive = federation.method.predictive(
+                federation.model, rows(federation.shared, 1), federation.ready(who)
+            )
+        weights = mean_weights(predictive)
+        if weights is None:
+            raise UserError(f"The weights of {federation.method.title} have no one mean that an adapter could hold.")
+        federation.model.save_adapter(weights[0], Path(folder))
+        return Path(folder)
+
+    def _inputs(self, x: Any, columns: Sequence[str] | None, prepared: bool) -> Inputs:
         """Inputs for the network, ``[B, ...]``; arrays without names are not taken for prepared ones."""
         data = self.run.data
         if isinstance(x, Rows):
@@ -119,6 +141,8 @@ class Client:
             if prepared:
                 raise UserError("Only arrays without column names can be prepared already; omit prepared.")
             x = self.read(x, columns).x
+        if not isinstance(data.train.x, Tensor):
+            return fitted(x, data.train.x, data.name)
         x = as_numbers(x, "inputs", torch.float32)
         check_shape(x, data)
         if not bool(torch.isfinite(x).all()):

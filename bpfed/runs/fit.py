@@ -149,7 +149,7 @@ def method_of(method: Method | str | None, data: FederatedData | None = None) ->
     if method is not None or not isinstance(data, FederatedData):
         return method or methods.Recipe()
     files = data.preparation is not None or data.name.startswith(PREFIX)
-    return methods.Adaptive() if files and data.train.x.ndim == 2 else methods.Recipe()
+    return methods.Adaptive() if files and len(data.input_shape) == 1 else methods.Recipe()
 
 
 def likelihood_of(likelihood: Likelihood | str | None, data: FederatedData) -> Likelihood | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bpfed import __version__
 from bpfed._util.errors import UserError
@@ -24,7 +25,9 @@ from bpfed.config.schema import PLACE
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.tabular.preprocessing import Preprocessor
 from bpfed.engine.federation import Federation
+from bpfed.inference import inputs
 from bpfed.inference.calibration import fewest
+from bpfed.inference.inputs import Inputs
 from bpfed.inference.tasks import get_task, is_task
 from bpfed.metrics import SURE, Evaluation
 from bpfed.metrics.registry import BUILT_IN, METRICS, shown_at
@@ -65,6 +68,7 @@ def config(federation: Federation) -> dict[str, Any]:
             "shared": model.factors.shared,
             "personal": list(model.factors.personal_names),
             "initial": hashlib.sha256(model.initial.cpu().numpy().tobytes()).hexdigest()[:16],
+            **({"frozen": model.frozen, "frozen_hash": model.frozen_hash[:16]} if model.frozen else {}),
         },
     }
 
@@ -154,7 +158,7 @@ def fingerprint(data: FederatedData) -> str:
     digest = hashlib.blake2b(digest_size=8)
     digest.update("\0".join(data.clients).encode())
     for examples in (data.train, data.test, *([data.calibration] if data.calibration is not None else [])):
-        for tensor in (examples.x, examples.y, examples.offsets):
+        for tensor in (*inputs.parts(examples.x).values(), examples.y, examples.offsets):
             digest.update(tensor.cpu().contiguous().numpy().data)
     return digest.hexdigest()
 
@@ -175,6 +179,7 @@ def card(data: FederatedData) -> dict[str, Any]:
         **{name: getattr(data, name) for name in PLAIN},
         "labels": list(data.labels),
         "input_shape": list(data.input_shape),
+        **({} if isinstance(data.train.x, Tensor) else {"inputs": _structure(data.train.x)}),
         "clients": list(data.clients),
         "train_sizes": data.train.sizes.tolist(),
         "test_sizes": data.test.sizes.tolist(),
@@ -190,6 +195,31 @@ def _seen(data: FederatedData) -> list[str]:
     return ["".join(map(str, row)) for row in found.tolist()]
 
 
+#: Types of inputs that are several tensors.
+DTYPES = {"float32": torch.float32, "int64": torch.int64, "bool": torch.bool}
+
+
+def _structure(x: Inputs) -> dict[str, Any]:
+    """Several tensors of inputs, without their examples."""
+    kinds = {dtype: name for name, dtype in DTYPES.items()}
+    parts = [[name, kinds[t.dtype], list(t.shape[1:])] for name, t in inputs.parts(x).items()]
+    return {"kind": "dict" if isinstance(x, dict) else "tuple", "parts": parts}
+
+
+def _without_rows(record: Mapping[str, Any]) -> Inputs:
+    """The inputs of no example, in the form that `_structure` has noted."""
+    made: dict[str, torch.Tensor] = {}
+    for name, kind, shape in record["parts"]:
+        if not isinstance(name, str) or name in made or not all(type(n) is int and 0 < n <= LARGEST for n in shape):
+            raise ValueError("'inputs' are not parts by name")
+        if math.prod(shape) > LARGEST:
+            raise ValueError("'inputs' are too large")
+        made[name] = torch.zeros(0, *shape, dtype=DTYPES[kind])
+    if not made or record["kind"] not in ("dict", "tuple"):
+        raise ValueError("'inputs' are no dict or tuple")
+    return made if record["kind"] == "dict" else tuple(made.values())
+
+
 def without_examples(record: dict[str, Any]) -> FederatedData:
     """The data that such a record is of; every client is there, and none has an example.
 
@@ -198,7 +228,7 @@ def without_examples(record: dict[str, Any]) -> FederatedData:
     """
     _check(record)
     none = Examples(
-        torch.zeros(0, *record["input_shape"]),
+        _without_rows(record["inputs"]) if "inputs" in record else torch.zeros(0, *record["input_shape"]),
         torch.zeros(0, dtype=get_task(record["task"]).dtype),
         torch.zeros(len(record["clients"]) + 1, dtype=torch.int64),
     )

@@ -249,7 +249,7 @@ def choose(
     held_out(data, HELD, settings.seed + APART)  # or a sentence, where nothing can be held out
     parts = data.folds(folds, HELD, settings.seed + APART)
     how = replace(as_rehearsal(settings, 1), rounds=rounds, eval_every=rounds, adapt="off", store="memory", members=1)
-    members = settings.members or (method.flat_members if model is None and data.train.x.ndim == 2 else 1)
+    members = settings.members or (method.flat_members if model is None and data.flat else 1)
     count = sum(len(stage) for stage in method.candidates()) - len(method.candidates()) + 1  # one of each is known then
     say(
         f"Choosing between {count} settings on held-out training examples first, in pilot runs of {rounds} rounds. They "

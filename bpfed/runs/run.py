@@ -164,6 +164,10 @@ class Run:
         """All clients."""
         return [Client(self, i) for i in range(len(self.data))]
 
+    def export_adapter(self, client: str, folder: str | Path) -> Path:
+        """Write the adapter of a client's model to a new folder in the format of peft (see `Client.export_adapter`)."""
+        return self.client(client).export_adapter(folder)
+
     def adapt(
         self,
         x: Any = None,

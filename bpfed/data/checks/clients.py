@@ -26,21 +26,9 @@ NAMED = 3
 
 def unscaled(data: FederatedData) -> tuple[str, ...]:
     """What to say of training inputs and targets that are far from the size that a network starts at."""
-    if not len(data.train.y) or not data.train.x.numel():
+    if not len(data.train.y):
         return ()
-    x, found = data.train.x.numpy(), []
-    if x.ndim > 2:
-        if (largest := max(abs(float(x.min())), abs(float(x.max())))) > BRIGHT:
-            found.append(
-                f"The inputs of '{data.name}' are not scaled and go up to {largest:.4g}, so training may fail; scale "
-                "them to mean 0 and standard deviation 1 by the training examples (pixels: per channel), and new "
-                "inputs too."
-            )
-    elif columns := _odd(x):
-        found.append(
-            f"The inputs of '{data.name}' are not scaled, and {columns}, so training may fail; scale each column to "
-            "mean 0 and standard deviation 1 by the training examples, and new inputs too."
-        )
+    found = _unscaled_inputs(data) if isinstance(data.train.x, torch.Tensor) and data.train.x.numel() else []
     if data.task_type.standardised:
         y = data.train.y.double()
         mean, spread = float(y.mean()), float(y.std(correction=0))
@@ -51,6 +39,25 @@ def unscaled(data: FederatedData) -> tuple[str, ...]:
                 "examples, and convert predictions back."
             )
     return tuple(found)
+
+
+def _unscaled_inputs(data: FederatedData) -> list[str]:
+    """The same of inputs that are one tensor."""
+    x = data.train.x.numpy()
+    if x.ndim > 2:
+        if (largest := max(abs(float(x.min())), abs(float(x.max())))) <= BRIGHT:
+            return []
+        return [
+            f"The inputs of '{data.name}' are not scaled and go up to {largest:.4g}, so training may fail; scale "
+            "them to mean 0 and standard deviation 1 by the training examples (pixels: per channel), and new "
+            "inputs too."
+        ]
+    if not (columns := _odd(x)):
+        return []
+    return [
+        f"The inputs of '{data.name}' are not scaled, and {columns}, so training may fail; scale each column to "
+        "mean 0 and standard deviation 1 by the training examples, and new inputs too."
+    ]
 
 
 def _odd(x: np.ndarray) -> str:

@@ -23,6 +23,7 @@ from bpfed.data.tabular.missing_values import Blanks
 from bpfed.data.tabular.npz import read_arrays
 from bpfed.data.tabular.preprocessing import SHOWN, Preprocessor
 from bpfed.data.tabular.table import Categorical, Column, Table, check_range, read_table, written
+from bpfed.inference import inputs
 
 # --- Tables in memory -------------------------------------------------------------------------------------------------
 #
@@ -280,6 +281,10 @@ def _in_memory(
 
 def _arrays(data: FederatedData, path: Path, labelled: bool) -> Rows:
     shape = ", ".join(["n", *map(str, data.input_shape)])
+    if path.suffix.lower() != ".npz" and not isinstance(data.train.x, torch.Tensor):
+        raise UserError(
+            f"'{data.name}' was trained on several arrays; give an NPZ file with {', '.join(inputs.parts(data.train.x))}."
+        )
     if path.suffix.lower() != ".npz":
         raise UserError(
             f"'{data.name}' was trained on arrays, not on a table; give an NPZ file with x of shape [{shape}]."
@@ -290,9 +295,15 @@ def _arrays(data: FederatedData, path: Path, labelled: bool) -> Rows:
         raise UserError(f"There is no file '{path}'; give an NPZ file.") from error
     except OSError as error:
         raise UserError(f"'{path}' cannot be read ({error.strerror}); give an NPZ file.") from error
-    for name in ("x", "y") if labelled else ("x",):
+    several = None if isinstance(data.train.x, torch.Tensor) else inputs.parts(data.train.x)
+    for name in (*(several or ("x",)), *(("y",) if labelled else ())):
         if name not in found:
             raise UserError(f"'{path}' has no array '{name}'; it contains: {', '.join(found) or 'nothing'}.")
+    if several is not None:
+        chosen = {name: found[name] for name in several}
+        given: Any = chosen if isinstance(data.train.x, dict) else tuple(chosen.values())
+        y = torch.from_numpy(_targets(data, path, found["y"])) if labelled else None
+        return Rows(given, y, None)
     x = found["x"]
     if x.dtype.kind not in "fiub" or x.shape[1:] != data.input_shape:
         raise UserError(f"x of '{path}' is {x.dtype} of shape {list(x.shape)}, but must be numbers of shape [{shape}].")

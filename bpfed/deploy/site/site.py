@@ -183,7 +183,7 @@ class Site:
             federation = Federation.of(method, cut, settings, federation.model)
         together = self.config.run.per_round(sites)
         federation.run_of_all = RunShape(sites, together, settings.rounds, settings.epochs, settings.batch)
-        train = federation.data.train  # without what is held back or held out
+        train = federation.inputs(federation.data.train)  # without what is held back or held out
         # Not compiled unless asked for: no run is long enough at one site. The width is at least the simulator's, for
         # clients of any size, and what is beyond a client's examples counts for nothing; a site that joined late may
         # have more examples than any that told of theirs.
