@@ -19,7 +19,7 @@ from bpfed.deploy.ops.certificates import KEYS, public_keys
 from bpfed.deploy.server.server import Server
 from bpfed.deploy.settings import Plan
 from bpfed.deploy.site.data import TOLD, Agreed, File, Part, Source
-from bpfed.deploy.site.local_privacy import Guard
+from bpfed.deploy.site.local_privacy import LocalPrivacy
 from bpfed.deploy.site.site import Site
 
 
@@ -107,7 +107,7 @@ def _opened(folder: Path, plan: Plan, config: Config, say: Callable[[str], None]
         raise UserError(f"Site '{plan.site}' has no data yet; give it with --data FILE.")
     if remember:
         plan.write(folder)
-    guard = None
+    local_privacy = None
     if plan.noise > 0.0:
-        guard = Guard(folder / STATES, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say)
-    return Site(folder / STATES, plan.site, config, source, guard, say, folder / RUN, limits, plan.plugins)
+        local_privacy = LocalPrivacy(folder / STATES, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say)
+    return Site(folder / STATES, plan.site, config, source, local_privacy, say, folder / RUN, limits, plan.plugins)

@@ -189,4 +189,4 @@ def _outputs(
         ]
         return tuple(torch.cat(parts, 1) for parts in zip(*blocks, strict=True))
     task = federation.data.task_type
-    return task.parts(federation.model, predictive, x, y, key, draws, how, federation.softness)
+    return task.parts(federation.model, predictive, x, y, key, draws, how, federation.calibration_temperature)

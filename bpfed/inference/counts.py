@@ -71,7 +71,7 @@ class Counted(Regressed):
         return cls(mean.float(), spread.float(), mean.float(), rates=rates, weights=weights)
 
     def with_temperature(self, temperature: float) -> Self:
-        raise UserError("Counts have no temperature; leave softness at 1.")
+        raise UserError("Counts have no temperature; leave calibration temperature at 1.")
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Logarithm of the probability of counts ``[..., B]``, float64."""

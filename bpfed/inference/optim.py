@@ -41,7 +41,7 @@ class Optimizer(Protocol[Variable, Gradient, Memory]):
         memory: Memory,
         step: Tensor,
         rate: Tensor,
-        hyper: Mapping[str, Tensor] = NONE,
+        hparams: Mapping[str, Tensor] = NONE,
     ) -> tuple[Variable, Memory]:
         """One step.
 
@@ -235,7 +235,7 @@ class AdamOptimizer:
         memory: Adam,
         step: Tensor,
         rate: Tensor,
-        hyper: Mapping[str, Tensor] = NONE,
+        hparams: Mapping[str, Tensor] = NONE,
     ) -> tuple[Tensor, Adam]:
         return adam(variable, gradient, memory, step, rate)
 
@@ -253,9 +253,9 @@ class SGDOptimizer:
         memory: Velocity,
         step: Tensor,
         rate: Tensor,
-        hyper: Mapping[str, Tensor] = NONE,
+        hparams: Mapping[str, Tensor] = NONE,
     ) -> tuple[Tensor, Velocity]:
-        return descent(variable, gradient, memory, hyper["momentum"], rate)
+        return descent(variable, gradient, memory, hparams["momentum"], rate)
 
 
 class FreeEnergyGradient(NamedTuple):
@@ -287,10 +287,10 @@ class IVONOptimizer:
         memory: Momentum,
         step: Tensor,
         rate: Tensor,
-        hyper: Mapping[str, Tensor] = NONE,
+        hparams: Mapping[str, Tensor] = NONE,
     ) -> tuple[Gaussian, Momentum]:
         q, (mean, sigma, prior, temperature) = Newton.at(variable, memory), gradient
-        moved = ivon(q, mean, sigma, prior, temperature, step, rate, hyper["curvature"])
+        moved = ivon(q, mean, sigma, prior, temperature, step, rate, hparams["curvature"])
         return moved.gaussian, moved.memory
 
 

@@ -110,7 +110,7 @@ class Task(ABC):
     Attributes:
         name: In configurations and run folders.
         phrase: What a model of it is called in a sentence, such as ``a regression``.
-        targets: What its targets are called, such as ``numbers``.
+        targets: What its targets are called, such as ``stackable``.
         has_classes: Whether a target is one of a list of classes.
         standardised: Whether targets of tables are brought to mean 0 and standard deviation 1.
         dtype: Of the targets, ``[E]``.
@@ -329,7 +329,7 @@ class Classification(Task):
         scored = evaluate(probs, found.y, found.offsets.to(probs.device), scoring.bins, sets, bounded, shares)
         return replace(
             scored,
-            fitted_softness=partial(calibration.common_temperature, probs, found.y),
+            fitted_temperature=partial(calibration.common_temperature, probs, found.y),
             slopes=partial(calibration.slopes, probs, found.y),
         )
 
@@ -428,7 +428,7 @@ class Regression(Task):
         )
         return replace(
             scored,
-            fitted_softness=partial(calibration.common_stretch, squares),
+            fitted_temperature=partial(calibration.common_scale_factor, squares),
             slopes=partial(calibration.slopes_of_numbers, squares),
         )
 

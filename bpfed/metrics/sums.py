@@ -78,7 +78,7 @@ class Form(NamedTuple):
     shares: tuple[str, ...] = ()
 
 
-def levels(bins: int) -> Tensor:
+def nominal_levels(bins: int) -> Tensor:
     """Nominal levels of central intervals."""
     return torch.tensor(sorted({k / bins for k in range(1, bins)} | {0.95}), dtype=torch.float64)
 

@@ -34,11 +34,11 @@ class Model:
     Attributes:
         module: A private copy of the user's module.
         likelihood: Of the targets given the outputs.
-        factors: Which weights are shared, which personal, and where each is in the vector.
+        layout: Which weights are shared, which personal, and where each is in the vector.
         initial: The module's own initial weights, ``[P]``.
         local: Names of parameters whose noise can be drawn locally (see `LocalNoise`).
         notes: What was changed in the module, in words.
-        levels: Name of the parameter that is added to the outputs unchanged, such as the last layer's bias; None if
+        output_bias: Name of the parameter that is added to the outputs unchanged, such as the last layer's bias; None if
             there is none.
         order: Names of the module's parameters by first use in its forward.
         looked_up: Whether the module takes inputs for places in a table, such as the ids of words.
@@ -52,11 +52,11 @@ class Model:
 
     module: nn.Module
     likelihood: Likelihood
-    factors: ParameterLayout
+    layout: ParameterLayout
     initial: Tensor
     local: frozenset[str]
     notes: tuple[str, ...] = field(default=())
-    levels: str | None = None
+    output_bias: str | None = None
     order: tuple[str, ...] = ()
     looked_up: bool = False
     head: frozenset[str] = frozenset()
@@ -105,15 +105,15 @@ class Model:
             )
         weights = {n: weights[n] for n in found.order}
         extra = likelihood.parameters()
-        factors = ParameterLayout.of(weights, personal, found.head, found.inputs)
+        layout = ParameterLayout.of(weights, personal, found.head, found.inputs)
         if extra:  # the noise of a client's targets is that client's own, unless nothing is personal
-            chosen = [*factors.personal_names, *(extra if personal != "none" else ())]
-            factors = ParameterLayout.of(weights | extra, chosen or "none", found.head, found.inputs)
+            chosen = [*layout.personal_names, *(extra if personal != "none" else ())]
+            layout = ParameterLayout.of(weights | extra, chosen or "none", found.head, found.inputs)
         model = cls(
             module,
             likelihood,
-            factors,
-            factors.flatten(weights | extra),
+            layout,
+            layout.flatten(weights | extra),
             frozenset(),
             tuple(notes),
             order=found.order,
@@ -130,12 +130,12 @@ class Model:
                 f"The module sets its attribute '{changed[0]}' while it runs. All clients use one module, and a step is "
                 "recorded once and then repeated without it, so no result may depend on what is kept there."
             )
-        return replace(model, local=model._local_names(example), levels=model._levels(few), notes=tuple(notes))
+        return replace(model, local=model._local_names(example), output_bias=model._output_bias(few), notes=tuple(notes))
 
     @property
     def members(self) -> int:
         """Networks it consists of; several in a `bpfed.nn.ensemble.Ensemble`."""
-        return self.factors.members
+        return self.layout.members
 
     @property
     def one(self) -> Model:
@@ -144,23 +144,23 @@ class Model:
 
     def centre(self) -> Tensor:
         """What weights are around where nothing is known, ``[P]``: 1 for gains of normalisations, else 0."""
-        ones = torch.tensor([float(name in self.gains) for name in self.factors.names])
-        return ones.repeat_interleave(torch.tensor(self.factors.sizes)).to(self.initial.device)
+        ones = torch.tensor([float(name in self.gains) for name in self.layout.names])
+        return ones.repeat_interleave(torch.tensor(self.layout.sizes)).to(self.initial.device)
 
     @property
     def computed(self) -> int:
         """Number of weights that a pass computes with: ``P``, and the frozen ones unless their outputs are at hand."""
-        return self.factors.total + (self.frozen if self.backbone is None else 0)
+        return self.layout.total + (self.frozen if self.backbone is None else 0)
 
     @property
     def wide(self) -> bool:
         """Whether a pass runs a frozen part, whose layers are often large beside the trained ones."""
-        return self.computed > self.factors.total
+        return self.computed > self.layout.total
 
     @cached_property
     def frozen_hash(self) -> str:
         """Of the constants of a module with frozen parameters; empty where there are none."""
-        return constants.digest(self.module, self.factors.names) if self.frozen else ""
+        return constants.digest(self.module, self.layout.names) if self.frozen else ""
 
     def on_features(self, example: Inputs) -> Model:
         """The same model as a function of what its frozen part gives, where that comes first; else itself.
@@ -170,7 +170,7 @@ class Model:
         if not self.frozen:
             return self
         few = trial.rows(example, trial.FEW)
-        parameters = self._own(self.factors.unflatten(self.initial))
+        parameters = self._own(self.layout.unflatten(self.initial))
         with trial.in_words(few):
             found, why = constants.find_backbone(self.module, parameters, self.constant, few, self.rounding)
         if found is None:
@@ -199,7 +199,7 @@ class Model:
         """Raw inputs ``[E, ...]`` as all other functions take them: the outputs of the frozen part, if it comes first."""
         if self.backbone is None:
             return x
-        parameters, device = self._own(self.factors.unflatten(self.initial)), self.initial.device
+        parameters, device = self._own(self.layout.unflatten(self.initial)), self.initial.device
         found = [
             self.backbone.features(self.module, parameters, inputs.move(block, device)).to(inputs.first(x).device)
             for block in inputs.blocks(x, constants.BLOCK)
@@ -209,7 +209,7 @@ class Model:
     def outputs(self, weights: Tensor, x: Inputs, key: Tensor | None = None) -> Tensor:
         """The network's outputs ``[B, K]`` for one client's weights ``[P]``; with a key ``[2]`` dropout is on."""
         with Convolutions():
-            return self._forward(self.factors.unflatten(weights), x, key)
+            return self._forward(self.layout.unflatten(weights), x, key)
 
     def _forward(self, parameters: dict[str, Tensor], x: Inputs, key: Tensor | None) -> Tensor:
         with ExitStack() as modes:
@@ -234,7 +234,7 @@ class Model:
 
     def _loss(self, weights: Tensor, x: Inputs, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
         with Convolutions():
-            return self._nll(self.factors.unflatten(weights), x, y, mask, key)
+            return self._nll(self.layout.unflatten(weights), x, y, mask, key)
 
     def _nll(self, parameters: dict[str, Tensor], x: Inputs, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
         return (self.likelihood.nll(self._forward(parameters, x, key), y, parameters) * mask).sum()
@@ -280,8 +280,8 @@ class Model:
         """
 
         def loss(mean: Tensor, sigma: Tensor, x: Inputs, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
-            means, sigmas = self.factors.unflatten(mean), self.factors.unflatten(sigma)
-            for i, name in enumerate(self.factors.names):  # everything else: one draw for the whole batch
+            means, sigmas = self.layout.unflatten(mean), self.layout.unflatten(sigma)
+            for i, name in enumerate(self.layout.names):  # everything else: one draw for the whole batch
                 if name not in self.local:
                     eps = rng.normal(rng.fold(key, 0x1000 + i), means[name].numel()).reshape(means[name].shape)
                     means[name] = means[name] + sigmas[name] * eps
@@ -299,7 +299,7 @@ class Model:
         """Write the adapter of a peft model with weights ``[P]``; see `bpfed.nn.pretrained.save_adapter`."""
         if self.members > 1:
             raise UserError("An adapter is of one network, but members is above 1; train with members = 1.")
-        pretrained.save_adapter(self.module, self._own(self.factors.unflatten(weights)), folder)
+        pretrained.save_adapter(self.module, self._own(self.layout.unflatten(weights)), folder)
 
     def to(self, device: torch.device | str) -> Model:
         """The same model with its constants on that device."""
@@ -336,7 +336,7 @@ class Model:
 
     def _local_names(self, example: Inputs) -> frozenset[str]:
         """Tried with two numbers of examples: a layer that runs on something else has the same number of rows twice."""
-        parameters = self.factors.unflatten(self.initial)
+        parameters = self.layout.unflatten(self.initial)
         found = []
         for count in (trial.FEW, trial.MORE):
             with LocalCalls(parameters, count) as calls, torch.no_grad():
@@ -344,12 +344,12 @@ class Model:
             found.append(calls.local)
         return found[0] & found[1]
 
-    def _levels(self, example: Inputs) -> str | None:
+    def _output_bias(self, example: Inputs) -> str | None:
         """Found by trial: whatever is added to the parameter, little or much, is added to the outputs."""
-        parameters = self.factors.unflatten(self.initial)
+        parameters = self.layout.unflatten(self.initial)
         with torch.no_grad():
             before = self._forward(parameters, example, None)
-            for name in reversed(self.factors.names):
+            for name in reversed(self.layout.names):
                 if parameters[name].shape != before.shape[1:] or name in self.likelihood.parameters():
                     continue
                 added = torch.linspace(0.5, 1.0, parameters[name].numel())

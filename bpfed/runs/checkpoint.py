@@ -72,7 +72,7 @@ class Restored:
     foreign: tuple[str, ...] = ()
 
     @property
-    def remarks(self) -> list[str]:
+    def notes(self) -> list[str]:
         """The beginning of a sentence on each checkpoint that could not be used."""
         return [f"Checkpoint {n} is {'of another run' if n in self.foreign else 'damaged'}" for n in self.damaged]
 
@@ -201,14 +201,14 @@ def is_model(path: Path, model: Model) -> bool:
 
 
 def _words(model: Model) -> dict[str, str]:
-    factors = model.factors
-    layout = {"names": factors.names, "shared": len(factors.names) - len(factors.personal_names)}
-    words = {"network": str(model.module), "likelihood": repr(model.likelihood), "layout": json.dumps(layout)}
+    layout = model.layout
+    order = {"names": layout.names, "shared": len(layout.names) - len(layout.personal_names)}
+    words = {"network": str(model.module), "likelihood": repr(model.likelihood), "layout": json.dumps(order)}
     return words | ({"frozen": model.frozen_hash} if model.frozen else {})
 
 
 def _weights(model: Model) -> dict[str, Tensor]:
-    return {n: t.detach().cpu().contiguous() for n, t in model.factors.unflatten(model.initial).items()}
+    return {n: t.detach().cpu().contiguous() for n, t in model.layout.unflatten(model.initial).items()}
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -248,7 +248,7 @@ def load_model(
     given, example = module is not None, inputs.each(_blank, data.train.x)
     model = make_model(example, data.task_type, data.classes, method, settings, module, likelihood)
     there = {n: tuple(t.shape) for n, t in weights.items()}
-    here = {n: tuple(t.shape) for n, t in model.factors.unflatten(model.initial).items()}
+    here = {n: tuple(t.shape) for n, t in model.layout.unflatten(model.initial).items()}
     if not given and (there != here or words.get("network") != str(model.module)):
         raise UserError(f"The run of '{path}' has a network of its own; give the module it was trained with as model.")
     constants = {n for n, p in model.module.named_parameters() if not p.requires_grad}
@@ -269,8 +269,8 @@ def load_model(
             f"The frozen weights of the module given are not those of the run of '{path}' (their hash is another one); "
             "give the module with the same pretrained weights as in training."
         )
-    factors = model.factors.arranged(*_layout(path, words.get("layout"), model, method.personal))
-    return replace(model, factors=factors, initial=factors.flatten(weights))
+    layout = model.layout.arranged(*_layout(path, words.get("layout"), model, method.personal))
+    return replace(model, layout=layout, initial=layout.flatten(weights))
 
 
 def _blank(part: Tensor) -> Tensor:
@@ -297,7 +297,7 @@ def _layout(path: Path, noted: str | None, model: Model, personal: Personal) -> 
         chosen = [*before.personal_names, *(extra if personal != "none" else ())]
         before = ParameterLayout.of(registered, chosen or "none")
         names, shared = before.names, len(before.names) - len(before.personal_names)
-    if sorted(names) != sorted(model.factors.names) or not 0 <= shared <= len(names):
+    if sorted(names) != sorted(model.layout.names) or not 0 <= shared <= len(names):
         raise UserError(f"'{path}' is of another network; give the module that the run was trained with as model.")
     return names, shared
 

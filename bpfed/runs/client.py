@@ -107,8 +107,8 @@ class Client:
                 for block in inputs.blocks(x, size)
             ]
         found = _joined(parts)
-        if federation.softness != 1.0:
-            found = found.with_temperature(federation.softness)
+        if federation.calibration_temperature != 1.0:
+            found = found.with_temperature(federation.calibration_temperature)
         temperature, scores = self._calibration(how, count)
         found = found.with_scores(scores, self.unscored)
         found = found.with_client_temperature(temperature) if temperature != 1.0 else found

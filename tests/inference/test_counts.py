@@ -95,7 +95,7 @@ def test_what_is_no_count_or_cannot_be_done_with_counts_is_refused() -> None:
     assert not Counts().doubt(torch.tensor([3.0, 9.0]))
     assert "mean of 60, and training starts at a rate of 1" in Counts().doubt(torch.tensor([20.0, 100.0]))
     with pytest.raises(UserError, match="which counts do not have"):
-        bpfed.fit("fedper", data, rehearsals=1, progress=False, **QUICK)
+        bpfed.fit("fedper", data, calibrate="pilot:1", progress=False, **QUICK)
     with pytest.raises(UserError, match="bpfed-linear is for classes and for numbers"):
         bpfed.fit("bpfed-linear", data, progress=False, rounds=1)
     with pytest.raises(UserError, match="scaling fits a temperature"):

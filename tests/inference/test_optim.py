@@ -30,12 +30,12 @@ THEIRS = {"adam": torch.optim.Adam, "sgd": lambda weights, lr: torch.optim.SGD(w
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ten_steps_are_those_of_torch_with_a_rate_for_each_row(name):
-    rates, hyper = torch.tensor([1e-3, 1e-2, 0.3]), {"momentum": torch.full((3,), 0.9)}
+    rates, hparams = torch.tensor([1e-3, 1e-2, 0.3]), {"momentum": torch.full((3,), 0.9)}
     all_gradients, optimizer = gradients(10, 3), get_optimizer(name)
     variable = start = torch.randn(3, 7, generator=scenarios.generator(1))
     memory = optimizer.init(variable)
     for step, gradient in enumerate(all_gradients, 1):
-        variable, memory = optimizer.update(variable, gradient, memory, torch.full((3,), float(step)), rates, hyper)
+        variable, memory = optimizer.update(variable, gradient, memory, torch.full((3,), float(step)), rates, hparams)
     for row in range(3):
         expected = torch_adam(start[row], all_gradients[:, row], float(rates[row]), THEIRS[name])
         torch.testing.assert_close(variable[row].double(), expected, rtol=1e-6, atol=2e-6 * float(rates[row]) + 2e-7)

@@ -62,7 +62,7 @@ def test_outputs_and_gradients_on_features_are_those_of_the_whole_network():
     whole = Model.of(net(), Categorical(2), X[:4])
     rest = whole.on_features(X[:4])
     assert rest.backbone.layer == "pool"
-    assert rest.local == whole.local == set(whole.factors.names)
+    assert rest.local == whole.local == set(whole.layout.names)
     weights = torch.stack([whole.initial, 2 * whole.initial])
     q, key, y, mask = Gaussian(weights, 0.1 * weights.abs()), scenarios.keys(2), Y.view(2, 20), torch.ones(2, 20)
 
@@ -115,7 +115,7 @@ class Frozen(nn.Conv2d):
 
 def test_frozen_weights_are_no_part_of_a_state_and_their_norm_keeps_its_statistics():
     model = Model.of(net(), Categorical(2), X[:4])
-    assert set(model.factors.names) == {"body.weight", "body.bias", "head.weight", "head.bias"}
+    assert set(model.layout.names) == {"body.weight", "body.bias", "head.weight", "head.bias"}
     assert model.frozen == 3 * 4 * 9 + 4 + 8
     assert model.notes == ()  # the norm is not exchanged
     assert isinstance(model.module.norm, nn.BatchNorm2d)
@@ -151,10 +151,10 @@ def only_head():
 def test_trainable_names_what_is_trained_by_patterns():
     plain = net().requires_grad_(True)
     model = Model.of(plain, Categorical(2), X[:4], trainable="body.bias | head")
-    assert set(model.factors.names) == {"body.bias", "head.weight", "head.bias"}
+    assert set(model.layout.names) == {"body.bias", "head.weight", "head.bias"}
     assert all(p.requires_grad for p in plain.parameters())  # the user's own module is as it was
     deep = nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(108, 4), nn.Linear(4, 2)))
-    assert set(Model.of(deep, Categorical(2), X[:4], trainable="bias").factors.names) == {"1.0.bias", "1.1.bias"}
+    assert set(Model.of(deep, Categorical(2), X[:4], trainable="bias").layout.names) == {"1.0.bias", "1.1.bias"}
     with pytest.raises(UserError, match=r"matches trainable 'lora_\*'; its parameters are: conv\.weight"):
         Model.of(plain, Categorical(2), X[:4], trainable="lora_*")
     with pytest.raises(UserError, match="All parameters of the module are frozen"):
@@ -203,7 +203,7 @@ class Adapted(nn.Module):
 def test_members_share_what_is_frozen_and_their_adapters_start_at_zero():
     run = bpfed.fit(FedPer(), DATA, model=scenarios.seeded(Adapted), members=2, **QUICK)
     model = run.federation.model
-    first, second = (model.factors.one.unflatten(w) for w in model.factors.apart(model.initial))
+    first, second = (model.layout.one.unflatten(w) for w in model.layout.apart(model.initial))
     assert not torch.equal(first["down.weight"], second["down.weight"])
     assert not second["up.weight"].any()
     assert model.frozen == 108 * 6 + 6

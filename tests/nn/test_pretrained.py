@@ -54,9 +54,9 @@ def test_what_peft_freezes_is_constant_and_patterns_name_the_rest(config):
     names = {n for n, p in module.named_parameters() if p.requires_grad}
     kept = "classifier|lora_B" if config is lora else "classifier"
     model = Model.of(module, Categorical(2), FEW, kept)
-    assert set(model.factors.names) == names
+    assert set(model.layout.names) == names
     wanted = {n for n in names if "classifier" in n or (config is lora and "lora_B" in n)}
-    assert set(model.factors.personal_names) == wanted
+    assert set(model.layout.personal_names) == wanted
     torch.testing.assert_close(model.outputs(model.initial, FEW), outputs(module))
     # As many clients at once, in training mode: the masks are the clients' own, and dropout is repeatable.
     two = {name: torch.stack([part, part]) for name, part in FEW.items()}
@@ -64,7 +64,7 @@ def test_what_peft_freezes_is_constant_and_patterns_name_the_rest(config):
     value, gradient = model.gradient(weights, two, y, torch.ones(2, 5), scenarios.keys(1).expand(2, -1))
     assert value[0] == value[1]
     assert gradient.isfinite().all()
-    assert model.factors.unflatten(gradient[0])[min(wanted)].any()
+    assert model.layout.unflatten(gradient[0])[min(wanted)].any()
 
 
 def test_a_frozen_encoder_without_dropout_is_computed_once():

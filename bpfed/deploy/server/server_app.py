@@ -23,7 +23,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the rounds that are left."""
     from bpfed.deploy.folders import open_server
-    from bpfed.deploy.protocol.transport import GridPost
+    from bpfed.deploy.protocol.transport import GridTransport
 
     folder = os.environ.get(SERVER_FOLDER)
     if not folder:
@@ -32,7 +32,7 @@ def main(grid: Grid, context: Context) -> None:
     # Flower keeps what this process prints to itself (``flwr log``), so a file of the server's has it too.
     say = logs.to_parent(logs.ToFile(Path(folder) / LOG), one_line=True)  # sites' names of columns are in some
     try:
-        open_server(Path(folder), say).serve(GridPost(grid))
+        open_server(Path(folder), say).serve(GridTransport(grid))
     except UserError as error:
         logs.fail(say, str(error))
         raise

@@ -49,17 +49,17 @@ class Scaffold(Method):
         zero = torch.zeros_like(model.initial)
         return Initial(Shared(model.initial, zero), Personal(zero))
 
-    def begin(self, model, shared, personal, hyper):
-        return Local(shared.weights, shared, personal.control, torch.zeros_like(hyper["lr"]))
+    def begin(self, model, shared, personal, hparams):
+        return Local(shared.weights, shared, personal.control, torch.zeros_like(hparams["lr"]))
 
-    def step(self, model, local, batch, hyper, phase):
+    def step(self, model, local, batch, hparams, phase):
         nll, gradient = mean_gradient(model, local.weights, batch)
         corrected = gradient - local.control + local.server.control
-        weights = local.weights - hyper["lr"][:, None] * corrected  # Eq. 3
+        weights = local.weights - hparams["lr"][:, None] * corrected  # Eq. 3
         return local._replace(weights=weights, steps=local.steps + 1), nll
 
-    def finish(self, model, local, hyper):
-        server, length = local.server, (local.steps * hyper["lr"])[:, None]  # K η
+    def finish(self, model, local, hparams):
+        server, length = local.server, (local.steps * hparams["lr"])[:, None]  # K η
         mean = (server.weights - local.weights) / length.clamp(min=1e-12)
         new = local.control - server.control + mean  # Eq. 4, option II
         new = torch.where(length > 0, new, local.control)
