@@ -89,7 +89,9 @@ class Cell:
         (found,) = candidates([self.method], self.settings(device))
         if not found.settings.calibration_pilots:
             return found
-        return replace(found, settings=replace(found.settings, calibrate=f"pilot:{protocol.calibration_pilots(self.cell)}"))
+        return replace(
+            found, settings=replace(found.settings, calibrate=f"pilot:{protocol.calibration_pilots(self.cell)}")
+        )
 
     def path(self, results: Path) -> Path:
         """Where its record is kept."""
@@ -209,7 +211,11 @@ def seed_record(run: Run) -> dict[str, Any]:
     last |= {"ece_worst_client": history[-1]["ece"]["worst"], "ece_floor": detail["ece_floor"]}
     curve: dict[str, list[Any]] = {"round": [r["round"] for r in history]}
     curve |= {name: [_short(r[name]["pooled"]) for r in history] for name in CURVES}
-    learnt = {"calibration_temperature": run.federation.learnt_temperature} if run.federation.learnt_temperature is not None else {}
+    learnt = (
+        {"calibration_temperature": run.federation.learnt_temperature}
+        if run.federation.learnt_temperature is not None
+        else {}
+    )
     return {"seed": run.settings.seed, "last": last, **learnt, "curve": curve, "reliability": detail["reliability"]}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from bpfed.comparison.candidates import title
 from experiments import published
 
-__all__ = ["DATASETS", "ORDER", "CALIBRATED", "cell_title", "ordered", "place", "title"]
+__all__ = ["CALIBRATED", "DATASETS", "ORDER", "cell_title", "ordered", "place", "title"]
 
 #: Ours, the paper's baselines in the paper's order, then what the paper does not have.
 ORDER = (

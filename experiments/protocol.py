@@ -61,7 +61,9 @@ EXTRA = (
 )
 #: Methods that are run with five seeds, the others with three.
 MAIN = tuple(
-    f"bpfed-{kind}{variant}" for kind in ("recipe", "population") for variant in ("", "+calibrated", "+members+calibrated")
+    f"bpfed-{kind}{variant}"
+    for kind in ("recipe", "population")
+    for variant in ("", "+calibrated", "+members+calibrated")
 )
 SEEDS = {"main": 5, "other": 3}
 

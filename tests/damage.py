@@ -137,8 +137,12 @@ TEXT: dict[str, Damage] = {
 TOML: dict[str, Damage] = {
     "nested too deeply in TOML": _write(lambda data: b"a = " + DEEP.encode()),
     "half of its lines": _write(lambda data: b"\n".join(data.split(b"\n")[: data.count(b"\n") // 2])),
-    "calibration temperature 0": _write(lambda data: re.sub(rb"calibration_temperature = .*", b"calibration_temperature = 0.0", data)),
-    "calibration temperature 2": _write(lambda data: re.sub(rb"calibration_temperature = .*", b"calibration_temperature = 2.0", data)),
+    "calibration temperature 0": _write(
+        lambda data: re.sub(rb"calibration_temperature = .*", b"calibration_temperature = 0.0", data)
+    ),
+    "calibration temperature 2": _write(
+        lambda data: re.sub(rb"calibration_temperature = .*", b"calibration_temperature = 2.0", data)
+    ),
     "draws 4": _write(lambda data: re.sub(rb"eval_draws = .*", b"eval_draws = 4", data)),
     "another method": _write(lambda data: data.replace(b'name = "bpfed"', b'name = "fedavg"')),
 }

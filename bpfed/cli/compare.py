@@ -21,7 +21,7 @@ from bpfed.config.registry import check_data, check_method
 from bpfed.config.schema import ROUNDS
 
 if TYPE_CHECKING:
-    from bpfed.comparison import Comparison, Candidate
+    from bpfed.comparison import Candidate, Comparison
     from bpfed.config.reader import Config, Override
     from bpfed.data import FederatedData
 

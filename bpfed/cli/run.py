@@ -116,7 +116,9 @@ def run(
         chosen.confirm(trained.config())
         run_calibration_pilots([trained], [folder], None if quiet else progress)
         if trained.federation.learnt_temperature is not None:
-            progress.say(f"Calibration pilots are over: predictions will have a calibration temperature of {temperature_words(trained.calibration_temperature)}.")
+            progress.say(
+                f"Calibration pilots are over: predictions will have a calibration temperature of {temperature_words(trained.calibration_temperature)}."
+            )
         trained.train(callbacks)
     except KeyboardInterrupt:
         progress.close()

@@ -6,4 +6,4 @@ from bpfed.comparison.runner import compare
 from bpfed.comparison.statistics import Difference
 from bpfed.comparison.tuning import Tuning, tune
 
-__all__ = ["VARIANTS", "Comparison", "Difference", "Candidate", "Tuning", "compare", "tune"]
+__all__ = ["VARIANTS", "Candidate", "Comparison", "Difference", "Tuning", "compare", "tune"]

@@ -110,7 +110,9 @@ def title(name: str) -> str:
     return " + ".join([method(base).title if base in names() else base, *variants])
 
 
-def candidates(methods: str | Sequence[str | Method] | Mapping[str, Method | str], settings: Settings) -> list[Candidate]:
+def candidates(
+    methods: str | Sequence[str | Method] | Mapping[str, Method | str], settings: Settings
+) -> list[Candidate]:
     """Those named, or those given, under names of one's own or each under its own."""
     if not isinstance(methods, str | Mapping) and any(isinstance(m, Method) for m in methods):
         given = [method_of(m) for m in methods]

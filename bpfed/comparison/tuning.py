@@ -117,7 +117,9 @@ class Tuning:
     @property
     def calibration_temperature(self) -> float:
         """The calibration temperature at which its predictions suit the held-out targets best."""
-        return common(run.evaluation.get("fitted_temperature", 1.0) for run in self.comparison.records[self.best].values())
+        return common(
+            run.evaluation.get("fitted_temperature", 1.0) for run in self.comparison.records[self.best].values()
+        )
 
     @property
     def gain(self) -> float:
@@ -253,7 +255,14 @@ def run_trials(
             name,
             trial.title,
             trial.method,
-            replace(trial.settings, calibration=0.0, scaling="none", calibration_temperature=1.0, calibrate="none", baselines="off"),
+            replace(
+                trial.settings,
+                calibration=0.0,
+                scaling="none",
+                calibration_temperature=1.0,
+                calibrate="none",
+                baselines="off",
+            ),
         )
         for name, trial in tried.items()
     ]

@@ -314,7 +314,9 @@ def _check_values(said: Sequence[ParsedOverride], schema: Mapping[str, Mapping[s
             _from_text(override, table, schema[table][key])
 
 
-def _method_name(document: Document, tables: dict[str, dict[str, Any]], said: Sequence[ParsedOverride]) -> tuple[str, list[str]]:
+def _method_name(
+    document: Document, tables: dict[str, dict[str, Any]], said: Sequence[ParsedOverride]
+) -> tuple[str, list[str]]:
     """The method's name, taken out of its table, and notes; the table is as this version has it.
 
     It is emptied where the command line names another method than the file.

@@ -240,7 +240,9 @@ class Settings:
         if not 0.0 <= self.calibration < 1.0:
             raise UserError(f"calibration is {self.calibration}, but must be at least 0 and below 1.")
         if not MIN_TEMPERATURE <= self.calibration_temperature <= MAX_TEMPERATURE:
-            raise UserError(f"calibration_temperature is {self.calibration_temperature}, but must be from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}.")
+            raise UserError(
+                f"calibration_temperature is {self.calibration_temperature}, but must be from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}."
+            )
         pilots, given = self.calibration_pilots, self.calibration_temperature
         if self.scaling == "client" and (given != 1.0 or pilots):
             asked = f"calibrate is '{self.calibrate}'" if pilots else f"calibration_temperature is {given}"

@@ -109,5 +109,7 @@ def _opened(folder: Path, plan: Plan, config: Config, say: Callable[[str], None]
         plan.write(folder)
     local_privacy = None
     if plan.noise > 0.0:
-        local_privacy = LocalPrivacy(folder / STATES, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say)
+        local_privacy = LocalPrivacy(
+            folder / STATES, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say
+        )
     return Site(folder / STATES, plan.site, config, source, local_privacy, say, folder / RUN, limits, plan.plugins)

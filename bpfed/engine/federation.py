@@ -93,7 +93,11 @@ def check_run(
             f"scaling fits a temperature to class probabilities, but the targets here are {get_task(task).targets}; "
             "leave it out."
         )
-    if task is not None and not get_task(task).tempered and (settings.calibration_pilots or settings.calibration_temperature != 1.0):
+    if (
+        task is not None
+        and not get_task(task).tempered
+        and (settings.calibration_pilots or settings.calibration_temperature != 1.0)
+    ):
         raise UserError(
             f"calibration pilots and calibration temperature are a temperature of predictions, which {get_task(task).targets} do not have; "
             "leave both out."

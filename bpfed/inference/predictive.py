@@ -327,7 +327,9 @@ class Regressed(Prediction):
 
     def at(self, scale_factor: float) -> Regressed:
         """The same with distributions that are wider by this factor, around the same means."""
-        return replace(self, epistemic=scale_factor**2 * self.epistemic, aleatoric=scale_factor**2 * self.aleatoric, nll=None)
+        return replace(
+            self, epistemic=scale_factor**2 * self.epistemic, aleatoric=scale_factor**2 * self.aleatoric, nll=None
+        )
 
     def with_temperature(self, temperature: float) -> Regressed:
         return self.at(temperature)

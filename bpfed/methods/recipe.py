@@ -58,8 +58,8 @@ from bpfed.methods.head_priors import (
     NOISE_SIGMA,
     biases,
     class_biases,
-    corrections,
     class_log_prior,
+    corrections,
     noted,
     of_likelihood,
     per_head,
@@ -263,7 +263,10 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
         participation_ratio = max(1.0, CHOSEN_AT * shape.clients / shape.participants)
         whole = participation_ratio * self.max_lr_epochs / (shape.rounds * shape.epochs)
         steps = shape.epochs * batches
-        max_round_lr_steps = min(self.max_round_lr_steps, participation_ratio * self.max_total_lr_steps / shape.rounds) * (steps / NEAR).clamp(min=1.0).sqrt()
+        max_round_lr_steps = (
+            min(self.max_round_lr_steps, participation_ratio * self.max_total_lr_steps / shape.rounds)
+            * (steps / NEAR).clamp(min=1.0).sqrt()
+        )
         hparams["lr"] = (max_round_lr_steps / steps).clamp(max=min(self.lr, whole))
         hparams["head_budget"] = hparams["lr"] * shape.passes * batches
         hparams["temperature"] = hparams["temperature"] * temperature_factor

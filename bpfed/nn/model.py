@@ -130,7 +130,9 @@ class Model:
                 f"The module sets its attribute '{changed[0]}' while it runs. All clients use one module, and a step is "
                 "recorded once and then repeated without it, so no result may depend on what is kept there."
             )
-        return replace(model, local=model._local_names(example), output_bias=model._output_bias(few), notes=tuple(notes))
+        return replace(
+            model, local=model._local_names(example), output_bias=model._output_bias(few), notes=tuple(notes)
+        )
 
     @property
     def members(self) -> int:

@@ -372,7 +372,9 @@ def learnt(folder: Path, lenient: bool = False) -> float | None:
 def _temperature(content: str | bytes) -> float:
     found = from_json(content)["calibration_temperature"]
     if not isinstance(found, int | float) or isinstance(found, bool) or not MIN_TEMPERATURE <= found <= MAX_TEMPERATURE:
-        raise ValueError(f"a calibration temperature of {str(found)[:40]}, where {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} is allowed")
+        raise ValueError(
+            f"a calibration temperature of {str(found)[:40]}, where {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} is allowed"
+        )
     return float(found)
 
 

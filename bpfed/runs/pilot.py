@@ -86,7 +86,11 @@ def _run_calibration_pilots(
             folder.begin_pilots(run)
     found: dict[int, list[float]] = {id(run): [] for run, _ in waiting}
     seen = dict.fromkeys(found, 0)
-    planned = [CalibrationPilot(run, folder, n) for run, folder in waiting for n in range(1, run.settings.calibration_pilots + 1)]
+    planned = [
+        CalibrationPilot(run, folder, n)
+        for run, folder in waiting
+        for n in range(1, run.settings.calibration_pilots + 1)
+    ]
     stacked = bool(planned) and planned[0].run.federation.device.type == "cuda"
     for together in [planned] if stacked else [[one] for one in planned]:
         for of, trial in zip(together, _train(together, display, held, changes), strict=True):
@@ -96,7 +100,9 @@ def _run_calibration_pilots(
             seen[id(of.run)] += trial.evaluation[0].sums.examples  # of those clients that are tested
     for run, _ in waiting:
         run.federation.learnt_temperature = common(found[id(run)])
-        if sentence := uncertain(run.calibration_temperature, seen[id(run)], run.settings.calibration_pilots, run.data.task):
+        if sentence := uncertain(
+            run.calibration_temperature, seen[id(run)], run.settings.calibration_pilots, run.data.task
+        ):
             run.say(sentence)
 
 
@@ -129,7 +135,9 @@ def as_pilot(settings: Settings, number: int) -> Settings:
     return replace(plain, seed=settings.seed + APART * number, eval_every=settings.rounds)
 
 
-def _train(planned: Sequence[CalibrationPilot], display: Progress | None, held: float, changes: dict[str, Any]) -> list[Run]:
+def _train(
+    planned: Sequence[CalibrationPilot], display: Progress | None, held: float, changes: dict[str, Any]
+) -> list[Run]:
     """Calibration pilots, side by side."""
     trials, callbacks = [], []
     for each in planned:

@@ -24,7 +24,7 @@ from bpfed._util.errors import UserError
 from bpfed._util.files import lock
 from bpfed.cli import main
 from bpfed.comparison import VARIANTS, runner, tables
-from bpfed.comparison.candidates import changes, candidates, listed
+from bpfed.comparison.candidates import candidates, changes, listed
 from bpfed.comparison.record import chosen_reference
 from bpfed.comparison.runner import run_cells
 from bpfed.config.reader import METHOD

@@ -126,7 +126,9 @@ def test_the_width_that_is_best_is_handed_back():
         "hidden=60": 60 * 8 + 3,
     }
     assert (found.best, found.hidden, found.method) == ("hidden=60", 60, FedAvg(lr=0.02))
-    trained = bpfed.fit(found.method, data, calibration_temperature=found.calibration_temperature, hidden=found.hidden, **TINY)
+    trained = bpfed.fit(
+        found.method, data, calibration_temperature=found.calibration_temperature, hidden=found.hidden, **TINY
+    )
     assert trained.config()["model"]["weights"] == 60 * 8 + 3
     assert bpfed.tune(FedAvg(), data, {"lr": [0.02]}, cuts=1, **TINY).hidden is None
 
@@ -195,8 +197,9 @@ def test_a_user_tunes_and_then_trains_with_what_was_best(command):
     best = tomllib.loads(Path("a/best.toml").read_text())
     calibration_temperature = best["run"].pop("calibration_temperature")
     assert calibration_temperature != 1.0
-    assert f"best.toml also has a calibration temperature, {temperature_words(calibration_temperature)}, which suits the best setting's predictions" in " ".join(
-        lines
+    assert (
+        f"best.toml also has a calibration temperature, {temperature_words(calibration_temperature)}, which suits the best setting's predictions"
+        in " ".join(lines)
     )
     assert best == {
         "data": {"name": "digits", "clients": 3, "seed": 4},
@@ -320,7 +323,9 @@ def test_what_moves_along_is_said(command):
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert [line for line in lines if re.match(r"(\* )?BPFed recipe as it is, temperature 0.05 \d", line)]
     assert [line for line in lines if re.match(r"(\* )?temperature 0.005 \d", line)]
-    assert "Along with the temperature, mean_precision (the pull of shared weights towards 0) is adjusted" in " ".join(lines)
+    assert "Along with the temperature, mean_precision (the pull of shared weights towards 0) is adjusted" in " ".join(
+        lines
+    )
 
 
 def test_a_calibration_temperature_is_told_wherever_best_toml_has_one(command, monkeypatch):

@@ -60,7 +60,9 @@ class Deployed:
         self.plan = Plan(self.data.clients, timeout=1.0, wait=3.0, pause=0.0, attempts=3, **(plan or {}))
         self.said = []
         self.sites = {
-            name: site_class(folder / name, name, self.config, PersonalNetwork(self.data, name), say=self.said.append, limits=OPEN)
+            name: site_class(
+                folder / name, name, self.config, PersonalNetwork(self.data, name), say=self.said.append, limits=OPEN
+            )
             for name in self.data.clients
         }
         self.grid = LoopGrid({100 + i: node_of(site) for i, site in enumerate(self.sites.values())})

@@ -92,7 +92,9 @@ def test_what_was_learnt_is_told_with_the_run_and_sites_predict_with_it(tmp_path
     for i, name in enumerate(DATA.clients):
         own, (x, _) = Run.load(tmp_path / "own" / name), DATA.test.client(i)
         assert own.calibration_temperature == server.journal.calibration_temperature
-        assert json.loads((tmp_path / "own" / name / "learnt.json").read_text()) == {"calibration_temperature": own.calibration_temperature}
+        assert json.loads((tmp_path / "own" / name / "learnt.json").read_text()) == {
+            "calibration_temperature": own.calibration_temperature
+        }
         predicted = Run(wanted[0]).client(name).predict(x).probs
         torch.testing.assert_close(own.client(name).predict(x).probs, predicted, rtol=1e-3, atol=1e-4)
 
@@ -213,7 +215,9 @@ def test_pilots_spend_of_what_a_site_may_send(tmp_path):
 
 def test_whoever_asks_is_told_which_pilot_it_is(tmp_path, capsys):
     command, fed = Command(capsys), tmp_path / "fed"
-    command.ok("deploy", "init", fed, "--sites", ",".join(DATA.clients), "--calibrate", "pilot:2", "--rounds", str(ROUNDS))
+    command.ok(
+        "deploy", "init", fed, "--sites", ",".join(DATA.clients), "--calibrate", "pilot:2", "--rounds", str(ROUNDS)
+    )
     assert 'calibrate = "pilot:2"' in (fed / "server" / "config.toml").read_text()
     deployed = Deployed(tmp_path, FedAvg(), DATA, **TINY)
     killed_in(deployed, 2, 2)
@@ -340,7 +344,9 @@ def test_slopes_have_no_place_in_any_other_answer(tmp_path):
     ],
 )
 def test_a_site_refuses_what_its_configuration_has_no_place_for(pilots, asked, words, tmp_path):
-    site = Deployed(tmp_path, FedAvg(), DATA, **TINY | {"calibrate": f"pilot:{pilots}" if pilots else "none"}).sites["site b"]
+    site = Deployed(tmp_path, FedAvg(), DATA, **TINY | {"calibrate": f"pilot:{pilots}" if pilots else "none"}).sites[
+        "site b"
+    ]
     answer = site.answer(Request(site.fingerprint, "ab", 1, train=True, **asked).write())
     assert words in Reply.read(answer, None, None).refused
     assert not (tmp_path / "site b").exists()
@@ -363,7 +369,9 @@ def test_where_those_with_examples_were_away_the_run_goes_on_once_they_are_there
     node = deployed.node("site b")
     answer = deployed.grid.clients[node]
     spoil(deployed, "site b", lambda record, message: None, rounds=(str(ROUNDS + 1),))
-    with pytest.raises(UserError, match="No site that tested the calibration pilot holds out as many training examples"):
+    with pytest.raises(
+        UserError, match="No site that tested the calibration pilot holds out as many training examples"
+    ):
         deployed.serve()
     deployed.grid.clients[node] = answer
     as_simulated(deployed.serve(), *simulated(FedAvg(), deployed.data, **TINY))

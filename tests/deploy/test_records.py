@@ -81,7 +81,9 @@ def test_the_report_says_how_many_sites_take_part_and_who_never_did(tmp_path):
     folder = server.journal.folder
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["participants"], summary["never_drawn"]) == (1, 2)
-    assert RunRecord.read(folder).participation_note.startswith("1 of the 3 clients are drawn in a round; 2 were never drawn")
+    assert RunRecord.read(folder).participation_note.startswith(
+        "1 of the 3 clients are drawn in a round; 2 were never drawn"
+    )
     assert "2 were never drawn" in (folder / "report.html").read_text()
 
 

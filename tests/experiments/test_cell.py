@@ -88,7 +88,9 @@ def test_a_whole_record_stands_however_its_calibration_temperature_was_learnt(di
     cells.run(calibration_words, tmp_path, "cpu", lambda sentence: None)
     monkeypatch.setattr(protocol, "PILOTS", {"small": 2, "large": 1})
     assert calibration_words.missing(tmp_path) == []
-    with pytest.raises(OtherResult, match="calibration pilots 1, now 2"):  # seeds of both kinds are not put into one record
+    with pytest.raises(
+        OtherResult, match="calibration pilots 1, now 2"
+    ):  # seeds of both kinds are not put into one record
         replace(calibration_words, seeds=(0, 1)).missing(tmp_path)
 
 

@@ -175,7 +175,9 @@ def test_a_method_changes_nothing_that_it_is_given(client):
     )
     for phase in client.method.phases(2):
         batch = client.batches[0]
-        local, _ = unchanged(lambda state, b=batch, n=phase.name: client.method.step(model, state, b, hparams, n), local)
+        local, _ = unchanged(
+            lambda state, b=batch, n=phase.name: client.method.step(model, state, b, hparams, n), local
+        )
     finished = unchanged(lambda state: client.method.finish(model, state, hparams), local)
     old = client.initial.shared
     unchanged(lambda s, u: client.method.aggregate(s, u, torch.ones(CLIENTS), clients=CLIENTS), old, finished.upload)

@@ -166,7 +166,9 @@ def test_in_a_crowd_each_carries_its_part_of_the_prior_and_all_data_count():
 def test_each_client_is_as_warm_as_its_own_examples_say_in_a_crowd_too():
     examples = torch.tensor([0, 100, 1000, 4500])
     shape = RunShape(clients=100, participants=50, rounds=300, epochs=10, batch=50)
-    found, plain = (method.hparams_for_run(shape, examples) for method in (Population(), Population(max_temperature_factor=1.0)))
+    found, plain = (
+        method.hparams_for_run(shape, examples) for method in (Population(), Population(max_temperature_factor=1.0))
+    )
     t, a, c = (found[name] for name in ("temperature", "discount", "mean_precision"))
     assert t.tolist() == pytest.approx([0.2, 0.2, 0.1 * 2.0**0.5, 0.1])
     assert (t * c).tolist() == pytest.approx([0.04] * 4)  # 0.2 for 20 clients and fewer

@@ -116,7 +116,9 @@ def test_a_head_without_biases_is_as_without(method, store, tmp_path):
     for extra in (0.0, 1.0):
         module = scenarios.seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3, bias=False)))
         settings = replace(SETTINGS, store=store, participants=2)
-        run = bpfed.fit(method(unseen_pseudocount=extra), few_of_one(), model=module, settings=settings, out=tmp_path / str(extra))
+        run = bpfed.fit(
+            method(unseen_pseudocount=extra), few_of_one(), model=module, settings=settings, out=tmp_path / str(extra)
+        )
         found.append(list(run.federation.personal(torch.arange(3)).head))
     for plain, counted in zip(*found, strict=True):
         assert torch.equal(plain, counted)
@@ -141,7 +143,10 @@ def test_members_are_corrected_each_by_itself():
 def test_predictions_at_the_clients_examples_are_as_rare_as_it_says(method):
     """The model is asked again here; in training the gradient of the bias told it. Steps are so small that nothing moves."""
     data, settings = few_of_one(), replace(SETTINGS, rounds=1, batch=64)
-    run, plain = (bpfed.fit(method(lr=1e-7, sigma=1e-3, unseen_pseudocount=extra), data, settings=settings) for extra in (1.0, 0.0))
+    run, plain = (
+        bpfed.fit(method(lr=1e-7, sigma=1e-3, unseen_pseudocount=extra), data, settings=settings)
+        for extra in (1.0, 0.0)
+    )
     x = data.train.client(0)[0]
     before, after = (r.client(data.clients[0]).predict(x).probs for r in (plain, run))
     rule, found = 1.0 / (3 * (len(x) + 1)), float(before[:, 2].mean())

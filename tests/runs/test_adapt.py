@@ -265,7 +265,9 @@ def test_numbers_of_a_newcomer_are_as_wide_as_its_own_noise() -> None:
     run = bpfed.fit(data=regression((30, 30, 30)), model=small_mlp(3, 1), rounds=2, epochs=1, calibrate="pilot:1")
     assert run.calibration_temperature != 1.0
     assert run.adapt(name="late").run.calibration_temperature == 1.0
-    soft = bpfed.fit(data=regression((30, 30, 30)), model=small_mlp(3, 1), rounds=1, epochs=1, calibration_temperature=0.5)
+    soft = bpfed.fit(
+        data=regression((30, 30, 30)), model=small_mlp(3, 1), rounds=1, epochs=1, calibration_temperature=0.5
+    )
     assert soft.adapt(name="late").run.calibration_temperature == 1.0
 
 

@@ -108,7 +108,9 @@ def test_it_lists_the_hashes_of_all_that_matters_as_sha256sum_prints_them(folder
 def test_an_edited_configuration_is_named_and_restored_by_resuming(command: Command, folders: Folders) -> None:
     run = Path(shutil.copytree(folders.place / "run", "run"))
     before = files(run)
-    (run / "config.toml").write_text((run / "config.toml").read_text().replace("calibration_temperature = 1.0", "calibration_temperature = 2.0"))
+    (run / "config.toml").write_text(
+        (run / "config.toml").read_text().replace("calibration_temperature = 1.0", "calibration_temperature = 2.0")
+    )
     said = command("predict", "run", "--client", "genf", "--input", folders.place / "new.csv").sentence
     assert said == (
         "'run/config.toml' has been changed since the run wrote it (run.calibration_temperature is 2.0 there and 1.0 in the run), but a "

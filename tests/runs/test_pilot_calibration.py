@@ -88,12 +88,15 @@ def test_few_examples_are_said_to_be_few():
     bpfed.fit(FedAvg(), data, calibrate="pilot:2", say=said.append, **TINY)
     assert len(said) == 1
     assert (
-        "is learnt from 28 held-out examples, so it is uncertain; calibrate = pilot:72 would learn it from 1000." in said[0]
+        "is learnt from 28 held-out examples, so it is uncertain; calibrate = pilot:72 would learn it from 1000."
+        in said[0]
     )
     said.clear()
     bpfed.fit(FedAvg(), classification(sizes=(2600, 2600)), calibrate="pilot:1", say=said.append, **TINY)
     assert said == []
-    bpfed.fit(FedAvg(), classification(sizes=(2600, 2600)), calibrate="pilot:1", eval_clients=1, say=said.append, **TINY)
+    bpfed.fit(
+        FedAvg(), classification(sizes=(2600, 2600)), calibrate="pilot:1", eval_clients=1, say=said.append, **TINY
+    )
     assert "is learnt from 520 held-out examples" in said[0]  # of the one client that is tested
 
 
@@ -115,7 +118,9 @@ def test_cuts_count_alike_whether_too_sure_or_not_sure_enough():
 def test_a_pilot_is_run_as_the_run_will_be():
     settings = Settings(rounds=7, calibrate="pilot:3", calibration=0.2, seed=5, epochs=2)
     own = as_pilot(settings, 2)
-    assert own == replace(settings, calibrate="none", calibration=0.0, baselines="off", seed=5 + 2 * APART, eval_every=7)
+    assert own == replace(
+        settings, calibrate="none", calibration=0.0, baselines="off", seed=5 + 2 * APART, eval_every=7
+    )
 
 
 class Stop(Exception):
@@ -340,8 +345,14 @@ def test_a_report_says_what_pilots_would_do(command):
     ("given", "sentence"),
     [
         (("--calibration-temperature", "0"), "calibration_temperature is 0.0, but must be from 0.01 to 100"),
-        (("--calibrate", "pilot:-1"), "calibrate is 'pilot:-1', but must be none, or pilot with a number from 1 to 1000"),
-        (("--calibrate", "pilot:1", "--calibration-temperature", "0.5"), "calibration_temperature is 0.5, but calibrate = 'pilot:1' would fit it"),
+        (
+            ("--calibrate", "pilot:-1"),
+            "calibrate is 'pilot:-1', but must be none, or pilot with a number from 1 to 1000",
+        ),
+        (
+            ("--calibrate", "pilot:1", "--calibration-temperature", "0.5"),
+            "calibration_temperature is 0.5, but calibrate = 'pilot:1' would fit it",
+        ),
         (("--calibrate", "pilot:1", "--noise", "1", "--clip", "1"), "not counted in ε; set calibrate to none"),
         (
             ("--calibrate", "pilot:1", "--scaling", "client", "--calibration", "0.2"),
@@ -355,7 +366,9 @@ def test_what_cannot_be_is_refused(command, given, sentence):
 
 def test_numbers_are_calibrated_too():
     data = regression(sizes=(60, 80), test=200, noise_scale=0.02)
-    plain, piloted = (bpfed.fit(FedPer(), data, calibrate=how, **(TINY | {"rounds": 20})) for how in ("none", "pilot:2"))
+    plain, piloted = (
+        bpfed.fit(FedPer(), data, calibrate=how, **(TINY | {"rounds": 20})) for how in ("none", "pilot:2")
+    )
     assert piloted.calibration_temperature < 0.8  # a noise that starts at 1 is far too wide after few steps
     assert piloted.evaluation[0]["nll"].pooled < plain.evaluation[0]["nll"].pooled
     assert piloted.evaluation[0]["ece"].pooled < plain.evaluation[0]["ece"].pooled
@@ -369,9 +382,7 @@ def test_a_run_that_is_still_in_its_pilots_says_so(command, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(pilot.PilotFolder, "round", stopped)
         assert command(*DIGITS, "--calibrate", "pilot:2").code == 130
-    sentence = (
-        "The run in 'a' is still in its calibration pilots, so there is no model yet; resume it with: bpfed run --out a --resume"
-    )
+    sentence = "The run in 'a' is still in its calibration pilots, so there is no model yet; resume it with: bpfed run --out a --resume"
     Path("new.csv").write_text("x\n1\n")
     for asked in (("report", "a"), ("predict", "a", "--client", "client-01", "--input", "new.csv")):
         assert command(*asked).sentence == sentence

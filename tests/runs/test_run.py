@@ -284,7 +284,9 @@ def test_a_run_says_who_was_never_drawn():
     drawn = {i for round_ in (1, 2) for i in run.federation.participants(round_).tolist()}
     record = run.record()
     assert (record.summary["participants"], record.summary["never_drawn"]) == (2, 9 - len(drawn))
-    assert record.participation_note.startswith(f"2 of the 9 clients are drawn in a round; {9 - len(drawn)} were never drawn")
+    assert record.participation_note.startswith(
+        f"2 of the 9 clients are drawn in a round; {9 - len(drawn)} were never drawn"
+    )
     whole = bpfed.fit(FedAvg(), data, rounds=1, device="cpu", compile="off").record()
     assert whole.participation_note == ""
 

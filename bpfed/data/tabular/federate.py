@@ -12,7 +12,7 @@ import torch
 
 from bpfed._util.errors import UserError, hint, quoted
 from bpfed.data.checks.clients import check_clients, of_one_class, rare_classes
-from bpfed.data.checks.column_types import PARTS, coded, doubts, check_column_types
+from bpfed.data.checks.column_types import PARTS, check_column_types, coded, doubts
 from bpfed.data.checks.leakage import check_leakage
 from bpfed.data.checks.spelling import check_spelling
 from bpfed.data.federated import Examples, FederatedData

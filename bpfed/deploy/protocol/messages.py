@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bpfed import __version__
 from bpfed.config.reader import Config
-from bpfed.deploy.protocol.state_schema import StateSchema, RejectedMessage, Upload, listed
+from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchema, Upload, listed
 from bpfed.inference.calibration import HeldOutSlopes
 from bpfed.inference.tasks import Task
 from bpfed.methods.base import State

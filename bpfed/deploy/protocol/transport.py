@@ -49,7 +49,9 @@ class GridTransport:
         """Send to each node and wait for answers: each a message, or in words why there is none; without lost ones."""
         kind = MessageType.TRAIN if round_ else MessageType.QUERY
         # An answer that nobody waits for any more is not to be worked for, hence the time to live.
-        messages = [Message(request, node, kind, ttl=timeout, group_id=str(round_)) for node, request in requests.items()]
+        messages = [
+            Message(request, node, kind, ttl=timeout, group_id=str(round_)) for node, request in requests.items()
+        ]
         waiting = {i: node for i, node in zip(self.grid.push_messages(messages), requests, strict=True) if i}
         found: dict[int, RecordDict | str] = {}
         until = time.monotonic() + timeout

@@ -88,7 +88,9 @@ class Journal:
         """In words what calibration pilots have learnt; empty: nothing yet."""
         if self.calibration_temperature is None:
             return ""
-        doubt = uncertain(self.calibration_temperature, self.held, self.config.run.calibration_pilots, self.facts["task"])
+        doubt = uncertain(
+            self.calibration_temperature, self.held, self.config.run.calibration_pilots, self.facts["task"]
+        )
         return f"Calibration pilots are over: predictions will have a calibration temperature of {temperature_words(self.calibration_temperature)}. {doubt}".strip()
 
     def place(self, round_: int) -> str:
@@ -122,7 +124,9 @@ class Journal:
             self.say(f"Checkpoint {name} is damaged; resuming from the one before, round {restored.round}.")
         kept = restored.extra
         self.run, self.seconds, self.history, self.pending = (kept[k] for k in ("run", "seconds", "history", "pending"))
-        self.counted, self.calibration_temperature, self.held = (kept[k] for k in ("counted", "calibration_temperature", "held"))
+        self.counted, self.calibration_temperature, self.held = (
+            kept[k] for k in ("counted", "calibration_temperature", "held")
+        )
         federation.learnt_temperature = self.calibration_temperature
         self.say(f"Resuming after {self.place(restored.round)} of {self.config.run.rounds}.")
 
@@ -202,11 +206,15 @@ class Journal:
         try:
             return Found(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"'{path}' is damaged ({error}); delete it, and the calibration pilot is tested again.") from error
+            raise UserError(
+                f"'{path}' is damaged ({error}); delete it, and the calibration pilot is tested again."
+            ) from error
 
     def conclude(self, calibration_temperature: float, examples: int) -> None:
         """This calibration pilot is over, and found such a calibration temperature in so many held-out examples."""
-        write_whole(self.folder / FOUND, to_json(Found(calibration_temperature, examples, round(self.seconds, 3))._asdict()))
+        write_whole(
+            self.folder / FOUND, to_json(Found(calibration_temperature, examples, round(self.seconds, 3))._asdict())
+        )
 
     # --- the result ---------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from bpfed.aggregation.updates import finite
 from bpfed.config.reader import Config
 from bpfed.data.federated import FederatedData
 from bpfed.deploy.protocol.messages import Reply, Request, size
-from bpfed.deploy.protocol.state_schema import StateSchema, StateSchemas, RejectedMessage, listed, schemas
+from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchema, StateSchemas, listed, schemas
 from bpfed.deploy.protocol.transport import Transport
 from bpfed.deploy.server.journal import Journal, sentence
 from bpfed.deploy.settings import Plan
@@ -104,7 +104,9 @@ class Exchange:
                 counted=journal.counted.get(site, 0),
                 facts=facts,
                 pilot=journal.pilot,
-                calibration_temperature=1.0 if journal.calibration_temperature is None else journal.calibration_temperature,
+                calibration_temperature=1.0
+                if journal.calibration_temperature is None
+                else journal.calibration_temperature,
                 shared=shared,
             ).write(down)
             for site, what in todo.items()
@@ -135,7 +137,9 @@ class Exchange:
         }
         return Exchanged(answers, seconds, line)
 
-    def _send(self, transport: Transport, requests: Mapping[str, RecordDict], number: int) -> dict[str, RecordDict | str]:
+    def _send(
+        self, transport: Transport, requests: Mapping[str, RecordDict], number: int
+    ) -> dict[str, RecordDict | str]:
         nodes = {node: site for site in requests if (node := self.journal.sites[site].node) is not None}
         found = transport.exchange({node: requests[site] for node, site in nodes.items()}, number, self.timeout)
         replies = {site: found[node] for node, site in nodes.items() if node in found}

@@ -189,7 +189,9 @@ class Server:
         """Keep what a calibration pilot has found."""
         pilot.journal.conclude(calibration_temperature, examples)
         stage = f"Calibration pilot {pilot.journal.pilot} of {len(self.pilots)}"
-        self.say(f"{stage} is over: from {examples} held-out examples, the calibration temperature is {calibration_temperature:.2f}.")
+        self.say(
+            f"{stage} is over: from {examples} held-out examples, the calibration temperature is {calibration_temperature:.2f}."
+        )
 
     def _learn(self, found: Sequence[Found]) -> None:
         """Before the run begins: what all calibration pilots say."""

@@ -67,7 +67,9 @@ def check_request(request: Request, settings: Settings) -> None:
     if not 0 <= request.pilot <= most:
         raise RejectedMessage(f"it is for calibration pilot {request.pilot}, but there are to be {most}.")
     if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-        raise RejectedMessage(f"its calibration temperature is {temperature}, which is not between {MIN_TEMPERATURE:g} and {MAX_TEMPERATURE:g}.")
+        raise RejectedMessage(
+            f"its calibration temperature is {temperature}, which is not between {MIN_TEMPERATURE:g} and {MAX_TEMPERATURE:g}."
+        )
     if temperature != 1.0 and (request.pilot or not most):
         raise RejectedMessage(f"its calibration temperature is {temperature}, but none can have been learnt.")
     if request.round > rounds + 1 or (request.train and request.round > rounds):

@@ -25,7 +25,7 @@ from bpfed.config.registry import allowing
 from bpfed.data.federated import HELD, parted
 from bpfed.deploy.logs import fail, warn
 from bpfed.deploy.protocol.messages import MOST, Reply, Request, fingerprint, shared_of
-from bpfed.deploy.protocol.state_schema import StateSchemas, RejectedMessage, Upload, schemas
+from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchemas, Upload, schemas
 from bpfed.deploy.site.data import Source
 from bpfed.deploy.site.limits import Limits, Requests, check_request
 from bpfed.deploy.site.states import States, keep, previous
@@ -139,7 +139,9 @@ class Site:
         if self._federation is None or self._federation[0] != wanted:
             self._federation = wanted, self._start(request.facts, request.pilot)
         federation = self._federation[1]
-        federation.learnt_temperature = request.calibration_temperature if self.config.run.calibration_pilots and not request.pilot else None
+        federation.learnt_temperature = (
+            request.calibration_temperature if self.config.run.calibration_pilots and not request.pilot else None
+        )
         assert self.schemas is not None
         federation.round = request.round - 1
         shared = shared_of(record, self.schemas.down(request.round))
