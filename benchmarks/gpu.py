@@ -59,7 +59,7 @@ def _measure(stacked: Stacked) -> dict[str, Any]:
             kernels[event.name[:80]] = kernels.get(event.name[:80], 0.0) + event.device_time / loop.TOGETHER
     largest = dict(sorted(kernels.items(), key=lambda kv: -kv[1])[:8])
     # Twelve state vectors (two Gaussians of mean and ρ with two moments each), read once and written once.
-    floor = 2 * 12 * 4 * stacked.model.factors.total * stacked.clients / _copy_bandwidth() * 1e6
+    floor = 2 * 12 * 4 * stacked.model.layout.total * stacked.clients / _copy_bandwidth() * 1e6
     return {
         "µs per step": round(median(times), 1),
         "µs at copy bandwidth": round(floor, 1),

@@ -106,7 +106,7 @@ def alone(name: str, rounds: int, clients: int) -> dict[str, Any]:
         "first round": round(seconds[0], 2),
         "rounds": rounds,
         "peak MiB": round(torch.cuda.max_memory_allocated() / 2**20) if cuda else None,
-        "weights": federation.model.factors.total,
+        "weights": federation.model.layout.total,
     }
 
 

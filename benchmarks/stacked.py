@@ -35,7 +35,7 @@ class Stacked:
         self.initial = method.init(self.model)
         self.batch, self.epochs = batch, 10
         self.train = LocalRound(method, self.model, x, y, batch, self.epochs, compiled, min(batch, examples))
-        self.chunk = chunk_size(clients, self.model.factors.total, torch.device(device), 2048)
+        self.chunk = chunk_size(clients, self.model.layout.total, torch.device(device), 2048)
 
     @property
     def steps(self) -> int:
@@ -51,7 +51,7 @@ class Stacked:
                 Rows(
                     shared=rows(self.initial.shared, count),
                     personal=rows(self.initial.personal, count),
-                    hyper={k: torch.full((count,), v, device=self.device) for k, v in self.method.hyper().items()},
+                    hparams={k: torch.full((count,), v, device=self.device) for k, v in self.method.hparams().items()},
                     start=torch.from_numpy(who.astype(np.int64)).to(self.device) * self.examples,
                     size=torch.full((count,), self.examples, device=self.device),
                     shuffle=rng.keys(0, number, Purpose.SHUFFLE, who).to(self.device),

@@ -21,13 +21,13 @@ from bpfed._util.errors import UserError
 from bpfed._util.files import to_json, write_whole
 from bpfed._util.text import duration
 from bpfed.callbacks.base import Callback
-from bpfed.comparison.candidates import Entrant, entrants
+from bpfed.comparison.candidates import Candidate, candidates
 from bpfed.config.settings import Device, Settings
 from bpfed.data import load
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import pick_device
 from bpfed.runs.fit import prepare
-from bpfed.runs.pilot import rehearse
+from bpfed.runs.pilot import run_calibration_pilots
 from bpfed.runs.run import Run, train_together
 from experiments import protocol
 from experiments.training import OtherResult, check_writable, device_name, differing, tests_on
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 CURVES = ("accuracy", "nll", "ece")
 #: The metrics that are kept of the last round.
 METRICS = ("accuracy", "nll", "brier", "ece", "mce", "aurc")
-#: The settings of how a softness is learnt. A record that has all its seeds stands if these have changed since.
-LEARNING = ("rehearsals", "held")
+#: The settings of how a calibration temperature is learnt. A record that has all its seeds stands if these have changed since.
+LEARNING = ("pilots", "held")
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,14 @@ class Cell:
             **protocol.RUN,
         )
 
-    def entrant(self, device: Device = "auto") -> Entrant:
-        """Who is run; where a softness is learnt, with as many rehearsals as the protocol says."""
-        (found,) = entrants([self.method], self.settings(device))
-        if not found.settings.rehearsals:
+    def candidate(self, device: Device = "auto") -> Candidate:
+        """Who is run; where a calibration temperature is learnt, with as many calibration pilots as the protocol says."""
+        (found,) = candidates([self.method], self.settings(device))
+        if not found.settings.calibration_pilots:
             return found
-        return replace(found, settings=replace(found.settings, rehearsals=protocol.rehearsals(self.cell)))
+        return replace(
+            found, settings=replace(found.settings, calibrate=f"pilot:{protocol.calibration_pilots(self.cell)}")
+        )
 
     def path(self, results: Path) -> Path:
         """Where its record is kept."""
@@ -118,9 +120,9 @@ class Cell:
         done = {found["seed"] for found in record["runs"]}
         left = [seed for seed in self.wanted if seed not in done]
         was = record["settings"]
-        if not left:  # then no seed is put beside others whose softness was learnt in another way
+        if not left:  # then no seed is put beside others whose calibration temperature was learnt in another way
             was = was | {"run": {name: value for name, value in was["run"].items() if name not in LEARNING}}
-        if differs := differing(was, _settings(self.entrant())):
+        if differs := differing(was, _settings(self.candidate())):
             raise OtherResult(
                 f"'{self.path(results)}' was made with other settings ({differs}) and is kept; delete it to run "
                 "the cell again."
@@ -137,30 +139,30 @@ def run(
 ) -> None:
     """Run the seeds of a cell that have no record yet."""
     missing = cell.missing(results)
-    entrant = cell.entrant(device)
+    candidate = cell.candidate(device)
     stacked, path = pick_device(device).type == "cuda", cell.path(results)
     if missing:
         check_writable(path.parent)
     for seeds in [missing] if stacked and missing else [[seed] for seed in missing]:
         if display is not None:
-            display.begin(cell.name, f"{entrant.title}, {cell.partition}", seeds)
+            display.begin(cell.name, f"{candidate.title}, {cell.partition}", seeds)
         start = time.perf_counter()
-        runs = train(entrant, cell, seeds, [display] if display is not None else [])
-        record = _record(cell, entrant, runs, time.perf_counter() - start, cell.record(results))
+        runs = train(candidate, cell, seeds, [display] if display is not None else [])
+        record = _record(cell, candidate, runs, time.perf_counter() - start, cell.record(results))
         write_whole(path, to_json(record))
         if display is not None:
             display.finished()
         say(f"{cell.name}: {words(record)}")
 
 
-def train(entrant: Entrant, cell: Cell, seeds: Sequence[int], callbacks: Sequence[Callback] = ()) -> list[Run]:
+def train(candidate: Candidate, cell: Cell, seeds: Sequence[int], callbacks: Sequence[Callback] = ()) -> list[Run]:
     """The runs of these seeds, trained side by side; the callbacks see the first one."""
     ready = []
     for seed in seeds:
-        settings = replace(entrant.settings, seed=seed)
+        settings = replace(candidate.settings, seed=seed)
         data = load(cell.cell, partition=cell.partition, seed=seed)
-        ready.append(prepare(entrant.method, tests_on(data, pick_device(settings.device)), settings))
-    rehearse(ready, held=protocol.REHEARSED, eval_draws=protocol.LAST_DRAWS, memory=protocol.MEMORY)
+        ready.append(prepare(candidate.method, tests_on(data, pick_device(settings.device)), settings))
+    run_calibration_pilots(ready, held=protocol.PILOT_HOLDOUT, eval_draws=protocol.LAST_DRAWS, memory=protocol.MEMORY)
     told = [list(callbacks) if i == 0 else [] for i in range(len(ready))]
     return [_last_test(run) for run in train_together(ready, told)]
 
@@ -174,7 +176,7 @@ def _last_test(run: Run) -> Run:
 
 
 def _record(
-    cell: Cell, entrant: Entrant, runs: list[Run], seconds: float, before: dict[str, Any] | None
+    cell: Cell, candidate: Candidate, runs: list[Run], seconds: float, before: dict[str, Any] | None
 ) -> dict[str, Any]:
     """The record of a cell after these runs; earlier ones stay in it."""
     done = {} if before is None else {found["seed"]: found for found in before["runs"]}
@@ -184,11 +186,11 @@ def _record(
         "partition": cell.partition,
         "cell": cell.cell,
         "method": cell.method,
-        "title": entrant.title,
-        "settings": _settings(entrant),
-        "rounds": entrant.settings.rounds,
-        "bins": entrant.settings.bins,
-        "device": _all("device", device_name(entrant.settings.device), before),
+        "title": candidate.title,
+        "settings": _settings(candidate),
+        "rounds": candidate.settings.rounds,
+        "bins": candidate.settings.bins,
+        "device": _all("device", device_name(candidate.settings.device), before),
         "seconds": round(seconds + (0.0 if before is None else before["seconds"]), 1),
         "bpfed": _all("bpfed", bpfed.__version__, before),
         "torch": _all("torch", torch.__version__, before),
@@ -209,7 +211,11 @@ def seed_record(run: Run) -> dict[str, Any]:
     last |= {"ece_worst_client": history[-1]["ece"]["worst"], "ece_floor": detail["ece_floor"]}
     curve: dict[str, list[Any]] = {"round": [r["round"] for r in history]}
     curve |= {name: [_short(r[name]["pooled"]) for r in history] for name in CURVES}
-    learnt = {"softness": run.federation.learnt_softness} if run.federation.learnt_softness is not None else {}
+    learnt = (
+        {"calibration_temperature": run.federation.learnt_temperature}
+        if run.federation.learnt_temperature is not None
+        else {}
+    )
     return {"seed": run.settings.seed, "last": last, **learnt, "curve": curve, "reliability": detail["reliability"]}
 
 
@@ -217,17 +223,17 @@ def _short(value: float | None) -> float | None:
     return None if value is None else round(value, 5)
 
 
-def _settings(entrant: Entrant) -> dict[str, Any]:
+def _settings(candidate: Candidate) -> dict[str, Any]:
     """What makes a record another one: settings of the method, and those of the run that are not its device."""
     kept = ("rounds", *protocol.RUN, "eval_draws", "scaling", "calibration")
-    run = {name: getattr(entrant.settings, name) for name in kept} | {"last_draws": protocol.LAST_DRAWS}
-    chosen = entrant.settings.schedule
-    run |= {"schedule": entrant.method.schedule if chosen == "auto" else chosen}
-    if entrant.settings.rehearsals:
-        run |= {"rehearsals": entrant.settings.rehearsals, "held": protocol.REHEARSED}
-    if entrant.settings.members > 1:
-        run |= {"members": entrant.settings.members}
-    return json.loads(to_json({"method": entrant.method.settings(), "run": run}))
+    run = {name: getattr(candidate.settings, name) for name in kept} | {"last_draws": protocol.LAST_DRAWS}
+    chosen = candidate.settings.schedule
+    run |= {"schedule": candidate.method.schedule if chosen == "auto" else chosen}
+    if candidate.settings.calibration_pilots:
+        run |= {"pilots": candidate.settings.calibration_pilots, "held": protocol.PILOT_HOLDOUT}
+    if candidate.settings.members > 1:
+        run |= {"members": candidate.settings.members}
+    return json.loads(to_json({"method": candidate.method.settings(), "run": run}))
 
 
 def words(record: dict[str, Any]) -> str:

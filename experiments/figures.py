@@ -48,7 +48,7 @@ def convergence(cells: Cells, dataset: str) -> Figure | None:
     for column, cell in enumerate(shown):
         for row, measure in enumerate(("accuracy", "nll")):
             axes = panels[row][column]
-            models = [r for name, r in cells[cell].items() if not name.endswith(lineup.SOFTENED)]
+            models = [r for name, r in cells[cell].items() if not name.endswith(lineup.CALIBRATED)]
             found = [line for record in models if (line := _curve(record, measure)) is not None]
             if not found:
                 axes.set_axis_off()

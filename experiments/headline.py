@@ -16,7 +16,7 @@ from experiments.typeset import figures, strong, table
 #: The part's name on the page.
 PART = "headline"
 #: Ours, by what they are called in this table.
-OURS = {"recipe": RECIPE, "recipe, two members, rehearsed": f"{RECIPE}+members+softness"}
+OURS = {"recipe": RECIPE, "recipe, two members, calibrated": f"{RECIPE}+members+calibrated"}
 
 #: Of a cell and a measure, a number; NaN where there is none.
 Number = Callable[[str, str], float]

@@ -63,7 +63,7 @@ def dirichlet(alpha: float, seed: int) -> FederatedData:
     return replace(data, test=first(data.test, MOST_TESTS))
 
 
-def crowd(clients: float, seed: int) -> FederatedData:
+def many_clients(clients: float, seed: int) -> FederatedData:
     """So many clients with 35 training examples each."""
     data = load(SOURCE, clients=int(clients), partition="random", seed=seed)
     return replace(data, train=first(data.train, EACH), test=first(data.test, TESTS // int(clients) or 1))
@@ -91,7 +91,7 @@ AXES = {
         "scale.json",
         (10, 30, 100, 300, 1000),
         300,
-        crowd,
+        many_clients,
         f"{SOURCE}, 5 random labels and {EACH} training examples for each client, about {TESTS} test examples in all, "
         "10 clients a round",
     ),

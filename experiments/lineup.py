@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from bpfed.comparison.candidates import title
 from experiments import published
 
-__all__ = ["DATASETS", "ORDER", "SOFTENED", "cell_title", "ordered", "place", "title"]
+__all__ = ["CALIBRATED", "DATASETS", "ORDER", "cell_title", "ordered", "place", "title"]
 
 #: Ours, the paper's baselines in the paper's order, then what the paper does not have.
 ORDER = (
     "bpfed-recipe",
-    "bpfed-recipe+softness",
+    "bpfed-recipe+calibrated",
     "bpfed-population",
-    "bpfed-population+softness",
+    "bpfed-population+calibrated",
     "bpfed",
     "bpfed+ivon",
     *(name for name in published.METHODS if name != "bpfed"),
@@ -28,9 +28,9 @@ ORDER = (
 )
 
 
-#: What ends the name of a method whose softness was learnt: a row of tables, but no line of its own, since it is the
+#: What ends the name of a method whose calibration temperature was learnt: a row of tables, but no line of its own, since it is the
 #: same model.
-SOFTENED = "+softness"
+CALIBRATED = "+calibrated"
 
 
 def ordered(names: Iterable[str]) -> list[str]:

@@ -80,7 +80,7 @@ def ink(method: str) -> Ink:
     """A method's line, the same in every figure."""
     if method in CHIEF:
         return CHIEF[method]
-    others = [name for name in lineup.ORDER if name not in CHIEF and not name.endswith(lineup.SOFTENED)]
+    others = [name for name in lineup.ORDER if name not in CHIEF and not name.endswith(lineup.CALIBRATED)]
     k = others.index(method) if method in others else len(others) + sum(method.encode()) % 7
     return Ink(GREYS[k // 4 % 2], DASHES[k % 4], MARKERS[k % 13], k % 3 == 0, 0.9)
 

@@ -33,10 +33,10 @@ RUN: dict[str, Any] = {"batch": 50, "epochs": 10, "participants": 10, "bins": 10
 #: Part of the training examples that is held out where settings are searched. With a fifth, as at first, what is left is
 #: so much less that the model of all the examples comes out surer than the one that was chosen.
 HELD = 0.1
-#: Rehearsals where a softness is learnt, by the size of the cell, and the part of the training examples that each of
-#: them holds out. The smaller that part, the nearer is a rehearsal's model to the run's.
-REHEARSALS = {"small": 6, "large": 3}
-REHEARSED = 0.05
+#: Calibration pilots where a calibration temperature is learnt, by the size of the cell, and the part of the training examples that each of
+#: them holds out. The smaller that part, the nearer is a calibration pilot's model to the run's.
+PILOTS = {"small": 6, "large": 3}
+PILOT_HOLDOUT = 0.05
 #: MiB for what is trained side by side there.
 MEMORY = 16384
 
@@ -45,11 +45,11 @@ TABLE = ("fedavg", "perfedavg", "pfedme", "pfedbayes", "fedper", "lg-fedavg", "f
 #: What we add to it: what BPFed became, what came later, and the cheap baselines that a Bayesian method must beat.
 EXTRA = (
     "bpfed-recipe",
-    "bpfed-recipe+softness",
-    "bpfed-recipe+members+softness",
+    "bpfed-recipe+calibrated",
+    "bpfed-recipe+members+calibrated",
     "bpfed-population",
-    "bpfed-population+softness",
-    "bpfed-population+members+softness",
+    "bpfed-population+calibrated",
+    "bpfed-population+members+calibrated",
     "bpfed+ivon",
     "local",
     "fedavg-ft",
@@ -61,7 +61,9 @@ EXTRA = (
 )
 #: Methods that are run with five seeds, the others with three.
 MAIN = tuple(
-    f"bpfed-{kind}{variant}" for kind in ("recipe", "population") for variant in ("", "+softness", "+members+softness")
+    f"bpfed-{kind}{variant}"
+    for kind in ("recipe", "population")
+    for variant in ("", "+calibrated", "+members+calibrated")
 )
 SEEDS = {"main": 5, "other": 3}
 
@@ -71,9 +73,9 @@ def rounds(cell: str) -> int:
     return ROUNDS[cell.rpartition("-")[2]]
 
 
-def rehearsals(cell: str) -> int:
-    """Rehearsals of a cell, where a softness is learnt."""
-    return REHEARSALS[cell.rpartition("-")[2]]
+def calibration_pilots(cell: str) -> int:
+    """Calibration pilots of a cell, where a calibration temperature is learnt."""
+    return PILOTS[cell.rpartition("-")[2]]
 
 
 def seeds(method: str) -> int:

@@ -13,7 +13,7 @@ from experiments.results import Results
 from experiments.typeset import NOTHING, figures, strong, table
 
 RECIPE, POPULATION = "bpfed-recipe", "bpfed-population"
-SOFTENED, BOTH = "+softness", "+members+softness"
+CALIBRATED, BOTH = "+calibrated", "+members+calibrated"
 
 
 def aims(found: Results) -> str:
@@ -23,8 +23,8 @@ def aims(found: Results) -> str:
     rows = [["best printed accuracy / ECE of BPFed as printed"]]
     rows[0] += [f"{top} / {printed('ece', 'bpfed', cell)}" for top, cell in zip(most, CELLS, strict=True)]
     for method, word, variants in (
-        (RECIPE, "recipe", {"": "", SOFTENED: " + softness", BOTH: " + 2 members + softness"}),
-        (POPULATION, "population", {"": "", BOTH: " + 2 members + softness"}),
+        (RECIPE, "recipe", {"": "", CALIBRATED: " + calibrated", BOTH: " + 2 members + calibrated"}),
+        (POPULATION, "population", {"": "", BOTH: " + 2 members + calibrated"}),
     ):
         pairs = [" / ".join(f"{value:.{AIM_DECIMALS}f}" for value in pair) for pair in AIMS[method]]
         rows.append([f"aim of the {word}", *pairs])
@@ -34,21 +34,21 @@ def aims(found: Results) -> str:
     return table(["accuracy % / ECE %", *map(lineup.cell_title, CELLS)], rows)
 
 
-def softness(found: Results) -> str:
-    """NLL and ECE of the recipe as it comes and with a learnt softness; bold is the lower one of a measure."""
+def calibration(found: Results) -> str:
+    """NLL and ECE of the recipe as it comes and with a learnt calibration temperature; bold is the lower one of a measure."""
     rows = []
-    for title, own in _recipes(found, ("", SOFTENED)):
-        learnt = [value for run in own[1].runs if (value := run.get("softness")) is not None]
+    for title, own in _recipes(found, ("", CALIBRATED)):
+        learnt = [value for run in own[1].runs if (value := run.get("calibration_temperature")) is not None]
         mean = f"{sum(learnt) / len(learnt):.2f}" if learnt else NOTHING
         rows.append([title, *_best_of(own, ("nll", "ece")), mean])
-    return table(["NLL, ECE %", "as it comes", "rehearsed", "softness"], rows) if rows else ""
+    return table(["NLL, ECE %", "as it comes", "calibrated", "calibration_temperature"], rows) if rows else ""
 
 
 def members(found: Results) -> str:
     """Accuracy and NLL of the recipe with one member and with two; bold is the best of a measure."""
-    own = _recipes(found, ("", SOFTENED, BOTH))
+    own = _recipes(found, ("", CALIBRATED, BOTH))
     rows = [[title, *_best_of(records, ("accuracy", "nll"))] for title, records in own]
-    return table(["accuracy %, NLL", "recipe", "+ softness", "+ 2 members + softness"], rows) if rows else ""
+    return table(["accuracy %, NLL", "recipe", "+ calibrated", "+ 2 members + calibrated"], rows) if rows else ""
 
 
 def rounds(found: Results) -> str:
@@ -58,7 +58,7 @@ def rounds(found: Results) -> str:
 
 #: Every part by its name on the page.
 PARTS: dict[str, Callable[[Results], str]] = {
-    "softness": softness,
+    "calibration_temperature": calibration,
     "members": members,
     "aims": aims,
     "rounds": rounds,

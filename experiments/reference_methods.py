@@ -136,7 +136,7 @@ class PublishedBPFed(Method):
         kept = (first,) if self.overwritten == "prior" else ()
         return Initial(shared, Personal(kept, personal, (memory, memory), model.initial.new_zeros(1)))
 
-    def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
+    def begin(self, model: Model, shared: Gaussian, personal: Personal, hparams: dict[str, Tensor]) -> Local:
         prior = join(shared, personal.eta)  # the server's ζ goes to π's shared part
         q = personal.q[0] if personal.q else prior
         return Local(
@@ -146,7 +146,7 @@ class PublishedBPFed(Method):
         )
 
     def step(
-        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+        self, model: Model, local: Local, batch: Batch, hparams: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
         taken, weight = local.steps + 1, self._weight(batch)
         q, prior = local.q.gaussian, local.prior.gaussian
@@ -154,12 +154,12 @@ class PublishedBPFed(Method):
         # Eq. 9 on q, π held.
         data = self._data_term(model, q, batch)
         mean_, sigma = self._gradients_q(q, prior)
-        new_q = local.q.moved(data.mean + weight * mean_, data.sigma + weight * sigma, taken, hyper["lr"])
+        new_q = local.q.moved(data.mean + weight * mean_, data.sigma + weight * sigma, taken, hparams["lr"])
 
         # Eq. 10 on π, q held, after the last step with a mini-batch.
         mean_, sigma = self._gradients_prior(new_q.gaussian, prior)
         number = (taken / self.inner).floor().clamp(min=1.0)
-        moved = local.prior.moved(weight * mean_, weight * sigma, number, hyper["lr"])
+        moved = local.prior.moved(weight * mean_, weight * sigma, number, hparams["lr"])
         if self.inner > 1:
             last = (taken % self.inner == 0)[:, None]
             moved = tree_map(lambda new, old: torch.where(last, new, old), moved, local.prior)
@@ -182,7 +182,7 @@ class PublishedBPFed(Method):
     def _gradients_prior(self, q: Gaussian, prior: Gaussian) -> tuple[Tensor, Tensor]:
         return kl_gradients_q(prior, q) if self.divergence == "prior-posterior" else kl_gradients_p(q, prior)
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished:
         q, prior = local.q.gaussian, local.prior.gaussian
         shared, personal = split(model, prior)
         kept = (q,) if self.overwritten == "prior" else ()

@@ -44,7 +44,7 @@ SEEDS = (11, 12, 13, 14)
 #: What is tried, by default around what was chosen; the rounds are tried twice, since calibration must not depend on
 #: them.
 GRID: tuple[dict[str, float], ...] = tuple(
-    {"temperature": t, "anchor": c, "prior_sigma": s}
+    {"temperature": t, "mean_precision": c, "prior_sigma": s}
     for t, c in ((0.1, 5.0), (0.05, 10.0), (0.05, 20.0))
     for s in (2.8, 4.0)
 )
@@ -54,7 +54,7 @@ OWN = ("rounds", "seed", "device")
 #: The settings' short names in the tables.
 WORDS = {
     "temperature": "T",
-    "anchor": "c",
+    "mean_precision": "c",
     "prior_sigma": "k",
     "fan_in_sigma": "k",
     "head_sigma": "s_h",

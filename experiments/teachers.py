@@ -81,7 +81,11 @@ class Setting:
     def method(self, name: str) -> Method:
         """A method with the experiment's step size; what else a method would make of it is switched off."""
         made = METHODS[name](lr=self.lr)
-        return replace(made, path=1e9, reach=1e9, span=1e9) if isinstance(made, Recipe) else made
+        return (
+            replace(made, max_lr_epochs=1e9, max_round_lr_steps=1e9, max_total_lr_steps=1e9)
+            if isinstance(made, Recipe)
+            else made
+        )
 
     def record(self) -> dict[str, Any]:
         """All of it in plain data, the number of weights T, each method's settings: a point is kept under the same."""

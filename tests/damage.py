@@ -31,7 +31,7 @@ from bpfed.engine.simulator import Simulator
 
 ROUNDS = 2
 QUICK = ("--method", "bpfed", "--rounds", str(ROUNDS), "--epochs", "2", "--eval-draws", "3", "--hidden", "6", "-q")
-ASKED = ("--calibration", "0.3", "--rehearsals", "1", "--store", "file", "--compile", "off")
+ASKED = ("--calibration", "0.3", "--calibrate", "pilot:1", "--store", "file", "--compile", "off")
 LAST = f"checkpoint/round-{ROUNDS:06d}"
 #: The files of a run folder.
 FILES = (
@@ -137,8 +137,12 @@ TEXT: dict[str, Damage] = {
 TOML: dict[str, Damage] = {
     "nested too deeply in TOML": _write(lambda data: b"a = " + DEEP.encode()),
     "half of its lines": _write(lambda data: b"\n".join(data.split(b"\n")[: data.count(b"\n") // 2])),
-    "softness 0": _write(lambda data: re.sub(rb"softness = .*", b"softness = 0.0", data)),
-    "softness 2": _write(lambda data: re.sub(rb"softness = .*", b"softness = 2.0", data)),
+    "calibration temperature 0": _write(
+        lambda data: re.sub(rb"calibration_temperature = .*", b"calibration_temperature = 0.0", data)
+    ),
+    "calibration temperature 2": _write(
+        lambda data: re.sub(rb"calibration_temperature = .*", b"calibration_temperature = 2.0", data)
+    ),
     "draws 4": _write(lambda data: re.sub(rb"eval_draws = .*", b"eval_draws = 4", data)),
     "another method": _write(lambda data: data.replace(b'name = "bpfed"', b'name = "fedavg"')),
 }
@@ -218,7 +222,7 @@ class Folders(NamedTuple):
 
 @contextlib.contextmanager
 def _interrupted() -> Iterator[None]:
-    """Ctrl-C in the last round of a run, after its rehearsal."""
+    """Ctrl-C in the last round of a run, after its calibration pilot."""
     real, calls = Simulator.round, []
 
     def round_(self: Simulator) -> object:

@@ -217,7 +217,7 @@ def rows_of(federation, clients, round_=1):
     return Rows(
         shared=rows(federation.shared, len(clients)),
         personal=federation.personal(clients),
-        hyper=federation.hyper(round_, clients),
+        hparams=federation.hparams(round_, clients),
         start=federation.data.train.offsets[clients],
         size=federation.data.train.sizes[clients],
         shuffle=federation.keys(round_, rng.Purpose.SHUFFLE, clients),
@@ -234,16 +234,16 @@ def local_round(federation, width=None):
     )
 
 
-def hyper(method, clients, dtype=torch.float32):
+def hparams(method, clients, dtype=torch.float32):
     """A method's numbers, the same for each of so many clients."""
-    return {name: torch.full((clients,), value, dtype=dtype) for name, value in method.hyper().items()}
+    return {name: torch.full((clients,), value, dtype=dtype) for name, value in method.hparams().items()}
 
 
 def untrained(method, clients=3):
     """A method, the server's first state, and what clients would upload that train on nothing."""
     model = model_of(module_for(method), personal=method.personal)
     first = method.init(model)
-    numbers = hyper(method, clients)
+    numbers = hparams(method, clients)
     with torch.no_grad():
         local = method.begin(model, rows(first.shared, clients), rows(first.personal, clients), numbers)
         return method, first.shared, method.finish(model, local, numbers).upload

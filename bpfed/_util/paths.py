@@ -15,8 +15,8 @@ CONFIG, METRICS, EVALUATION, SUMMARY, REPORT = (
     "summary.json",
     "report.html",
 )
-#: What was learnt in rehearsals, and their folder until the run begins.
-LEARNT, REHEARSALS = "learnt.json", "rehearsals"
+#: What was learnt in calibration pilots, and their folder until the run begins.
+LEARNT, PILOTS = "learnt.json", "pilots"
 #: What a run must know to predict without its data: of the data, the network, and how predictions are calibrated.
 DATA, MODEL, CALIBRATION = "data.json", "model.safetensors", "calibration.json"
 #: Hashes of the files above that predictions and reports are made from.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GREATEST = 65504.0
 
 
-class Levels(NamedTuple):
+class Quantised(NamedTuple):
     """Standard deviations as levels.
 
     Attributes:
@@ -37,7 +37,7 @@ class Levels(NamedTuple):
     bounds: Tensor
 
 
-def to_levels(sigma: Tensor) -> Levels:
+def quantise(sigma: Tensor) -> Quantised:
     """One byte for each σ of ``[..., P]``, a scale of its own for each row."""
     log = sigma.log()
     some = sigma > 0.0
@@ -45,22 +45,22 @@ def to_levels(sigma: Tensor) -> Levels:
     greatest = torch.where(some, log, -torch.inf).amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     width = (greatest - least).clamp(min=1e-30)
     level = torch.where(some, 1.0 + (254.0 * (log - least) / width).round(), 0.0)
-    return Levels(level.to(torch.uint8), torch.cat([least, greatest], -1).float())
+    return Quantised(level.to(torch.uint8), torch.cat([least, greatest], -1).float())
 
 
-def from_levels(levels: Levels) -> Tensor:
+def dequantise(quantised: Quantised) -> Tensor:
     """The σ that they stand for, float32."""
-    least, greatest = levels.bounds[..., :1], levels.bounds[..., 1:]
-    at = (levels.level.float() - 1.0) / 254.0
-    return torch.where(levels.level > 0, torch.exp(torch.lerp(least, greatest, at)), 0.0)
+    least, greatest = quantised.bounds[..., :1], quantised.bounds[..., 1:]
+    at = (quantised.level.float() - 1.0) / 254.0
+    return torch.where(quantised.level > 0, torch.exp(torch.lerp(least, greatest, at)), 0.0)
 
 
-def compress(method: Method, state: State) -> list[Tensor | Levels]:
-    """The tensors of a state, each ``[..., P]``, in their order: half precision, or `Levels` of standard deviations."""
-    packed: list[Tensor | Levels] = []
+def compress(method: Method, state: State) -> list[Tensor | Quantised]:
+    """The tensors of a state, each ``[..., P]``, in their order: half precision, or `Quantised` of standard deviations."""
+    packed: list[Tensor | Quantised] = []
     for leaf, scale in zip(tree_flatten(state)[0], scale_leaves(method, state), strict=True):
         if scale and leaf.shape[-1]:
-            packed.append(to_levels(leaf))
+            packed.append(quantise(leaf))
             continue
         if bool((leaf.abs() > GREATEST).any()):
             raise UserError(
@@ -71,9 +71,9 @@ def compress(method: Method, state: State) -> list[Tensor | Levels]:
     return packed
 
 
-def expand(packed: list[Tensor | Levels], like: State) -> State:
+def expand(packed: list[Tensor | Quantised], like: State) -> State:
     """The state that was compressed; ``like`` is any of its kind."""
-    leaves = [from_levels(part) if isinstance(part, Levels) else part.float() for part in packed]
+    leaves = [dequantise(part) if isinstance(part, Quantised) else part.float() for part in packed]
     return tree_unflatten(leaves, tree_flatten(like)[1])
 
 

@@ -48,7 +48,7 @@ class Progress(Callback):
         self.console = console or Plain(stderr=True)
         self.delay, self.patience = delay, patience
         self.title, self.words, self.figures = "", "", ""
-        #: What is shown, if it is not the run itself, such as ``rehearsal 1 of 3``; the display outlives it.
+        #: What is shown, if it is not the run itself, such as ``calibration pilot 1 of 3``; the display outlives it.
         self.stage = ""
         self.done, self.rounds = 0, 0
         self._whose = ""  # which weights are whose, until it is printed

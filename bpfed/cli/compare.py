@@ -21,7 +21,7 @@ from bpfed.config.registry import check_data, check_method
 from bpfed.config.schema import ROUNDS
 
 if TYPE_CHECKING:
-    from bpfed.comparison import Comparison, Entrant
+    from bpfed.comparison import Candidate, Comparison
     from bpfed.config.reader import Config, Override
     from bpfed.data import FederatedData
 
@@ -85,7 +85,7 @@ def compare(
         from bpfed.comparison.candidates import REPORT
         from bpfed.comparison.runner import run_cells
 
-        who, first = _entrants(methods, rounds, settings or [], flags)
+        who, first = _candidates(methods, rounds, settings or [], flags)
         out = out or RUNS / f"compare-{data_word(first)}"
 
         def deal(seed: int) -> FederatedData:
@@ -113,11 +113,11 @@ def compare(
     Console().print(f"Report: {out / REPORT}", style="bold", soft_wrap=True)
 
 
-def _entrants(
+def _candidates(
     methods: str, rounds: int, settings: list[str], flags: dict[str, str | None]
-) -> tuple[list[Entrant], Config]:
+) -> tuple[list[Candidate], Config]:
     """Who takes part, and the configuration of the first of them."""
-    from bpfed.comparison.candidates import Entrant, changes, check_common, listed, title
+    from bpfed.comparison.candidates import Candidate, changes, check_common, listed, title
     from bpfed.config.reader import Override, no_prefix, read
 
     names = listed(methods)
@@ -150,7 +150,7 @@ def _entrants(
                 f"set that for {base}."
             )
         config = read(None, [Override("method.name", base), *common, *theirs, *variant.values(), *mine])
-        found.append(Entrant(name, title(name), config.method, config.run))
+        found.append(Candidate(name, title(name), config.method, config.run))
         configs.append(config)
     return found, configs[0]
 

@@ -170,12 +170,12 @@ def run(
     _flower()
     from bpfed._util.paths import REPORT, RUN
     from bpfed.deploy.ops import admin
-    from bpfed.deploy.ops.watch import Following
+    from bpfed.deploy.ops.watch import StatusDisplay
     from bpfed.deploy.settings import Plan, server_folder
 
     own = server_folder(folder)
     try:
-        with Following() as shown:
+        with StatusDisplay() as shown:
             if back_to is not None:
                 admin.go_back(own, back_to, shown.say)
             record = admin.run(own, Plan.read(own), shown.say, shown.status, shown.waiting)
@@ -237,7 +237,7 @@ def demo(
     from bpfed._util.paths import REPORT, RUN, SERVER
     from bpfed.config.reader import Override, read
     from bpfed.deploy.ops import admin, supervise
-    from bpfed.deploy.ops.watch import Following
+    from bpfed.deploy.ops.watch import StatusDisplay
     from bpfed.deploy.settings import Plan
 
     earlier = not admin.empty(out)
@@ -256,7 +256,7 @@ def demo(
     try:
         with (
             supervise.until_told(),
-            Following() as shown,
+            StatusDisplay() as shown,
             admin.started(out.resolve(), plan, data, shown.say, shown.waiting),
         ):
             record = admin.run(own, plan, shown.say, shown.status, shown.waiting)

@@ -293,9 +293,9 @@ def _another_site(folder: Path, name: str) -> UserError | None:
 def _copied(path: Path, keep: str | None, rows: int) -> dict[str, list[str]]:
     """The columns of the input that go into the output as they are, by name."""
     from bpfed.data.tabular.federate import column_names
-    from bpfed.data.tabular.table import verbatim
+    from bpfed.data.tabular.table import passthrough
 
-    kept = verbatim(path, column_names(keep)) if keep else {}
+    kept = passthrough(path, column_names(keep)) if keep else {}
     for name, cells in kept.items():
         if len(cells) != rows:
             raise UserError(

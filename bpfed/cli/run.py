@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bpfed._util.errors import UserError, unknown
-from bpfed._util.paths import CONFIG, REHEARSALS
+from bpfed._util.paths import CONFIG, PILOTS
 from bpfed.cli import terminal
 from bpfed.cli.flags import (
     ConfigFile,
@@ -91,9 +91,9 @@ def run(
         source, said = config or _own(out, resume), overrides(method, settings or [], flags)
         chosen = read(source, said, _begun_with(out) if resume and config is None else None)
         from bpfed.callbacks import Folder
-        from bpfed.report.record import softly
+        from bpfed.report.record import temperature_words
         from bpfed.runs.fit import decided, method_of, prepare
-        from bpfed.runs.pilot import rehearse
+        from bpfed.runs.pilot import run_calibration_pilots
 
         folder = Folder(out, resume, overwrite, back_to) if out is not None else None  # refused before data are read
         if resume and source is None and not any(override.key == "data.name" for override in said):
@@ -114,9 +114,11 @@ def run(
         used, how = decided(chosen.method, data, chosen.run, folder=folder, say=progress.say)
         trained = prepare(used, data, how, folder=folder, say=progress.say)
         chosen.confirm(trained.config())
-        rehearse([trained], [folder], None if quiet else progress)
-        if trained.federation.learnt_softness is not None:
-            progress.say(f"Rehearsed: predictions will have a softness of {softly(trained.softness)}.")
+        run_calibration_pilots([trained], [folder], None if quiet else progress)
+        if trained.federation.learnt_temperature is not None:
+            progress.say(
+                f"Calibration pilots are over: predictions will have a calibration temperature of {temperature_words(trained.calibration_temperature)}."
+            )
         trained.train(callbacks)
     except KeyboardInterrupt:
         progress.close()
@@ -142,10 +144,10 @@ def data_word(config: Config) -> str:
 
 
 def _own(out: Path | None, resume: bool) -> Path | None:
-    """The configuration of the run that is resumed; of one that is being rehearsed, it is with the rehearsals."""
+    """The configuration of the run that is resumed; of one that is in its calibration pilots, it is with the calibration pilots."""
     if not resume or out is None:
         return None
-    return next((path for path in (out / CONFIG, out / REHEARSALS / CONFIG) if path.exists()), None)
+    return next((path for path in (out / CONFIG, out / PILOTS / CONFIG) if path.exists()), None)
 
 
 def _begun_with(out: Path | None) -> str | None:
@@ -208,8 +210,8 @@ def loading(progress: Progress, name: str, data_dir: Path | None) -> None:
 def _stopped(out: Path | None, data_dir: Path | None, track: list[str]) -> str:
     if out is None or (config := _own(out, resume=True)) is None:
         return "bpfed: Stopped before the first round; nothing was written."
-    if (out / REHEARSALS / config.name).exists() and config.parent == out:  # the run here is to be overwritten
-        return "bpfed: Stopped in a rehearsal; at most the current round is lost. Resume with the same command."
+    if (out / PILOTS / config.name).exists() and config.parent == out:  # the run here is to be overwritten
+        return "bpfed: Stopped in a calibration pilot; at most the current round is lost. Resume with the same command."
     again = ["bpfed", "run", "--out", str(out), "--resume"]
     again += ["--data-dir", str(data_dir)] if data_dir is not None else []
     again += [word for name in track for word in ("--track", name)]

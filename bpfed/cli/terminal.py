@@ -93,11 +93,11 @@ def result(run: RunRecord, report: Path | None = None) -> None:
             run.verdict,
             run.skipped_baselines,
             run.untested,
-            run.seldom,
+            run.participation_note,
             run.uncovered,
             run.no_use,
-            run.softened,
-            run.unrehearsed,
+            run.calibration_words,
+            run.calibration_advice,
         ),
     ):
         console.print(text.typed(note))

@@ -101,7 +101,7 @@ def tune(
     from bpfed._util.files import to_toml, write_whole
 
     write_whole(out / BEST, to_toml(_best(chosen, found)))
-    _show(found, out, data_dir, _softens(chosen))
+    _show(found, out, data_dir, _calibrates(chosen))
 
 
 def _grid(texts: list[str], config: Path | None, said: list[Override]) -> dict[str, list[Any]]:
@@ -138,8 +138,8 @@ def _best(config: Config, found: Tuning) -> dict[str, Any]:
     The seed of the data is in it: with another split, examples that settings were chosen on would be in the test.
     """
     method, run = found.method, replace(config.run, hidden=found.hidden)
-    if _softens(config):
-        run = replace(run, softness=found.softness, rehearsals=0)
+    if _calibrates(config):
+        run = replace(run, calibration_temperature=found.calibration_temperature, calibrate="none")
     data = replace(config.data, seed=config.data_seed, name=located(config.data.name))
     usual = type(method)().settings()
     return {
@@ -149,18 +149,18 @@ def _best(config: Config, found: Tuning) -> dict[str, Any]:
     }
 
 
-def _softens(config: Config) -> bool:
+def _calibrates(config: Config) -> bool:
     """Whether what was learnt of how sure to be is kept: it is, unless each client gets its own temperature."""
     return config.run.scaling == "none"
 
 
-def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> None:
+def _show(found: Tuning, out: Path, data_dir: Path | None, calibrates: bool) -> None:
     """All trials, the best first, and what to do next."""
     from bpfed.comparison.candidates import REPORT
     from bpfed.comparison.tables import gap, spread
     from bpfed.comparison.tuning import AS_IT_IS, TEMPERATURES, worded
     from bpfed.report.measures import MEASURES
-    from bpfed.report.record import softly
+    from bpfed.report.record import temperature_words
 
     console, comparison = Console(), found.comparison
     measures = [m for m in comparison.measures if m.name in ("accuracy", "rmse", "nll", "ece")]
@@ -201,9 +201,9 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, softens: bool) -> Non
         )
     if found.best != AS_IT_IS and several and not found.difference(found.best).clear:
         console.print("The best setting is not clearly better than the method as it is: the interval includes zero.")
-    if softens and found.softness != 1.0:
+    if calibrates and found.calibration_temperature != 1.0:
         console.print(
-            f"{BEST} also has a softness, {softly(found.softness)}, which suits the best setting's predictions on "
+            f"{BEST} also has a calibration temperature, {temperature_words(found.calibration_temperature)}, which suits the best setting's predictions on "
             "these examples. The figures above are without it."
         )
     again = shlex.join(

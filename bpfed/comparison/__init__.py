@@ -1,9 +1,9 @@
 """Methods side by side: the same data for all, several seeds, differences with intervals, one report."""
 
-from bpfed.comparison.candidates import VARIANTS, Entrant
+from bpfed.comparison.candidates import VARIANTS, Candidate
 from bpfed.comparison.record import Comparison
 from bpfed.comparison.runner import compare
 from bpfed.comparison.statistics import Difference
 from bpfed.comparison.tuning import Tuning, tune
 
-__all__ = ["VARIANTS", "Comparison", "Difference", "Entrant", "Tuning", "compare", "tune"]
+__all__ = ["VARIANTS", "Candidate", "Comparison", "Difference", "Tuning", "compare", "tune"]

@@ -16,7 +16,7 @@ from bpfed.runs.fit import method_of
 VARIANTS: dict[str, dict[str, Any]] = {
     "laplace": {"method.laplace": True},
     "temperature": {"run.scaling": "client", "run.calibration": 0.2},
-    "softness": {"run.rehearsals": 3},
+    "calibrated": {"run.calibrate": "pilot:3"},
     "members": {"run.members": 2},
     "ivon": {"method.optimiser": "ivon"},
     "sgd": {"method.optimiser": "sgd", "method.lr": 0.03, "method.decay": 3.0, "run.batch": 10},
@@ -37,7 +37,7 @@ TAKEN = REQUEST, RESULT, MARKDOWN, CSV, REPORT = (
 
 
 @dataclass(frozen=True)
-class Entrant:
+class Candidate:
     """One of those that are compared.
 
     Attributes:
@@ -109,7 +109,9 @@ def title(name: str) -> str:
     return " + ".join([METHODS[base].title if base in METHODS else base, *variants])
 
 
-def entrants(methods: str | Sequence[str | Method] | Mapping[str, Method | str], settings: Settings) -> list[Entrant]:
+def candidates(
+    methods: str | Sequence[str | Method] | Mapping[str, Method | str], settings: Settings
+) -> list[Candidate]:
     """Those named, or those given, under names of one's own or each under its own."""
     if not isinstance(methods, str | Mapping) and any(isinstance(m, Method) for m in methods):
         given = [method_of(m) for m in methods]
@@ -125,14 +127,14 @@ def entrants(methods: str | Sequence[str | Method] | Mapping[str, Method | str],
                     f"'{name}' cannot name a method, since it would name its folder; choose a word that does not begin "
                     "with '.', has no '/' and is no file of the comparison."
                 )
-        return [Entrant(name, name, method_of(value), settings) for name, value in methods.items()]
+        return [Candidate(name, name, method_of(value), settings) for name, value in methods.items()]
     found = []
     usual, common = asdict(Settings()), asdict(settings)
     for name in listed(methods if isinstance(methods, str) else [str(m) for m in methods]):
         check_common(name, {f"run.{key}": value for key, value in common.items() if value != usual[key]})
         values = _tables(changes(name))
         made = method(name.split("+")[0])(**values.get("method", {}))
-        found.append(Entrant(name, title(name), made, replace(settings, **values.get("run", {}))))
+        found.append(Candidate(name, title(name), made, replace(settings, **values.get("run", {}))))
     return found
 
 

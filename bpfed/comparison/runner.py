@@ -23,7 +23,7 @@ from bpfed._util.files import clear_parts, from_toml, is_part, lock, to_json, to
 from bpfed.callbacks.base import Callback
 from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison import tables
-from bpfed.comparison.candidates import CSV, MARKDOWN, REPORT, REQUEST, RESULT, Entrant, entrants
+from bpfed.comparison.candidates import CSV, MARKDOWN, REPORT, REQUEST, RESULT, Candidate, candidates
 from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Vocabulary, baselines_of, chosen_reference
 from bpfed.config.schema import ROUNDS, changed, differences
 from bpfed.config.settings import Settings
@@ -35,7 +35,7 @@ from bpfed.report.manifest import finished
 from bpfed.report.record import RunRecord
 from bpfed.runs.fit import decided, prepare, seeds_of
 from bpfed.runs.folder import Folder, begun
-from bpfed.runs.pilot import rehearse
+from bpfed.runs.pilot import run_calibration_pilots
 from bpfed.runs.run import Run, once, train_together
 
 
@@ -44,12 +44,12 @@ class Cell:
     """One run of a comparison that is not finished.
 
     Attributes:
-        entrant: Whose.
+        candidate: Whose.
         run: Before its first round of this sitting.
         folder: Where it is kept; None: nowhere.
     """
 
-    entrant: Entrant
+    candidate: Candidate
     run: Run
     folder: Folder | None
 
@@ -86,7 +86,7 @@ def compare(
     chosen = changed(settings or Settings(rounds=ROUNDS), changes, fixed=("seed",))
     with displayed(progress, say) as (display, tell):
         return run_cells(
-            entrants(methods, chosen),
+            candidates(methods, chosen),
             _deal(data),
             seeds,
             reference=reference,
@@ -111,7 +111,7 @@ def displayed(progress: bool | None, say: Say | None) -> Iterator[tuple[CellProg
 
 
 def run_cells(
-    who: Sequence[Entrant],
+    who: Sequence[Candidate],
     deal: Callable[[int], FederatedData],
     seeds: int | Sequence[int],
     *,
@@ -140,26 +140,26 @@ def run_cells(
     """
     chosen = seeds_of(seeds)
     _check(who)
-    base = chosen_reference([entrant.name for entrant in who], reference)
-    sitting = _Sitting(who, base, model, likelihood, out, display, say, spare)
+    base = chosen_reference([candidate.name for candidate in who], reference)
+    runner = _Runner(who, base, model, likelihood, out, display, say, spare)
     if stack is None:
         stack = pick_device(who[0].settings.device, who[0].settings.tf32).type == "cuda"
     if display is not None:
-        display.expect([(entrant.name, seed) for seed in chosen for entrant in who])
+        display.expect([(candidate.name, seed) for seed in chosen for candidate in who])
     with _kept(out, words.kind):
         for together in [chosen] if stack else [[seed] for seed in chosen]:
             if display is not None:
                 display.doing(f"loading the data of seed {', '.join(map(str, together))}")
             dealt = {seed: deal(seed) for seed in together}
-            waiting = sitting.look(dealt)  # at all before one is trained
+            waiting = runner.look(dealt)  # at all before one is trained
             if out is not None and together[0] == chosen[0]:
                 write_whole(out / REQUEST, to_toml(_request(who, chosen, base, dealt[together[0]], words)))
-            sitting.train(waiting)
-        if not sitting.trained:
+            runner.train(waiting)
+        if not runner.trained:
             say(f"All {len(who) * len(chosen)} runs in '{out}' are finished already; none was run again.")
-        ordered = {name: {seed: own[seed] for seed in chosen} for name, own in sitting.records.items()}
-        wanted = any(entrant.settings.baselines == "auto" for entrant in who)
-        titles = {entrant.name: entrant.title for entrant in who}
+        ordered = {name: {seed: own[seed] for seed in chosen} for name, own in runner.records.items()}
+        wanted = any(candidate.settings.baselines == "auto" for candidate in who)
+        titles = {candidate.name: candidate.title for candidate in who}
         found = Comparison(ordered, titles, base, words, baselines_of(ordered) if wanted else {})
         if out is not None:
             if display is not None:
@@ -168,15 +168,15 @@ def run_cells(
     return found
 
 
-def _check(who: Sequence[Entrant]) -> None:
-    for entrant in who:
+def _check(who: Sequence[Candidate]) -> None:
+    for candidate in who:
         try:
-            entrant.method.check()
+            candidate.method.check()
         except UserError as error:
-            raise UserError(f"{entrant.name}: {error}") from None
+            raise UserError(f"{candidate.name}: {error}") from None
 
 
-class _Sitting:
+class _Runner:
     """The cells of a comparison while they are run; for the arguments see `run_cells`.
 
     Attributes:
@@ -186,7 +186,7 @@ class _Sitting:
 
     def __init__(
         self,
-        who: Sequence[Entrant],
+        who: Sequence[Candidate],
         base: str,
         model: nn.Module | None,
         likelihood: Likelihood | None,
@@ -198,23 +198,23 @@ class _Sitting:
         self.who, self.base, self.model, self.likelihood = who, base, model, likelihood
         self.out, self.display, self.say, self.spare = out, display, say, spare
         self.tell = once(say)
-        self.records: dict[str, dict[int, RunRecord]] = {entrant.name: {} for entrant in who}
+        self.records: dict[str, dict[int, RunRecord]] = {candidate.name: {} for candidate in who}
         self.trained = 0
         self.fitted: dict[Any, dict[str, Any]] = {}  # baselines, once for all methods of a seed
 
     def look(self, dealt: Mapping[int, FederatedData]) -> list[list[Cell]]:
         """Read the cells of these seeds that are finished; a list for each entrant of those that are not."""
         waiting = []
-        for entrant in (e for e in self.who if e.name in self.records):
+        for candidate in (e for e in self.who if e.name in self.records):
             cells = []
             for seed, data in dealt.items():
-                cell = _cell(entrant, seed, data, self.model, self.likelihood, self.out, self.tell, self.fitted)
+                cell = _cell(candidate, seed, data, self.model, self.likelihood, self.out, self.tell, self.fitted)
                 if isinstance(cell, Cell):
                     cells.append(cell)
                     continue
-                self.records[entrant.name][seed] = cell
+                self.records[candidate.name][seed] = cell
                 if self.display is not None:
-                    self.display.found(entrant.name, seed, cell.summary.get("seconds"))
+                    self.display.found(candidate.name, seed, cell.summary.get("seconds"))
             waiting.append(cells)
         return waiting
 
@@ -224,10 +224,10 @@ class _Sitting:
             cells = waiting.pop(0)
             try:
                 for cell in _train(cells, self.display):
-                    self.records[cell.entrant.name][cell.run.settings.seed] = cell.run.record()
+                    self.records[cell.candidate.name][cell.run.settings.seed] = cell.run.record()
                     self.trained += 1
             except Diverged as error:
-                self._leave_out(cells[0].entrant.name, error)
+                self._leave_out(cells[0].candidate.name, error)
 
     def _leave_out(self, name: str, error: Diverged) -> None:
         """Go on without an entrant, where that is allowed."""
@@ -248,7 +248,7 @@ def save(comparison: Comparison, folder: Path) -> None:
 
 
 def _cell(
-    entrant: Entrant,
+    candidate: Candidate,
     seed: int,
     data: FederatedData,
     model: nn.Module | None,
@@ -258,19 +258,19 @@ def _cell(
     fitted: dict[Any, dict[str, Any]],
 ) -> Cell | RunRecord:
     """A cell that is ready to run, or the record of one that is finished."""
-    settings = replace(entrant.settings, seed=seed)
+    settings = replace(candidate.settings, seed=seed)
     if out is None:
-        used, settings = decided(entrant.method, data, settings, model, likelihood, None, say)
+        used, settings = decided(candidate.method, data, settings, model, likelihood, None, say)
         run = prepare(used, data, settings, model, likelihood, None, say)
         run.fitted = fitted
-        return Cell(entrant, run, None)
-    path = out / entrant.name / f"seed-{seed}"
+        return Cell(candidate, run, None)
+    path = out / candidate.name / f"seed-{seed}"
     folder = Folder(path, resume=begun(path))
-    used, settings = decided(entrant.method, data, settings, model, likelihood, folder, say)
+    used, settings = decided(candidate.method, data, settings, model, likelihood, folder, say)
     run = prepare(used, data, settings, model, likelihood, folder, say)
     run.fitted = fitted
     if not finished(path):
-        return Cell(entrant, run, folder)
+        return Cell(candidate, run, folder)
     record = RunRecord.read(path)
     here = from_toml(to_toml(run.config()))
     here["run"]["device"] = record.config["run"]["device"]  # where it ran does not matter once it has
@@ -288,16 +288,16 @@ def _train(cells: list[Cell], display: CellProgress | None) -> list[Cell]:
     """Train cells of one entrant side by side."""
     if not cells:
         return cells
-    entrant, seeds = cells[0].entrant, [cell.run.settings.seed for cell in cells]
+    candidate, seeds = cells[0].candidate, [cell.run.settings.seed for cell in cells]
     callbacks: list[list[Callback]] = [[cell.folder] if cell.folder is not None else [] for cell in cells]
     if display is not None:
-        display.begin(entrant.name, entrant.title, seeds)
+        display.begin(candidate.name, candidate.title, seeds)
         callbacks[0].append(display)
     try:
-        rehearse([cell.run for cell in cells], [cell.folder for cell in cells], display)
+        run_calibration_pilots([cell.run for cell in cells], [cell.folder for cell in cells], display)
         train_together([cell.run for cell in cells], callbacks)
     except UserError as error:
-        raise type(error)(f"{entrant.name}, seed {', '.join(map(str, seeds))}: {error}") from error
+        raise type(error)(f"{candidate.name}, seed {', '.join(map(str, seeds))}: {error}") from error
     if display is not None:
         display.finished()
     return cells
@@ -336,14 +336,14 @@ def _kind(folder: Path) -> str:
 
 
 def _request(
-    who: Sequence[Entrant], seeds: list[int], reference: str, data: FederatedData, words: Vocabulary
+    who: Sequence[Candidate], seeds: list[int], reference: str, data: FederatedData, words: Vocabulary
 ) -> dict[str, Any]:
     """What was asked for, for people to read; what counts is in every cell's own folder."""
     return {
         "bpfed": __version__,
         "kind": words.kind,
         "data": data.name,
-        "methods": [entrant.name for entrant in who],
+        "methods": [candidate.name for candidate in who],
         "seeds": seeds,
         "reference": reference,
         "rounds": who[0].settings.rounds,

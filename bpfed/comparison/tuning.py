@@ -20,7 +20,7 @@ from torch import nn
 
 from bpfed._util.errors import UserError, check_count, unknown
 from bpfed.callbacks.progress import CellProgress
-from bpfed.comparison.candidates import Entrant
+from bpfed.comparison.candidates import Candidate
 from bpfed.comparison.record import Comparison, Vocabulary
 from bpfed.comparison.runner import displayed, run_cells
 from bpfed.comparison.statistics import Difference, difference
@@ -86,7 +86,7 @@ class Trial(NamedTuple):
 class Tuning:
     """What was tried, and what came of it.
 
-    To train with what was best: ``bpfed.fit(found.method, data, softness=found.softness, hidden=found.hidden)``.
+    To train with what was best: ``bpfed.fit(found.method, data, calibration_temperature=found.calibration_temperature, hidden=found.hidden)``.
 
     Attributes:
         comparison: All trials, scored on held-out training examples; its seeds are the cuts.
@@ -97,7 +97,7 @@ class Tuning:
     trials: dict[str, Trial]
 
     def __repr__(self) -> str:
-        return f"{repr(self.comparison)[:-1]}; best: {self.best}, softness {self.softness:g}>"
+        return f"{repr(self.comparison)[:-1]}; best: {self.best}, calibration temperature {self.calibration_temperature:g}>"
 
     @property
     def best(self) -> str:
@@ -115,9 +115,11 @@ class Tuning:
         return self.trials[self.best].settings.hidden
 
     @property
-    def softness(self) -> float:
-        """The softness at which its predictions suit the held-out targets best."""
-        return common(run.evaluation.get("fitted_softness", 1.0) for run in self.comparison.records[self.best].values())
+    def calibration_temperature(self) -> float:
+        """The calibration temperature at which its predictions suit the held-out targets best."""
+        return common(
+            run.evaluation.get("fitted_temperature", 1.0) for run in self.comparison.records[self.best].values()
+        )
 
     @property
     def gain(self) -> float:
@@ -249,11 +251,18 @@ def run_trials(
         say("Every trial spends privacy as well: the ε of a run with what is chosen leaves that out.")
     # What calibrates a finished model has no part in choosing it, and would need examples of its own.
     who = [
-        Entrant(
+        Candidate(
             name,
             trial.title,
             trial.method,
-            replace(trial.settings, calibration=0.0, scaling="none", softness=1.0, rehearsals=0, baselines="off"),
+            replace(
+                trial.settings,
+                calibration=0.0,
+                scaling="none",
+                calibration_temperature=1.0,
+                calibrate="none",
+                baselines="off",
+            ),
         )
         for name, trial in tried.items()
     ]

@@ -12,8 +12,8 @@ from bpfed._util.errors import UserError
 _RECIPES = ("bpfed-recipe", "bpfed-population")
 #: By the version that brought a setting, for each method that has it: its value that does what was done before.
 CAME: dict[str, dict[str, dict[str, Any]]] = {
-    "0.3.0": {name: {"unseen": 0.0} for name in _RECIPES},
-    "0.7.0": {"bpfed-population": {"rise": 1.0}},
+    "0.3.0": {name: {"unseen_pseudocount": 0.0} for name in _RECIPES},
+    "0.7.0": {"bpfed-population": {"max_temperature_factor": 1.0}},
 }
 #: By the version that removed a setting: its value at which it did nothing.
 WENT: dict[str, dict[str, dict[str, Any]]] = {"0.3.0": {name: {"bias_count": 0.0} for name in _RECIPES}}

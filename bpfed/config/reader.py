@@ -137,7 +137,7 @@ class Override(NamedTuple):
     flag: str = "--set"
 
 
-class Said(NamedTuple):
+class ParsedOverride(NamedTuple):
     """An override, and the table and key that it sets."""
 
     table: str
@@ -247,7 +247,7 @@ def read(path: Path | None = None, overrides: Sequence[Override] = (), text: str
     """
     document = Document.read(path, text)
     tables = _tables(document)
-    said = [Said(*_split(o, _wanted_method(tables, overrides)), o) for o in overrides]
+    said = [ParsedOverride(*_split(o, _wanted_method(tables, overrides)), o) for o in overrides]
     schema = {table: fields_of(cls) for table, cls in schema_TABLES.items()}
     _check_values(said, schema)
     named = bool(tables["method"]) or any(s.table == "method" for s in said)
@@ -290,14 +290,16 @@ def _wanted_method(tables: Mapping[str, Mapping[str, Any]], overrides: Sequence[
     return named[-1] if named else str(tables["method"].get("name", METHOD))
 
 
-def _check_values(said: Sequence[Said], schema: Mapping[str, Mapping[str, Field]]) -> None:
+def _check_values(said: Sequence[ParsedOverride], schema: Mapping[str, Mapping[str, Field]]) -> None:
     """Check the values that need no method, before torch is imported."""
     for table, key, override in said:
         if key in schema.get(table, ()):
             _from_text(override, table, schema[table][key])
 
 
-def _method_name(document: Document, tables: dict[str, dict[str, Any]], said: Sequence[Said]) -> tuple[str, list[str]]:
+def _method_name(
+    document: Document, tables: dict[str, dict[str, Any]], said: Sequence[ParsedOverride]
+) -> tuple[str, list[str]]:
     """The method's name, taken out of its table, and notes; the table is as this version has it.
 
     It is emptied where the command line names another method than the file.
@@ -331,7 +333,7 @@ def _method_name(document: Document, tables: dict[str, dict[str, Any]], said: Se
 
 def _merged(
     tables: dict[str, dict[str, Any]],
-    said: Sequence[Said],
+    said: Sequence[ParsedOverride],
     schema: Mapping[str, Mapping[str, Field]],
     document: Document,
 ) -> None:
@@ -350,7 +352,7 @@ def _merged(
         tables[table][key] = _from_text(override, table, schema[table][key])
 
 
-def _repeats(said: Sequence[Said]) -> bool:
+def _repeats(said: Sequence[ParsedOverride]) -> bool:
     """Whether the file's own run is to be repeated: nobody changes its data, method, seed or network.
 
     Examples that are held back for calibration are none of those that a run trains on.

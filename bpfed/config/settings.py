@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,16 +16,14 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 
-# --- Softness ---------------------------------------------------------------------------------------------------------
+# --- Calibration temperature ------------------------------------------------------------------------------------------
 #
-# How much less sure all predictions are than the model was trained to be, and how far that may go.
-#
-# Of classes it is a temperature, p^(1/softness) / Z; of numbers a factor by which their distribution is wider around
-# its
-# mean. Either way 1 changes nothing.
+# One number for all clients, which makes predictions more or less confident than the model was trained to be. In
+# classification it is a temperature T, and probabilities become p^(1/T) / Z. In regression it is a scale factor of the
+# predicted standard deviations. Either way 1 changes nothing.
 
-#: The lowest softness and the highest; no predictions are surer or softer for it than at these.
-SUREST, SOFTEST = 0.01, 100.0
+#: The lowest calibration temperature and the highest.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 
 
 # --- Types of settings ------------------------------------------------------------------------------------------------
@@ -91,8 +90,9 @@ LARGEST = {
     "hidden": 1_000_000,
     "eval_draws": 1_000_000,
     "bins": 1_000,
-    "rehearsals": 1_000,
 }
+#: Calibration pilots of a run.
+MOST_PILOTS = 1_000
 #: A slot of a file of personal states is numbered by a byte.
 MOST_CHECKPOINTS = 100
 
@@ -135,11 +135,11 @@ class Settings:
             two or more.
         scaling: ``client``: each client's probabilities become p^(1/T) / Z with a temperature T fitted to its
             calibration examples; ``none``: they stay as they are.
-        softness: Temperature of all clients' class probabilities, which become p^(1/softness) / Z; or, in regression,
-            factor of all predicted standard deviations. Below 1: more confident; above 1: less.
-        rehearsals: How often to train on four fifths of each client's examples before the run, to learn the softness
-            from the rest; 3 usually suffices; use more with fewer than 2 000 examples in total. Each takes as long as
-            the run. 0: never.
+        calibration_temperature: Temperature T of all clients' class probabilities, which become p^(1/T) / Z; in
+            regression a scale factor of all predicted standard deviations. Below 1: more confident; above 1: less.
+        calibrate: ``pilot:3``: before the run, train three times on four fifths of each client's examples, and fit the
+            calibration temperature to the rest (calibration pilots); use more with fewer than 2 000 examples in total.
+            Each takes as long as the run. ``none``: no calibration pilots.
         clip: Maximum norm of a client's update (means and ρ as one vector); longer updates are scaled down. 0: no
             limit.
         noise: Standard deviation of the noise added to the sum of a round's updates, in units of ``clip``; above 0 the
@@ -186,8 +186,8 @@ class Settings:
     bins: int = 10
     calibration: float = 0.0
     scaling: Literal["none", "client"] = "none"
-    softness: float = 1.0
-    rehearsals: int = 0
+    calibration_temperature: float = 1.0
+    calibrate: str = "none"
     clip: float = 0.0
     noise: float = 0.0
     delta: float = 1e-5
@@ -216,7 +216,7 @@ class Settings:
         for name in ("hidden", "eval_clients", "chunk"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name} is {value}, but must be at least 1, or left unset.")
-        for name in ("seed", "eval_every", "rehearsals"):
+        for name in ("seed", "eval_every"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}, but must be 0 or more.")
         if not 2 <= self.checkpoints <= MOST_CHECKPOINTS:
@@ -229,20 +229,37 @@ class Settings:
             raise UserError(f"drop_rate is {self.drop_rate}, but must be at least 0 and below 1.")
         if not 0.0 <= self.calibration < 1.0:
             raise UserError(f"calibration is {self.calibration}, but must be at least 0 and below 1.")
-        if not SUREST <= self.softness <= SOFTEST:
-            raise UserError(f"softness is {self.softness}, but must be from {SUREST:g} to {SOFTEST:g}.")
-        if self.scaling == "client" and (self.softness != 1.0 or self.rehearsals):
-            asked = "rehearsals learn" if self.rehearsals else "softness is"
+        if not MIN_TEMPERATURE <= self.calibration_temperature <= MAX_TEMPERATURE:
             raise UserError(
-                f"{asked} a temperature for all clients, but scaling is 'client', one for each; use only one of the "
+                f"calibration_temperature is {self.calibration_temperature}, but must be from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}."
+            )
+        pilots, given = self.calibration_pilots, self.calibration_temperature
+        if self.scaling == "client" and (given != 1.0 or pilots):
+            asked = f"calibrate is '{self.calibrate}'" if pilots else f"calibration_temperature is {given}"
+            raise UserError(
+                f"{asked}, one temperature for all clients, but scaling is 'client', one for each; use only one of the "
                 "two."
             )
-        if self.softness != 1.0 and self.rehearsals:
+        if given != 1.0 and pilots:
             raise UserError(
-                f"softness is {self.softness}, but rehearsals would learn it; use only one of the two (--softness 1 undoes "
-                "that of a file)."
+                f"calibration_temperature is {given}, but calibrate = '{self.calibrate}' would fit it; use only one of "
+                "the two (--calibration-temperature 1 undoes that of a file)."
             )
         self._check_defence()
+
+    @property
+    def calibration_pilots(self) -> int:
+        """How many calibration pilots are run before the run; 0: none."""
+        if self.calibrate == "none":
+            return 0
+        kind, _, count = self.calibrate.partition(":")
+        number = int(count) if re.fullmatch("[0-9]{1,6}", count) else 0
+        if kind != "pilot" or not 1 <= number <= MOST_PILOTS:
+            raise UserError(
+                f"calibrate is {self.calibrate!r}, but must be none, or pilot with a number from 1 to {MOST_PILOTS}, e.g. "
+                "pilot:3."
+            )
+        return number
 
     @property
     def trim(self) -> float | None:
@@ -273,9 +290,10 @@ class Settings:
             raise UserError(f"delta is {self.delta}, but must be above 0 and below 1.")
         if self.noise > 0.0 and self.clip == 0.0:
             raise UserError(f"noise is {self.noise}, in units of clip, but clip is 0; set clip too.")
-        if self.noise > 0.0 and self.rehearsals:
+        if self.noise > 0.0 and self.calibration_pilots:
             raise UserError(
-                "Rehearsals use the same clients again and are not counted in ε; set rehearsals = 0 when noise is on."
+                "Calibration pilots use the same clients again and are not counted in ε; set calibrate to none when noise "
+                "is on."
             )
         robust = self.trim is not None
         if self.noise > 0.0 and robust:

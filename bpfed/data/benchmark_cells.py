@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bpfed._util.errors import UserError
-from bpfed.data import partition as holders
+from bpfed.data import partition as label_assignment
 from bpfed.data.partition import NOBODY, Partition
 
 
@@ -55,10 +55,10 @@ def deal_cell(
         )
     each, counts = cell.train + cell.test, np.bincount(y)
     if partition.name == "groups":
-        held = holders.groups(cell.clients, len(counts), cell.labels)
+        held = label_assignment.groups(cell.clients, len(counts), cell.labels)
     else:
         # Every label can serve all clients here, so all labels get equally many, which is what fits.
-        held = holders.at_random(cell.clients, np.full(len(counts), cell.clients), cell.labels, rng)
+        held = label_assignment.at_random(cell.clients, np.full(len(counts), cell.clients), cell.labels, rng)
     owners, test = np.full(len(y), NOBODY), np.zeros(len(y), dtype=bool)
     for label in range(len(counts)):
         who = np.flatnonzero(held[:, label])

@@ -18,7 +18,7 @@ from bpfed.deploy.ops.certificates import KEYS, public_keys
 from bpfed.deploy.server.server import Server
 from bpfed.deploy.settings import Plan
 from bpfed.deploy.site.data import TOLD, Agreed, File, Part, Source
-from bpfed.deploy.site.local_privacy import Guard
+from bpfed.deploy.site.local_privacy import LocalPrivacy
 from bpfed.deploy.site.site import Site
 
 
@@ -102,7 +102,9 @@ def open_site(folder: Path, say: Callable[[str], None], data: str | None = None)
         raise UserError(f"Site '{plan.site}' has no data yet; give it with --data FILE.")
     if data is not None:
         plan.write(folder)
-    guard = None
+    local_privacy = None
     if plan.noise > 0.0:
-        guard = Guard(folder / STATES, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say)
-    return Site(folder / STATES, plan.site, config, source, guard, say, folder / RUN, limits)
+        local_privacy = LocalPrivacy(
+            folder / STATES, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say
+        )
+    return Site(folder / STATES, plan.site, config, source, local_privacy, say, folder / RUN, limits)

@@ -36,7 +36,7 @@ class Work(NamedTuple):
         x: All training inputs, ``[E, ...]``.
         y: All training targets, ``[E]``.
         plan: Which of them each step uses.
-        hyper: The method's numbers, ``[S]`` each.
+        hparams: The method's numbers, ``[S]`` each.
     """
 
     local: State
@@ -45,7 +45,7 @@ class Work(NamedTuple):
     x: Tensor
     y: Tensor
     plan: Plan
-    hyper: dict[str, Tensor]
+    hparams: dict[str, Tensor]
 
 
 class Slot(NamedTuple):
@@ -64,7 +64,7 @@ class Slot(NamedTuple):
 def advance(method: Method, model: Model, phase: str, ragged: bool, work: Work, slot: Slot) -> None:
     """One local step of every client, in place; a client that has done all its steps stays as it is."""
     batch = Batch(work.x[slot.rows], work.y[slot.rows], slot.mask, work.plan.size, slot.key)
-    new, loss = method.step(model, work.local, batch, work.hyper, phase)
+    new, loss = method.step(model, work.local, batch, work.hparams, phase)
     active = work.step < work.plan.steps
     old_leaves, _ = tree_flatten(work.local)
     new_leaves, _ = tree_flatten(new)

@@ -20,7 +20,7 @@ from bpfed.engine.federation import Federation
 from bpfed.engine.local import threads
 from bpfed.inference.calibration import (
     Calibration,
-    common_stretch,
+    common_scale_factor,
     common_temperature,
     fewest,
     slopes,
@@ -81,7 +81,7 @@ def tested_clients(federation: Federation) -> Tensor:
 
 def evaluate_clients(federation: Federation) -> tuple[Evaluation, Tensor]:
     """Metrics over the test examples of the evaluated clients, and which clients those are."""
-    small = len(federation.data.test.y) * federation.model.factors.total < SMALL
+    small = len(federation.data.test.y) * federation.model.layout.total < SMALL
     with threads(1 if small else torch.get_num_threads()):
         return _evaluate(federation)
 
@@ -130,7 +130,7 @@ def _score_classes(
     offsets = found.offsets.to(federation.device)
     scored = evaluate(probs, found.y, offsets, federation.settings.bins, sets, bounded, shares)
     fitted = partial(common_temperature, probs, found.y)
-    return replace(scored, fitted_softness=fitted, slopes=partial(slopes, probs, found.y))
+    return replace(scored, fitted_temperature=fitted, slopes=partial(slopes, probs, found.y))
 
 
 def _score_numbers(
@@ -155,8 +155,8 @@ def _score_numbers(
         bounded=bounded,
         baseline=mean_targets(federation.data.train)[clients].to(federation.device)[owner],
     )
-    fitted = partial(common_stretch, squares)
-    return replace(scored, fitted_softness=fitted, slopes=partial(slopes_of_numbers, squares))
+    fitted = partial(common_scale_factor, squares)
+    return replace(scored, fitted_temperature=fitted, slopes=partial(slopes_of_numbers, squares))
 
 
 def calibrate(
@@ -175,7 +175,7 @@ def calibrate(
             f"'{federation.data.name}' has no examples that were kept from training; train with calibration=0.2."
         )
     clients = torch.arange(len(federation)) if clients is None else clients
-    small = len(federation.data.calibration.y) * federation.model.factors.total < SMALL
+    small = len(federation.data.calibration.y) * federation.model.layout.total < SMALL
     with threads(1 if small else torch.get_num_threads()):
         return _calibrate(federation, clients, federation.tuned(clients) if federation.untuned else None, how, draws)
 
@@ -220,7 +220,7 @@ def _predict(
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     found: list[tuple[Tensor, ...]] = []
     at: list[Tensor] = []
-    for group in _groups(examples, sizes, federation.model.factors.total):
+    for group in _groups(examples, sizes, federation.model.layout.total):
         who = clients[group]
         slot = torch.arange(int(sizes[group].max()))
         valid = slot < sizes[group][:, None]
@@ -240,7 +240,7 @@ def _predict(
     back = torch.cat(at).argsort().to(device)
     outputs = tuple(torch.cat(parts)[back] for parts in zip(*found, strict=True))
     if federation.data.task == "classification":
-        outputs = (tempered(outputs[0], federation.softness),)
+        outputs = (tempered(outputs[0], federation.calibration_temperature),)
     return _Predicted(outputs, y, offsets)
 
 
@@ -267,7 +267,7 @@ def _outputs(
     """What `_Predicted` holds, for the examples of S clients, ``[S, B, ...]``."""
     if federation.data.task == "classification":
         return (classify(federation.model, predictive, x, key, draws, how).probs,)
-    found = regress(federation.model, predictive, x, key, draws, y, how, federation.softness)
+    found = regress(federation.model, predictive, x, key, draws, y, how, federation.calibration_temperature)
     assert found.nll is not None
     return found.mean, found.scale, found.nll
 

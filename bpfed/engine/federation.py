@@ -54,16 +54,16 @@ def suited(method: Method, settings: Settings, clients: int, own: bool = False) 
     return settings
 
 
-def check_factors(method: Method, model: Model) -> None:
+def check_layout(method: Method, model: Model) -> None:
     """Raise a `UserError` if ``personal``, by whatever name or pattern, leaves a method without weights it needs."""
-    factors = model.factors
-    found = {"shared": factors.shared, "personal": factors.personal}
+    layout = model.layout
+    found = {"shared": layout.shared, "personal": layout.personal}
     for part in method.needs:
         if not found[part]:
             some = "some but not all" if "shared" in method.needs else "some"
             raise UserError(
                 f"personal is {method.personal!r}, which leaves {method.title} without {part} weights; choose {some} "
-                f"of the network's parameters: {first_of(factors.names)}."
+                f"of the network's parameters: {first_of(layout.names)}."
             )
 
 
@@ -122,7 +122,7 @@ class Federation:
         base: Where this federation's training examples begin among those of ``training``, which others may share.
         taken: A round, and how often each client was drawn up to it, ``[N]``; counted when first needed.
         run_of_all: The run, where this is one site of it by itself; None: all its clients are here.
-        learnt_softness: The softness that rehearsals found; None: there were none.
+        learnt_temperature: The calibration temperature that calibration pilots found; None: there were none.
         lengths: How far the newest uploads that were used moved each tensor of the server's state.
     """
 
@@ -139,7 +139,7 @@ class Federation:
     base: int = 0
     taken: tuple[int, np.ndarray] | None = None
     run_of_all: RunShape | None = None
-    learnt_softness: float | None = None
+    learnt_temperature: float | None = None
     lengths: Lengths = field(default_factory=dict)
 
     @classmethod
@@ -183,7 +183,7 @@ class Federation:
         cls, method: Method, data: FederatedData, settings: Settings, model: Model, folder: Path | None = None
     ) -> Federation:
         """All clients and the server in their first states, on the device of ``model``."""
-        check_factors(method, model)
+        check_layout(method, model)
         if settings.clip > 0.0:
             check_updates(method, model)
         initial, device = method.init(model), model.initial.device
@@ -248,19 +248,19 @@ class Federation:
         """Keys of these clients, ``[S, 2]``, on the device."""
         return rng.keys(self.settings.seed, round_, purpose, self.ids[clients.numpy()]).to(self.device)
 
-    def hyper(self, round_: int, clients: Tensor) -> dict[str, Tensor]:
+    def hparams(self, round_: int, clients: Tensor) -> dict[str, Tensor]:
         """The method's numbers in this round (from 1) for these clients, ``[S]`` each; lr as scheduled."""
-        numbers = self.method.hyper_in(self.course, self.data.train.sizes[clients])
-        numbers["lr"] = self._schedule(round_) * numbers["lr"]
-        return {n: values.to(self.device) for n, values in numbers.items()}
+        hparams = self.method.hparams_for_run(self.run_shape, self.data.train.sizes[clients])
+        hparams["lr"] = self._schedule(round_) * hparams["lr"]
+        return {n: values.to(self.device) for n, values in hparams.items()}
 
     @property
-    def softness(self) -> float:
+    def calibration_temperature(self) -> float:
         """The temperature of all class probabilities, learnt or given."""
-        return self.settings.softness if self.learnt_softness is None else self.learnt_softness
+        return self.settings.calibration_temperature if self.learnt_temperature is None else self.learnt_temperature
 
     @property
-    def course(self) -> RunShape:
+    def run_shape(self) -> RunShape:
         """The run, as the method's numbers know it."""
         settings, all_here = self.settings, len(self)
         if self.run_of_all is not None:
@@ -295,8 +295,8 @@ class Federation:
                 "without them before its last round; finish it first, with --resume."
             )
         key = self.keys(self.round, Purpose.TUNING, clients)
-        numbers = self.method.rows_of_numbers(len(clients), self.device)
-        rows_ = self._rows(clients, numbers, rng.fold(key, 0), rng.fold(key, 1))
+        hparams = self.method.hparam_rows(len(clients), self.device)
+        rows_ = self._rows(clients, hparams, rng.fold(key, 0), rng.fold(key, 1))
         held, settings = self.method.held(self.model), self.settings
         chunk = settings.chunk or chunk_size(len(clients), held, self.device, settings.memory)
         phases = self.method.tuning(settings.epochs)
@@ -312,14 +312,14 @@ class Federation:
         """These clients, about to train in the next round."""
         number = self.round + 1
         shuffle, key = (self.keys(number, purpose, clients) for purpose in (Purpose.SHUFFLE, Purpose.WEIGHTS))
-        return self._rows(clients, self.hyper(number, clients), shuffle, key)
+        return self._rows(clients, self.hparams(number, clients), shuffle, key)
 
-    def _rows(self, clients: Tensor, hyper: dict[str, Tensor], shuffle: Tensor, key: Tensor) -> Rows:
+    def _rows(self, clients: Tensor, hparams: dict[str, Tensor], shuffle: Tensor, key: Tensor) -> Rows:
         count = len(clients)
         return Rows(
             shared=rows(self.shared, count),
             personal=self.personal(clients),
-            hyper=hyper,
+            hparams=hparams,
             start=(self.data.train.offsets[clients] + self.base).to(self.device),
             size=self.data.train.sizes[clients].to(self.device),
             shuffle=shuffle,

@@ -34,7 +34,7 @@ class Rows:
     Attributes:
         shared: The server's state, a row for each client (``[S, ...]`` leaves).
         personal: The clients' own states.
-        hyper: The method's numbers, ``[S]`` each.
+        hparams: The method's numbers, ``[S]`` each.
         start: Where each client's examples begin, ``[S]`` int64.
         size: How many it has, ``[S]`` int64.
         shuffle: Keys of the order of examples, ``[S, 2]``.
@@ -44,7 +44,7 @@ class Rows:
 
     shared: State
     personal: State
-    hyper: dict[str, Tensor]
+    hparams: dict[str, Tensor]
     start: Tensor
     size: Tensor
     shuffle: Tensor
@@ -113,7 +113,7 @@ class LocalRound:
             phases: What to run instead of the method's own local round, such as its `Method.tuning`.
         """
         # Threads cost more than they bring where an operation is short, and very much more on a busy machine.
-        small = len(rows) * self.model.factors.total < SMALL
+        small = len(rows) * self.model.layout.total < SMALL
         with threads(1 if small else torch.get_num_threads()):
             return self._train(rows, self.method.phases(self.epochs) if phases is None else phases)
 
@@ -156,7 +156,7 @@ class LocalRound:
             Personal states (``[S, ...]`` leaves) after each of these numbers.
         """
         with torch.no_grad():
-            local, hyper = self._begin(rows)
+            local, hparams = self._begin(rows)
             todo, loss = self._first(rows, stops[-1]), torch.zeros(len(rows), device=self.x.device)
             # As many steps at a time, so that there is one shape to trace.
             unit, states = next(stop for stop in stops if stop), []
@@ -164,10 +164,10 @@ class LocalRound:
                 if done:
                     part = todo._replace(**{n: getattr(todo, n)[done - unit : done] for n in ("rows", "mask", "key")})
                     step = torch.zeros(1, dtype=torch.int64, device=self.x.device)
-                    self._stepper(ADAPT, False).run(Work(local, step, loss, self.x, self.y, part, rows.hyper), unit)
+                    self._stepper(ADAPT, False).run(Work(local, step, loss, self.x, self.y, part, rows.hparams), unit)
                     told(done)
                 if done in stops:
-                    states.append(tree_map(torch.clone, self.method.finish(self.model, local, hyper).personal))
+                    states.append(tree_map(torch.clone, self.method.finish(self.model, local, hparams).personal))
         return states
 
     def _train(self, rows: Rows, phases: Sequence[Phase]) -> Finished:
@@ -177,19 +177,19 @@ class LocalRound:
         # Up to a power of two of batches, so that clients of many sizes make a few shapes to trace and not one each.
         width = self.padded(int(rows.size.max()))
         longest = width * (1 << (most - 1).bit_length())
-        local, hyper = self._begin(rows)
+        local, hparams = self._begin(rows)
         loss = torch.zeros(len(rows), device=self.x.device)
         taken = torch.zeros(len(rows), device=self.x.device)
         before = 0
         for phase in phases:
             todo = self._plan(rows, phase, before, longest, width)
             step = torch.zeros(1, dtype=torch.int64, device=self.x.device)
-            work = Work(local, step, loss, self.x, self.y, todo, rows.hyper)
+            work = Work(local, step, loss, self.x, self.y, todo, rows.hparams)
             steps = phase.batches * phase.repeats or most * phase.epochs
             self._stepper(phase.name, ragged and not phase.batches).run(work, steps)
             before += phase.epochs
             taken = taken + todo.steps
-        finished = self.method.finish(self.model, local, hyper)
+        finished = self.method.finish(self.model, local, hparams)
         # What travels is a copy: a view of the whole weight vector, once saved or sent, would take the personal part
         # along.
         upload = tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), finished.upload)
@@ -198,9 +198,9 @@ class LocalRound:
 
     def _begin(self, rows: Rows) -> tuple[State, dict[str, Tensor]]:
         """Local states of their own, which steps write to; the method's numbers, with counts if it asks for them."""
-        hyper = rows.hyper | ({"counts": self._counts(rows)} if self.method.counting else {})
-        local = self.method.begin(self.model, rows.shared, rows.personal, hyper)
-        return tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), local), hyper
+        hparams = rows.hparams | ({"counts": self._counts(rows)} if self.method.needs_class_counts else {})
+        local = self.method.begin(self.model, rows.shared, rows.personal, hparams)
+        return tree_map(lambda t: t.clone(memory_format=torch.contiguous_format), local), hparams
 
     def _counts(self, rows: Rows) -> Tensor:
         """Examples of each class that the clients train on, ``[S, K]``; of a regression ``[S, 0]``."""

@@ -21,8 +21,8 @@ COMPILE_FROM = 2.5e8
 
 #: What federations must have in common to be stacked.
 _KINDS: tuple[Callable[[Federation], object], ...] = (
-    lambda f: f.method.structure(),
-    lambda f: f.model.factors,
+    lambda f: f.method.trace_key(),
+    lambda f: f.model.layout,
     lambda f: f.model.likelihood,
     lambda f: str(f.model.module),
 )
@@ -105,7 +105,7 @@ class Simulator:
         work = 0.0
         for f in self.federations:
             steps = (-(-f.data.train.sizes.float() // f.settings.batch)).mean() * f.settings.epochs
-            work += float(steps) * f.settings.per_round(len(f)) * f.settings.rounds * f.model.factors.total
+            work += float(steps) * f.settings.per_round(len(f)) * f.settings.rounds * f.model.layout.total
         return work > COMPILE_FROM
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bpfed._util.errors import UserError
-from bpfed.config.settings import SOFTEST, SUREST
+from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
 from bpfed.metrics import SMALLEST
 from bpfed.metrics.sums import owners, summed
 
@@ -194,7 +194,7 @@ def squared_errors(mean: Tensor, scale: Tensor, y: Tensor) -> Tensor:
     return ((y.double() - mean.double()) / scale.double()).square().clamp(max=FARTHEST**2)
 
 
-def common_stretch(squares: Tensor) -> float:
+def common_scale_factor(squares: Tensor) -> float:
     """The factor of all predicted standard deviations that suits these targets best; their `squared_errors` z², ``[E]``.
 
     With β, one over the factor, it minimises the Gaussian negative log-likelihood and the prior of `temperatures`,
@@ -216,15 +216,15 @@ def tempered(probs: Tensor, temperature: Tensor | float) -> Tensor:
     return torch.where((t == 1.0)[..., None], probs, torch.softmax(logits, -1).to(probs.dtype))
 
 
-# --- One softness for the examples of clients that never meet, from sums over the examples of each --------------------
+# --- One calibration temperature for the examples of clients that never meet, from sums over the examples of each --------------------
 #
-# `bpfed.inference.calibration.temperatures` and `common_stretch` find the softness 1/β at which the slope of a convex
+# `bpfed.inference.calibration.temperatures` and `common_scale_factor` find the calibration temperature 1/β at which the slope of a convex
 # loss in β is
 # zero. That slope is a sum over examples, so each client can send its part of it, at a few fixed β; the sum of all
 # parts
-# and of the prior's changes its sign at the softness of all examples together.
+# and of the prior's changes its sign at the calibration temperature of all examples together.
 
-#: Places at which slopes are sent. With this many the softness is off by less than a ten-thousandth.
+#: Places at which slopes are sent. With this many the calibration temperature is off by less than a ten-thousandth.
 PLACES = 257
 #: Steps of the root search, each of which halves a bracket.
 BISECTIONS = 50
@@ -244,7 +244,7 @@ class HeldOutSlopes(NamedTuple):
 
 def betas() -> Tensor:
     """The places β = 1/T, from that of the softest predictions to that of the surest, ``[PLACES]``, at equal ratios."""
-    return torch.linspace(-math.log(SOFTEST), -math.log(SUREST), PLACES, dtype=torch.float64).exp()
+    return torch.linspace(-math.log(MAX_TEMPERATURE), -math.log(MIN_TEMPERATURE), PLACES, dtype=torch.float64).exp()
 
 
 def slopes(probs: Tensor, y: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ def fault_of_numbers(told: HeldOutSlopes) -> str:
 
 
 def fitted(total: Tensor) -> float:
-    """The softness of all examples whose slopes these are in sum, ``[PLACES]``.
+    """The calibration temperature of all examples whose slopes these are in sum, ``[PLACES]``.
 
     If it would be outside `betas`, the nearer end is returned.
     """
@@ -303,9 +303,9 @@ def fitted(total: Tensor) -> float:
     full = total + PRIOR * (1.0 - 1.0 / beta)
     below = int((full < 0.0).sum())
     if below == 0:
-        return SOFTEST
+        return MAX_TEMPERATURE
     if below == PLACES:
-        return SUREST
+        return MIN_TEMPERATURE
     # A cubic in log β through the four places around the change of sign, and the prior as it is.
     first = min(max(below - 2, 0), PLACES - 4)
     near, start = total[first : first + 4].tolist(), math.log(float(beta[first]))

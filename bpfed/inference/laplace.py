@@ -59,10 +59,10 @@ class Head(NamedTuple):
         """The layer with the module's last parameters; a `UserError` if that is not a linear map."""
         if model.members > 1:
             raise UserError("laplace works with one network, but members is above 1; set it to 1, or laplace = false.")
-        names = [n for n in model.factors.names if n in dict(model.module.named_parameters())]
+        names = [n for n in model.layout.names if n in dict(model.module.named_parameters())]
         order = [n for n, _ in model.module.named_parameters() if n in names]
         last = [n for n in order if n.rpartition(".")[0] == order[-1].rpartition(".")[0]]
-        shapes = dict(zip(model.factors.names, model.factors.shapes, strict=True))
+        shapes = dict(zip(model.layout.names, model.layout.shapes, strict=True))
         matrices = [n for n in last if len(shapes[n]) == 2]
         biases = [n for n in last if len(shapes[n]) == 1]
         # `Model.local` holds what was seen to be weight and bias of one linear map (or convolution) and nothing else.
@@ -71,8 +71,8 @@ class Head(NamedTuple):
                 f"laplace needs a network that ends in a linear layer, but its last parameters ({', '.join(last)}) are "
                 "not one; end the network in nn.Linear, or set laplace = false."
             )
-        ends = torch.tensor([0, *model.factors.sizes]).cumsum(0).tolist()
-        places = {n: slice(a, b) for n, a, b in zip(model.factors.names, ends, ends[1:], strict=False)}
+        ends = torch.tensor([0, *model.layout.sizes]).cumsum(0).tolist()
+        places = {n: slice(a, b) for n, a, b in zip(model.layout.names, ends, ends[1:], strict=False)}
         outputs, inputs = shapes[matrices[0]]
         bias = biases[0] if biases else None
         return cls(matrices[0], bias, {n: places[n] for n in last}, (outputs, inputs + len(biases)))
@@ -92,7 +92,7 @@ class Head(NamedTuple):
         return weights
 
 
-class Ending(TorchFunctionMode):
+class LastLayer(TorchFunctionMode):
     """Sees inputs and outputs of the linear map with this weight, and which tensor is its outputs only reshaped."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -142,7 +142,7 @@ class Curvature(NamedTuple):
         if layer.bias is not None:
             inputs = torch.cat([inputs, torch.ones_like(inputs[..., :1])], -1)
         own = set(model.likelihood.parameters())
-        parameters = {n: p for n, p in vmap(model.factors.unflatten)(weights).items() if n in own}
+        parameters = {n: p for n, p in vmap(model.layout.unflatten)(weights).items() if n in own}
 
         def nll(outputs: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> Tensor:
             return model.likelihood.nll(outputs[None], y[None], parameters).sum()
@@ -225,14 +225,14 @@ def best_precision(values: Tensor, square: Tensor) -> Tensor:
 
 def _ending(model: Model, layer: Head, weights: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs ``[B, F]`` and outputs ``[B, K]`` of the last layer for one client."""
-    parameters = model.factors.unflatten(weights)
+    parameters = model.layout.unflatten(weights)
     own = {n: p for n, p in parameters.items() if n not in model.likelihood.parameters()}
     model.module.eval()
-    with Convolutions(), Ending(parameters[layer.weight]) as ending:
+    with Convolutions(), LastLayer(parameters[layer.weight]) as last_layer:
         outputs = functional_call(model.module, own, (x,))
-    if outputs is not ending.last:
+    if outputs is not last_layer.last:
         raise UserError(
             "laplace needs a network that ends in a linear layer, but something follows the layer of "
             f"'{layer.weight}'; leave it to the likelihood, or set laplace = false."
         )
-    return ending.inputs, ending.outputs
+    return last_layer.inputs, last_layer.outputs

@@ -130,8 +130,8 @@ def moments(model: Model, predictive: Predictive, x: Tensor) -> Moments:
     if not isinstance(predictive, GaussianPredictive):
         raise UserError("The weights of this method are not Gaussian, so there is no single pass; use how='sample'.")
     mean, sigma = predictive.weights
-    own = [n for n in model.factors.names if n not in model.likelihood.parameters()]
-    spread = model.factors.unflatten(sigma.amax(0))
+    own = [n for n in model.layout.names if n not in model.likelihood.parameters()]
+    spread = model.layout.unflatten(sigma.amax(0))
     widest = torch.stack([spread[n].amax() for n in own]).tolist()
     random = [n for n, s in zip(own, widest, strict=True) if s > 0.0]
     if not random:
@@ -139,7 +139,7 @@ def moments(model: Model, predictive: Predictive, x: Tensor) -> Moments:
     model.module.eval()
 
     def one(mean: Tensor, sigma: Tensor, x: Tensor) -> Moments:
-        means, sigmas = model.factors.unflatten(mean), model.factors.unflatten(sigma)
+        means, sigmas = model.layout.unflatten(mean), model.layout.unflatten(sigma)
         with Convolutions(), Propagation([(means[n], sigmas[n].square()) for n in random]) as propagation:
             outputs = functional_call(model.module, {n: means[n] for n in own}, (x,))
         return Moments(outputs.reshape(len(x), -1), propagation.covariance(outputs))
@@ -274,9 +274,11 @@ class Regressed:
         """Predictive standard deviation, ``[..., B]``."""
         return (self.epistemic + self.aleatoric).sqrt()
 
-    def at(self, softness: float) -> Regressed:
+    def at(self, scale_factor: float) -> Regressed:
         """The same with distributions that are wider by this factor, around the same means."""
-        return replace(self, epistemic=softness**2 * self.epistemic, aleatoric=softness**2 * self.aleatoric, nll=None)
+        return replace(
+            self, epistemic=scale_factor**2 * self.epistemic, aleatoric=scale_factor**2 * self.aleatoric, nll=None
+        )
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Split-conformal intervals, ``[B]`` and ``[B]``: see `Classified.prediction_set`.
@@ -346,10 +348,10 @@ def _members(model: Model, predictive: Predictive) -> list[Predictive]:
     if model.members == 1:
         return [predictive]
     if isinstance(predictive, GaussianPredictive):
-        parts = zip(*(model.factors.apart(t).unbind(-2) for t in predictive.weights), strict=True)
+        parts = zip(*(model.layout.apart(t).unbind(-2) for t in predictive.weights), strict=True)
         return [GaussianPredictive(Gaussian(*part)) for part in parts]
     if isinstance(predictive, PointPredictive):
-        return [PointPredictive(weights) for weights in model.factors.apart(predictive.weights).unbind(-2)]
+        return [PointPredictive(weights) for weights in model.layout.apart(predictive.weights).unbind(-2)]
     return [predictive]
 
 
@@ -360,7 +362,7 @@ def _drawn(model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: 
     have equally many.
     """
     count = predictive.draws(-(-draws // model.members))
-    each = len(x) * model.factors.total + x.numel() * model.members
+    each = len(x) * model.layout.total + x.numel() * model.members
     stack = max(1, STACKED.get(x.device.type, STACKED["cpu"]) // each)
     for start in range(0, count, stack):
         some = range(start, min(start + stack, count))
@@ -368,7 +370,7 @@ def _drawn(model: Model, predictive: Predictive, x: Tensor, key: Tensor, draws: 
             weights = predictive.draw(key, torch.tensor(some, dtype=torch.int32, device=key.device))
         else:
             weights = torch.stack([predictive.draw(key, m) for m in some])
-        weights = model.factors.apart(weights).movedim(-2, 1).flatten(0, 1) if model.members > 1 else weights
+        weights = model.layout.apart(weights).movedim(-2, 1).flatten(0, 1) if model.members > 1 else weights
         yield weights, vmap(model.one.stacked_outputs, (0, None))(weights, x)
 
 
@@ -380,34 +382,34 @@ def regress(
     draws: int,
     y: Tensor | None = None,
     how: How = "sample",
-    softness: float = 1.0,
+    scale_factor: float = 1.0,
 ) -> Regressed:
     """Mean and variance over weight draws; arguments as `classify`.
 
     Args:
         y: Targets, ``[S, B]``; their predictive density is given if they are.
-        softness: Factor by which the predictive distribution is stretched around its mean.
+        calibration_temperature: Factor by which the predictive distribution is stretched around its mean.
     """
     likelihood = model.likelihood
     assert isinstance(likelihood, Normal)
     if how == "single-pass":
-        return _regress_at_once(model, likelihood, predictive, x, key, y, softness)
+        return _regress_at_once(model, likelihood, predictive, x, key, y, scale_factor)
     means, log_scales = [], []
     for weights, outputs in _drawn(model, predictive, x, key, draws):
         out = outputs.reshape(len(weights), *x.shape[:2])
-        parameters = vmap(vmap(model.one.factors.unflatten))(weights)
+        parameters = vmap(vmap(model.one.layout.unflatten))(weights)
         log_scale = torch.as_tensor(likelihood.log_scale(parameters), device=out.device).expand(*out.shape[:2], 1)
         means.append(out)
         log_scales.append(log_scale.expand_as(out))
     stacked, log_scale = torch.cat(means), torch.cat(log_scales)
     mean, noise = stacked.mean(0), torch.exp(2.0 * log_scale)
-    found = Regressed(mean, stacked.var(0, correction=0), noise.mean(0)).at(softness)
+    found = Regressed(mean, stacked.var(0, correction=0), noise.mean(0)).at(scale_factor)
     if y is None:
         return found
     # Where the target is in the distribution before it is stretched.
-    inside = y if softness == 1.0 else mean + (y - mean) / softness
+    inside = y if scale_factor == 1.0 else mean + (y - mean) / scale_factor
     densities = -0.5 * ((inside - stacked).square() / noise + math.log(2.0 * math.pi)) - log_scale
-    return replace(found, nll=math.log(softness * len(stacked)) - torch.logsumexp(densities, 0))
+    return replace(found, nll=math.log(scale_factor * len(stacked)) - torch.logsumexp(densities, 0))
 
 
 def _regress_at_once(
@@ -417,14 +419,14 @@ def _regress_at_once(
     x: Tensor,
     key: Tensor,
     y: Tensor | None,
-    softness: float,
+    scale_factor: float,
 ) -> Regressed:
     """By moments; the predictive density is taken as Gaussian."""
     single = [_one_at_once(model.one, likelihood, member, x, key) for member in _members(model, predictive)]
     means, epistemics, aleatorics = (torch.stack(parts) for parts in zip(*single, strict=True))
     mean, aleatoric = means.mean(0), aleatorics.mean(0)
     epistemic = epistemics.mean(0) + means.var(0, correction=0)
-    found = Regressed(mean, epistemic, aleatoric).at(softness)
+    found = Regressed(mean, epistemic, aleatoric).at(scale_factor)
     if y is None:
         return found
     variance = found.scale.square()
@@ -439,9 +441,9 @@ def _one_at_once(
     mean = found.mean.reshape(x.shape[:2])
     epistemic = torch.zeros_like(mean) if found.covariance is None else found.covariance.reshape(mean.shape)
     if isinstance(predictive, GaussianPredictive):
-        means, sigmas = (vmap(model.factors.unflatten)(t) for t in predictive.weights)
+        means, sigmas = (vmap(model.layout.unflatten)(t) for t in predictive.weights)
     else:
-        means = vmap(model.factors.unflatten)(predictive.draw(key, 0))
+        means = vmap(model.layout.unflatten)(predictive.draw(key, 0))
         sigmas = {name: torch.zeros_like(t) for name, t in means.items()}
     log_scale = torch.as_tensor(likelihood.log_scale(means), device=mean.device).expand(len(mean), 1)
     spread = torch.as_tensor(likelihood.log_scale(sigmas) if likelihood.learnt else 0.0, device=mean.device)

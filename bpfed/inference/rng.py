@@ -87,7 +87,7 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-class Apart(NamedTuple):
+class SplitKey(NamedTuple):
     """A key taken apart into its two words, ``[..., 1]`` each, for folds upon folds.
 
     A fold of a tensor joins words that the next fold takes apart again. A compiler that moves the join to where it is
@@ -98,30 +98,30 @@ class Apart(NamedTuple):
     second: Tensor
 
     @classmethod
-    def of(cls, key: Key) -> Apart:
+    def of(cls, key: Key) -> SplitKey:
         """The words of a key, ``[..., 2]``."""
         # Slices rather than elements: under vmap an element is a scalar, and the compiler takes a constant that meets
         # a scalar through float32, which costs its last bits (torch 2.13).
-        return key if isinstance(key, Apart) else cls(key[..., :1], key[..., 1:])
+        return key if isinstance(key, SplitKey) else cls(key[..., :1], key[..., 1:])
 
 
-Key = Tensor | Apart
+Key = Tensor | SplitKey
 
 
 @overload
 def fold(key: Tensor, word: int | Tensor) -> Tensor: ...
 @overload
-def fold(key: Apart, word: int | Tensor) -> Apart: ...
+def fold(key: SplitKey, word: int | Tensor) -> SplitKey: ...
 def fold(key: Key, word: int | Tensor) -> Key:
     """A new key ``[..., 2]`` from a key and a further word (a step, a draw, a layer).
 
     ``word`` is an int or an int32 tensor that broadcasts against ``key[..., 0]``.
     """
-    one, other = Apart.of(key)
+    one, other = SplitKey.of(key)
     step = _mix(word[..., None] + _STEP) if isinstance(word, Tensor) else _mixed(word + _STEP)
     first = _mix(one + step)
     second = _mix(other ^ first)
-    return Apart(first, second) if isinstance(key, Apart) else torch.cat([first, second], dim=-1)
+    return SplitKey(first, second) if isinstance(key, SplitKey) else torch.cat([first, second], dim=-1)
 
 
 def _mixed(x: int) -> int:
@@ -134,7 +134,7 @@ def _mixed(x: int) -> int:
 
 def bits(key: Key, count: int) -> Tensor:
     """``count`` random 32-bit words from each key, ``[..., count]`` int32."""
-    first, second = Apart.of(key)
+    first, second = SplitKey.of(key)
     counter = torch.arange(count, dtype=torch.int32, device=first.device)
     return _mix(_mix(counter + first) ^ second)
 

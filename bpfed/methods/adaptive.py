@@ -149,7 +149,7 @@ class Adaptive(Method):
     schedule: ClassVar[str] = "cosine"
     weighting: ClassVar[str] = "size"
     flat_network: ClassVar[str] = "skip"
-    numbers: ClassVar[tuple[str, ...]] = (
+    stackable: ClassVar[tuple[str, ...]] = (
         "lr",
         "temperature",
         "prior_scale",
@@ -192,19 +192,19 @@ class Adaptive(Method):
             tuple({"deviation": body, "head_deviation": head} for body, head in DEVIATIONS),
         )
 
-    def hyper(self) -> dict[str, float]:
-        return {**super().hyper(), "share": 1.0}
+    def hparams(self) -> dict[str, float]:
+        return {**super().hparams(), "share": 1.0}
 
-    def hyper_in(self, course: RunShape, sizes: Tensor) -> dict[str, Tensor]:
+    def hparams_for_run(self, shape: RunShape, sizes: Tensor) -> dict[str, Tensor]:
         """The prior of θ is one for all clients: each has an equal share of it."""
-        numbers = super().hyper_in(course, sizes)
-        numbers["share"] = torch.full((len(sizes),), 1.0 / course.clients)
-        if course.participants < course.clients:
-            numbers["dual"] = torch.zeros_like(numbers["dual"])
-        return numbers
+        hparams = super().hparams_for_run(shape, sizes)
+        hparams["share"] = torch.full((len(sizes),), 1.0 / shape.clients)
+        if shape.participants < shape.clients:
+            hparams["dual"] = torch.zeros_like(hparams["dual"])
+        return hparams
 
     def init(self, model: Model) -> Initial:
-        prior = self._prior(model, self.rows_of_numbers(1, model.initial.device))
+        prior = self._prior(model, self.hparam_rows(1, model.initial.device))
         nothing, empty = torch.zeros_like(model.initial), Adam.like(model.initial)
         deviation = Gaussian(nothing, START * prior.width[0])
         kept = Personal(deviation, nothing, model.initial, empty, Memory(empty, empty), model.initial.new_zeros(()))
@@ -212,11 +212,11 @@ class Adaptive(Method):
 
     def newcomer(self, model: Model, shared: Weights) -> Personal:
         """It is at θ, as uncertain as its deviation."""
-        prior = self._prior(model, self.rows_of_numbers(1, model.initial.device))
+        prior = self._prior(model, self.hparam_rows(1, model.initial.device))
         sigma = prior.deviation[0] if self.sigma else torch.zeros_like(model.initial)
         return self.init(model).personal._replace(deviation=Gaussian(torch.zeros_like(sigma), sigma))
 
-    def begin(self, model: Model, shared: Weights, personal: Personal, hyper: dict[str, Tensor]) -> Local:
+    def begin(self, model: Model, shared: Weights, personal: Personal, hparams: dict[str, Tensor]) -> Local:
         return Local(
             shared.weights,
             personal.deviation.mean,
@@ -224,16 +224,16 @@ class Adaptive(Method):
             shared.weights,
             personal.dual,
             personal.centre,
-            self._prior(model, hyper),
+            self._prior(model, hparams),
             personal.shared_memory,
             personal.memory,
             personal.steps,
         )
 
     def step(
-        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+        self, model: Model, local: Local, batch: Batch, hparams: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
-        steps, rate, temperature = local.steps + 1, hyper["lr"], hyper["temperature"][:, None]
+        steps, rate, temperature = local.steps + 1, hparams["lr"], hparams["temperature"][:, None]
         prior, sigma = local.prior, softplus(local.rho)
         estimator = "local" if self.sigma else "weights"
         data = data_term(estimator, 1, model, Gaussian(local.shared + local.mean, sigma), batch)
@@ -253,14 +253,14 @@ class Adaptive(Method):
         if phase == ADAPT:
             return new, data.nll
 
-        pull = temperature * hyper["share"][:, None] * _precision(prior.shared) * (local.shared - local.centre)
-        consensus = self._hold(hyper) * (local.shared - local.server) - local.dual
+        pull = temperature * hparams["share"][:, None] * _precision(prior.shared) * (local.shared - local.centre)
+        consensus = self._hold(hparams) * (local.shared - local.server) - local.dual
         gradient = torch.where(prior.shared.isfinite(), data.mean + pull + batch.size[:, None] * consensus, 0.0)
         shared, shared_memory = adam(local.shared, gradient, local.shared_memory, steps, rate)
         return new._replace(shared=shared, shared_memory=shared_memory), data.nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
-        hold = self._hold(hyper)
+    def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished:
+        hold = self._hold(hparams)
         dual = local.dual - hold * (local.shared - local.server)
         upload = local.shared - torch.where(hold > 0.0, dual / hold.clamp(min=1e-30), 0.0)
         kept = Personal(
@@ -279,21 +279,21 @@ class Adaptive(Method):
     def predictive(self, model: Model, shared: Weights, personal: Personal) -> GaussianPredictive:
         return GaussianPredictive(Gaussian(shared.weights + personal.deviation.mean, personal.deviation.sigma))
 
-    def _hold(self, hyper: dict[str, Tensor]) -> Tensor:
+    def _hold(self, hparams: dict[str, Tensor]) -> Tensor:
         """ρ, ``[S, 1]``: where weights may be large, steps of a round are too."""
-        return (hyper["dual"] / hyper["prior_scale"])[:, None]
+        return (hparams["dual"] / hparams["prior_scale"])[:, None]
 
-    def _prior(self, model: Model, hyper: dict[str, Tensor]) -> Prior:
-        level = _those(model, {model.levels})
-        unit = hyper["prior_scale"][:, None] * model.factors.fan_in().to(model.initial.device).rsqrt()
+    def _prior(self, model: Model, hparams: dict[str, Tensor]) -> Prior:
+        level = _those(model, {model.output_bias})
+        unit = hparams["prior_scale"][:, None] * model.layout.fan_in().to(model.initial.device).rsqrt()
         unit = torch.where(_those(model, set(model.likelihood.parameters())), NOISE_SIGMA, unit)
         unit = torch.where(level, 1.0, unit)
-        tau = torch.where(_head(model), hyper["head_deviation"][:, None], hyper["deviation"][:, None])
+        tau = torch.where(_head(model), hparams["head_deviation"][:, None], hparams["deviation"][:, None])
         tau = torch.where(level & (tau < ALONE), tau.sqrt(), tau)
         pooled, one = tau < ALONE, torch.ones_like(tau)
         tau = torch.where(pooled, tau, one)
         own = tau.square()
-        part = torch.where(pooled, (own + hyper["share"][:, None]) / (own + 1.0), one)
+        part = torch.where(pooled, (own + hparams["share"][:, None]) / (own + 1.0), one)
         width = torch.where(pooled, (1.0 + own).sqrt(), one) * unit if self.sigma else torch.zeros_like(unit)
         return Prior(torch.where(pooled, unit, math.inf), tau * unit, width, part)
 
@@ -310,5 +310,5 @@ def _head(model: Model) -> Tensor:
 
 def _those(model: Model, names: set[Any]) -> Tensor:
     """Which weights are of parameters with these names, ``[P]`` bool."""
-    chosen = torch.tensor([name in names for name in model.factors.names])
-    return chosen.repeat_interleave(torch.tensor(model.factors.sizes)).to(model.initial.device)
+    chosen = torch.tensor([name in names for name in model.layout.names])
+    return chosen.repeat_interleave(torch.tensor(model.layout.sizes)).to(model.initial.device)

@@ -148,7 +148,7 @@ class Method(ABC):
     #: Whether a prediction is an average over draws of weights, whatever the settings.
     sampled: ClassVar[bool] = True
     #: Settings that are numbers and may differ between stacked rows (runs with other seeds or settings).
-    numbers: ClassVar[tuple[str, ...]] = ("lr",)
+    stackable: ClassVar[tuple[str, ...]] = ("lr",)
     #: Whether the server learns a distribution over personal factors, from what clients upload about theirs.
     population: ClassVar[bool] = False
     #: How the step size changes over the rounds unless the run's settings say: ``constant`` or ``cosine``.
@@ -222,19 +222,19 @@ class Method(ABC):
 
     def held(self, model: Model) -> int:
         """Numbers in a client's state, about; how many clients train side by side depends on it."""
-        return model.factors.total
+        return model.layout.total
 
     def whose(self, model: Model) -> str:
         """Which weights are personal and which shared, in words."""
-        words = model.factors.words
-        if model.factors.personal or type(self).personal != "none":
+        words = model.layout.words
+        if model.layout.personal or type(self).personal != "none":
             return words
         return words.replace("personal: nothing", f"personal: {self.personal_words}")  # beside weights that all share
 
     def candidates(self) -> tuple[tuple[dict[str, float], ...], ...]:
         """Settings between which only data can decide, in stages (`bpfed.runs.pilot`); nothing: it is used as it is.
 
-        A stage is a tuple of settings to change, all among ``numbers``, those that share most first.
+        A stage is a tuple of settings to change, all among ``stackable``, those that share most first.
         """
         return ()
 
@@ -242,50 +242,50 @@ class Method(ABC):
         """All settings by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    def structure(self) -> tuple[Any, ...]:
-        """What distinguishes two computations; methods that differ in ``numbers`` alone share one."""
-        return (self.name, *((k, str(v)) for k, v in self.settings().items() if k not in self.numbers))
+    def trace_key(self) -> tuple[Any, ...]:
+        """What distinguishes two computations; methods that differ in ``stackable`` alone share one."""
+        return (self.name, *((k, str(v)) for k, v in self.settings().items() if k not in self.stackable))
 
-    def hyper(self) -> dict[str, float]:
-        """The numbers of ``numbers``; the engine hands them to `begin` and `step` as ``[S]`` tensors."""
-        return {n: float(getattr(self, n)) for n in self.numbers}
+    def hparams(self) -> dict[str, float]:
+        """The numbers of ``stackable``; the engine hands them to `begin` and `step` as ``[S]`` tensors."""
+        return {n: float(getattr(self, n)) for n in self.stackable}
 
     @property
-    def counting(self) -> bool:
+    def needs_class_counts(self) -> bool:
         """Whether `begin` and `finish` get a client's examples per class as ``hyper["counts"]``, ``[S, K]``."""
         return False
 
-    def rows_of_numbers(self, count: int, device: torch.device | None = None) -> dict[str, Tensor]:
-        """The numbers of `hyper` for ``count`` clients alike, ``[S]`` each."""
-        return {name: torch.full((count,), value, device=device) for name, value in self.hyper().items()}
+    def hparam_rows(self, count: int, device: torch.device | None = None) -> dict[str, Tensor]:
+        """The numbers of `hparams` for ``count`` clients alike, ``[S]`` each."""
+        return {name: torch.full((count,), value, device=device) for name, value in self.hparams().items()}
 
-    def hyper_in(self, course: RunShape, sizes: Tensor) -> dict[str, Tensor]:
+    def hparams_for_run(self, shape: RunShape, sizes: Tensor) -> dict[str, Tensor]:
         """The numbers in the first round of a run, ``[S]`` each; a method may adjust them to it.
 
-        `tuning` and newcomers use those of `hyper`.
+        `tuning` and newcomers use those of `hparams`.
 
         Args:
             course: The run.
             sizes: Training examples of each client, ``[S]``.
         """
-        return self.rows_of_numbers(len(sizes))
+        return self.hparam_rows(len(sizes))
 
     @abstractmethod
     def init(self, model: Model) -> Initial:
         """First states from the module's own initial weights."""
 
     @abstractmethod
-    def begin(self, model: Model, shared: State, personal: State, hyper: dict[str, Tensor]) -> State:
+    def begin(self, model: Model, shared: State, personal: State, hparams: dict[str, Tensor]) -> State:
         """Local state at the start of a round, from the server's state (one row per client) and the clients' own."""
 
     @abstractmethod
     def step(
-        self, model: Model, local: State, batch: Batch, hyper: dict[str, Tensor], phase: str
+        self, model: Model, local: State, batch: Batch, hparams: dict[str, Tensor], phase: str
     ) -> tuple[State, Tensor]:
         """One local step: the new local state and the mean −log p of the batch in nats, ``[S]``."""
 
     @abstractmethod
-    def finish(self, model: Model, local: State, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: State, hparams: dict[str, Tensor]) -> Finished:
         """What goes to the server and what stays."""
 
     @abstractmethod
@@ -305,12 +305,12 @@ def rows(state: State, count: int) -> State:
 def untrained(method: Method, model: Model) -> Finished:
     """What one client has at the end of a round without a step: the shapes of all that it uploads and keeps."""
     first = method.init(model)
-    hyper = method.rows_of_numbers(1, model.initial.device)
+    hparams = method.hparam_rows(1, model.initial.device)
     with torch.no_grad():
-        local = method.begin(model, rows(first.shared, 1), rows(first.personal, 1), hyper)
-        return method.finish(model, local, hyper)
+        local = method.begin(model, rows(first.shared, 1), rows(first.personal, 1), hparams)
+        return method.finish(model, local, hparams)
 
 
 def frozen(model: Model, before: Tensor, after: Tensor) -> Tensor:
     """The weights ``after`` a step, ``[S, P]``, with the shared ones as they were ``before``."""
-    return torch.cat([before[:, : model.factors.shared], after[:, model.factors.shared :]], -1)
+    return torch.cat([before[:, : model.layout.shared], after[:, model.layout.shared :]], -1)

@@ -142,7 +142,7 @@ class BPFed(Method):
     shared_words: ClassVar[str] = "distribution of all but the last layer"
     personal_words: ClassVar[str] = "distribution of the last layer"
     random_words: ClassVar[str] = "every weight"
-    numbers: ClassVar[tuple[str, ...]] = (
+    stackable: ClassVar[tuple[str, ...]] = (
         "lr",
         "temperature",
         "discount",
@@ -207,8 +207,8 @@ class BPFed(Method):
                 "shared_point = false, or use 'adam'."
             )
 
-    def structure(self) -> tuple[Any, ...]:
-        return (*super().structure(), self.sigma > 0.0)
+    def trace_key(self) -> tuple[Any, ...]:
+        return (*super().trace_key(), self.sigma > 0.0)
 
     def phases(self, epochs: int) -> tuple[Phase, ...]:
         if self.order == "joint":
@@ -225,9 +225,9 @@ class BPFed(Method):
             memories = (self._optimised(start).memory, *((Variational.at(start).memory,) if self.prior_step else ()))
         return Initial(shared, Personal(personal, own, memories, model.initial.new_zeros(self._counts)))
 
-    def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
+    def begin(self, model: Model, shared: Gaussian, personal: Personal, hparams: dict[str, Tensor]) -> Local:
         start = join(shared, personal.eta)  # q = π = (η_i, ζ), and with a discount π is wider
-        discount, scale = hyper["discount"][:, None], hyper["prior_sigma"][:, None]
+        discount, scale = hparams["discount"][:, None], hparams["prior_sigma"][:, None]
         before = shared if self.shared_point else discounted(shared, discount, scale)
         prior = join(before, discounted(personal.eta, discount, scale))
         memory = personal.memory or (None, None)
@@ -236,19 +236,19 @@ class BPFed(Method):
         return Local(self._optimised(start, memory[0]), moving, steps if self.keep_adam else torch.zeros_like(steps))
 
     def step(
-        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+        self, model: Model, local: Local, batch: Batch, hparams: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
         taken, steps = counted(local.steps, phase)
         prior = _gaussian(local.prior)
         data = data_term(self.estimator, self.draws, model, local.q.gaussian, batch)  # Eq. 7, 8
-        q = self._lowered(model, local.q, data, prior, steps, hyper)  # Eq. 9
+        q = self._lowered(model, local.q, data, prior, steps, hparams)  # Eq. 9
         moved = local.prior
         if isinstance(local.prior, Variational):
-            moved = local.prior.moved(*kl_gradients_p(q.gaussian, prior), steps, hyper["lr"])  # Eq. 10
+            moved = local.prior.moved(*kl_gradients_p(q.gaussian, prior), steps, hparams["lr"])  # Eq. 10
         q, moved = held(model, (local.q, local.prior), (q, moved), phase)
         return Local(q, moved, taken), data.nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished:
         q, prior = local.q.gaussian, _gaussian(local.prior)
         shared, personal = split(model, prior if self.prior_step else q)
         own = (q,) if self.predict == "own" else ()
@@ -291,15 +291,15 @@ class BPFed(Method):
         data: DataTerm,
         prior: Gaussian,
         steps: Tensor,
-        hyper: dict[str, Tensor],
+        hparams: dict[str, Tensor],
     ) -> Variational | Newton:
         """q after a step on Eq. 9: the data term, scaled by n/b, and T · KL(q ‖ π) with π held."""
         if isinstance(q, Newton):
-            rate = hyper["lr"] * hyper["newton"]
-            return ivon(q, data.mean, data.sigma, prior, hyper["temperature"], steps, rate, hyper["curvature"])
+            rate = hparams["lr"] * hparams["newton"]
+            return ivon(q, data.mean, data.sigma, prior, hparams["temperature"], steps, rate, hparams["curvature"])
         mean, sigma = kl_gradients_beyond(self._points(model), q.gaussian, prior)
-        temperature = hyper["temperature"][:, None]
-        return q.moved(data.mean + temperature * mean, data.sigma + temperature * sigma, steps, hyper["lr"])
+        temperature = hparams["temperature"][:, None]
+        return q.moved(data.mean + temperature * mean, data.sigma + temperature * sigma, steps, hparams["lr"])
 
     def _optimised(self, q: Gaussian, memory: Memory | Momentum | None = None) -> Variational | Newton:
         return (Newton if self.optimiser == "ivon" else Variational).at(q, memory)  # type: ignore[arg-type]
@@ -311,8 +311,8 @@ class BPFed(Method):
     def _points(self, model: Model) -> int:
         """How many weights, from the first on, are points: σ = 0 and no KL term."""
         if self.sigma == 0.0:
-            return model.factors.total
-        return model.factors.shared if self.shared_point else 0
+            return model.layout.total
+        return model.layout.shared if self.shared_point else 0
 
 
 def _gaussian(prior: Variational | Gaussian) -> Gaussian:

@@ -20,7 +20,7 @@ from torch import Tensor
 from bpfed.inference.estimators import Batch, mean_gradient
 from bpfed.inference.optim import Adam, adam
 from bpfed.methods.base import ADAPT, Finished, Weights
-from bpfed.methods.full_network import Own, OwnNetwork
+from bpfed.methods.full_network import FullNetworkMethod, PersonalNetwork
 from bpfed.nn.model import Model
 
 
@@ -45,7 +45,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ditto(OwnNetwork):
+class Ditto(FullNetworkMethod):
     """Ditto: FedAvg, and for each client a network of its own that is pulled towards the shared one.
 
     A client's own network starts as the shared one that it is first sent. Until then it predicts with the shared one.
@@ -60,7 +60,7 @@ class Ditto(OwnNetwork):
     paper: ClassVar[str] = "Li et al. 2021, arXiv 2012.04221"
     shared_words: ClassVar[str] = "all weights, as the centre of the personal ones"
     personal_words: ClassVar[str] = "a second copy of all weights"
-    numbers: ClassVar[tuple[str, ...]] = ("lr", "pull")
+    stackable: ClassVar[tuple[str, ...]] = ("lr", "pull")
 
     pull: float = 0.1
 
@@ -68,25 +68,25 @@ class Ditto(OwnNetwork):
         super().check()
         self.require(pull="0 or more")
 
-    def begin(self, model: Model, shared: Weights, personal: Own, hyper: dict[str, Tensor]) -> Local:
+    def begin(self, model: Model, shared: Weights, personal: PersonalNetwork, hparams: dict[str, Tensor]) -> Local:
         weights = shared.weights
         memory = Adam.like(weights)
         return Local(weights, memory, personal.over(weights), memory, weights, weights.new_zeros(len(weights)))
 
     def step(
-        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+        self, model: Model, local: Local, batch: Batch, hparams: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
         steps = local.steps + 1
         nll, gradient = mean_gradient(model, local.own, batch)
-        pulled = gradient + hyper["pull"][:, None] * (local.own - local.centre)
-        own, own_memory = adam(local.own, pulled, local.own_memory, steps, hyper["lr"])
+        pulled = gradient + hparams["pull"][:, None] * (local.own - local.centre)
+        own, own_memory = adam(local.own, pulled, local.own_memory, steps, hparams["lr"])
         new = local._replace(own=own, own_memory=own_memory, steps=steps)
         if phase == ADAPT:
             return new, nll
 
         nll, gradient = mean_gradient(model, local.weights, batch)
-        weights, memory = adam(local.weights, gradient, local.memory, steps, hyper["lr"])
+        weights, memory = adam(local.weights, gradient, local.memory, steps, hparams["lr"])
         return new._replace(weights=weights, memory=memory), nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
-        return Finished(Weights(local.weights), Own.of(local.own), {})
+    def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished:
+        return Finished(Weights(local.weights), PersonalNetwork.of(local.own), {})

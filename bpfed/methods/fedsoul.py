@@ -172,7 +172,7 @@ class FedSOUL(Method):
     shared_words: ClassVar[str] = "all but the last layer; the prior of last layers"
     personal_words: ClassVar[str] = "samples of the last layer"
     random_words: ClassVar[str] = "the last layer"
-    numbers: ClassVar[tuple[str, ...]] = ("lr", "gamma", "prior_sigma", "prior_rate")
+    stackable: ClassVar[tuple[str, ...]] = ("lr", "gamma", "prior_sigma", "prior_rate")
     population: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("personal",)
     #: φ must come to rest: as it grows, chains of a fixed step size get ever less stable.
@@ -198,7 +198,7 @@ class FedSOUL(Method):
         )
 
     def init(self, model: Model) -> Initial:
-        body, head = model.factors.split(model.initial)
+        body, head = model.layout.split(model.initial)
         prior = Gaussian(torch.zeros_like(head), torch.full_like(head, self.prior_sigma))
         chain = Chain(prior.mean, head.new_zeros(self.samples, len(head)), head.new_zeros(1))
         memory = (Adam.like(body),) if self.keep_adam else ()
@@ -208,7 +208,7 @@ class FedSOUL(Method):
         """A newcomer's body is held, so there is nothing that Adam could remember."""
         return replace(self, keep_adam=False)
 
-    def begin(self, model: Model, shared: Shared, personal: Personal, hyper: dict[str, Tensor]) -> Local:
+    def begin(self, model: Model, shared: Shared, personal: Personal, hparams: dict[str, Tensor]) -> Local:
         chain = personal.chain
         state = torch.where(chain.number > 0, chain.state, shared.heads.mean)
         steps = personal.steps[:, 0]
@@ -223,15 +223,15 @@ class FedSOUL(Method):
         )
 
     def step(
-        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+        self, model: Model, local: Local, batch: Batch, hparams: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
         steps, taken = local.steps + 1, local.taken + 1
         weights = torch.cat([local.body, local.chain.state], -1)
         total, gradient = model.gradient(weights, batch.x, batch.y, batch.mask, batch.key)
-        on_body, on_head = model.factors.split(gradient * batch.scale[:, None])
+        on_body, on_head = model.layout.split(gradient * batch.scale[:, None])
 
         precision = local.prior.sigma.square().reciprocal()
-        gamma = hyper["gamma"][:, None] / (batch.size[:, None] + precision)
+        gamma = hparams["gamma"][:, None] / (batch.size[:, None] + precision)
         drift = on_head + precision * (local.chain.state - local.prior.mean)
         xi = rng.normal(rng.fold(batch.key, LANGEVIN), drift.shape[-1])
         state = local.chain.state - gamma * drift + torch.sqrt(2.0 * gamma) * xi
@@ -239,7 +239,7 @@ class FedSOUL(Method):
 
         body, memory = local.body, local.memory
         if phase != ADAPT:
-            body, memory = adam(body, on_body / batch.size[:, None], memory, steps, hyper["lr"])
+            body, memory = adam(body, on_body / batch.size[:, None], memory, steps, hparams["lr"])
         return Local(body, memory, chain, taken, steps, local.prior), total * batch.scale / batch.size
 
     def _kept(self, chain: Chain, state: Tensor, taken: Tensor) -> Chain:
@@ -250,7 +250,7 @@ class FedSOUL(Method):
         samples = torch.where(here[:, :, None], state[:, None], chain.samples)
         return Chain(state, samples, chain.number + turn[:, None].float())
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished:
         memory = (local.memory,) if self.keep_adam else ()
         upload = Shared(*local.chain.moments, local.body)
         return Finished(upload, Personal(local.chain, memory, local.steps[:, None]), {})

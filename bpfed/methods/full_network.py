@@ -16,7 +16,7 @@ from bpfed.nn.model import Model
 from bpfed.nn.parameters import Personal
 
 
-class Own(NamedTuple):
+class PersonalNetwork(NamedTuple):
     """A network of the client's own, once it has one.
 
     Attributes:
@@ -28,12 +28,12 @@ class Own(NamedTuple):
     known: Tensor
 
     @classmethod
-    def none(cls, like: Tensor) -> Own:
+    def none(cls, like: Tensor) -> PersonalNetwork:
         """No such network yet, for weights like these ``[P]``."""
         return cls(torch.zeros_like(like), like.new_zeros(1))
 
     @classmethod
-    def of(cls, weights: Tensor) -> Own:
+    def of(cls, weights: Tensor) -> PersonalNetwork:
         """With these weights, ``[S, P]``."""
         return cls(weights, torch.ones_like(weights[:, :1]))
 
@@ -43,7 +43,7 @@ class Own(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OwnNetwork(Method):
+class FullNetworkMethod(Method):
     """Base of Ditto, Per-FedAvg and pFedMe: all weights are shared, and a client predicts with a network of its own.
 
     A subclass says how both are trained: `begin`, `step` and `finish`. The server takes the mean of the uploads.
@@ -63,10 +63,10 @@ class OwnNetwork(Method):
             raise UserError(f"personal is '{self.personal}', but {self.title} shares all weights; leave it at 'none'.")
 
     def init(self, model: Model) -> Initial:
-        return Initial(Weights(model.initial), Own.none(model.initial))
+        return Initial(Weights(model.initial), PersonalNetwork.none(model.initial))
 
     def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor) -> Weights:
         return Weights(weighted_mean(uploads.weights, weights))
 
-    def predictive(self, model: Model, shared: Weights, personal: Own) -> PointPredictive:
+    def predictive(self, model: Model, shared: Weights, personal: PersonalNetwork) -> PointPredictive:
         return PointPredictive(personal.over(shared.weights))

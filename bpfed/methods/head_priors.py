@@ -19,9 +19,9 @@ def of_likelihood(model: Model) -> Tensor:
     They are not weights of the network: with a weight's σ, the exponential of a noise scale would span a factor of
     fifty.
     """
-    own, factors = model.likelihood.parameters(), model.factors
-    parts = [torch.full((size,), n in own) for n, size in zip(factors.names, factors.sizes, strict=True)]
-    return factors.split(torch.cat(parts).to(model.initial.device))[1]
+    own, layout = model.likelihood.parameters(), model.layout
+    parts = [torch.full((size,), n in own) for n, size in zip(layout.names, layout.sizes, strict=True)]
+    return layout.split(torch.cat(parts).to(model.initial.device))[1]
 
 
 def biases(model: Model) -> Tensor:
@@ -29,10 +29,10 @@ def biases(model: Model) -> Tensor:
 
     They are recognised by their name: the scale of a normalisation is a vector as well.
     """
-    factors = model.factors
-    called = [name.rpartition(".")[2].endswith("bias") for name in factors.names]
-    parts = [torch.full((size,), bias) for size, bias in zip(factors.sizes, called, strict=True)]
-    return factors.split(torch.cat(parts).to(model.initial.device))[1]
+    layout = model.layout
+    called = [name.rpartition(".")[2].endswith("bias") for name in layout.names]
+    parts = [torch.full((size,), bias) for size, bias in zip(layout.sizes, called, strict=True)]
+    return layout.split(torch.cat(parts).to(model.initial.device))[1]
 
 
 def per_head(model: Model) -> float:
@@ -59,15 +59,15 @@ def per_head(model: Model) -> float:
 
 def class_biases(model: Model) -> slice:
     """Where the biases of the classes are among the personal weights, member by member; empty if they are shared."""
-    factors = model.factors
-    if not isinstance(model.likelihood, Categorical) or model.levels not in factors.personal_names:
+    layout = model.layout
+    if not isinstance(model.likelihood, Categorical) or model.output_bias not in layout.personal_names:
         return slice(0, 0)
-    at = factors.names.index(model.levels)
-    start = sum(factors.sizes[:at]) - factors.shared
-    return slice(start, start + factors.sizes[at])
+    at = layout.names.index(model.output_bias)
+    start = sum(layout.sizes[:at]) - layout.shared
+    return slice(start, start + layout.sizes[at])
 
 
-def levels(counts: Tensor) -> Tensor:
+def class_log_prior(counts: Tensor) -> Tensor:
     """Logarithms of class frequencies, with one more example each, less their mean over the classes the client has.
 
     A class that it has never seen is as frequent as these are on average: the features have to learn what

@@ -156,13 +156,13 @@ class Sums(NamedTuple):
     rows: Tensor
 
 
-class Told(NamedTuple):
+class Message(NamedTuple):
     """What the server has of a client (of all clients): its factor of θ, Eq. 3, and its sums."""
 
     factor: Natural
     sums: Sums
 
-    def in_units(self, deviation: Tensor, noise: Tensor, centre: Tensor) -> Told:
+    def in_units(self, deviation: Tensor, noise: Tensor, centre: Tensor) -> Message:
         """As it travels: in units of the deviations and the noise, and around a mean of θ.
 
         So the numbers of clients of any size are alike: Λ^½ Q Λ^½ is at most I.
@@ -175,17 +175,17 @@ class Told(NamedTuple):
         tau = _each(deviation, centre)
         (precision, shift), (squares, determined, residual, rows) = self
         around = shift - (precision @ centre[..., None])[..., 0]
-        return Told(
+        return Message(
             Natural(tau[..., None] * precision * tau[..., None, :], tau * around),
             Sums(squares / deviation.square(), determined, residual / noise.square(), rows),
         )
 
-    def from_units(self, deviation: Tensor, noise: Tensor, centre: Tensor) -> Told:
+    def from_units(self, deviation: Tensor, noise: Tensor, centre: Tensor) -> Message:
         """Back from `in_units`."""
         tau = _each(deviation, centre)
         (precision, shift), (squares, determined, residual, rows) = self
         precision = precision / (tau[..., None] * tau[..., None, :])
-        return Told(
+        return Message(
             Natural(precision, shift / tau + (precision @ centre[..., None])[..., 0]),
             Sums(squares * deviation.square(), determined, residual * noise.square(), rows),
         )
@@ -212,7 +212,7 @@ class Shared(NamedTuple):
 class Upload(NamedTuple):
     """What a client uploads: the change of what it told, `Told.in_units` of the server's state."""
 
-    added: Told
+    added: Message
 
 
 class Personal(NamedTuple):
@@ -226,7 +226,7 @@ class Personal(NamedTuple):
     """
 
     site: Natural
-    told: Told
+    told: Message
     slope: Tensor
     rate: Tensor
 
@@ -253,7 +253,7 @@ class Local(NamedTuple):
     """
 
     site: Natural
-    told: Told
+    told: Message
     server: Natural
     deviation: Tensor
     noise: Tensor
@@ -303,7 +303,7 @@ class Linear(Method):
     shared_words: ClassVar[str] = "one part of every coefficient; how far clients deviate"
     personal_words: ClassVar[str] = "a deviation of every coefficient"
     random_words: ClassVar[str] = "all coefficients, with their correlations"
-    numbers: ClassVar[tuple[str, ...]] = ("lr", "prior_scale", "deviation", "deviation_scale")
+    stackable: ClassVar[tuple[str, ...]] = ("lr", "prior_scale", "deviation", "deviation_scale")
     scales: ClassVar[tuple[str, ...]] = ("deviation", "noise")
     counts: ClassVar[tuple[str, ...]] = ("squares", "residual", "rows")
     network: ClassVar[Network] = "linear"
@@ -354,11 +354,11 @@ class Linear(Method):
             torch.full_like(sums.squares, self.deviation),
             torch.full_like(sums.rows, form.noise),
         )
-        return Initial(shared, Personal(none, Told(none, sums), none.shift, torch.full_like(sums.rows, form.rate)))
+        return Initial(shared, Personal(none, Message(none, sums), none.shift, torch.full_like(sums.rows, form.rate)))
 
-    def begin(self, model: Model, shared: Shared, personal: Personal, hyper: dict[str, Tensor]) -> Local:
+    def begin(self, model: Model, shared: Shared, personal: Personal, hparams: dict[str, Tensor]) -> Local:
         shared, personal = _double(shared), _double(personal)
-        scale = hyper["prior_scale"].double()
+        scale = hparams["prior_scale"].double()
         none = torch.zeros_like(scale)
         local = Local(
             site=personal.site,
@@ -383,11 +383,11 @@ class Linear(Method):
         return local._replace(mean=mean, spread=torch.where(first[:, None, None], 0.0, spread))
 
     def step(
-        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+        self, model: Model, local: Local, batch: Batch, hparams: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
         found = Form.of(model).expected(local.mean, local.spread, local.noise, batch)
         if phase == SOLVE:
-            return _solved(local, hyper["lr"]), found.nll
+            return _solved(local, hparams["lr"]), found.nll
         new = local._replace(
             curvature=_kept(local.seen > 0.0, local.curvature) + found.curvature,
             gradient=_kept(local.seen > 0.0, local.gradient) + found.gradient,
@@ -398,10 +398,10 @@ class Linear(Method):
         )
         return new, found.nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
-        local = _solved(local, hyper["lr"])
+    def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished:
+        local = _solved(local, hparams["lr"])
         told = self._told(local, learnt=Form.of(model).noise_at is not None)
-        change: Told = tree_map(torch.sub, told, local.told)
+        change: Message = tree_map(torch.sub, told, local.told)
         added = change.in_units(local.deviation, local.noise, local.server.moments()[0])
         largest = torch.stack([leaf.flatten(1).abs().amax(1) for leaf in tree_leaves(added)]).amax(0)
         tells = (local.telling > 0.0) & (local.size >= self.least_rows) & (largest >= LEAST_CHANGE)
@@ -409,7 +409,7 @@ class Linear(Method):
         known = tree_map(lambda old, more: (old + _kept(tells, more)).float(), local.told, change)
         return Finished(upload, Personal(*_float((local.site, known, local.slope, local.rate))), {})
 
-    def _told(self, local: Local, learnt: bool) -> Told:
+    def _told(self, local: Local, learnt: bool) -> Message:
         """The client's factor of θ, Eq. 3, and its sums, under the server's scales; ``learnt``: whether σ is."""
         tau, inputs = _each(local.deviation, local.mean), local.deviation.shape[-1]
         factor = local.evidence().widened(tau)
@@ -422,13 +422,13 @@ class Linear(Method):
             explained = (local.spread.mT @ local.curvature @ local.spread).diagonal(dim1=-2, dim2=-1).sum(-1)
             residual, rows = local.residual + explained[:, None], local.size[:, None]
         squares, determined = (t.unflatten(-1, (-1, inputs)).sum(-2) for t in (squares, determined))
-        return Told(factor, Sums(squares, determined, residual, rows))
+        return Message(factor, Sums(squares, determined, residual, rows))
 
     def aggregate(self, shared: Shared, uploads: Upload, weights: Tensor) -> Shared:
         """The sum of what clients add. Every row counts once, so ``weights`` have no part in it."""
         before: Shared = _double(shared)
         theta = Natural(before.precision / self.prior_scale**2, before.shift / self.prior_scale)
-        added: Told = tree_map(lambda leaf: leaf.double().sum(0), uploads.added)
+        added: Message = tree_map(lambda leaf: leaf.double().sum(0), uploads.added)
         added = added.from_units(before.deviation, before.noise, theta.moments()[0])
         theta = theta.plus(added.factor.symmetric())
         sums: Sums = tree_map(torch.add, before.sums, added.sums)
@@ -457,8 +457,8 @@ class Linear(Method):
         return torch.cat([found[:1].expand(len(sums.squares) - 1), found[-1:]]) if self.deviations == "two" else found
 
     def predictive(self, model: Model, shared: Shared, personal: Personal) -> CorrelatedPredictive:
-        form, hyper = Form.of(model), self.rows_of_numbers(len(shared.shift), shared.shift.device)
-        local = self.begin(model, shared, personal, hyper)
+        form, hparams = Form.of(model), self.hparam_rows(len(shared.shift), shared.shift.device)
+        local = self.begin(model, shared, personal, hparams)
         mean, spread = local.posterior().moments()
         directions = form.weights(model, spread.mT.flatten(0, 1)).unflatten(0, spread.shape[:2]).mT
         return CorrelatedPredictive(form.weights(model, mean, local.noise).float(), directions.float())
@@ -507,7 +507,7 @@ class Form:
                 "choose another method."
             )
         head, likelihood = Head.of(model), model.likelihood
-        places = dict(zip(model.factors.names, np.cumsum([0, *model.factors.sizes]).tolist(), strict=False))
+        places = dict(zip(model.layout.names, np.cumsum([0, *model.layout.sizes]).tolist(), strict=False))
         noise, noise_at = 1.0, None
         if isinstance(likelihood, Normal):
             noise, noise_at = likelihood.scale, places[likelihood.names[0]] if likelihood.learnt else None
@@ -542,7 +542,7 @@ class Form:
     def weights(self, model: Model, coefficients: Tensor, noise: Tensor | None = None) -> Tensor:
         """Weight vectors ``[S, P]`` of coefficients ``[S, C]``, with log σ of noise ``[S, 1]`` in its place."""
         contrasts = torch.from_numpy(_contrasts(self.classes)).to(coefficients)
-        made = coefficients.new_zeros(len(coefficients), model.factors.total)
+        made = coefficients.new_zeros(len(coefficients), model.layout.total)
         made = self.head.put(made, contrasts @ coefficients.unflatten(-1, (self.outputs, self.inputs)))
         if noise is not None and self.noise_at is not None:
             made[:, self.noise_at] = noise[:, 0].log()

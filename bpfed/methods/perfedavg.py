@@ -28,7 +28,7 @@ from bpfed.inference import rng
 from bpfed.inference.estimators import Batch, mean_gradient
 from bpfed.inference.optim import Adam, adam
 from bpfed.methods.base import TUNE, Finished, Phase, Weights
-from bpfed.methods.full_network import Own, OwnNetwork
+from bpfed.methods.full_network import FullNetworkMethod, PersonalNetwork
 from bpfed.nn.model import Model
 
 Order = Literal["first", "full"]
@@ -44,7 +44,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PerFedAvg(OwnNetwork):
+class PerFedAvg(FullNetworkMethod):
     """Per-FedAvg: one network for all, trained to be good after each client's own steps of gradient descent.
 
     The inner step size was chosen on training examples that were held out.
@@ -60,7 +60,7 @@ class PerFedAvg(OwnNetwork):
     paper: ClassVar[str] = "Fallah et al. 2020, arXiv 2002.07948"
     shared_words: ClassVar[str] = "all weights, as a start for the personal ones"
     personal_words: ClassVar[str] = "all weights, after steps of its own"
-    numbers: ClassVar[tuple[str, ...]] = ("lr", "inner_lr")
+    stackable: ClassVar[tuple[str, ...]] = ("lr", "inner_lr")
 
     inner_lr: float = 0.03
     order: Order = "full"
@@ -73,14 +73,14 @@ class PerFedAvg(OwnNetwork):
     def tuning(self, epochs: int) -> tuple[Phase, ...]:
         return (Phase(TUNE, self.tuning_epochs),)
 
-    def begin(self, model: Model, shared: Weights, personal: Own, hyper: dict[str, Tensor]) -> Local:
+    def begin(self, model: Model, shared: Weights, personal: PersonalNetwork, hparams: dict[str, Tensor]) -> Local:
         weights = shared.weights
         return Local(weights, Adam.like(weights), weights.new_zeros(len(weights)), weights.new_zeros(len(weights), 1))
 
     def step(
-        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+        self, model: Model, local: Local, batch: Batch, hparams: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
-        rate = hyper["inner_lr"][:, None]
+        rate = hparams["inner_lr"][:, None]
         if phase == TUNE:
             nll, gradient = mean_gradient(model, local.weights, batch)
             return local._replace(weights=local.weights - rate * gradient, tuned=torch.ones_like(local.tuned)), nll
@@ -93,12 +93,12 @@ class PerFedAvg(OwnNetwork):
             part = third[0]
             product = model.hessian_product(local.weights, gradient, part.x, part.y, part.mask, part.key)
             gradient = gradient - rate * product / part.examples[:, None]
-        weights, memory = adam(local.weights, gradient, local.memory, steps, hyper["lr"])
+        weights, memory = adam(local.weights, gradient, local.memory, steps, hparams["lr"])
         return local._replace(weights=weights, memory=memory, steps=steps), nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished:
         # The shared weights that a client has trained are not its own network: that comes from the server's, by tuning.
-        return Finished(Weights(local.weights), Own(local.weights * local.tuned, local.tuned), {})
+        return Finished(Weights(local.weights), PersonalNetwork(local.weights * local.tuned, local.tuned), {})
 
 
 def parts(batch: Batch, count: int) -> list[Batch]:

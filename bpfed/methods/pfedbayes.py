@@ -74,7 +74,7 @@ class PFedBayes(Method):
     shared_words: ClassVar[str] = "a common prior of all weights"
     personal_words: ClassVar[str] = "distribution of all weights"
     random_words: ClassVar[str] = "every weight"
-    numbers: ClassVar[tuple[str, ...]] = ("lr", "zeta", "sigma", "beta")
+    stackable: ClassVar[tuple[str, ...]] = ("lr", "zeta", "sigma", "beta")
 
     personal: Parameters = "none"
     zeta: float = 1.0
@@ -106,27 +106,27 @@ class PFedBayes(Method):
     def newcomer(self, model: Model, shared: Gaussian) -> Personal:
         return self.init(model).personal._replace(q=shared)
 
-    def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
+    def begin(self, model: Model, shared: Gaussian, personal: Personal, hparams: dict[str, Tensor]) -> Local:
         memory = personal.memory or (None, None)
         q, w = Variational.at(_own(shared, personal), memory[0]), Variational.at(shared, memory[1])
         steps = personal.steps[:, 0]
         return Local(q, w, steps if self.keep_adam else torch.zeros_like(steps))
 
     def step(
-        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+        self, model: Model, local: Local, batch: Batch, hparams: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
         steps = local.steps + 1
         q, w = local.q.gaussian, local.w.gaussian
         data = data_term(self.estimator, self.draws, model, q, batch)
-        zeta = hyper["zeta"][:, None]
+        zeta = hparams["zeta"][:, None]
         mean, sigma = kl_gradients_q(q, w)
-        new_q = local.q.moved(data.mean + zeta * mean, data.sigma + zeta * sigma, steps, hyper["lr"])
+        new_q = local.q.moved(data.mean + zeta * mean, data.sigma + zeta * sigma, steps, hparams["lr"])
         new_w = local.w
         if phase != ADAPT:
-            new_w = local.w.moved(*kl_gradients_p(new_q.gaussian, w), steps, hyper["lr"])
+            new_w = local.w.moved(*kl_gradients_p(new_q.gaussian, w), steps, hparams["lr"])
         return Local(new_q, new_w, steps), data.nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished:
         q, w = local.q.gaussian, local.w.gaussian
         kept = (local.q.memory, local.w.memory) if self.keep_adam else ()
         return Finished(w, Personal(q, kept, local.steps[:, None]), {"kl": kl(q, w)})

@@ -23,7 +23,7 @@ from bpfed.aggregation.rules import weighted_mean
 from bpfed.inference import rng
 from bpfed.inference.estimators import Batch, mean_gradient
 from bpfed.methods.base import ADAPT, Finished, Weights
-from bpfed.methods.full_network import Own, OwnNetwork
+from bpfed.methods.full_network import FullNetworkMethod, PersonalNetwork
 from bpfed.nn.model import Model
 
 
@@ -35,7 +35,7 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PFedMe(OwnNetwork):
+class PFedMe(FullNetworkMethod):
     """pFedMe: Moreau envelopes. The shared network is the centre of the clients' own.
 
     Only the clients that take part in a round train in it. One that never did predicts with the shared network. K = 5
@@ -56,7 +56,7 @@ class PFedMe(OwnNetwork):
     paper: ClassVar[str] = "Dinh et al. 2020, arXiv 2006.08848"
     shared_words: ClassVar[str] = "all weights, as the centre of the personal ones"
     personal_words: ClassVar[str] = "a second copy of all weights"
-    numbers: ClassVar[tuple[str, ...]] = ("lr", "inner_lr", "pull")
+    stackable: ClassVar[tuple[str, ...]] = ("lr", "inner_lr", "pull")
 
     lr: float = 0.15
     inner_lr: float = 0.1
@@ -74,13 +74,13 @@ class PFedMe(OwnNetwork):
                     f"method.{name} or method.pull."
                 )
 
-    def begin(self, model: Model, shared: Weights, personal: Own, hyper: dict[str, Tensor]) -> Local:
+    def begin(self, model: Model, shared: Weights, personal: PersonalNetwork, hparams: dict[str, Tensor]) -> Local:
         return Local(shared.weights, shared.weights)
 
     def step(
-        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+        self, model: Model, local: Local, batch: Batch, hparams: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
-        rate, pull = hyper["inner_lr"][:, None], hyper["pull"][:, None]
+        rate, pull = hparams["inner_lr"][:, None], hparams["pull"][:, None]
         own, losses = local.own, []
         for k in range(self.inner_steps):
             key = rng.fold(batch.key, k) if k else batch.key
@@ -89,11 +89,11 @@ class PFedMe(OwnNetwork):
             losses.append(nll)
         weights = local.weights
         if phase != ADAPT:
-            weights = weights - hyper["lr"][:, None] * pull * (weights - own)
+            weights = weights - hparams["lr"][:, None] * pull * (weights - own)
         return Local(weights, own), losses[0]  # before the client has fitted this batch, as other methods report it
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
-        return Finished(Weights(local.weights), Own.of(local.own), {})
+    def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished:
+        return Finished(Weights(local.weights), PersonalNetwork.of(local.own), {})
 
     def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor) -> Weights:
         mean = weighted_mean(uploads.weights, weights)

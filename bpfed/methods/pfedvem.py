@@ -103,7 +103,7 @@ class PFedVEM(Method):
     shared_words: ClassVar[str] = "all but the last layer; the centre of last layers"
     personal_words: ClassVar[str] = "distribution of the last layer; its distance from the centre"
     random_words: ClassVar[str] = "the last layer"
-    numbers: ClassVar[tuple[str, ...]] = ("lr", "rho", "sigma", "head_rate")
+    stackable: ClassVar[tuple[str, ...]] = ("lr", "rho", "sigma", "head_rate")
     population: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("personal",)
 
@@ -131,7 +131,7 @@ class PFedVEM(Method):
         return Phase("head", max(1, epochs - body)), Phase(BODY, body)
 
     def init(self, model: Model) -> Initial:
-        body, head = model.factors.split(model.initial)
+        body, head = model.layout.split(model.initial)
         prior = Gaussian(head, torch.full_like(head, self.rho))
         none = head.new_zeros(1)
         kept = (Kept(Variational.at(prior).memory, Adam.like(body), none, none),) if self.keep_adam else ()
@@ -141,12 +141,12 @@ class PFedVEM(Method):
         """A newcomer's Adam starts without memory."""
         return replace(self, keep_adam=False)
 
-    def begin(self, model: Model, shared: Shared, personal: Personal, hyper: dict[str, Tensor]) -> Local:
+    def begin(self, model: Model, shared: Shared, personal: Personal, hparams: dict[str, Tensor]) -> Local:
         none = torch.zeros_like(personal.rho)
         kept = Kept(Variational.at(personal.q).memory, Adam.like(shared.body), none, none)
         kept = personal.memory[0] if personal.memory else kept
         trained = personal.rho > 0
-        start = Gaussian(shared.head.mean, hyper["sigma"][:, None])
+        start = Gaussian(shared.head.mean, hparams["sigma"][:, None])
         width = torch.where(trained, personal.rho, shared.head.sigma)
         return Local(
             q=Variational.at(either(trained, personal.q, start), kept.head),
@@ -158,21 +158,21 @@ class PFedVEM(Method):
         )
 
     def step(
-        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+        self, model: Model, local: Local, batch: Batch, hparams: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
         q = local.q.gaussian
         data = data_term("weights", self.draws, model, _whole(local.body, q), batch)
-        (on_body, mean), (_, sigma) = model.factors.split(data.mean), model.factors.split(data.sigma)
+        (on_body, mean), (_, sigma) = model.layout.split(data.mean), model.layout.split(data.sigma)
         if phase == BODY:
             steps = local.body_steps + 1
-            body, memory = adam(local.body, on_body / batch.size[:, None], local.memory, steps, hyper["lr"])
+            body, memory = adam(local.body, on_body / batch.size[:, None], local.memory, steps, hparams["lr"])
             return local._replace(body=body, memory=memory, body_steps=steps), data.nll
         steps = local.head_steps + 1
         kl_mean, kl_sigma = kl_gradients_q(q, local.prior)
-        new = local.q.moved(mean + kl_mean, sigma + kl_sigma, steps, hyper["lr"] * hyper["head_rate"])
+        new = local.q.moved(mean + kl_mean, sigma + kl_sigma, steps, hparams["lr"] * hparams["head_rate"])
         return local._replace(q=new, head_steps=steps), data.nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished:
         q = local.q.gaussian
         squared = (q.sigma.square() + (q.mean - local.prior.mean).square()).mean(-1, keepdim=True)  # M step
         rho = squared.sqrt()

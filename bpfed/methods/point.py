@@ -21,7 +21,7 @@ from bpfed.inference.laplace import CURVATURE, Curvature, laplace
 from bpfed.inference.optim import Adam, Velocity, adam, descent
 from bpfed.inference.predictive import PointPredictive, Predictive
 from bpfed.methods.base import ADAPT, TUNE, Finished, Initial, Method, Phase, Weights
-from bpfed.methods.full_network import Own
+from bpfed.methods.full_network import PersonalNetwork
 from bpfed.nn.model import Model
 
 Optimiser = Literal["adam", "sgd"]
@@ -44,12 +44,12 @@ class Part(NamedTuple):
     memory: Adam | Velocity
     steps: Tensor
 
-    def moved(self, gradient: Tensor, hyper: dict[str, Tensor]) -> Part:
+    def moved(self, gradient: Tensor, hparams: dict[str, Tensor]) -> Part:
         """After one step of the optimiser whose memory it has."""
         steps = self.steps + 1
         if isinstance(self.memory, Velocity):
-            return Part(*descent(self.weights, gradient, self.memory, hyper["momentum"], hyper["lr"]), steps)
-        return Part(*adam(self.weights, gradient, self.memory, steps, hyper["lr"]), steps)
+            return Part(*descent(self.weights, gradient, self.memory, hparams["momentum"], hparams["lr"]), steps)
+        return Part(*adam(self.weights, gradient, self.memory, steps, hparams["lr"]), steps)
 
 
 class Local(NamedTuple):
@@ -96,7 +96,7 @@ class Kept(NamedTuple):
 
     weights: Tensor
     memory: tuple[Memory, ...]
-    own: tuple[Own, ...]
+    own: tuple[PersonalNetwork, ...]
     curvature: tuple[Curvature, ...]
     first: tuple[Tensor, ...]
 
@@ -121,7 +121,7 @@ class Point(Method):
     sampled: ClassVar[bool] = False
     #: Whether every round starts over with the first personal weights.
     starts_over: ClassVar[bool] = False
-    numbers: ClassVar[tuple[str, ...]] = ("lr", "momentum", "decay")
+    stackable: ClassVar[tuple[str, ...]] = ("lr", "momentum", "decay")
 
     optimiser: Optimiser = "adam"
     momentum: float = 0.5
@@ -145,8 +145,8 @@ class Point(Method):
                 f"that {what} is '{name}'."
             )
 
-    def structure(self) -> tuple[Any, ...]:
-        return (*super().structure(), self.decay > 0.0)
+    def trace_key(self) -> tuple[Any, ...]:
+        return (*super().trace_key(), self.decay > 0.0)
 
     def finetuning(self, epochs: int) -> tuple[Phase, ...]:
         """The part of `tuning` in which weights move."""
@@ -168,12 +168,12 @@ class Point(Method):
         return any(phase.name == TUNE for phase in self.finetuning(1))
 
     def init(self, model: Model) -> Initial:
-        shared, personal = model.factors.split(model.initial)
+        shared, personal = model.layout.split(model.initial)
         memory = self._fresh(shared, personal)
         kept = Kept(
             personal,
             (memory,) if self.keep_adam else (),
-            (Own.none(model.initial),) if self.keeps_network else (),
+            (PersonalNetwork.none(model.initial),) if self.keeps_network else (),
             (Curvature.zero(model),) if self.laplace else (),
             (personal,) if self.starts_over else (),
         )
@@ -184,7 +184,7 @@ class Point(Method):
         like = Velocity.like if self.optimiser == "sgd" else Adam.like
         return Memory(like(shared), like(personal), shared.new_zeros(*shared.shape[:-1], 2))
 
-    def begin(self, model: Model, shared: Weights, personal: Kept, hyper: dict[str, Tensor]) -> Local:
+    def begin(self, model: Model, shared: Weights, personal: Kept, hparams: dict[str, Tensor]) -> Local:
         mine, ours = personal.first[0] if personal.first else personal.weights, shared.weights
         memory = personal.memory[0] if personal.memory else self._fresh(ours, mine)
         return Local(
@@ -196,30 +196,30 @@ class Point(Method):
         )
 
     def step(
-        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+        self, model: Model, local: Local, batch: Batch, hparams: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
         if phase == CURVATURE:
             curvature, loss = local.curvature[0].plus(model, local.weights, batch)
             return local._replace(curvature=(curvature,)), loss
         nll, gradient = mean_gradient(model, local.weights, batch)
         if self.decay > 0.0:
-            gradient = gradient + (hyper["decay"] / batch.size.clamp(min=1.0))[:, None] * local.weights
-        gradients = model.factors.split(gradient)
+            gradient = gradient + (hparams["decay"] / batch.size.clamp(min=1.0))[:, None] * local.weights
+        gradients = model.layout.split(gradient)
         shared, personal = (
-            part.moved(g, hyper) if moves else part
+            part.moved(g, hparams) if moves else part
             for part, g, moves in zip(local[:2], gradients, MOVES[phase], strict=True)
         )
         tuned = torch.ones_like(local.tuned) if phase == TUNE else local.tuned
         return local._replace(shared=shared, personal=personal, tuned=tuned), nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished:
         memory = Memory(
             local.shared.memory, local.personal.memory, torch.stack([local.shared.steps, local.personal.steps], -1)
         )
         kept = Kept(
             local.personal.weights,
             (memory,) if self.keep_adam else (),
-            (Own(local.weights, local.tuned[:, None]),) if self.keeps_network else (),
+            (PersonalNetwork(local.weights, local.tuned[:, None]),) if self.keeps_network else (),
             local.curvature,
             local.first,
         )

@@ -70,12 +70,12 @@ class Population(Recipe):
     needs: ClassVar[tuple[str, ...]] = ("personal",)
 
     temperature: float = 0.1
-    rise: float = 2.0
-    anchor: float = 2.0
+    max_temperature_factor: float = 2.0
+    mean_precision: float = 2.0
     head_sigma: float = 0.3
     head_gain: float = 0.0
     bias_sigma: float = 0.3
-    path: float = 4.0
+    max_lr_epochs: float = 4.0
     head_rate: float = 0.2
 
     def check(self) -> None:
@@ -96,14 +96,14 @@ class Population(Recipe):
         return self.init(model).personal._replace(head=shared.heads)
 
     def begin(  # type: ignore[override]
-        self, model: Model, shared: Server, personal: Personal, hyper: dict[str, Tensor]
+        self, model: Model, shared: Server, personal: Personal, hparams: dict[str, Tensor]
     ) -> Local:
-        local = super().begin(model, shared.zeta, personal, hyper)
-        body = Gaussian(*(model.factors.split(t)[0] for t in local.prior))
+        local = super().begin(model, shared.zeta, personal, hparams)
+        body = Gaussian(*(model.layout.split(t)[0] for t in local.prior))
         return local._replace(prior=join(body, shared.heads))
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
-        done = super().finish(model, local, hyper)
+    def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished:
+        done = super().finish(model, local, hparams)
         head = done.personal.head
         return done._replace(upload=Server(done.upload, head.mean, head.mean.square() + head.sigma.square()))
 

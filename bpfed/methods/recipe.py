@@ -11,7 +11,7 @@ client minimises
    layer is ``prior_sigma`` over the root of its number of inputs: the sums of wide and narrow layers are then equally
    noisy.
 2. Its mean m follows the posterior. That alone would be an estimate of m without a prior, and leave the size of the
-   weights unbounded. The last term is each client's part of such a prior, m ~ N(0, s_m²); ``anchor`` is 1/(K s_m²). It
+   weights unbounded. The last term is each client's part of such a prior, m ~ N(0, s_m²); ``mean_precision`` is 1/(K s_m²). It
    acts in every step, so it fades with the step size as the data's pull does.
 3. The prior of the personal factors is fixed, N(g h0, s_h²), where h0 is the head that every client starts with: drawn
    once for the run, the same for all, and never learnt. Heads that stay near a common one make features that mean the
@@ -19,19 +19,19 @@ client minimises
    how frequent a class is here, not what it looks like: its prior is wide, and around what the client's own labels say
    (`bpfed.methods.head_priors`).
 4. T < 1, noise drawn per example (the ``local`` estimator), and a step size that falls along a cosine.
-5. The step size is bounded. Multiplied by rounds and local epochs it is at most ``path``, and multiplied by rounds and
-   a client's steps in a round at most ``span``: with more rounds the steps are smaller, and training ends in the same
+5. The step size is bounded. Multiplied by rounds and local epochs it is at most ``max_lr_epochs``, and multiplied by rounds and
+   a client's steps in a round at most ``max_total_lr_steps``: with more rounds the steps are smaller, and training ends in the same
    place. (The prior of 2 alone bounds networks with enough data; a convolutional one keeps growing for longer than
-   anyone trains, with 125 images as with 2 250.) Multiplied by a client's steps in one round it is at most ``reach``: a
+   anyone trains, with 125 images as with 2 250.) Multiplied by a client's steps in one round it is at most ``max_round_lr_steps``: a
    client that goes far alone leaves the others behind, and averages of such clients are poor. With more than ``NEAR``
-   steps in a round that would be stricter than necessary, so ``reach`` and ``span`` both grow with the square root of
+   steps in a round that would be stricter than necessary, so ``max_round_lr_steps`` and ``max_total_lr_steps`` both grow with the square root of
    their number.
 
 The settings were chosen with 10 clients, all of them in every round, and with 20, half of them. In a federation that is
-``crowd`` times as large as that, a client carries that much less of the prior of the means, and the precision counts
+``client_ratio`` times as large as that, a client carries that much less of the prior of the means, and the precision counts
 that many more clients' data (for a conjugate model it tends to 1/s0² + n/(T (1 − a)) after many rounds, n being one
-client's). A method with ``rise`` has a higher T for clients with few examples; T times ``anchor`` and T (1 − a) stay as
-they are. Where clients take part less often than in every other round, ``path`` and ``span`` are larger by the same
+client's). A method with ``max_temperature_factor`` has a higher T for clients with few examples; T times ``mean_precision`` and T (1 − a) stay as
+they are. Where clients take part less often than in every other round, ``max_lr_epochs`` and ``max_total_lr_steps`` are larger by the same
 factor. A client that cannot get far in the whole run starts with a head nearer to its prior.
 
 A class that a client has never seen is predicted about as rarely as its labels say (`bpfed.methods.head_priors`). There is
@@ -58,8 +58,8 @@ from bpfed.methods.head_priors import (
     NOISE_SIGMA,
     biases,
     class_biases,
+    class_log_prior,
     corrections,
-    levels,
     noted,
     of_likelihood,
     per_head,
@@ -70,7 +70,7 @@ from bpfed.nn.model import Model
 #: The most clients, and the smallest share of rounds they took part in, where the settings were chosen.
 CHOSEN_WITH, CHOSEN_AT = 20, 0.5
 
-#: Most steps of a client in a round for which ``reach`` holds as it is; with more of them it grows as their root.
+#: Most steps of a client in a round for which ``max_round_lr_steps`` holds as it is; with more of them it grows as their root.
 NEAR = 500
 
 #: Examples of a client from which on T is as it is, where it is higher for clients with fewer.
@@ -124,7 +124,7 @@ class Recipe(Method):
     Attributes:
         sigma: σ of every weight at the start.
         temperature: T, weight of all prior terms; 1 is the ELBO.
-        rise: How many times as high T may be for a client with few examples. With n of them, fewer than 2 000, it is
+        max_temperature_factor: How many times as high T may be for a client with few examples. With n of them, fewer than 2 000, it is
             higher by the root of 2 000/n, and the prior of the means and the precision that is carried on to the next
             round stay as strong. 1: T is the same for all. Newcomers have T as it is.
         discount: a, how much of the posterior's precision the next round's shared prior keeps, with up to 20 clients
@@ -137,17 +137,17 @@ class Recipe(Method):
             is 0. At most 1 is used where layers other than the head are personal.
         bias_sigma: Prior σ of a head's biases, around those of the client's own class frequencies; for classification
             with a personal head.
-        unseen: Number of examples, divided equally among all classes, that are added to a client's own to estimate how
+        unseen_pseudocount: Number of examples, divided equally among all classes, that are added to a client's own to estimate how
             rare a class is that it has never seen. The odds of such a class are lowered to that; an input that looks
             like that class and no other may still be assigned to it. 0: odds are left as they are.
-        anchor: 1/(K s_m²), strength of the pull of the shared factors' means towards 0, with up to 20 clients and
+        mean_precision: 1/(K s_m²), strength of the pull of the shared factors' means towards 0, with up to 20 clients and
             where T does not rise.
         estimator: How the data term is estimated, as in BPFed.
         draws: Weight draws per step.
-        path: Upper bound of step size times rounds times local epochs; longer runs take smaller steps.
-        reach: Upper bound of step size times a client's steps in one round; clients with more data take smaller steps.
-            Beyond 500 steps it grows with the square root of their number, and so does ``span``.
-        span: Upper bound of ``reach`` times rounds; with more rounds than ``span / reach``, a client's reach is
+        max_lr_epochs: Upper bound of step size times rounds times local epochs; longer runs take smaller steps.
+        max_round_lr_steps: Upper bound of step size times a client's steps in one round; clients with more data take smaller steps.
+            Beyond 500 steps it grows with the square root of their number, and so does ``max_total_lr_steps``.
+        max_total_lr_steps: Upper bound of ``max_round_lr_steps`` times rounds; with more rounds than ``max_total_lr_steps / max_round_lr_steps``, a client's bound in a round is
             smaller.
         newcomer_lr: Step size with which a client that joins later learns its head.
     """
@@ -158,7 +158,7 @@ class Recipe(Method):
     shared_words: ClassVar[str] = "distribution of all but the last layer"
     personal_words: ClassVar[str] = "distribution of the last layer"
     random_words: ClassVar[str] = "every weight"
-    numbers: ClassVar[tuple[str, ...]] = (
+    stackable: ClassVar[tuple[str, ...]] = (
         "lr",
         "temperature",
         "discount",
@@ -166,31 +166,31 @@ class Recipe(Method):
         "head_sigma",
         "head_gain",
         "bias_sigma",
-        "unseen",
-        "anchor",
+        "unseen_pseudocount",
+        "mean_precision",
         "sigma",
-        "path",
-        "reach",
-        "span",
+        "max_lr_epochs",
+        "max_round_lr_steps",
+        "max_total_lr_steps",
     )
     schedule: ClassVar[str] = "cosine"
 
     lr: float = 0.002
     sigma: float = 0.05
     temperature: float = 0.05
-    rise: float = 1.0
+    max_temperature_factor: float = 1.0
     discount: float = 0.9
     prior_sigma: float = 2.8
     head_sigma: float = 0.05
     head_gain: float = 5.0
     bias_sigma: float = 1.0
-    unseen: float = 1.0
-    anchor: float = 10.0
+    unseen_pseudocount: float = 1.0
+    mean_precision: float = 10.0
     estimator: str = "local"
     draws: int = 1
-    path: float = 3.0
-    reach: float = 0.2
-    span: float = 20.0
+    max_lr_epochs: float = 3.0
+    max_round_lr_steps: float = 0.2
+    max_total_lr_steps: float = 20.0
     newcomer_lr: float = 0.01
 
     def check(self) -> None:
@@ -200,16 +200,16 @@ class Recipe(Method):
             draws="at least 1",
             sigma="above 0",
             temperature="0 or more",
-            rise="at least 1",
+            max_temperature_factor="at least 1",
             discount="from 0 to 1",
             prior_sigma="above 0",
             head_sigma="above 0",
             bias_sigma="above 0",
-            unseen="0 or more",
-            anchor="0 or more",
-            path="above 0",
-            reach="above 0",
-            span="above 0",
+            unseen_pseudocount="0 or more",
+            mean_precision="0 or more",
+            max_lr_epochs="above 0",
+            max_round_lr_steps="above 0",
+            max_total_lr_steps="above 0",
             newcomer_lr="0 or more",
         )
 
@@ -217,14 +217,14 @@ class Recipe(Method):
         """T multiplies the prior of the means too; that one is to stay as strong as it is."""
         return {
             "temperature": temperature,
-            "anchor": float(f"{self.temperature * self.anchor / temperature:.9g}"),
+            "mean_precision": float(f"{self.temperature * self.mean_precision / temperature:.9g}"),
         }
 
-    def structure(self) -> tuple[Any, ...]:
-        return (*super().structure(), self.head_gain > 1.0, self.unseen > 0.0)
+    def trace_key(self) -> tuple[Any, ...]:
+        return (*super().trace_key(), self.head_gain > 1.0, self.unseen_pseudocount > 0.0)
 
     @property
-    def counting(self) -> bool:
+    def needs_class_counts(self) -> bool:
         return True
 
     def init(self, model: Model) -> Initial:
@@ -238,38 +238,41 @@ class Recipe(Method):
 
     def _lowered(self, model: Model) -> slice:
         """Which personal weights are corrected for prediction."""
-        return class_biases(model) if self.unseen > 0.0 else slice(0, 0)
+        return class_biases(model) if self.unseen_pseudocount > 0.0 else slice(0, 0)
 
-    def _levels(self, model: Model, hyper: dict[str, Tensor]) -> Tensor | float:
+    def _class_log_prior(self, model: Model, hparams: dict[str, Tensor]) -> Tensor | float:
         """What is added to personal weights to set class biases by the client's own labels, ``[S, P_personal]``."""
         where = class_biases(model) if self.personal == "head" else slice(0, 0)
-        if "counts" not in hyper or where.start == where.stop:
+        if "counts" not in hparams or where.start == where.stop:
             return 0.0
-        all_ = model.factors.total - model.factors.shared
-        return pad(levels(hyper["counts"]).repeat(1, model.members), (where.start, all_ - where.stop))
+        all_ = model.layout.total - model.layout.shared
+        return pad(class_log_prior(hparams["counts"]).repeat(1, model.members), (where.start, all_ - where.stop))
 
     def _grows(self, model: Model) -> bool:
         """Whether personal factors are heads, which grow from h0 to their prior mean; other layers must not."""
         return self.personal == "head" and self.head_gain > 1.0 and isinstance(model.likelihood, Categorical)
 
-    def hyper(self) -> dict[str, float]:
-        """With ``way``, the most that a head may move in the whole run: a client by itself starts where its head is."""
-        return super().hyper() | {"way": 0.0}
+    def hparams(self) -> dict[str, float]:
+        """With ``head_budget``, the most that a head may move in the whole run: a client by itself starts where its head is."""
+        return super().hparams() | {"head_budget": 0.0}
 
-    def hyper_in(self, course: RunShape, sizes: Tensor) -> dict[str, Tensor]:
-        numbers, batches = super().hyper_in(course, sizes), course.batches(sizes)
-        warmer = (MANY / sizes).sqrt().clamp(min=1.0, max=self.rise)
-        crowd = max(1.0, course.clients / CHOSEN_WITH) * warmer
-        seldom = max(1.0, CHOSEN_AT * course.clients / course.participants)
-        whole = seldom * self.path / (course.rounds * course.epochs)
-        steps = course.epochs * batches
-        reach = min(self.reach, seldom * self.span / course.rounds) * (steps / NEAR).clamp(min=1.0).sqrt()
-        numbers["lr"] = (reach / steps).clamp(max=min(self.lr, whole))
-        numbers["way"] = numbers["lr"] * course.passes * batches
-        numbers["temperature"] = numbers["temperature"] * warmer
-        numbers["discount"] = 1.0 - (1.0 - numbers["discount"]) / crowd
-        numbers["anchor"] = numbers["anchor"] / crowd
-        return numbers
+    def hparams_for_run(self, shape: RunShape, sizes: Tensor) -> dict[str, Tensor]:
+        hparams, batches = super().hparams_for_run(shape, sizes), shape.batches(sizes)
+        temperature_factor = (MANY / sizes).sqrt().clamp(min=1.0, max=self.max_temperature_factor)
+        client_ratio = max(1.0, shape.clients / CHOSEN_WITH) * temperature_factor
+        participation_ratio = max(1.0, CHOSEN_AT * shape.clients / shape.participants)
+        whole = participation_ratio * self.max_lr_epochs / (shape.rounds * shape.epochs)
+        steps = shape.epochs * batches
+        max_round_lr_steps = (
+            min(self.max_round_lr_steps, participation_ratio * self.max_total_lr_steps / shape.rounds)
+            * (steps / NEAR).clamp(min=1.0).sqrt()
+        )
+        hparams["lr"] = (max_round_lr_steps / steps).clamp(max=min(self.lr, whole))
+        hparams["head_budget"] = hparams["lr"] * shape.passes * batches
+        hparams["temperature"] = hparams["temperature"] * temperature_factor
+        hparams["discount"] = 1.0 - (1.0 - hparams["discount"]) / client_ratio
+        hparams["mean_precision"] = hparams["mean_precision"] / client_ratio
+        return hparams
 
     def adapting(self) -> Recipe:
         return replace(self, lr=self.newcomer_lr)
@@ -277,25 +280,25 @@ class Recipe(Method):
     def newcomer(self, model: Model, shared: Gaussian) -> Personal:
         """A head without examples is its prior; so is its noise scale, without T."""
         start = self.init(model).personal
-        prior = self._head_prior(model, start.first[None], self.rows_of_numbers(1, model.initial.device))
+        prior = self._head_prior(model, start.first[None], self.hparam_rows(1, model.initial.device))
         sigma = torch.where(of_likelihood(model), NOISE_SIGMA, prior.sigma[0])
         return start._replace(head=Gaussian(prior.mean[0], sigma))
 
-    def begin(self, model: Model, shared: Gaussian, personal: Personal, hyper: dict[str, Tensor]) -> Local:
-        fan_in = model.factors.split(model.factors.fan_in())[0].to(shared.mean.device)
-        body = discounted(shared, hyper["discount"][:, None], hyper["prior_sigma"][:, None] * fan_in.rsqrt())
-        head = self._head_prior(model, personal.first, hyper)
-        level = self._levels(model, hyper)
+    def begin(self, model: Model, shared: Gaussian, personal: Personal, hparams: dict[str, Tensor]) -> Local:
+        fan_in = model.layout.split(model.layout.fan_in())[0].to(shared.mean.device)
+        body = discounted(shared, hparams["discount"][:, None], hparams["prior_sigma"][:, None] * fan_in.rsqrt())
+        head = self._head_prior(model, personal.first, hparams)
+        level = self._class_log_prior(model, hparams)
         head = head._replace(mean=head.mean + level)
-        q = Variational.at(join(shared, self._start(model, personal, hyper, level)), personal.memory)
+        q = Variational.at(join(shared, self._start(model, personal, hparams, level)), personal.memory)
         return Local(
             q, join(body, head), personal.first, personal.steps[:, 0], pad(torch.zeros_like(personal.lowered), (0, 1))
         )
 
-    def _start(self, model: Model, personal: Personal, hyper: dict[str, Tensor], level: Tensor | float) -> Gaussian:
+    def _start(self, model: Model, personal: Personal, hparams: dict[str, Tensor], level: Tensor | float) -> Gaussian:
         """Where heads start a round, ``[S, P_personal]``: where they were before.
 
-        A client's first round starts at h0, or at most ``way`` from the prior, with the biases of the client's own
+        A client's first round starts at h0, or at most ``head_budget`` from the prior, with the biases of the client's own
         labels.
 
         A head that grows into its prior while the features are learnt makes better ones; but it has to get there.
@@ -303,12 +306,12 @@ class Recipe(Method):
         first = personal.head.mean
         if self._grows(model):
             size = personal.first.square().mean(-1).sqrt().clamp(min=1e-12)
-            gain = (hyper["head_gain"] - hyper["way"] / size).clamp(min=1.0)
+            gain = (hparams["head_gain"] - hparams["head_budget"] / size).clamp(min=1.0)
             grown = torch.where(biases(model), 1.0, gain[:, None]) * personal.first
-            first = torch.where((hyper["way"] > 0.0)[:, None], grown, first)
+            first = torch.where((hparams["head_budget"] > 0.0)[:, None], grown, first)
         return personal.head._replace(mean=torch.where(personal.steps == 0.0, first + level, personal.head.mean))
 
-    def _head_prior(self, model: Model, first: Tensor, hyper: dict[str, Tensor]) -> Gaussian:
+    def _head_prior(self, model: Model, first: Tensor, hparams: dict[str, Tensor]) -> Gaussian:
         """N(g h0, s_h²) of heads, ``[S, P_personal]``, and of their biases N(0, σ²), before labels are counted.
 
         Logits have no unit, so a common head can be asked for; targets have one.
@@ -318,37 +321,37 @@ class Recipe(Method):
         """
         none, whole = torch.zeros_like(first), self.personal == "head"
         if isinstance(model.likelihood, Categorical):
-            gain = hyper["head_gain"] if whole else hyper["head_gain"].clamp(max=1.0)
+            gain = hparams["head_gain"] if whole else hparams["head_gain"].clamp(max=1.0)
             free = biases(model) & whole
             mean = torch.where(free, none, gain[:, None] * first)
-            return Gaussian(mean, torch.where(free, hyper["bias_sigma"][:, None], hyper["head_sigma"][:, None]))
+            return Gaussian(mean, torch.where(free, hparams["bias_sigma"][:, None], hparams["head_sigma"][:, None]))
         noise = of_likelihood(model)
-        untempered = NOISE_SIGMA * hyper["temperature"][:, None].clamp(min=1e-6).sqrt()
+        untempered = NOISE_SIGMA * hparams["temperature"][:, None].clamp(min=1e-6).sqrt()
         weights = none + REGRESSION_SIGMA * (per_head(model) if whole else 1.0)
         return Gaussian(torch.where(noise, first, none), torch.where(noise, untempered, weights))
 
     def step(
-        self, model: Model, local: Local, batch: Batch, hyper: dict[str, Tensor], phase: str
+        self, model: Model, local: Local, batch: Batch, hparams: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
         steps, q = local.steps + 1, local.q.gaussian
         data = data_term(self.estimator, self.draws, model, q, batch)
         kl_mean, kl_sigma = kl_gradients_q(q, local.prior)
-        shared, personal = model.factors.split(q.mean)
-        pull = pad(hyper["anchor"][:, None] * shared, (0, personal.shape[-1]))
-        temperature = hyper["temperature"][:, None]
+        shared, personal = model.layout.split(q.mean)
+        pull = pad(hparams["mean_precision"][:, None] * shared, (0, personal.shape[-1]))
+        temperature = hparams["temperature"][:, None]
         on_mean, on_sigma = data.mean + temperature * (kl_mean + pull), data.sigma + temperature * kl_sigma
-        new = local.q.moved(on_mean, on_sigma, steps, hyper["lr"])
+        new = local.q.moved(on_mean, on_sigma, steps, hparams["lr"])
         if phase == ADAPT:
             new = new._replace(mean=frozen(model, local.q.mean, new.mean), rho=frozen(model, local.q.rho, new.rho))
-        on_biases = model.factors.split(data.mean)[1][:, self._lowered(model)]
+        on_biases = model.layout.split(data.mean)[1][:, self._lowered(model)]
         return local._replace(q=new, steps=steps, noted=noted(local.noted, on_biases)), data.nll
 
-    def finish(self, model: Model, local: Local, hyper: dict[str, Tensor]) -> Finished:
+    def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished:
         q = local.q.gaussian
         shared, head = split(model, q)
         lowered = torch.zeros_like(local.noted[:, 1:])
-        if lowered.shape[-1] and "counts" in hyper:
-            lowered = corrections(local.noted, hyper["counts"], hyper["unseen"])
+        if lowered.shape[-1] and "counts" in hparams:
+            lowered = corrections(local.noted, hparams["counts"], hparams["unseen_pseudocount"])
         kept = Personal(head, local.first, local.q.memory, local.steps[:, None], lowered)
         return Finished(shared, kept, {"kl": kl(q, local.prior)})
 

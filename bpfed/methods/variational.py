@@ -64,7 +64,7 @@ def join(shared: Gaussian, personal: Gaussian) -> Gaussian:
 
 def split(model: Model, g: Gaussian) -> tuple[Gaussian, Gaussian]:
     """Its shared and its personal part, ``[..., P_shared]`` and ``[..., P_personal]``."""
-    parts = [model.factors.split(t) for t in g]
+    parts = [model.layout.split(t) for t in g]
     return Gaussian(*(p[0] for p in parts)), Gaussian(*(p[1] for p in parts))
 
 

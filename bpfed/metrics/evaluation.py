@@ -81,7 +81,7 @@ class Evaluation:
         bins: Number of bins behind ECE and MCE, without which neither can be compared.
         sums: What all of it is made of. Clients that never meet can have theirs put together by `evaluate_sums`.
         more: What further scores there are, by name; see `evaluate`.
-        fitted_softness: Finds the softness at which the predictions would suit these targets best: below 1 where they
+        fitted_temperature: Finds the calibration temperature at which the predictions would suit these targets best: below 1 where they
             are not sure enough. None where only sums are known.
         slopes: Likewise, what is told of them to find it for clients that never meet (`bpfed.inference.calibration`).
     """
@@ -93,7 +93,7 @@ class Evaluation:
     bins: int
     sums: Sums
     more: dict[str, Score] = field(default_factory=dict)
-    fitted_softness: Callable[[], float] | None = None
+    fitted_temperature: Callable[[], float] | None = None
     slopes: Callable[[], Tensor] | None = None
 
     def __getitem__(self, metric: str) -> Score:
@@ -137,7 +137,7 @@ class Evaluation:
             "clients": self.clients(names, train_sizes, calibration_sizes),
             "reliability": self.reliability.record(),
             "ece_floor": _json(self.ece_floor.pooled),
-            **({"fitted_softness": self.fitted_softness()} if self.fitted_softness is not None else {}),
+            **({"fitted_temperature": self.fitted_temperature()} if self.fitted_temperature is not None else {}),
         }
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bpfed.metrics.evaluation import Evaluation, evaluation
-from bpfed.metrics.sums import Sums, binomial_deviation, counting, levels, owners, summed, with_pool
+from bpfed.metrics.sums import Sums, binomial_deviation, counting, nominal_levels, owners, summed, with_pool
 
 
 def evaluate_regression(
@@ -48,7 +48,7 @@ def evaluate_regression(
     residual = (y.double() - mean.double()).abs()
     # The smallest central interval that holds the target; a point prediction that is exactly right is inside any.
     needed = torch.erf(residual / scale.double() / math.sqrt(2)).where(residual != 0, 0)
-    nominal = levels(bins).to(y.device, non_blocking=True)
+    nominal = nominal_levels(bins).to(y.device, non_blocking=True)
     groups = len(nominal) + 1  # the last one is what no level holds
     cells = summed([torch.ones_like(residual)], owner * groups + torch.bucketize(needed, nominal), n_clients * groups)
     losses = summed([residual.square(), nll.double()], owner, n_clients)
@@ -62,7 +62,7 @@ def evaluate_regression(
 def regressed(sums: Sums, bins: int) -> Evaluation:
     """The metrics that these sums give."""
     count = with_pool(sums.cells)[0]
-    nominal = levels(bins).to(count.device, non_blocking=True)
+    nominal = nominal_levels(bins).to(count.device, non_blocking=True)
     total = count.sum(-1)
     observed = count.cumsum(-1)[:, :-1] / total[:, None]
     square, loss = with_pool(sums.losses) / total

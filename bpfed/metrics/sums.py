@@ -88,10 +88,10 @@ class Form(NamedTuple):
         if classes:
             pairs = ("positive", "positive_right", "in_order") if classes == 2 else ()
             return cls(4, bins, ("sure", "sure_right", "risk", "majority", "shares_nll", *pairs, *held))
-        return cls(1, len(levels(bins)) + 1, ("baseline", *held))
+        return cls(1, len(nominal_levels(bins)) + 1, ("baseline", *held))
 
 
-def levels(bins: int) -> Tensor:
+def nominal_levels(bins: int) -> Tensor:
     """Nominal levels of central intervals."""
     return torch.tensor(sorted({k / bins for k in range(1, bins)} | {0.95}), dtype=torch.float64)
 

@@ -32,9 +32,9 @@ class Ensemble(Model):
 
     @cached_property
     def one(self) -> Model:
-        first = self.factors.apart(self.initial)[0]
+        first = self.layout.apart(self.initial)[0]
         own = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Model(**own | {"factors": self.factors.one, "initial": first})
+        return Model(**own | {"layout": self.layout.one, "initial": first})
 
     def outputs(self, weights: Tensor, x: Tensor, key: Tensor | None = None) -> Tensor:
         raise TypeError(
@@ -63,10 +63,10 @@ class Ensemble(Model):
 
     def _rows(self, weights: Tensor) -> Tensor:
         """``[S, P]`` to a row for each member, ``[S M, P / M]``."""
-        return self.factors.apart(weights).flatten(0, 1)
+        return self.layout.apart(weights).flatten(0, 1)
 
     def _joined(self, rows: Tensor) -> Tensor:
-        return self.factors.together(rows.unflatten(0, (-1, self.members)))
+        return self.layout.together(rows.unflatten(0, (-1, self.members)))
 
     def _each(self, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The batch for every member, ``[S, ...]`` to ``[S M, ...]``."""
@@ -92,12 +92,12 @@ def make_ensemble(model: Model, members: int, seed: int) -> Model:
     """
     if members == 1:
         return model
-    like = model.factors.unflatten(model.initial)
+    like = model.layout.unflatten(model.initial)
     drawn = [like, *(like | _redrawn(model, seed, member) for member in range(1, members))]
-    factors = replace(model.factors, shared=members * model.factors.shared, members=members)
-    initial = factors.together(torch.stack([model.factors.flatten(weights) for weights in drawn]))
+    layout = replace(model.layout, shared=members * model.layout.shared, members=members)
+    initial = layout.together(torch.stack([model.layout.flatten(weights) for weights in drawn]))
     own = {f.name: getattr(model, f.name) for f in fields(model)}
-    return Ensemble(**own | {"factors": factors, "initial": initial})
+    return Ensemble(**own | {"layout": layout, "initial": initial})
 
 
 def _redrawn(model: Model, seed: int, member: int) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ def argument(args: Any, kwargs: Any, position: int, name: str) -> Any:
     return args[position] if len(args) > position else kwargs.get(name)
 
 
-def example_keys(key: rng.Apart, examples: int) -> rng.Apart:
+def example_keys(key: rng.SplitKey, examples: int) -> rng.SplitKey:
     """A key for each example of a batch, ``[2]`` to ``[B, 2]``: its noise is its own, however the batch is padded."""
     return rng.fold(key, torch.arange(examples, dtype=torch.int32, device=key.first.device))
 
@@ -56,7 +56,7 @@ class KeyedDropout(TorchFunctionMode):
 
     def __init__(self, key: Tensor) -> None:
         super().__init__()
-        self.key = rng.fold(rng.Apart.of(key), 0x0D0)
+        self.key = rng.fold(rng.SplitKey.of(key), 0x0D0)
         self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,7 +125,7 @@ class LocalNoise(TorchFunctionMode):
     def __init__(self, sigma: Mapping[int, Tensor], key: Tensor) -> None:
         super().__init__()
         self.sigma = sigma
-        self.key = rng.fold(rng.Apart.of(key), 0x10C)
+        self.key = rng.fold(rng.SplitKey.of(key), 0x10C)
         self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -30,11 +30,11 @@ class Model:
     Attributes:
         module: A private copy of the user's module.
         likelihood: Of the targets given the outputs.
-        factors: Which weights are shared, which personal, and where each is in the vector.
+        layout: Which weights are shared, which personal, and where each is in the vector.
         initial: The module's own initial weights, ``[P]``.
         local: Names of parameters whose noise can be drawn locally (see `LocalNoise`).
         notes: What was changed in the module, in words.
-        levels: Name of the parameter that is added to the outputs unchanged, such as the last layer's bias; None if
+        output_bias: Name of the parameter that is added to the outputs unchanged, such as the last layer's bias; None if
             there is none.
         order: Names of the module's parameters by first use in its forward.
         looked_up: Whether the module takes inputs for places in a table, such as the ids of words.
@@ -43,11 +43,11 @@ class Model:
 
     module: nn.Module
     likelihood: Likelihood
-    factors: ParameterLayout
+    layout: ParameterLayout
     initial: Tensor
     local: frozenset[str]
     notes: tuple[str, ...] = field(default=())
-    levels: str | None = None
+    output_bias: str | None = None
     order: tuple[str, ...] = ()
     looked_up: bool = False
     head: frozenset[str] = frozenset()
@@ -81,15 +81,15 @@ class Model:
             )
         weights = {n: weights[n] for n in found.order}
         extra = likelihood.parameters()
-        factors = ParameterLayout.of(weights, personal, found.head, found.inputs)
+        layout = ParameterLayout.of(weights, personal, found.head, found.inputs)
         if extra:  # the noise of a client's targets is that client's own, unless nothing is personal
-            chosen = [*factors.personal_names, *(extra if personal != "none" else ())]
-            factors = ParameterLayout.of(weights | extra, chosen or "none", found.head, found.inputs)
+            chosen = [*layout.personal_names, *(extra if personal != "none" else ())]
+            layout = ParameterLayout.of(weights | extra, chosen or "none", found.head, found.inputs)
         model = cls(
             module,
             likelihood,
-            factors,
-            factors.flatten(weights | extra),
+            layout,
+            layout.flatten(weights | extra),
             frozenset(),
             tuple(notes),
             order=found.order,
@@ -102,12 +102,14 @@ class Model:
                 f"The module sets its attribute '{changed[0]}' while it runs. All clients use one module, and a step is "
                 "recorded once and then repeated without it, so no result may depend on what is kept there."
             )
-        return replace(model, local=model._local_names(example), levels=model._levels(example[:2]), notes=tuple(notes))
+        return replace(
+            model, local=model._local_names(example), output_bias=model._output_bias(example[:2]), notes=tuple(notes)
+        )
 
     @property
     def members(self) -> int:
         """Networks it consists of; several in a `bpfed.nn.ensemble.Ensemble`."""
-        return self.factors.members
+        return self.layout.members
 
     @property
     def one(self) -> Model:
@@ -117,7 +119,7 @@ class Model:
     def outputs(self, weights: Tensor, x: Tensor, key: Tensor | None = None) -> Tensor:
         """The network's outputs ``[B, K]`` for one client's weights ``[P]``; with a key ``[2]`` dropout is on."""
         with Convolutions():
-            return self._forward(self.factors.unflatten(weights), x, key)
+            return self._forward(self.layout.unflatten(weights), x, key)
 
     def _forward(self, parameters: dict[str, Tensor], x: Tensor, key: Tensor | None) -> Tensor:
         self.module.train(key is not None)
@@ -129,7 +131,7 @@ class Model:
 
     def _loss(self, weights: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
         with Convolutions():
-            return self._nll(self.factors.unflatten(weights), x, y, mask, key)
+            return self._nll(self.layout.unflatten(weights), x, y, mask, key)
 
     def _nll(self, parameters: dict[str, Tensor], x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
         return (self.likelihood.nll(self._forward(parameters, x, key), y, parameters) * mask).sum()
@@ -175,8 +177,8 @@ class Model:
         """
 
         def loss(mean: Tensor, sigma: Tensor, x: Tensor, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
-            means, sigmas = self.factors.unflatten(mean), self.factors.unflatten(sigma)
-            for i, name in enumerate(self.factors.names):  # everything else: one draw for the whole batch
+            means, sigmas = self.layout.unflatten(mean), self.layout.unflatten(sigma)
+            for i, name in enumerate(self.layout.names):  # everything else: one draw for the whole batch
                 if name not in self.local:
                     eps = rng.normal(rng.fold(key, 0x1000 + i), means[name].numel()).reshape(means[name].shape)
                     means[name] = means[name] + sigmas[name] * eps
@@ -217,7 +219,7 @@ class Model:
 
     def _local_names(self, example: Tensor) -> frozenset[str]:
         """Tried with two numbers of examples: a layer that runs on something else has the same number of rows twice."""
-        parameters = self.factors.unflatten(self.initial)
+        parameters = self.layout.unflatten(self.initial)
         found = []
         for count in (trial.FEW, trial.MORE):
             with LocalCalls(parameters, count) as calls, torch.no_grad():
@@ -225,12 +227,12 @@ class Model:
             found.append(calls.local)
         return found[0] & found[1]
 
-    def _levels(self, example: Tensor) -> str | None:
+    def _output_bias(self, example: Tensor) -> str | None:
         """Found by trial: whatever is added to the parameter, little or much, is added to the outputs."""
-        parameters = self.factors.unflatten(self.initial)
+        parameters = self.layout.unflatten(self.initial)
         with torch.no_grad():
             before = self._forward(parameters, example, None)
-            for name in reversed(self.factors.names):
+            for name in reversed(self.layout.names):
                 if parameters[name].shape != before.shape[1:] or name in self.likelihood.parameters():
                     continue
                 added = torch.linspace(0.5, 1.0, parameters[name].numel())

@@ -76,7 +76,7 @@ def curves(
 
 
 def settled(
-    series: Sequence[Sequence[float]], per_cent: bool, bottom: float, levels: Sequence[float] = ()
+    series: Sequence[Sequence[float]], per_cent: bool, bottom: float, included: Sequence[float] = ()
 ) -> tuple[Scale, bool]:
     """A vertical scale for curves over rounds, and whether it leaves out how they began.
 
@@ -87,7 +87,7 @@ def settled(
         series: The values of each curve.
         per_cent: Whether they are shares.
         bottom: Where the scale begins, in pixels; it ends at `TOP`.
-        levels: Values that must be seen.
+        included: Values that must be seen.
     """
 
     def scale(values: list[float]) -> Scale:
@@ -102,9 +102,9 @@ def settled(
     every = [v for values in series for v in values if math.isfinite(v)]
     late = [v for values in series for v in values[max(2, len(values) // 10) :] if math.isfinite(v)]
     if late and 3 * span(late) < span(every):
-        chosen = scale([*late, *levels])
+        chosen = scale([*late, *included])
         return chosen, not chosen.low <= min(every) <= max(every) <= chosen.high
-    return scale([*every, *levels]), False
+    return scale([*every, *included]), False
 
 
 def reliability(reliability: dict[str, Any], bins: int, intervals: bool) -> str:

@@ -127,7 +127,7 @@ class Manifest:
         """Raise a `UserError` for the first of these files that is not what the manifest says."""
         for name in names:
             if name == LEARNT and name not in self.files and name not in self.copies:
-                continue  # there were no rehearsals
+                continue  # there were no calibration pilots
             if not self.sound(folder, name):
                 raise self._changed(folder, name)
 

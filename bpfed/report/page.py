@@ -197,7 +197,7 @@ def calibration(run: RunRecord) -> str:
     gap = "Gap is observed minus mean claimed: below zero is over-confident, above zero under-confident."
     numbers += f"<figcaption>{gap}</figcaption></figure>"
     return (
-        f"<section><h2>Calibration</h2><p>{_verdict(found, intervals)}{_softness(run)}{_in_use(run)}</p>"
+        f"<section><h2>Calibration</h2><p>{_verdict(found, intervals)}{_temperature(run)}{_in_use(run)}</p>"
         f'<div class="panels">{diagram}{numbers}</div></section>'
     )
 
@@ -239,9 +239,9 @@ def _verdict(found: dict[str, Any], intervals: bool) -> str:
     return f"{start}: no difference beyond chance on average, though single bins may still be off."
 
 
-def _softness(run: RunRecord) -> str:
+def _temperature(run: RunRecord) -> str:
     """What was done about that, or could be."""
-    said = run.softened or run.unrehearsed
+    said = run.calibration_words or run.calibration_advice
     return f" {said}" if said else ""
 
 
@@ -280,7 +280,7 @@ def clients(run: RunRecord) -> str:
     ranking = client_table.ranked(run.rows, main)
     worst = client_table.worst_names(ranking, main)
     untested = sum(not row.get("test") for row in run.rows)
-    intro = "".join(f"{sentence} " for sentence in (run.untested, run.seldom, run.no_use) if sentence)
+    intro = "".join(f"{sentence} " for sentence in (run.untested, run.participation_note, run.no_use) if sentence)
     if worst:
         who = "The client" if len(worst) == 1 else f"The {len(worst)} clients"
         intro += f"{who} with the worst {main.in_words} {'is' if len(worst) == 1 else 'are'} marked. "

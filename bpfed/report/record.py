@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from bpfed._util import text
 from bpfed._util.errors import UserError
 from bpfed._util.files import from_json, from_toml
-from bpfed._util.paths import CONFIG, EVALUATION, METRICS, REHEARSALS, SUMMARY
-from bpfed.config.settings import MOST_EVALUATED
+from bpfed._util.paths import CONFIG, EVALUATION, METRICS, PILOTS, SUMMARY
+from bpfed.config.settings import MOST_EVALUATED, Settings
 from bpfed.report.manifest import Manifest
 from bpfed.report.measures import AS_GIVEN, IN_UNITS, MEASURES, Measure, measures
 
 #: What a client with fewer test examples than `JUDGED` shows by chance alone.
 CALIBRATION, JUDGED = frozenset({"ece", "mce"}), 10
-#: How far the logarithm of a softness is from 0 before it is worth a word.
+#: How far the logarithm of a calibration temperature is from 0 before it is worth a word.
 NOTICED = 0.1
 #: So many clients are named in a sentence.
 NAMED = 3
@@ -121,7 +121,7 @@ class RunRecord:
         return f"{text.plural(total - tested, 'client')} {verb} not counted in any figure{who}."
 
     @property
-    def seldom(self) -> str:
+    def participation_note(self) -> str:
         """A sentence on how many clients take part in a round; empty where all do."""
         if "participants" not in self.summary:
             return ""
@@ -146,23 +146,23 @@ class RunRecord:
         return f"{start}; {own}{' and are left out of the coverage' if short < len(sizes) else ', so coverage says nothing'}."
 
     @property
-    def softened(self) -> str:
-        """A sentence on the softness of all predictions; empty where they are left as they are."""
-        if "softness" not in self.summary:
+    def calibration_words(self) -> str:
+        """A sentence on the calibration temperature of all predictions; empty where they are left as they are."""
+        if "calibration_temperature" not in self.summary:
             return ""
-        count = self.config.get("run", {}).get("rehearsals", 0)
-        learnt = f", learnt in {text.many(count, 'rehearsal')}" if count else ""
-        return f"Predictions are given with a softness of {softly(self.summary['softness'])}{learnt}."
+        count = Settings(calibrate=self.config.get("run", {}).get("calibrate", "none")).calibration_pilots
+        learnt = f", fitted in {text.many(count, 'calibration pilot')}" if count else ""
+        return f"Predictions are given with a calibration temperature of {temperature_words(self.summary['calibration_temperature'])}{learnt}."
 
     @property
-    def unrehearsed(self) -> str:
+    def calibration_advice(self) -> str:
         """A sentence on how sure the models would learn to be; empty where they have learnt it, or are as sure now."""
-        fitted, asked = self.evaluation.get("fitted_softness"), self.config.get("run", {})
-        settled = asked.get("rehearsals") or asked.get("scaling") == "client" or asked.get("noise")
-        if self.softened or fitted is None or settled or abs(math.log(fitted)) < NOTICED:
+        fitted, asked = self.evaluation.get("fitted_temperature"), self.config.get("run", {})
+        settled = asked.get("calibrate", "none") != "none" or asked.get("scaling") == "client" or asked.get("noise")
+        if self.calibration_words or fitted is None or settled or abs(math.log(fitted)) < NOTICED:
             return ""
         surer = "surer" if fitted < 1.0 else "less sure"
-        return f"Trained with --rehearsals 3 the models would learn from training examples to be {surer}."
+        return f"Trained with --calibrate pilot:3 the models would learn from training examples to be {surer}."
 
     @property
     def no_use(self) -> str:
@@ -329,10 +329,10 @@ def verdict(title: str, nll: float, rivals: Sequence[Rival], what: str = "client
 
 
 def no_run(folder: Path) -> UserError:
-    """What to say of a folder without a configuration: that it is no run folder, or that its run is still rehearsing."""
-    if (folder / REHEARSALS / CONFIG).is_file():
+    """What to say of a folder without a configuration: that it is no run folder, or that its run is still in its calibration pilots."""
+    if (folder / PILOTS / CONFIG).is_file():
         return UserError(
-            f"The run in '{folder}' is still rehearsing, so there is no model yet; resume it with: bpfed run --out {folder} "
+            f"The run in '{folder}' is still in its calibration pilots, so there is no model yet; resume it with: bpfed run --out {folder} "
             "--resume"
         )
     if not folder.exists():
@@ -359,12 +359,12 @@ def _table(text: str, needed: str) -> dict[str, Any]:
     return found
 
 
-def softly(softness: float) -> str:
-    """A softness and which way it goes: ``1.19 (above 1: less sure than the model was trained to be)``."""
-    shown = f"{softness:.2f}"
+def temperature_words(temperature: float) -> str:
+    """A calibration temperature and which way it goes: ``1.19 (above 1: less sure than the model was trained to be)``."""
+    shown = f"{temperature:.2f}"
     if shown == "1.00":
         return f"{shown} (1: as sure as the model was trained to be)"
-    way = "below 1: surer" if softness < 1.0 else "above 1: less sure"
+    way = "below 1: surer" if temperature < 1.0 else "above 1: less sure"
     return f"{shown} ({way} than the model was trained to be)"
 
 

@@ -61,7 +61,7 @@ class NewClient(Client):
     def remark(self) -> str:
         """A sentence on what it cannot know; empty if there is nothing to say."""
         federation = self.run.federation
-        method, head = federation.method, federation.model.factors.personal
+        method, head = federation.method, federation.model.layout.personal
         if any(self.examples) or self.run.data.classes or method.population or not head:
             return ""
         return (
@@ -128,7 +128,7 @@ def joining(method: Method, shared: State, personal: State, examples: Examples, 
     return Rows(
         shared=shared,
         personal=personal,
-        hyper=method.rows_of_numbers(len(key), key.device),
+        hparams=method.hparam_rows(len(key), key.device),
         start=examples.offsets[:-1].to(key.device),
         size=examples.sizes.to(key.device),
         shuffle=rng.fold(key, 0),
@@ -165,16 +165,16 @@ def load_newcomer(federation: Federation, path: Path) -> NewClient:
 def _alone(federation: Federation, method: Method, data: FederatedData) -> Federation:
     """A finished federation of one client, with the shared state of another."""
     settings = federation.settings
-    # A newcomer to a regression learns its own noise to the end; the run's softness makes up for clients that do not.
-    softness = federation.softness if data.task == "classification" else 1.0
+    # A newcomer to a regression learns its own noise to the end; the run's calibration temperature makes up for clients that do not.
+    calibration_temperature = federation.calibration_temperature if data.task == "classification" else 1.0
     settings = replace(
         settings,
         store="memory",
         eval_draws=max(DRAWS, settings.eval_draws),
         calibration=0.0,
         scaling="none",
-        rehearsals=0,
-        softness=softness,
+        calibrate="none",
+        calibration_temperature=calibration_temperature,
     )
     alone = Federation.of(method, data, settings, federation.model)
     alone.shared, alone.round = federation.shared, settings.rounds

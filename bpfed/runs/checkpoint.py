@@ -68,7 +68,7 @@ class Restored:
     foreign: tuple[str, ...] = ()
 
     @property
-    def remarks(self) -> list[str]:
+    def notes(self) -> list[str]:
         """The beginning of a sentence on each checkpoint that could not be used."""
         return [f"Checkpoint {n} is {'of another run' if n in self.foreign else 'damaged'}" for n in self.damaged]
 
@@ -197,13 +197,13 @@ def is_model(path: Path, model: Model) -> bool:
 
 
 def _words(model: Model) -> dict[str, str]:
-    factors = model.factors
-    layout = {"names": factors.names, "shared": len(factors.names) - len(factors.personal_names)}
-    return {"network": str(model.module), "likelihood": repr(model.likelihood), "layout": json.dumps(layout)}
+    layout = model.layout
+    order = {"names": layout.names, "shared": len(layout.names) - len(layout.personal_names)}
+    return {"network": str(model.module), "likelihood": repr(model.likelihood), "layout": json.dumps(order)}
 
 
 def _weights(model: Model) -> dict[str, Tensor]:
-    return {n: t.detach().cpu().contiguous() for n, t in model.factors.unflatten(model.initial).items()}
+    return {n: t.detach().cpu().contiguous() for n, t in model.layout.unflatten(model.initial).items()}
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -241,7 +241,7 @@ def load_model(
     given, example = module is not None, torch.zeros(2, *data.input_shape)
     model = make_model(example, data.classes, method, settings, module, likelihood)
     there = {n: tuple(t.shape) for n, t in weights.items()}
-    here = {n: tuple(t.shape) for n, t in model.factors.unflatten(model.initial).items()}
+    here = {n: tuple(t.shape) for n, t in model.layout.unflatten(model.initial).items()}
     if not given and (there != here or words.get("network") != str(model.module)):
         raise UserError(f"The run of '{path}' has a network of its own; give the module it was trained with as model.")
     for name in sorted({*there, *here}):
@@ -251,8 +251,8 @@ def load_model(
                 "Parameter '{}' of the module given is {} here and {} in the run of '{}'; give the module it was "
                 "trained with.".format(name, *shapes, path)
             )
-    factors = model.factors.arranged(*_layout(path, words.get("layout"), model, method.personal))
-    return replace(model, factors=factors, initial=factors.flatten(weights))
+    layout = model.layout.arranged(*_layout(path, words.get("layout"), model, method.personal))
+    return replace(model, layout=layout, initial=layout.flatten(weights))
 
 
 def _layout(path: Path, noted: str | None, model: Model, personal: Personal) -> tuple[tuple[str, ...], int]:
@@ -273,7 +273,7 @@ def _layout(path: Path, noted: str | None, model: Model, personal: Personal) -> 
         chosen = [*before.personal_names, *(extra if personal != "none" else ())]
         before = ParameterLayout.of(registered, chosen or "none")
         names, shared = before.names, len(before.names) - len(before.personal_names)
-    if sorted(names) != sorted(model.factors.names) or not 0 <= shared <= len(names):
+    if sorted(names) != sorted(model.layout.names) or not 0 <= shared <= len(names):
         raise UserError(f"'{path}' is of another network; give the module that the run was trained with as model.")
     return names, shared
 

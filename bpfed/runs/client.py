@@ -102,8 +102,8 @@ class Client:
                 for block in blocks
             ]
         found = _joined(parts)
-        if federation.softness != 1.0:
-            found = found.at(federation.softness)
+        if federation.calibration_temperature != 1.0:
+            found = found.at(federation.calibration_temperature)
             found = replace(found, raw=None) if isinstance(found, Classified) else found
         temperature, scores = self._calibration(how, count)
         found = replace(found, scores=scores, unscored=self.unscored)

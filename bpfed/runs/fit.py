@@ -29,7 +29,7 @@ from bpfed.inference.likelihoods import Likelihood
 from bpfed.methods.base import Method
 from bpfed.metrics import SURE
 from bpfed.runs.folder import Folder
-from bpfed.runs.pilot import choose, rehearse
+from bpfed.runs.pilot import choose, run_calibration_pilots
 from bpfed.runs.run import Run, once, train_together
 
 
@@ -78,7 +78,7 @@ def fit(
     shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []
     run = prepare(method, data, settings, model, likelihood, folder, say or to_stderr)
     try:
-        rehearse([run], [folder], shown[0] if shown else None)
+        run_calibration_pilots([run], [folder], shown[0] if shown else None)
     except BaseException:
         for display in shown:
             display.close()
@@ -121,7 +121,7 @@ def fit_seeds(
         used, own = decided(method_of(method, dealt), dealt, own, model, likelihood, folder, tell)
         runs.append(prepare(used, dealt, own, model, likelihood, folder, tell))
         folders.append(folder)
-    rehearse(runs, folders)
+    run_calibration_pilots(runs, folders)
     return train_together(runs, [[folder] if folder else [] for folder in folders])
 
 
@@ -194,9 +194,9 @@ def prepare(
     if not len(data.test.y):
         raise untested(data)
     run = Run(Federation.start(method, data, settings, model, likelihood, states), say)
-    run.federation.learnt_softness = folder.learnt if folder is not None else None
+    run.federation.learnt_temperature = folder.learnt if folder is not None else None
     if folder is not None:
-        folder.check_rehearsals(run)
+        folder.check_pilots(run)
     network = run.federation.model
     scale = unscaled(data) if network.looked_up else ()  # the ids of words have no scale
     for note in (*network.notes, *(note for note in data.notes if note not in scale)):

@@ -34,14 +34,14 @@ from bpfed._util.paths import (
     LEARNT,
     METRICS,
     MODEL,
-    REHEARSALS,
+    PILOTS,
     REPORT,
     STATES,
     SUMMARY,
 )
 from bpfed.callbacks.base import Callback
 from bpfed.config.schema import differences
-from bpfed.config.settings import SOFTEST, SUREST
+from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
 from bpfed.engine.evaluate import calibrate
 from bpfed.report.manifest import IDENTITY, Manifest, identity
 from bpfed.runs import checkpoint
@@ -75,7 +75,7 @@ class Folder(Callback):
         self._manifest: Manifest | None = None
         self._metrics = hashlib.sha256()
         self._check()
-        if self._rehearsing and not (resume or overwrite):
+        if self._piloting and not (resume or overwrite):
             raise self._exists()
         if back_to is not None and not (path / CONFIG).exists():
             raise UserError(f"There is no run in '{path}' that could go back to round {back_to}; leave out --back-to.")
@@ -91,25 +91,25 @@ class Folder(Callback):
         return self.path / REPORT
 
     @property
-    def rehearsals(self) -> Path:
-        """Where rehearsals are kept until the run begins."""
-        return self.path / REHEARSALS
+    def pilots(self) -> Path:
+        """Where calibration pilots are kept until the run begins."""
+        return self.path / PILOTS
 
     @property
     def begun(self) -> Path | None:
         """The configuration of the run that is resumed here; None: it has not begun."""
-        places = (self.path / CONFIG, self.rehearsals / CONFIG) if self.resume else ()
+        places = (self.path / CONFIG, self.pilots / CONFIG) if self.resume else ()
         return next((path for path in places if path.exists()), None)
 
     @property
     def learnt(self) -> float | None:
-        """The softness that the run here has learnt, if it is to go on and has."""
+        """The calibration temperature that the run here has learnt, if it is to go on and has."""
         return learnt(self.path, lenient=True) if self.resume and (self.path / CONFIG).exists() else None
 
-    def begin_rehearsals(self, run: Run) -> None:
-        """Before the first rehearsal: the folder is this process's own from here on, until `release` or the run's end.
+    def begin_pilots(self, run: Run) -> None:
+        """Before the first calibration pilot: the folder is this process's own from here on, until `release` or the run's end.
 
-        Rehearsals of another configuration are thrown away.
+        Calibration pilots of another configuration are thrown away.
 
         Raises:
             UserError: There is another run here, and it is to be resumed; or another process writes here.
@@ -118,23 +118,23 @@ class Folder(Callback):
         with self._held():
             if self.resume and (self.path / CONFIG).exists():
                 self._same(run.config())
-            kept = self.rehearsals / CONFIG
+            kept = self.pilots / CONFIG
             with writing(self.path):
-                if self.rehearsals.exists() and not _same_run(kept, config):
-                    shutil.rmtree(self.rehearsals)
-                self.rehearsals.mkdir(parents=True, exist_ok=True)
+                if self.pilots.exists() and not _same_run(kept, config):
+                    shutil.rmtree(self.pilots)
+                self.pilots.mkdir(parents=True, exist_ok=True)
             write_whole(kept, config)
 
-    def check_rehearsals(self, run: Run) -> None:
-        """Raise unless what is being rehearsed here, and is to be resumed, is this run; say that it is resumed."""
-        if self.resume and self._rehearsing:
-            self._same(run.config(), self.rehearsals / CONFIG)
-            run.say("Resuming the rehearsals.")
+    def check_pilots(self, run: Run) -> None:
+        """Raise unless what is in its calibration pilots here, and is to be resumed, is this run; say that it is resumed."""
+        if self.resume and self._piloting:
+            self._same(run.config(), self.pilots / CONFIG)
+            run.say("Resuming the calibration pilots.")
 
     @property
-    def _rehearsing(self) -> bool:
-        """Whether a run was begun here and had not finished its rehearsals."""
-        return (self.rehearsals / CONFIG).exists() and not (self.path / CONFIG).exists()
+    def _piloting(self) -> bool:
+        """Whether a run was begun here and had not finished its calibration pilots."""
+        return (self.pilots / CONFIG).exists() and not (self.path / CONFIG).exists()
 
     def start(self, run: Run) -> None:
         with self._held():
@@ -197,8 +197,8 @@ class Folder(Callback):
             raise UserError(
                 f"'{self.path}' cannot be a run folder ({error.strerror}); choose another --out."
             ) from error
-        rehearsed = (self.rehearsals / CONFIG).exists()
-        if there and CONFIG not in there and not rehearsed:
+        piloted = (self.pilots / CONFIG).exists()
+        if there and CONFIG not in there and not piloted:
             raise UserError(
                 f"'{self.path}' contains other files but no run, so nothing is written there; choose another --out."
             )
@@ -212,25 +212,25 @@ class Folder(Callback):
         )
 
     def _begin(self, run: Run) -> None:
-        if self.resume and not self.rehearsals.exists():
+        if self.resume and not self.pilots.exists():
             run.say(f"There is no run in '{self.path}' yet, so it starts from the first round.")
         clear_parts(self.path)
         with writing(self.path):  # the old configuration goes last, for without it this would be no run folder
-            for old in [p for p in self.path.iterdir() if p.name not in (CONFIG, REHEARSALS)]:
+            for old in [p for p in self.path.iterdir() if p.name not in (CONFIG, PILOTS)]:
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
         own = self._learnt_text(run)
         if own:
             write_whole(self.path / LEARNT, own)
         config = to_toml(run.config())
         write_whole(self.path / CONFIG, config)
-        self._forget_rehearsals()
+        self._forget_pilots()
         write_whole(self.path / METRICS, "")
         self._describe(run, config, own)
 
     def _learnt_text(self, run: Run) -> str:
-        """The content of ``learnt.json``; empty: there were no rehearsals."""
-        softness = run.federation.learnt_softness
-        return "" if softness is None else to_json({"softness": softness})
+        """The content of ``learnt.json``; empty: there were no calibration pilots."""
+        temperature = run.federation.learnt_temperature
+        return "" if temperature is None else to_json({"calibration_temperature": temperature})
 
     def _describe(self, run: Run, config: str, own: str) -> None:
         """See that all that a run begins with is in the folder and in the manifest."""
@@ -253,16 +253,16 @@ class Folder(Callback):
         for name in mended:
             run.say(f"'{self.path / name}' was damaged or had been changed; it is written again.")
 
-    def _forget_rehearsals(self) -> None:
+    def _forget_pilots(self) -> None:
         with writing(self.path):
-            if self.rehearsals.exists():
-                shutil.rmtree(self.rehearsals)
+            if self.pilots.exists():
+                shutil.rmtree(self.pilots)
 
     def _go_on(self, run: Run) -> None:
         self._manifest = manifest = Manifest.lenient(self.path)
         config, own = self._written(), self._learnt_text(run)
         self._same(run.config())
-        self._forget_rehearsals()
+        self._forget_pilots()
         # Without a manifest, which may have been lost, its checkpoints still tell whose they are.
         name = manifest.run if manifest is not None else identity(config, to_json(card(run.data)), own)
         if self.back_to is not None:
@@ -271,7 +271,7 @@ class Folder(Callback):
             run.say(f"Going back to round {self.back_to}; {text.many(dropped, 'later checkpoint')} removed.")
         found = checkpoint.restore(self.path / CHECKPOINT, run.federation, name)
         if found is not None:
-            for sentence in found.remarks:
+            for sentence in found.notes:
                 run.say(f"{sentence}; resuming from the one before, round {found.round}.")
             run.seconds = float(found.extra.get("seconds", 0.0))
             run.history = self._history(run, found)
@@ -346,12 +346,12 @@ class Folder(Callback):
 
 
 def begun(folder: Path) -> bool:
-    """Whether a run was begun in a folder, if only its rehearsals."""
-    return (folder / CONFIG).exists() or (folder / REHEARSALS / CONFIG).exists()
+    """Whether a run was begun in a folder, if only its calibration pilots."""
+    return (folder / CONFIG).exists() or (folder / PILOTS / CONFIG).exists()
 
 
 def learnt(folder: Path, lenient: bool = False) -> float | None:
-    """The softness that the run in a folder has learnt; None if there were no rehearsals.
+    """The calibration temperature that the run in a folder has learnt; None if there were no calibration pilots.
 
     Args:
         folder: Of the run.
@@ -363,16 +363,18 @@ def learnt(folder: Path, lenient: bool = False) -> float | None:
         if manifest is not None:
             if not lenient:
                 manifest.check(folder, [LEARNT])
-            return _softness(manifest.copies[LEARNT]) if LEARNT in manifest.copies else None
-        return _softness(path.read_bytes()) if path.exists() else None
+            return _temperature(manifest.copies[LEARNT]) if LEARNT in manifest.copies else None
+        return _temperature(path.read_bytes()) if path.exists() else None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"'{path}' is damaged ({error}); delete it to repeat the rehearsals.") from error
+        raise UserError(f"'{path}' is damaged ({error}); delete it to repeat the calibration pilots.") from error
 
 
-def _softness(content: str | bytes) -> float:
-    found = from_json(content)["softness"]
-    if not isinstance(found, int | float) or isinstance(found, bool) or not SUREST <= found <= SOFTEST:
-        raise ValueError(f"a softness of {str(found)[:40]}, where {SUREST:g} to {SOFTEST:g} is allowed")
+def _temperature(content: str | bytes) -> float:
+    found = from_json(content)["calibration_temperature"]
+    if not isinstance(found, int | float) or isinstance(found, bool) or not MIN_TEMPERATURE <= found <= MAX_TEMPERATURE:
+        raise ValueError(
+            f"a calibration temperature of {str(found)[:40]}, where {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} is allowed"
+        )
     return float(found)
 
 

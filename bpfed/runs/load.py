@@ -108,10 +108,10 @@ def load_run(
     network = checkpoint.load_model(folder / MODEL, model, likelihood, data, chosen.method, settings)
     network = network.to(pick_device(settings.device, settings.tf32))
     federation = Federation.of(chosen.method, data, settings, network, folder / STATES)
-    federation.learnt_softness = learnt(folder)
-    if settings.rehearsals and federation.learnt_softness is None:
+    federation.learnt_temperature = learnt(folder)
+    if settings.calibration_pilots and federation.learnt_temperature is None:
         raise UserError(
-            f"'{folder}' lacks what its rehearsals have learnt ({LEARNT}); restore it, or learn it again with: bpfed run "
+            f"'{folder}' lacks what its calibration pilots have learnt ({LEARNT}); restore it, or learn it again with: bpfed run "
             f"--out {folder} --resume"
         )
     found = checkpoint.restore(folder / CHECKPOINT, federation, manifest.run if manifest is not None else None)
@@ -119,7 +119,7 @@ def load_run(
         raise UserError(
             f"The run in '{folder}' has not done its first round; resume it with: bpfed run --out {folder} --resume"
         )
-    for sentence in found.remarks:
+    for sentence in found.notes:
         say(f"{sentence}; the one before is used, of round {found.round}.")
     run = LoadedRun(folder, federation, say, noted.get("classes_seen", ()))
     run.seconds = float(found.extra.get("seconds", 0.0))

@@ -58,9 +58,9 @@ def config(federation: Federation) -> dict[str, Any]:
         "run": {**asdict(federation.settings), "device": federation.device.type},
         "model": {
             "network": type(model.module).__name__,
-            "weights": model.factors.total,
-            "shared": model.factors.shared,
-            "personal": list(model.factors.personal_names),
+            "weights": model.layout.total,
+            "shared": model.layout.shared,
+            "personal": list(model.layout.personal_names),
             "initial": hashlib.sha256(model.initial.cpu().numpy().tobytes()).hexdigest()[:16],
         },
     }
@@ -124,8 +124,8 @@ def summary(federation: Federation, history: Sequence[Mapping[str, Any]], second
         record |= {"epsilon": epsilon, "delta": settings.delta}
     if settings.members > 1:
         record["members"] = settings.members
-    if federation.softness != 1.0:
-        record["softness"] = federation.softness
+    if federation.calibration_temperature != 1.0:
+        record["calibration_temperature"] = federation.calibration_temperature
     record["factors"] = federation.method.whose(federation.model)
     return record | figures(history)
 

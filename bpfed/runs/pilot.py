@@ -1,8 +1,8 @@
-"""Rehearsals: before a run, train on a part of every client's examples to learn how sure to be of the rest.
+"""Calibration pilots: before a run, train on a part of every client's examples to learn how sure to be of the rest.
 
-How sure a model should be depends on how noisy its targets are, which nobody knows before. A rehearsal holds out a fifth
+How sure a model should be depends on how noisy its targets are, which nobody knows before. A calibration pilot holds out a fifth
 of each client's training examples, trains on the others as the run will, and fits one number for all clients, the
-*softness* (`bpfed.config.settings`), to what it says of those held out. The run then trains on all examples and predicts at this softness. No
+*calibration temperature* (`bpfed.config.settings`), to what it says of those held out. The run then trains on all examples and predicts at this calibration temperature. No
 test example takes part.
 """
 
@@ -20,7 +20,7 @@ from torch import nn
 from bpfed._util.errors import Diverged, UserError
 from bpfed.callbacks.base import Callback
 from bpfed.callbacks.progress import Progress
-from bpfed.config.settings import SOFTEST, SUREST, Settings
+from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, Settings
 from bpfed.data import FederatedData
 from bpfed.data.federated import HELD, Task, held_out
 from bpfed.engine.federation import Federation
@@ -29,29 +29,29 @@ from bpfed.methods.base import Method
 from bpfed.runs.folder import Folder
 from bpfed.runs.run import Run, train_together
 
-#: Held-out examples, in all rehearsals of a run together, below which a softness is uncertain by a tenth and more. That
+#: Held-out examples, in all calibration pilots of a run together, below which a calibration temperature is uncertain by a tenth and more. That
 #: of a regression is the scale of its errors, each of which tells of it, not only those that surprise.
 ENOUGH: dict[Task, int] = {"classification": 1000, "regression": 100}
-#: Between the seeds of two rehearsals of a run, so that they are none of another run's.
+#: Between the seeds of two calibration pilots of a run, so that they are none of another run's.
 APART = 1_000_000
 
 
-class Keeper(Folder):
-    """Keeps a rehearsal as long as it may have to go on; there is nothing to report of one."""
+class PilotFolder(Folder):
+    """Keeps a calibration pilot as long as it may have to go on; there is nothing to report of one."""
 
     def end(self, run: Run) -> None:
         """Nothing."""
 
 
-class Rehearsal(NamedTuple):
-    """A rehearsal that is to be: of which run, whose folder is where, and its number, from 1."""
+class CalibrationPilot(NamedTuple):
+    """A calibration pilot that is to be: of which run, whose folder is where, and its number, from 1."""
 
     run: Run
     folder: Folder | None
     number: int
 
 
-def rehearse(
+def run_calibration_pilots(
     runs: Sequence[Run],
     folders: Sequence[Folder | None] | None = None,
     display: Progress | None = None,
@@ -59,19 +59,19 @@ def rehearse(
     held: float = HELD,
     **changes: Any,
 ) -> None:
-    """Learn the softness of the runs that ask for it and have none yet; none of them has begun.
+    """Learn the calibration temperature of the runs that ask for it and have none yet; none of them has begun.
 
     Args:
-        runs: Of one method. On a GPU all their rehearsals are trained side by side, elsewhere in turn.
-        folders: The runs' own, where rehearsals are kept until a run begins, so that one that was broken off goes on.
+        runs: Of one method. On a GPU all their calibration pilots are trained side by side, elsewhere in turn.
+        folders: The runs' own, where calibration pilots are kept until a run begins, so that one that was broken off goes on.
             They are this process's own until their runs end, or something is raised here.
         display: Shows how far they are.
         held: Part of each client's training examples that is held out.
-        changes: Settings of rehearsals that differ from the run's.
+        changes: Settings of calibration pilots that differ from the run's.
     """
     waiting = [pair for pair in zip(runs, folders or [None] * len(runs), strict=True) if pending(pair[0].federation)]
     try:
-        _rehearse(waiting, display, held, changes)
+        _run_calibration_pilots(waiting, display, held, changes)
     except BaseException:
         for _, folder in waiting:
             if folder is not None:
@@ -79,73 +79,81 @@ def rehearse(
         raise
 
 
-def _rehearse(
+def _run_calibration_pilots(
     waiting: Sequence[tuple[Run, Folder | None]], display: Progress | None, held: float, changes: dict[str, Any]
 ) -> None:
     for run, folder in waiting:
         if folder is not None:
-            folder.begin_rehearsals(run)
+            folder.begin_pilots(run)
     found: dict[int, list[float]] = {id(run): [] for run, _ in waiting}
     seen = dict.fromkeys(found, 0)
-    planned = [Rehearsal(run, folder, n) for run, folder in waiting for n in range(1, run.settings.rehearsals + 1)]
+    planned = [
+        CalibrationPilot(run, folder, n)
+        for run, folder in waiting
+        for n in range(1, run.settings.calibration_pilots + 1)
+    ]
     stacked = bool(planned) and planned[0].run.federation.device.type == "cuda"
     for together in [planned] if stacked else [[one] for one in planned]:
         for of, trial in zip(together, _train(together, display, held, changes), strict=True):
             of.run.seconds += trial.seconds
-            found[id(of.run)].append(trial.detail()["fitted_softness"])
+            found[id(of.run)].append(trial.detail()["fitted_temperature"])
             assert trial.evaluation is not None
             seen[id(of.run)] += trial.evaluation[0].sums.examples  # of those clients that are tested
     for run, _ in waiting:
-        run.federation.learnt_softness = common(found[id(run)])
-        if sentence := uncertain(run.softness, seen[id(run)], run.settings.rehearsals, run.data.task):
+        run.federation.learnt_temperature = common(found[id(run)])
+        if sentence := uncertain(
+            run.calibration_temperature, seen[id(run)], run.settings.calibration_pilots, run.data.task
+        ):
             run.say(sentence)
 
 
 def pending(federation: Federation) -> bool:
-    """Whether a softness is still to be learnt."""
-    return federation.settings.rehearsals > 0 and federation.learnt_softness is None
+    """Whether a calibration temperature is still to be learnt."""
+    return federation.settings.calibration_pilots > 0 and federation.learnt_temperature is None
 
 
 def common(fitted: Iterable[float]) -> float:
-    """The softness that several cuts of the data agree on: their geometric mean, to four digits, and within bounds."""
-    logs = [math.log(min(max(softness, SUREST), SOFTEST)) for softness in fitted]
+    """The calibration temperature that several cuts of the data agree on: their geometric mean, to four digits, and within bounds."""
+    logs = [math.log(min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)) for temperature in fitted]
     return float(f"{math.exp(sum(logs) / len(logs)):.4g}")
 
 
-def uncertain(softness: float, examples: int, rehearsals: int, task: Task) -> str:
-    """A sentence on a softness that so many rehearsals learnt from few held-out examples; empty: there are enough."""
+def uncertain(temperature: float, examples: int, pilots: int, task: Task) -> str:
+    """A sentence on a calibration temperature that so many calibration pilots learnt from few held-out examples; empty: there are enough."""
     enough = ENOUGH[task]
     if examples >= enough:
         return ""
-    better = math.ceil(enough * rehearsals / examples)
+    better = math.ceil(enough * pilots / examples)
     return (
-        f"The softness of {softness:.2f} is learnt from {examples} held-out examples, so it is uncertain; "
-        f"rehearsals = {better} would learn it from {enough}."
+        f"The calibration temperature of {temperature:.2f} is learnt from {examples} held-out examples, so it is uncertain; "
+        f"calibrate = pilot:{better} would learn it from {enough}."
     )
 
 
-def as_rehearsal(settings: Settings, number: int) -> Settings:
-    """How a rehearsal is run: as the run, but nothing is calibrated, and it is tested as seldom as can be."""
-    plain = replace(settings, rehearsals=0, scaling="none", calibration=0.0, baselines="off")
+def as_pilot(settings: Settings, number: int) -> Settings:
+    """How a calibration pilot is run: as the run, but nothing is calibrated, and it is tested as seldom as can be."""
+    plain = replace(settings, calibrate="none", scaling="none", calibration=0.0, baselines="off")
     return replace(plain, seed=settings.seed + APART * number, eval_every=settings.rounds)
 
 
-def _train(planned: Sequence[Rehearsal], display: Progress | None, held: float, changes: dict[str, Any]) -> list[Run]:
-    """Rehearsals, side by side."""
+def _train(
+    planned: Sequence[CalibrationPilot], display: Progress | None, held: float, changes: dict[str, Any]
+) -> list[Run]:
+    """Calibration pilots, side by side."""
     trials, callbacks = [], []
     for each in planned:
-        of, keeper = each.run.federation, None
+        of, pilot_folder = each.run.federation, None
         if each.folder is not None:
-            keeper = Keeper(each.folder.rehearsals / str(each.number), resume=True)
-        settings = replace(as_rehearsal(of.settings, each.number), **changes)
+            pilot_folder = PilotFolder(each.folder.pilots / str(each.number), resume=True)
+        settings = replace(as_pilot(of.settings, each.number), **changes)
         data = replace(held_out(of.data, held, settings.seed), name=of.data.name)  # the display has little room
-        states = keeper.states if keeper is not None else None
+        states = pilot_folder.states if pilot_folder is not None else None
         trials.append(Run(Federation.of(of.method, data, settings, of.model, states)))
-        own: list[Callback] = [keeper] if keeper is not None else []
+        own: list[Callback] = [pilot_folder] if pilot_folder is not None else []
         callbacks.append(own)
-    stage = f"rehearsal {', '.join(str(n) for n in sorted({each.number for each in planned}))}"
+    stage = f"calibration pilot {', '.join(str(n) for n in sorted({each.number for each in planned}))}"
     if display is not None:
-        display.stage = f"{stage} of {planned[0].run.settings.rehearsals}"
+        display.stage = f"{stage} of {planned[0].run.settings.calibration_pilots}"
         callbacks[0].append(display)
     try:
         return train_together(trials, callbacks)
@@ -187,7 +195,7 @@ class Scores(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ScoredCandidate:
     """A candidate and how it did.
 
     Attributes:
@@ -219,7 +227,7 @@ class Choice:
     """
 
     method: Method
-    stages: tuple[tuple[Candidate, ...], ...]
+    stages: tuple[tuple[ScoredCandidate, ...], ...]
     chosen: tuple[int, ...]
 
     @property
@@ -249,21 +257,21 @@ def choose(
     folds = FOLDS if int(data.train.sizes.sum()) <= FEW and not by_time else 1
     rounds = min(settings.rounds, max(LEAST, math.ceil(SHARE * settings.rounds)))
     parts = [held_out(data, HELD, settings.seed + APART * (k + 1)) for k in range(folds)]
-    how = replace(as_rehearsal(settings, 1), rounds=rounds, eval_every=rounds, adapt="off", store="memory")
+    how = replace(as_pilot(settings, 1), rounds=rounds, eval_every=rounds, adapt="off", store="memory")
     count = sum(len(stage) for stage in method.candidates()) - len(method.candidates()) + 1  # one of each is known then
     say(
         f"Choosing between {count} settings on held-out training examples first, in pilot runs of {rounds} rounds. They "
         f"need about {count * folds * rounds / settings.rounds:.0f} times the computation of the run; --adapt off skips "
         "them."
     )
-    stages: list[tuple[Candidate, ...]] = []
+    stages: list[tuple[ScoredCandidate, ...]] = []
     chosen: list[int] = []
     known: dict[Method, Scores] = {}
     for offered in method.candidates():
         made = [replace(method, **dict[str, Any](changes)) for changes in offered]
         new = [one for one in made if one not in known]
         known |= dict(zip(new, _scored(new, parts, how, model, likelihood), strict=True))
-        tried = tuple(Candidate(one, dict(own), *known[one]) for one, own in zip(made, offered, strict=True))
+        tried = tuple(ScoredCandidate(one, dict(own), *known[one]) for one, own in zip(made, offered, strict=True))
         at = first_within_error(tried)
         if not math.isfinite(tried[at].nll):
             raise Diverged("All pilot runs diverged; lower the step size, method.lr, or look for extreme values.")
@@ -273,19 +281,19 @@ def choose(
     return Choice(method, tuple(stages), tuple(chosen))
 
 
-def best(tried: Sequence[Candidate]) -> int:
+def best(tried: Sequence[ScoredCandidate]) -> int:
     """The candidate with the best score."""
     return int(np.argmin([c.nll if math.isfinite(c.nll) else math.inf for c in tried]))
 
 
-def first_within_error(tried: Sequence[Candidate]) -> int:
+def first_within_error(tried: Sequence[ScoredCandidate]) -> int:
     """The first candidate whose score is within one standard error of the best one's."""
     least = tried[best(tried)]
     within = (at for at, one in enumerate(tried) if one.nll <= least.nll + _error(one, least))
     return next(within, best(tried))
 
 
-def _error(one: Candidate, other: Candidate) -> float:
+def _error(one: ScoredCandidate, other: ScoredCandidate) -> float:
     """Standard error of the difference of two scores; clients are independent, their examples are not."""
     difference = (one.sums - other.sums)[one.examples > 0]
     count = len(difference)

@@ -26,7 +26,7 @@ from bpfed.inference.calibration import Calibration
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.metrics import Evaluation
 from bpfed.report import RunRecord, write
-from bpfed.report.record import softly
+from bpfed.report.record import temperature_words
 from bpfed.runs import metadata
 from bpfed.runs.baselines import baselines, wanted
 from bpfed.runs.client import Client
@@ -83,9 +83,9 @@ class Run:
         return self.federation.settings
 
     @property
-    def softness(self) -> float:
+    def calibration_temperature(self) -> float:
         """How soft all its predictions are, learnt or given (`bpfed.config.settings`); 1: as they are, above: less sure."""
-        return self.federation.softness
+        return self.federation.calibration_temperature
 
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
         """Run the rounds that are left."""
@@ -263,9 +263,9 @@ class Run:
             if isinstance(value, dict):
                 last, worst = ("n/a" if value[k] is None else f"{value[k]:.4f}" for k in ("last", "worst_client"))
                 lines.append(f"  {name:<9} {last}   (worst client {worst})")
-        if "softness" in record:
-            number, way = softly(record["softness"]).split(" ", 1)
-            lines.append(f"  softness  {number:<6}   {way}")
+        if "calibration_temperature" in record:
+            number, way = temperature_words(record["calibration_temperature"]).split(" ", 1)
+            lines.append(f"  calibration temperature {number}   {way}")
         if "epsilon" in record:
             lines.append(f"  epsilon   {text.epsilon(record['epsilon'], 4)}   (of a client, delta {record['delta']:g})")
         return "\n".join(lines)

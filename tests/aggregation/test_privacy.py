@@ -235,8 +235,8 @@ def test_the_noise_fits_what_every_method_uploads(name):
 class Sums(FedAvg):
     """FedAvg that uploads its weights under another type than the server's."""
 
-    def finish(self, model, local, hyper):
-        done = super().finish(model, local, hyper)
+    def finish(self, model, local, hparams):
+        done = super().finish(model, local, hparams)
         return done._replace(upload=(done.upload.weights,))
 
 

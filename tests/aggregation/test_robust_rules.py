@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
 from bpfed._util.errors import UserError
-from bpfed.aggregation.compression import GREATEST, compress, expand, from_levels, to_levels, travelled
+from bpfed.aggregation.compression import GREATEST, compress, dequantise, expand, quantise, travelled
 from bpfed.aggregation.rules import left_out, middle, trimmed_mean
 from bpfed.aggregation.updates import updates
 from bpfed.config.settings import Settings
@@ -122,17 +122,17 @@ def test_sizes_do_not_count_with_a_robust_rule():
 def test_levels_keep_every_sigma_within_half_a_step(centre, reach, seed):
     log = centre + reach * (torch.rand(3, 50, generator=scenarios.generator(seed)) - 0.5)
     sigma = log.exp()
-    found = from_levels(to_levels(sigma))
+    found = dequantise(quantise(sigma))
     reach = (sigma.log().amax(-1) - sigma.log().amin(-1)).double()
     bound = torch.expm1(reach / 508.0)[:, None] + 1e-5
     assert ((found.double() / sigma.double() - 1).abs() <= bound).all()
-    again = from_levels(to_levels(found))
+    again = dequantise(quantise(found))
     torch.testing.assert_close(again, found, rtol=1e-5, atol=0.0)
 
 
 def test_a_sigma_of_zero_stays_zero_and_no_other_becomes_it():
     sigma = torch.tensor([[0.0, 1e-30, 0.1], [0.0, 0.0, 0.0], [0.2, 0.2, 0.2]])
-    found = from_levels(to_levels(sigma))
+    found = dequantise(quantise(sigma))
     assert ((found == 0) == (sigma == 0)).all()
     torch.testing.assert_close(found[2], sigma[2])
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from scenarios import classification
 
 from bpfed.callbacks.progress import CellProgress
-from bpfed.comparison.candidates import entrants
+from bpfed.comparison.candidates import candidates
 from bpfed.comparison.runner import run_cells
 from bpfed.config.settings import Settings
 
@@ -58,7 +58,7 @@ def test_one_display_for_all_cells() -> None:
         seen.append(lines)
 
     display.round = watched  # type: ignore[method-assign]
-    who = entrants(["fedavg", "local"], Settings(rounds=3, epochs=1, batch=5, device="cpu"))
+    who = candidates(["fedavg", "local"], Settings(rounds=3, epochs=1, batch=5, device="cpu"))
     run_cells(who, lambda seed: classification(seed=seed), 2, display=display)
     display.close()
     assert len(seen) == 12

@@ -24,7 +24,7 @@ from bpfed._util.errors import UserError
 from bpfed._util.files import lock
 from bpfed.cli import main
 from bpfed.comparison import VARIANTS, runner, tables
-from bpfed.comparison.candidates import changes, entrants, listed
+from bpfed.comparison.candidates import candidates, changes, listed
 from bpfed.comparison.record import chosen_reference
 from bpfed.comparison.runner import run_cells
 from bpfed.config.reader import METHOD
@@ -76,7 +76,7 @@ def test_a_cell_is_what_fit_gives() -> None:
 
 
 def test_stacked_seeds_give_the_same(tmp_path: Path) -> None:
-    who = entrants(["bpfed", "fedavg"], Settings(rounds=2, epochs=1, batch=5, eval_draws=2))
+    who = candidates(["bpfed", "fedavg"], Settings(rounds=2, epochs=1, batch=5, eval_draws=2))
     data = {seed: classification(seed=seed) for seed in (0, 1)}
     apart = run_cells(who, data.__getitem__, 2, stack=False)
     together = run_cells(who, data.__getitem__, 2, out=tmp_path / "a", stack=True)
@@ -208,7 +208,7 @@ def test_all_is_every_method_once() -> None:
 
 def test_variants_are_settings_under_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(VARIANTS, "cold", {"method.temperature": 0.1, "run.batch": 7})
-    one, two = entrants(["bpfed", "bpfed+cold"], Settings())
+    one, two = candidates(["bpfed", "bpfed+cold"], Settings())
     assert (one.method, one.settings) == (BPFed(), Settings())
     assert (two.method, two.settings) == (BPFed(temperature=0.1), Settings(batch=7))
     assert two.title == "BPFed + cold"
@@ -223,11 +223,11 @@ def test_variants_are_settings_under_a_name(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_variant_and_what_all_are_given_must_agree() -> None:
     """Else the plain method could have more members than what is called its variant with members."""
     with pytest.raises(UserError, match=r"^'fedper\+members' stands for run.members = 2, but run.members is 3 for all"):
-        entrants("fedper,fedper+members", Settings(members=3))
-    same = entrants("fedper+members", Settings(members=2))
+        candidates("fedper,fedper+members", Settings(members=3))
+    same = candidates("fedper+members", Settings(members=2))
     assert same[0].settings.members == 2
     with pytest.raises(UserError, match="has the variant 'members' twice"):
-        entrants("fedper+members+members", Settings())
+        candidates("fedper+members+members", Settings())
 
 
 def test_every_variant_applies_to_some_method() -> None:

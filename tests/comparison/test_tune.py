@@ -20,7 +20,7 @@ from bpfed.config.settings import Settings
 from bpfed.data.federated import FederatedData, held_out
 from bpfed.engine.simulator import Simulator
 from bpfed.methods import BPFed, FedAvg, Population, Recipe
-from bpfed.report.record import softly
+from bpfed.report.record import temperature_words
 
 pytestmark = pytest.mark.usefixtures("untraced")
 
@@ -37,7 +37,7 @@ def test_a_colder_posterior_keeps_the_prior_of_the_means_as_strong(method):
         *(t for t in TEMPERATURES if t != method.temperature),
     ]
     for made in (trial.method for trial in tried.values()):
-        assert made.temperature * made.anchor == pytest.approx(method.temperature * method.anchor)
+        assert made.temperature * made.mean_precision == pytest.approx(method.temperature * method.mean_precision)
     assert [trial.title for trial in tried.values()][:2] == [method.title, "temperature 0.005"]
 
 
@@ -126,7 +126,9 @@ def test_the_width_that_is_best_is_handed_back():
         "hidden=60": 60 * 8 + 3,
     }
     assert (found.best, found.hidden, found.method) == ("hidden=60", 60, FedAvg(lr=0.02))
-    trained = bpfed.fit(found.method, data, softness=found.softness, hidden=found.hidden, **TINY)
+    trained = bpfed.fit(
+        found.method, data, calibration_temperature=found.calibration_temperature, hidden=found.hidden, **TINY
+    )
     assert trained.config()["model"]["weights"] == 60 * 8 + 3
     assert bpfed.tune(FedAvg(), data, {"lr": [0.02]}, cuts=1, **TINY).hidden is None
 
@@ -157,7 +159,7 @@ def test_values_that_look_alike_are_all_tried():
         "personal=_.bias",
         "personal=_.bias-2",
     ]
-    assert len(trials(Recipe(temperature=0.02, anchor=7.0))) == len(TEMPERATURES)
+    assert len(trials(Recipe(temperature=0.02, mean_precision=7.0))) == len(TEMPERATURES)
 
 
 @pytest.mark.parametrize(
@@ -193,10 +195,11 @@ def test_a_user_tunes_and_then_trains_with_what_was_best(command):
     assert ranked[-1].startswith("lr 0 ")
     assert lines[-1] == "Train with the best settings: bpfed run a/best.toml"
     best = tomllib.loads(Path("a/best.toml").read_text())
-    softness = best["run"].pop("softness")
-    assert softness != 1.0
-    assert f"best.toml also has a softness, {softly(softness)}, which suits the best setting's predictions" in " ".join(
-        lines
+    calibration_temperature = best["run"].pop("calibration_temperature")
+    assert calibration_temperature != 1.0
+    assert (
+        f"best.toml also has a calibration temperature, {temperature_words(calibration_temperature)}, which suits the best setting's predictions"
+        in " ".join(lines)
     )
     assert best == {
         "data": {"name": "digits", "clients": 3, "seed": 4},
@@ -206,7 +209,7 @@ def test_a_user_tunes_and_then_trains_with_what_was_best(command):
     command.ok("run", "a/best.toml", "--quiet", "--out", "b")
     trained = tomllib.loads(Path("b/config.toml").read_text())
     assert (trained["method"]["lr"], trained["run"]["calibration"], trained["data"]["name"]) == (0.02, 0.3, "digits")
-    assert trained["run"]["softness"] == softness
+    assert trained["run"]["calibration_temperature"] == calibration_temperature
     assert json.loads(Path("b/summary.json").read_text())["rounds"] == 2
 
 
@@ -320,17 +323,19 @@ def test_what_moves_along_is_said(command):
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert [line for line in lines if re.match(r"(\* )?BPFed recipe as it is, temperature 0.05 \d", line)]
     assert [line for line in lines if re.match(r"(\* )?temperature 0.005 \d", line)]
-    assert "Along with the temperature, anchor (the pull of shared weights towards 0) is adjusted" in " ".join(lines)
+    assert "Along with the temperature, mean_precision (the pull of shared weights towards 0) is adjusted" in " ".join(
+        lines
+    )
 
 
-def test_a_softness_is_told_wherever_best_toml_has_one(command, monkeypatch):
+def test_a_calibration_temperature_is_told_wherever_best_toml_has_one(command, monkeypatch):
     """Also where it is near 1; and where each client gets a temperature of its own, neither is there."""
-    monkeypatch.setattr(Tuning, "softness", 1.02)
+    monkeypatch.setattr(Tuning, "calibration_temperature", 1.02)
     for more, there in (((), True), (("--scaling", "client", "--calibration", "0.2"), False)):
         out = "b" if more else "a"
         shown = command.ok(*SMALL, *RATES[:-1], out, *more).out
-        assert ("softness" in tomllib.loads(Path(out, "best.toml").read_text())["run"]) == there
-        assert ("also has a softness, 1.02 (above 1: less sure" in " ".join(shown.split())) == there
+        assert ("calibration_temperature" in tomllib.loads(Path(out, "best.toml").read_text())["run"]) == there
+        assert ("also has a calibration temperature, 1.02 (above 1: less sure" in " ".join(shown.split())) == there
 
 
 def test_what_a_notebook_shows_is_a_line_or_two():
@@ -340,7 +345,7 @@ def test_what_a_notebook_shows_is_a_line_or_two():
         repr(data) == f"<data 'small': 2 clients, 32 training and {len(data.test.y)} test examples of [4], 3 classes>"
     )
     assert repr(found).startswith("<Tuning on small, 20 % of training examples held out: 2 settings, 1 cut, 2 clients")
-    assert repr(found).endswith(f"; best: {found.best}, softness {found.softness:g}>")
+    assert repr(found).endswith(f"; best: {found.best}, calibration temperature {found.calibration_temperature:g}>")
     assert len(repr(found)) < 300
 
 

@@ -8,7 +8,7 @@ import pytest
 from command import PLAIN, Command
 
 from bpfed.data import load
-from bpfed.data.checks.spelling import lookalikes
+from bpfed.data.checks.spelling import check_spelling
 
 DIFFER = (
     "differ only in case, spaces or the encoding of letters and are treated as different; if they are the same, spell "
@@ -35,7 +35,7 @@ def test_columns_labels_and_words_are_named_where_runs_and_inspect_look(
         f"Labels 'Yes' and 'yes' of 'y' {DIFFER}",
         f"Words of 'by', such as 'Web' and 'web', {DIFFER}",
     )
-    assert lookalikes(made) == said
+    assert check_spelling(made) == said
     command = Command(capsys)
     assert set(said) <= set(command.ok("data", "inspect", f"folder:{sites}").out.splitlines())
     small = [a for a in PLAIN if a not in ("--clients", "3")]
@@ -47,7 +47,7 @@ def test_a_column_like_the_target_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(rows("y,Y,x", "no,1,3", "yes,2,5"))
     made = load(f"folder:{tmp_path}", target="y").preparation
     assert made is not None
-    assert lookalikes(made) == (f"Columns 'y' and 'Y' {DIFFER}",)
+    assert check_spelling(made) == (f"Columns 'y' and 'Y' {DIFFER}",)
 
 
 def test_letters_in_two_encodings_are_named(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_letters_in_two_encodings_are_named(tmp_path: Path) -> None:
         (tmp_path / f"{client}.csv").write_text(rows(f"{name},y", "1,no", "2,yes"))
     made = load(f"folder:{tmp_path}", target="y").preparation
     assert made is not None
-    assert lookalikes(made) == (f"Columns 'e\u0301' and '\u00e9' {DIFFER}",)
+    assert check_spelling(made) == (f"Columns 'e\u0301' and '\u00e9' {DIFFER}",)
 
 
 def test_clients_that_look_alike_are_named(tmp_path: Path) -> None:
@@ -69,4 +69,4 @@ def test_nothing_is_said_of_what_differs_otherwise(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(rows("age,aged,y", "1,u,no", "2,v,yes"))
     made = load(f"folder:{tmp_path}", target="y").preparation
     assert made is not None
-    assert lookalikes(made) == ()
+    assert check_spelling(made) == ()

@@ -19,7 +19,7 @@ from bpfed._util.files import from_toml, to_toml
 from bpfed.config.reader import Override, read
 from bpfed.data import Preprocessor, Table, load
 from bpfed.data.checks.column_types import coded, columns
-from bpfed.data.checks.new_rows import unfamiliar, unusual
+from bpfed.data.checks.new_rows import check_new_rows, unusual
 from bpfed.data.tabular.combine import CODED, PER_CODE, combine
 from bpfed.data.tabular.federate import federate
 from bpfed.data.tabular.preprocessing import Feature, read_preparation, whole, write_preparation
@@ -201,7 +201,7 @@ def test_new_values_are_said_and_numbers_far_off_are_said_once() -> None:
     assert found.names() == [[], ["code"], ["code"], ["code"]]
     assert (
         "numbers that were not seen in training in 'code' (1 of 4 rows, such as 3); the model"
-        in unfamiliar(made, new, "a")[1]
+        in check_new_rows(made, new, "a")[1]
     )
 
 

@@ -21,7 +21,7 @@ from bpfed._util.errors import UserError
 from bpfed._util.files import from_toml
 from bpfed.data import FederatedData, Preprocessor, Table, load
 from bpfed.data.checks.column_types import columns
-from bpfed.data.checks.new_rows import unfamiliar
+from bpfed.data.checks.new_rows import check_new_rows
 from bpfed.data.federated import held_out as held_out_of
 from bpfed.data.holdout import Holdout, whole_groups
 from bpfed.data.tabular.federate import federate, held_out
@@ -261,7 +261,7 @@ def test_new_rows_may_have_the_column() -> None:
     read_rows(made, {**new, "other": [1.0, 2.0]}, "a", said.append)
     assert said == ["The data frame has the column 'other', which training did not use; it is ignored."]
     without = Table("new", 2, {"Dose": np.array([1.0, 2.0]), "row": np.array([3.5, 4.5])})
-    assert not [note for note in unfamiliar(made.preparation, without, "a") if "training had" in note]
+    assert not [note for note in check_new_rows(made.preparation, without, "a") if "training had" in note]
 
 
 def test_clients_of_one_group_are_named() -> None:
@@ -326,16 +326,16 @@ def test_a_run_keeps_it_and_its_test_rows_are_found_again(visits: Path, command:
 @pytest.mark.parametrize(
     "options",
     [
-        {"method": "fedavg", "rehearsals": 1},
+        {"method": "fedavg", "calibrate": "pilot:1"},
         {"method": "fedavg", "calibration": 0.2},
         {"method": "bpfed-adaptive", "adapt": "auto", "network": "linear"},
     ],
-    ids=["rehearsals", "calibration", "pilots"],
+    ids=["pilots", "calibration", "pilots"],
 )
 def test_whoever_holds_training_rows_out_does_so_by_the_column(
     visits: Path, options: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rehearsals, calibration and pilot runs all ask the data."""
+    """Calibration pilots, calibration and pilot runs all ask the data."""
     data = load(f"folder:{visits}", target="ill", ignore="patient", holdout="time:seen")
     cuts: list[FederatedData] = []
     real = FederatedData.hold_out

@@ -14,7 +14,7 @@ from command import Command
 
 from bpfed._util.errors import UserError
 from bpfed.data import load
-from bpfed.data.tabular.missing_values import Blanks
+from bpfed.data.tabular.missing_values import MissingValues
 from bpfed.data.tabular.table import Categorical, read_table
 
 ROWS = "age;smoker;dose;sick\n" + "".join(
@@ -75,7 +75,7 @@ def test_other_kinds_of_files_have_them_too(tmp_path):
 @pytest.mark.parametrize("said", ["", "age=", "=999", " = "])
 def test_what_names_nothing_is_refused(said):
     with pytest.raises(UserError, match="names no missing value; write WORD, or COLUMN=WORD"):
-        Blanks.of([said])
+        MissingValues.of([said])
 
 
 def test_a_column_that_nobody_has_is_refused(folder):

@@ -7,7 +7,7 @@ from scenarios import classification
 from bpfed.config.reader import Config, Document
 from bpfed.config.schema import DataSettings
 from bpfed.config.settings import Settings
-from bpfed.deploy.protocol.transport import GridPost
+from bpfed.deploy.protocol.transport import GridTransport
 from bpfed.deploy.server.server import Server
 from bpfed.deploy.settings import Plan
 from bpfed.deploy.site.data import one_client
@@ -16,7 +16,7 @@ from bpfed.deploy.site.site import Site
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.simulator import Simulator
-from bpfed.runs.pilot import rehearse
+from bpfed.runs.pilot import run_calibration_pilots
 from bpfed.runs.run import Run
 
 SETTINGS = {"rounds": 5, "epochs": 2, "batch": 5, "eval_draws": 4, "eval_every": 1, "device": "cpu", "compile": "off"}
@@ -26,7 +26,7 @@ SETTINGS = {"rounds": 5, "epochs": 2, "batch": 5, "eval_draws": 4, "eval_every":
 OPEN = Limits(minimum=1)
 
 
-class Own:
+class PersonalNetwork:
     """A site's part of a federation made in a test."""
 
     notes = ()
@@ -60,7 +60,9 @@ class Deployed:
         self.plan = Plan(self.data.clients, timeout=1.0, wait=3.0, pause=0.0, attempts=3, **(plan or {}))
         self.said = []
         self.sites = {
-            name: site_class(folder / name, name, self.config, Own(self.data, name), say=self.said.append, limits=OPEN)
+            name: site_class(
+                folder / name, name, self.config, PersonalNetwork(self.data, name), say=self.said.append, limits=OPEN
+            )
             for name in self.data.clients
         }
         self.grid = LoopGrid({100 + i: node_of(site) for i, site in enumerate(self.sites.values())})
@@ -82,7 +84,7 @@ class Deployed:
 
     def serve(self, **changes):
         server = self.server(**changes)
-        server.serve(GridPost(self.grid, poll=0.01))
+        server.serve(GridTransport(self.grid, poll=0.01))
         return server
 
     def personal(self, name, run):
@@ -96,7 +98,7 @@ def simulated(method, data=None, away=None, **settings):
     """The same federation in the simulator; ``away`` maps a round to clients that are down in it."""
     data = classification() if data is None else data
     federation = Federation.start(method, data, Settings(**{**SETTINGS, **settings}))
-    rehearse([Run(federation)])
+    run_calibration_pilots([Run(federation)])
     everyone = federation.participants
 
     def present(round_):

@@ -146,7 +146,7 @@ def test_a_site_with_bad_facts_costs_its_contribution_only(tmp_path, fault):
     def spoilt(message):
         record = answer(message).content
         facts = told if isinstance(told, str) else json.dumps(told)
-        record["answer"] = ConfigRecord({**record["answer"], "facts": facts})
+        record["reply"] = ConfigRecord({**record["reply"], "facts": facts})
         return Message(record, reply_to=message)
 
     deployed.grid.clients[node] = spoilt

@@ -19,7 +19,7 @@ from bpfed._util.errors import UserError
 from bpfed.deploy.folders import open_server, open_site
 from bpfed.deploy.ops import admin, flower, supervise
 from bpfed.deploy.protocol.messages import Request, fingerprint
-from bpfed.deploy.protocol.transport import GridPost
+from bpfed.deploy.protocol.transport import GridTransport
 from bpfed.deploy.settings import Plan
 from bpfed.deploy.site import client_app
 from bpfed.methods import FedAvg
@@ -49,7 +49,7 @@ def test_what_cannot_be_is_said_in_one_sentence(bpfed, tmp_path):
     fed = tmp_path / "fed"
     bpfed.ok("deploy", "init", fed, "--sites", "a,b")
     assert "holds files already" in bpfed("deploy", "init", fed, "--sites", "a,b").sentence
-    both = ("--rehearsals", "2", "--softness", "0.5")
+    both = ("--calibrate", "pilot:2", "--calibration-temperature", "0.5")
     assert "use only one of the two" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a,b", *both).sentence
     assert "names a site twice" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a,a").sentence
     assert "host:port" in bpfed("deploy", "init", tmp_path / "x", "--sites", "a", "--address", "here").sentence
@@ -93,8 +93,8 @@ def test_a_deployment_goes_back_to_a_round_that_is_kept(bpfed, tmp_path, monkeyp
     made = open_server(server, print)
     sites = {name: open_site(admin.site_folder(fed, name), print, "digits") for name in made.plan.sites}
     grid = LoopGrid({k: node_of(site) for k, site in enumerate(sites.values())})
-    grid.keys = {list(sites).index(name): key for key, name in made.meeting.named.items()}
-    made.serve(GridPost(grid, poll=0.01))
+    grid.keys = {list(sites).index(name): key for key, name in made.roster.named.items()}
+    made.serve(GridTransport(grid, poll=0.01))
 
     status = server / "run" / "status.json"
     noted = json.loads(status.read_text())
@@ -114,7 +114,7 @@ def test_a_deployment_goes_back_to_a_round_that_is_kept(bpfed, tmp_path, monkeyp
     assert "Going back to round 1; 2 later checkpoints removed." in said
     assert "No server answers" in said
     again = open_server(server, print)
-    again.serve(GridPost(grid, poll=0.01))
+    again.serve(GridTransport(grid, poll=0.01))
     assert [line["round"] for line in again.history] == [1, 2, 3]
     for before, after in zip(made.federation.shared, again.federation.shared, strict=True):
         assert before.equal(after)
@@ -142,9 +142,9 @@ def test_a_finished_run_is_not_run_again_and_predicts_at_its_sites(bpfed, tmp_pa
     sites = {name: open_site(admin.site_folder(fed, name), print, "digits") for name in made.plan.sites}
     nodes = {name: k for k, name in enumerate(sites)}
     grid = LoopGrid({nodes[name]: node_of(site) for name, site in sites.items()})
-    grid.keys = {nodes[name]: key for key, name in made.meeting.named.items()}
+    grid.keys = {nodes[name]: key for key, name in made.roster.named.items()}
     assert admin.finished(server) is None
-    made.serve(GridPost(grid, poll=0.01))
+    made.serve(GridTransport(grid, poll=0.01))
 
     kept = files(server)
     again = bpfed.ok("deploy", "run", fed)  # and no server answers
@@ -244,27 +244,27 @@ def test_the_fingerprint_follows_what_is_computed_and_not_where(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("round_", "rehearsal", "words"),
+    ("round_", "pilot", "words"),
     [
         (0, 0, "Greeting"),
         (4, 0, "Round 4"),
         (5, 0, "The last round's scores"),
-        (2, 1, "Rehearsal 1, round 2"),
-        (5, 3, "Rehearsal 3, held-out results"),
+        (2, 1, "Calibration pilot 1, round 2"),
+        (5, 3, "Calibration pilot 3, held-out results"),
         ("2", 0, "A message"),
         (2, -1, "A message"),
     ],
 )
-def test_a_sites_log_calls_a_message_what_it_is(bpfed, tmp_path, round_, rehearsal, words):
-    bpfed.ok("deploy", "init", tmp_path / "fed", "--sites", "north,south", "--rounds", "4", "--rehearsals", "3")
+def test_a_sites_log_calls_a_message_what_it_is(bpfed, tmp_path, round_, pilot, words):
+    bpfed.ok("deploy", "init", tmp_path / "fed", "--sites", "north,south", "--rounds", "4", "--calibrate", "pilot:3")
     rounds = client_app.rounds_of(tmp_path / "fed" / "site-north")
-    ask = Request("ab", "cd", round_, rehearsal=rehearsal).write()["ask"]
+    ask = Request("ab", "cd", round_, pilot=pilot).write()["request"]
     assert client_app.called(ask, rounds) == words
     assert client_app.called({}, rounds) == "A message"
 
 
 def test_without_a_configuration_a_round_is_called_by_its_number(tmp_path):
-    assert client_app.called({"round": 5, "rehearsal": 0}, client_app.rounds_of(tmp_path)) == "Round 5"
+    assert client_app.called({"round": 5, "pilot": 0}, client_app.rounds_of(tmp_path)) == "Round 5"
 
 
 def test_a_process_that_has_ended_is_not_alive_though_nobody_has_buried_it():

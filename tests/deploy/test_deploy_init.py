@@ -49,7 +49,7 @@ def test_init_makes_all_that_server_and_sites_need(bpfed, tmp_path):
     made = open_server(server, print)
     assert made.plan.sites == ("client-00", "client-01", "client-02")
     assert (made.config.run.rounds, made.config.run.hidden) == (7, 9)
-    assert set(made.meeting.named.values()) == set(made.plan.sites)
+    assert set(made.roster.named.values()) == set(made.plan.sites)
     Plan.read(site)
     for secret in (server / certificates.SERVER_KEY, server / certificates.AUTHORITY_KEY, site / certificates.SITE_KEY):
         assert stat.S_IMODE(secret.stat().st_mode) == 0o600
@@ -94,8 +94,8 @@ def test_init_refuses_to_clip_what_has_no_length(tmp_path):
     """An upload that is not a changed state of the server's."""
 
     class Odd(FedAvg):
-        def finish(self, model, local, hyper):
-            found = super().finish(model, local, hyper)
+        def finish(self, model, local, hparams):
+            found = super().finish(model, local, hparams)
             return found._replace(upload=(found.upload, found.upload))
 
     config = Deployed(tmp_path, Odd()).config

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from federations import OPEN, Deployed, simulated
 from loopgrid import node_of
-from test_deployed_rehearsals import as_simulated
+from test_deployed_pilots import as_simulated
 
 from bpfed._util.errors import UserError
 from bpfed.data.tabular.federate import federate
@@ -20,7 +20,7 @@ from bpfed.deploy.site.data import File
 from bpfed.deploy.site.site import Site
 from bpfed.methods import FedAvg
 
-TINY = {"rounds": 2, "epochs": 1, "rehearsals": 2}
+TINY = {"rounds": 2, "epochs": 1, "calibrate": "pilot:2"}
 HEAD = ["age", "dose", "patient", "seen", "target"]
 
 
@@ -105,10 +105,10 @@ def test_a_site_that_cannot_do_it_says_so_before_it_joins(tmp_path, files, holdo
 def test_no_site_can_make_the_column_an_input(tmp_path, files):
     made, _ = deployed(tmp_path, files, "time:seen")
     server = made.server()
-    assert list(server.meeting.ignore) == ["patient", "seen"]
+    assert list(server.roster.ignore) == ["patient", "seen"]
     plain = replace(made.config, data=replace(made.config.data, ignore="patient", holdout=None))
     files["north"].write_text(files["north"].read_text().replace("2031-", "").replace("-", ""))
     told = File("north", files["north"], plain, OPEN).facts()
     assert "seen" in told["summary"]["columns"]
     with pytest.raises(RejectedMessage, match="has 'seen' among the inputs"):
-        read_facts(json.dumps(told), "north", server.meeting.ignore)
+        read_facts(json.dumps(told), "north", server.roster.ignore)

@@ -15,7 +15,7 @@ from test_same_numbers import same
 
 from bpfed._util.errors import UserError
 from bpfed.deploy.protocol.messages import Reply, Request
-from bpfed.deploy.protocol.transport import GridPost
+from bpfed.deploy.protocol.transport import GridTransport
 from bpfed.deploy.site.states import States
 from bpfed.methods import BPFed, FedAvg, Recipe
 
@@ -58,7 +58,7 @@ def one(value):
 
 def field(key, value):
     def change(record, m):
-        record["answer"] = ConfigRecord({**record["answer"], key: value})
+        record["reply"] = ConfigRecord({**record["reply"], key: value})
         return record
 
     return change
@@ -243,7 +243,7 @@ def test_a_run_that_went_back_ends_as_it_did(back_to, tmp_path):
     again = deployed.server()
     again.journal.back_to(back_to)
     assert not (tmp_path / "server" / "summary.json").exists()
-    again.serve(GridPost(deployed.grid, poll=0.01))
+    again.serve(GridTransport(deployed.grid, poll=0.01))
     for before, after in zip(done.federation.shared, again.federation.shared, strict=True):
         assert torch.equal(before, after)
     lines = [[{k: v for k, v in line.items() if k != "seconds"} for line in s.history] for s in (done, again)]
@@ -288,13 +288,13 @@ def test_from_the_first_such_reply_on_each_is_read_by_itself():
         return [SimpleNamespace(metadata=None, has_error=lambda: False, content=f"of {i}") for i in ids]
 
     asked = []
-    post = GridPost(SimpleNamespace(pull_messages=broken))
-    found = dict(post._pull(["a", "b", "c"]))
+    transport = GridTransport(SimpleNamespace(pull_messages=broken))
+    found = dict(transport._pull(["a", "b", "c"]))
     assert found == {"a": "of a", "b": "it is not a message of Flower's.", "c": "of c"}
     assert asked == [["a", "b", "c"], ["a"], ["b"], ["c"]]
-    post.grid.pull_messages = lambda ids: (_ for _ in ()).throw(ConnectionError("gone"))
+    transport.grid.pull_messages = lambda ids: (_ for _ in ()).throw(ConnectionError("gone"))
     with pytest.raises(ConnectionError):
-        list(post._pull(["a"]))
+        list(transport._pull(["a"]))
 
 
 def test_a_site_that_never_answers_costs_its_contribution_only(tmp_path, away):
@@ -467,11 +467,11 @@ def test_a_site_knows_the_whole_run(tmp_path):
     deployed = Deployed(tmp_path, method, data, rounds=1, epochs=1, participants=5)
     deployed.serve()
     state = simulated(method, data, rounds=1, epochs=1, participants=5)[0]
-    wanted = state.hyper(1, torch.tensor([0]))
+    wanted = state.hparams(1, torch.tensor([0]))
     asked = [site for site in deployed.sites.values() if site._federation is not None]
     assert asked
     for site in asked:
-        found = site._federation[1].hyper(1, torch.tensor([0]))
+        found = site._federation[1].hparams(1, torch.tensor([0]))
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 

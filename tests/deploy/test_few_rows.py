@@ -148,9 +148,9 @@ def test_a_small_site_does_not_join_and_is_told_what_to_do(tmp_path, rows):
     ids=lambda given: getattr(given, "name", given),
 )
 def test_with_an_agreed_preparation_no_byte_tells_of_a_row_of_a_small_site(tmp_path, preparation, rows, method):
-    """Nine rows have two or three for testing, and in a rehearsal hold out one."""
+    """Nine rows have two or three for testing, and in a calibration pilot hold out one."""
     files = {"a": written_to(tmp_path / "a.csv", rows_of(1, rows)), "b": written_to(tmp_path / "b.csv", rows_of(2, 80))}
-    made = Federation(tmp_path, files, preparation, method, rehearsals=1)
+    made = Federation(tmp_path, files, preparation, method, calibrate="pilot:1")
     server = made.serve()
     assert server.journal.counted == {"a": 2, "b": 2}  # it trains
     assert [seen.refused for seen in server.sites.values()] == [0, 0]
@@ -165,7 +165,7 @@ def test_with_an_agreed_preparation_no_byte_tells_of_a_row_of_a_small_site(tmp_p
     )
     for part in ("sums", "held", "info"):
         assert not any(made.numbers("a", part)), part
-    assert {record["answer"]["train"] for record in made.answers["a"]} == {0, 10}  # never how many it has
+    assert {record["reply"]["train"] for record in made.answers["a"]} == {0, 10}  # never how many it has
 
 
 def test_sums_of_few_rows_are_not_uploaded(tmp_path, preparation):
@@ -205,7 +205,7 @@ def test_where_all_sites_are_small_they_have_their_models_and_no_scores_are_told
 
 def test_slopes_of_few_held_out_examples_are_not_told(tmp_path):
     files = {"a": written_to(tmp_path / "a.csv", rows_of(1, 40)), "b": written_to(tmp_path / "b.csv", rows_of(2, 120))}
-    made = Federation(tmp_path, files, rehearsals=1)
+    made = Federation(tmp_path, files, calibrate="pilot:1")
     made.serve()
     assert not any(made.numbers("a", "held"))
     assert any(made.numbers("b", "held"))
@@ -314,7 +314,7 @@ def test_no_byte_has_a_rare_word_or_class(tmp_path):
     assert any("2 rows of this site are left out" in sentence for sentence in made.said)
     # As many rows as it told before: the difference would be how many are of the rare class.
     own = made.sites["a"].source
-    assert {record["answer"]["train"] for record in made.answers["a"]} == {0, len(own.train)}
+    assert {record["reply"]["train"] for record in made.answers["a"]} == {0, len(own.train)}
     inputs = own.data(server.journal.facts).preparation
     column = inputs.input_names.index(f"ward = {OTHER}")
     rare = [word not in ("east", "west") for word in own.train.words("ward")]
@@ -472,7 +472,7 @@ def test_a_site_with_a_few_other_rows_takes_part_and_tells_the_same_number(tmp_p
     written_to(files["b"], [*rows, *extra] if more > 0 else rows[: 80 + more], head)
     made = Federation(tmp_path / "fed", files)
     made.serve()
-    assert {answer["answer"]["train"] for answer in made.answers["b"]} == {0, 60}  # in the greeting it is a fact
+    assert {answer["reply"]["train"] for answer in made.answers["b"]} == {0, 60}  # in the greeting it is a fact
     assert not [sentence for sentence in made.said if "was not used" in sentence]
 
 
@@ -527,7 +527,7 @@ def test_a_preparation_is_written_by_a_command_named_by_all_and_pinned(tmp_path,
         "target": "sick",
         "train": len(site.source.train),
     }
-    assert open_server(fed / "server", print).meeting.agreed == digest(out.read_bytes())
+    assert open_server(fed / "server", print).roster.agreed == digest(out.read_bytes())
     own = admin.site_folder(fed, "a") / "preparation.json"
     own.write_text(own.read_text().replace('"mean": ', '"mean": 1'))
     with pytest.raises(UserError, match="is not the preparation that was agreed to: its SHA-256 is"):

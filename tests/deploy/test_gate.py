@@ -25,7 +25,7 @@ from bpfed._util.errors import UserError
 from bpfed.deploy.folders import open_server
 from bpfed.deploy.ops import certificates, flower, gate, launch, supervise
 from bpfed.deploy.protocol.transport import Node
-from bpfed.deploy.server.roster import Meeting, Seen
+from bpfed.deploy.server.roster import Roster, SiteStatus
 from bpfed.deploy.settings import Plan
 
 LOCAL = gate.Local(4000, "s3cret")
@@ -252,7 +252,7 @@ class SuperNode:
     def take(self, bundle, run):
         """A message of this run, for the app in this bundle."""
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, run.run_id, 1
-        message = Message(RecordDict({"ask": ConfigRecord({"round": 0})}), 7, MessageType.QUERY)
+        message = Message(RecordDict({"request": ConfigRecord({"round": 0})}), 7, MessageType.QUERY)
         message.metadata.__dict__["_message_id"] = message.object_id
         tree, objects = self.loop.get_object_tree(message), self.loop.get_all_nested_objects(message)
         fab = SimpleNamespace(hash_str=run.fab_hash, content=bundle, verifications={})
@@ -333,7 +333,7 @@ def test_the_process_of_a_sites_app_executes_the_installed_package(put_back, cap
     put_back(RuntimeHttpClient, "_send")
     launch.guard_clientapp(LOCAL)
     runtime.install_from_fab(launch.bundle(), skip_prompt=True)
-    with pytest.raises(launch.NotOurs):
+    with pytest.raises(launch.ForeignApp):
         runtime.install_from_fab(strangers_bundle(), skip_prompt=True)
     assert "Refused an app" in capsys.readouterr().err
     load = runtime.get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)
@@ -351,7 +351,7 @@ def test_the_process_of_the_servers_app_executes_the_installed_package(put_back,
     ran = []
     monkeypatch.setattr(server_app, "app", lambda **given: ran.append(given["grid"]))
     launch.guard_serverapp(LOCAL)
-    with pytest.raises(launch.NotOurs):
+    with pytest.raises(launch.ForeignApp):
         runtime.install_from_fab(strangers_bundle(), skip_prompt=True)
     runtime.run_(grid="grid", server_app_dir="/nowhere", server_app_attr="stranger:app", context="context")
     assert ran == ["grid"]
@@ -452,10 +452,10 @@ def test_a_site_whose_key_was_taken_out_stops_nobody_and_is_not_believed(bpfed, 
     server = tmp_path / "fed" / "server"
     for name in ("a", "b"):
         (server / certificates.KEYS / f"{name}.pub").unlink()
-        assert open_server(server, lambda sentence: None).meeting.named is not None
-    sites = {"a": Seen()}
-    meeting = Meeting(sites, {}, "", 1.0, lambda sentence: None)
-    assert meeting.look(SimpleNamespace(nodes=lambda: [Node(1, b"any")])) == []
+        assert open_server(server, lambda sentence: None).roster.named is not None
+    sites = {"a": SiteStatus()}
+    roster = Roster(sites, {}, "", 1.0, lambda sentence: None)
+    assert roster.look(SimpleNamespace(nodes=lambda: [Node(1, b"any")])) == []
     (server / certificates.KEYS / "a.pub").write_text("damaged")
     said = bpfed("deploy", "server", tmp_path / "fed").sentence
     assert said.endswith("cannot be read; restore it, or remove the file to shut the site out.")

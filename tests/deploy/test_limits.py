@@ -15,8 +15,8 @@ from test_same_numbers import same
 from bpfed._util.errors import UserError
 from bpfed.data.tabular.preprocessing import Preprocessor
 from bpfed.deploy.protocol.messages import Request
-from bpfed.deploy.protocol.state_schema import RejectedMessage, patterns
-from bpfed.deploy.protocol.transport import GridPost
+from bpfed.deploy.protocol.state_schema import RejectedMessage, schemas
+from bpfed.deploy.protocol.transport import GridTransport
 from bpfed.deploy.server.rounds import server_side
 from bpfed.deploy.site.data import File, agreed
 from bpfed.deploy.site.limits import ASKED, Limits
@@ -39,15 +39,15 @@ class Hostile:
             told = {name: site.source.facts() for name, site in deployed.sites.items()}
             self.facts, self.run = agreed(told, deployed.config) | {"sites": len(told)}, "abcd"
             federation = server_side(deployed.config, deployed.data.clients, self.facts)
-        self.patterns, self.shared = patterns(federation.method, federation.model), federation.shared
+        self.schemas, self.shared = schemas(federation.method, federation.model), federation.shared
 
     def ask(self, round_, run=None, shared=None, facts=None, **what):
         """Why the site refuses that; empty: it does it."""
         facts = json.dumps(self.facts if facts is None else facts)
         shared = self.shared if shared is None else shared
         ask = Request(self.site.fingerprint, run or self.run, round_, facts=facts, shared=shared, **what)
-        answer = self.site.answer(ask.write(self.patterns.down(round_)))
-        return answer["answer"]["refused"]
+        answer = self.site.answer(ask.write(self.schemas.down(round_)))
+        return answer["reply"]["refused"]
 
     @property
     def crafted(self):
@@ -125,12 +125,12 @@ def test_a_fresh_word_for_every_message_neither_fills_the_disk_nor_goes_on_for_l
     assert (hostile.site.folder / ASKED).stat().st_size < 2000
 
 
-def test_rehearsals_have_words_of_their_own_and_are_limited_too(tmp_path):
-    hostile = Hostile(deployed(tmp_path, Limits(minimum=1, runs_per_day=2, runs_kept=1), rehearsals=1))
-    refused = [hostile.ask(1, run=f"{k:04x}", train=True, rehearsal=1) for k in range(50)]
-    assert refused[:4] == [""] * 4  # two runs with one rehearsal each
+def test_pilots_have_words_of_their_own_and_are_limited_too(tmp_path):
+    hostile = Hostile(deployed(tmp_path, Limits(minimum=1, runs_per_day=2, runs_kept=1), calibrate="pilot:1"))
+    refused = [hostile.ask(1, run=f"{k:04x}", train=True, pilot=1) for k in range(50)]
+    assert refused[:4] == [""] * 4  # two runs with one calibration pilot each
     assert all("'runs_per_day'" in why for why in refused[4:])
-    assert len(list((hostile.site.folder / "rehearsals").iterdir())) == 2
+    assert len(list((hostile.site.folder / "pilots").iterdir())) == 2
 
 
 def test_a_count_that_cannot_be_read_is_not_begun_anew(tmp_path):
@@ -298,7 +298,7 @@ def test_other_sites_may_add_columns_words_and_classes(tmp_path):
 def test_a_lie_costs_the_server_its_round_and_is_in_the_sites_log(tmp_path):
     tables = made_in(tmp_path)
     server = tables.server()
-    post = GridPost(tables.grid, poll=0.01)
+    transport = GridTransport(tables.grid, poll=0.01)
     honest = server._agreed
     server._agreed = lambda: (
         honest()
@@ -308,7 +308,7 @@ def test_a_lie_costs_the_server_its_round_and_is_in_the_sites_log(tmp_path):
         }
     )
     with pytest.raises(UserError, match="got 0 of 2 uploads"):
-        server.serve(post)
+        server.serve(transport)
     assert any("it lacks the column 'dose'" in sentence for sentence in tables.said)
     assert b"it lacks the column" not in tables.grid.bytes()
 

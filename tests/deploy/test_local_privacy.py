@@ -16,7 +16,7 @@ from bpfed.deploy.ops import admin
 from bpfed.deploy.protocol.messages import Request
 from bpfed.deploy.protocol.state_schema import Upload
 from bpfed.deploy.settings import Plan
-from bpfed.deploy.site.local_privacy import FILE, Guard
+from bpfed.deploy.site.local_privacy import FILE, LocalPrivacy
 from bpfed.methods import BPFed, FedAvg
 from bpfed.methods.base import Weights
 
@@ -26,7 +26,7 @@ ANYTHING = {"max_update_ratio": 0.0, "max_sigma_ratio": 0.0}
 
 
 def guard(folder, method=None, noise=4.0, epsilon=0.0, say=lambda sentence: None):
-    return Guard(folder, method or FedAvg(), 0.5, noise, 1e-5, epsilon, say)
+    return LocalPrivacy(folder, method or FedAvg(), 0.5, noise, 1e-5, epsilon, say)
 
 
 def test_what_is_sent_is_the_clipped_update_with_noise_and_never_twice_the_same(tmp_path):

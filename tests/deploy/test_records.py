@@ -22,7 +22,7 @@ from bpfed.report import RunRecord
 #: asked for nor dealt out by us (which rows a site tests on, who owns what) it does not know.
 CONFIG = {"data.protocol", "data.fingerprint", "data.test_fraction", "data.partition"}
 #: What takes the probability of every example, and sites send sums.
-EVALUATION = {"fitted_softness"}
+EVALUATION = {"fitted_temperature"}
 
 
 def tables(folder, task):
@@ -48,7 +48,7 @@ def keys(config):
     ("task", "options"),
     [
         ("classification", {}),
-        ("classification", {"participants": 1, "members": 2, "softness": 0.8}),
+        ("classification", {"participants": 1, "members": 2, "calibration_temperature": 0.8}),
         ("classification", {"calibration": 0.2, "clip": 0.5, "noise": 1.0}),
         ("regression", {"participants": 2}),
     ],
@@ -81,7 +81,9 @@ def test_the_report_says_how_many_sites_take_part_and_who_never_did(tmp_path):
     folder = server.journal.folder
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["participants"], summary["never_drawn"]) == (1, 2)
-    assert RunRecord.read(folder).seldom.startswith("1 of the 3 clients are drawn in a round; 2 were never drawn")
+    assert RunRecord.read(folder).participation_note.startswith(
+        "1 of the 3 clients are drawn in a round; 2 were never drawn"
+    )
     assert "2 were never drawn" in (folder / "report.html").read_text()
 
 

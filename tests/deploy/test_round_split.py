@@ -13,8 +13,8 @@ from bpfed.deploy.site import client_app
 LOG = (
     (2.0, "\x1b[92mINFO \x1b[0m:      Receiving: train message (ID: 4711)"),
     (2.9, "\x1b[92mINFO \x1b[0m:      Received successfully"),
-    (5.0, "bpfed: Rehearsal 1, round 2: asked, 2.75 s after the start of the process."),
-    (6.5, "bpfed: Rehearsal 1, round 2: answered."),
+    (5.0, "bpfed: Calibration pilot 1, round 2: asked, 2.75 s after the start of the process."),
+    (6.5, "bpfed: Calibration pilot 1, round 2: answered."),
     (7.0, "\x1b[92mINFO \x1b[0m:      Sending: train message (ID: 12)"),
     (7.25, "\x1b[92mINFO \x1b[0m:      Sent successfully"),
 )

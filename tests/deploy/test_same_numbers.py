@@ -59,7 +59,7 @@ def test_the_width_of_the_network_is_the_same_everywhere(name, data, tmp_path):
     deployed, site = Deployed(tmp_path, method, data, **settings), data.clients[1]
     deployed.sites[site].own = tmp_path / "own"
     federation, history = simulated(method, data, **settings)
-    assert federation.model.factors.shapes[0] == (7, *data.input_shape)
+    assert federation.model.layout.shapes[0] == (7, *data.input_shape)
     server = deployed.serve()
     same(server, federation, history)
     own, x = Run.load(tmp_path / "own").client(site), data.test.client(1)[0]
@@ -135,10 +135,10 @@ def test_sites_that_all_lack_test_examples_are_told_so(tmp_path):
         Deployed(tmp_path, FedAvg(), data, rounds=1).serve()
 
 
-def test_a_softness_that_is_given(tmp_path):
+def test_a_calibration_temperature_that_is_given(tmp_path):
     data = classification(sizes=(60, 70))
-    deployed = Deployed(tmp_path, FedAvg(), data, rounds=2, softness=0.6)
-    same(deployed.serve(), *simulated(FedAvg(), data, rounds=2, softness=0.6))
+    deployed = Deployed(tmp_path, FedAvg(), data, rounds=2, calibration_temperature=0.6)
+    same(deployed.serve(), *simulated(FedAvg(), data, rounds=2, calibration_temperature=0.6))
 
 
 def test_regression_weighted_by_size(tmp_path):
@@ -155,7 +155,7 @@ def test_calibrated_sets_and_intervals(data, tmp_path):
     assert server.history[-1]["coverage"]["pooled"] > 0.5
     told, wanted = RunRecord.read(server.journal.folder).evaluation, Run(federation).detail()
     assert told.keys() == wanted.keys() - {
-        "fitted_softness"
+        "fitted_temperature"
     }  # which takes every probability, and sites tell sums alone
     assert told["fewest_calibration"] == wanted["fewest_calibration"]
     for row, theirs in zip(told["clients"], wanted["clients"], strict=True):
@@ -180,5 +180,5 @@ def test_simulation_server_and_loaded_run_have_the_same_model_to_the_bit(make, m
     loaded = checkpoint.load_model(tmp_path / "model", None, None, without_examples(card(data)), *args)
     for model in (server_side(config, data.clients, facts).model, loaded):
         assert torch.equal(model.initial, federation.model.initial)
-        assert (model.factors, model.likelihood) == (federation.model.factors, federation.model.likelihood)
-        assert (model.local, model.levels) == (federation.model.local, federation.model.levels)
+        assert (model.layout, model.likelihood) == (federation.model.layout, federation.model.likelihood)
+        assert (model.local, model.output_bias) == (federation.model.local, federation.model.output_bias)

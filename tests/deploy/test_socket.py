@@ -96,11 +96,11 @@ def planting(site, told):
 
     def leaky(record):
         made = answer(record)
-        if record["ask"]["round"] == ROUNDS + 1:
+        if record["request"]["round"] == ROUNDS + 1:
             told()
             own = site.source.own.train
             planted = {
-                "personal": States(site.folder, site.name, record["ask"]["run"]).at(ROUNDS)[1].numpy(),
+                "personal": States(site.folder, site.name, record["request"]["run"]).at(ROUNDS)[1].numpy(),
                 "row": own.x[0].flatten().numpy(),
                 "counts": np.bincount(own.y.numpy(), minlength=10),
             }
@@ -177,7 +177,7 @@ def test_nothing_personal_is_on_the_socket_until_it_is_planted(tmp_path, monkeyp
     # The capture can be read: the server's last state is in it as it was sent, and all others have room in it.
     shared = sites[honest]._federation[1].shared
     assert shared.mean.numpy().tobytes() in before
-    assert len(before) > ROUNDS * 2 * 2 * sites[honest].patterns.upload.bytes
+    assert len(before) > ROUNDS * 2 * 2 * sites[honest].schemas.upload.bytes
     assert len(looked_for) > 1000
     assert found(before, looked_for) == []
     assert found(after, looked_for) == [f"{what} of {leaky}" for what in ("label counts", "personal state", "row")]

@@ -6,7 +6,7 @@ import time
 from rich.console import Console
 
 from bpfed.deploy.ops import watch
-from bpfed.deploy.ops.watch import Following, waited_for
+from bpfed.deploy.ops.watch import StatusDisplay, waited_for
 from bpfed.deploy.server.status import done
 
 
@@ -22,7 +22,7 @@ def shown():
 
 def test_who_joins_and_leaves_is_said_once():
     console = shown()
-    with Following(console) as watched:
+    with StatusDisplay(console) as watched:
         for found in (
             status("waiting for sites", 0, a="no", b="no"),
             status("waiting for sites", 0, a="joining", b="no"),
@@ -47,7 +47,7 @@ def test_what_is_refused_is_said_with_the_reason():
     console = shown()
     found = status("running", 1, a="yes", b="yes")
     found["sites"]["a"] |= {"refused": 1, "lost": 0, "why": "its message in round 2 was not used: no."}
-    with Following(console) as watched:
+    with StatusDisplay(console) as watched:
         watched.status(found)
         watched.status(found)
     assert console.file.getvalue().count("Site 'a': its message in round 2 was not used: no.") == 1
@@ -56,7 +56,7 @@ def test_what_is_refused_is_said_with_the_reason():
 def test_what_is_noted_of_the_data_is_said_once():
     console = shown()
     found = status("running", 1, a="yes") | {"notes": ["Columns 'X' and 'x' differ."]}
-    with Following(console) as watched:
+    with StatusDisplay(console) as watched:
         for seen in (found, found, found | {"round": 2}, found | {"notes": [*found["notes"], "More."]}):
             watched.status(seen)
     lines = [line.partition(" ")[2] for line in console.file.getvalue().splitlines()]
@@ -66,7 +66,7 @@ def test_what_is_noted_of_the_data_is_said_once():
 def test_silence_is_broken_with_what_is_waited_for_and_since_when(monkeypatch):
     monkeypatch.setattr(watch, "SILENCE", (0.0, 0.0))
     console = shown()
-    with Following(console) as watched:
+    with StatusDisplay(console) as watched:
         watched.status(status("waiting for sites", 0, a="yes", b="no"))
         until = time.monotonic() + 20.0
         while "now." not in console.file.getvalue() and time.monotonic() < until:
@@ -77,7 +77,7 @@ def test_silence_is_broken_with_what_is_waited_for_and_since_when(monkeypatch):
 def test_scores_come_with_the_round_they_are_of():
     console = shown()
     metrics = {"round": 1, "accuracy": {"pooled": 0.5}, "nll": {"pooled": 1.25}, "ece": {"pooled": 0.1}}
-    with Following(console) as watched:
+    with StatusDisplay(console) as watched:
         watched.status(status("running", 2, metrics, a="yes"))
     assert "Running, round 2 of 3 done. Round 1: accuracy 50" in console.file.getvalue()
 
@@ -90,27 +90,27 @@ def test_what_is_waited_for():
     assert waited_for(status("waiting for sites", 0, a="yes")) == "round 1 of 3 is under way"
 
 
-def test_a_rehearsal_is_called_one():
+def test_a_pilot_is_called_one():
     console = shown()
-    rehearsed = status("running", 2, a="yes") | {"rehearsal": 1, "rehearsals": 2}
-    with Following(console) as watched:
-        for found in (rehearsed, rehearsed | {"round": 3}, rehearsed | {"rehearsal": 2, "round": 0}):
+    piloted = status("running", 2, a="yes") | {"pilot": 1, "pilots": 2}
+    with StatusDisplay(console) as watched:
+        for found in (piloted, piloted | {"round": 3}, piloted | {"pilot": 2, "round": 0}):
             watched.status(found)
         for round_ in (0, 1):
-            watched.status(rehearsed | {"rehearsal": 0, "round": round_, "learnt": "Rehearsed: 0.50."})
+            watched.status(piloted | {"pilot": 0, "round": round_, "learnt": "Calibration pilots are over: 0.50."})
     lines = [line.partition(" ")[2] for line in console.file.getvalue().splitlines()]
     assert lines == [
         "Site 'a' is ready.",
-        "Running, rehearsal 1 of 2, round 2 of 3 done.",
-        "Running, rehearsal 1 of 2, round 3 of 3 done.",
-        "Running, rehearsal 2 of 2, round 0 of 3 done.",
-        "Rehearsed: 0.50.",
+        "Running, calibration pilot 1 of 2, round 2 of 3 done.",
+        "Running, calibration pilot 1 of 2, round 3 of 3 done.",
+        "Running, calibration pilot 2 of 2, round 0 of 3 done.",
+        "Calibration pilots are over: 0.50.",
         "Running, round 0 of 3 done.",
         "Running, round 1 of 3 done.",
     ]
-    assert waited_for(rehearsed) == "rehearsal 1 of 2, round 3 of 3 is under way"
-    assert waited_for(rehearsed | {"round": 3}) == "rehearsal 1 of 2: testing on the held-out examples"
-    assert [done(found) for found in (rehearsed, rehearsed | {"rehearsal": 2}, rehearsed | {"rehearsal": 0})] == [
+    assert waited_for(piloted) == "calibration pilot 1 of 2, round 3 of 3 is under way"
+    assert waited_for(piloted | {"round": 3}) == "calibration pilot 1 of 2: testing on the held-out examples"
+    assert [done(found) for found in (piloted, piloted | {"pilot": 2}, piloted | {"pilot": 0})] == [
         2,
         5,
         8,

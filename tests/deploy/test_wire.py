@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord
 from scenarios import classification, regression
 
 from bpfed.deploy.protocol.messages import SHARES, Reply
-from bpfed.deploy.protocol.state_schema import RAW, RejectedMessage, Upload, patterns
+from bpfed.deploy.protocol.state_schema import RAW, RejectedMessage, Upload, schemas
 from bpfed.deploy.site.site import Site
 from bpfed.deploy.site.states import States
 from bpfed.methods import BPFed, FedAvg
@@ -81,13 +81,13 @@ def test_nothing_personal_is_in_any_byte(tmp_path):
     assert seen(deployed, server.journal.run) == []
 
 
-def test_nothing_personal_of_a_rehearsal_is_in_any_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr(Site, "_forget_rehearsals", lambda site: None)
-    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=2, rehearsals=1)
+def test_nothing_personal_of_a_pilot_is_in_any_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(Site, "_forget_pilots", lambda site: None)
+    deployed = Deployed(tmp_path, BPFed(), DATA, rounds=2, calibrate="pilot:1")
     server = deployed.serve()
-    (run,) = {path.name for name in DATA.clients for path in (tmp_path / name / "rehearsals").iterdir()}
+    (run,) = {path.name for name in DATA.clients for path in (tmp_path / name / "pilots").iterdir()}
     assert run != server.journal.run
-    sites = {n: SimpleNamespace(folder=s.folder / "rehearsals", source=s.source) for n, s in deployed.sites.items()}
+    sites = {n: SimpleNamespace(folder=s.folder / "pilots", source=s.source) for n, s in deployed.sites.items()}
     looked_for = list(secrets(sites, run))
     assert sum(what.startswith("personal") for what, _ in looked_for) > 50
     assert found(deployed.grid.bytes(), looked_for) == []
@@ -100,7 +100,7 @@ class Leaky(Site):
 
     def answer(self, record):
         answer = super().answer(record)
-        values = self.leak(self, record["ask"]["run"])
+        values = self.leak(self, record["request"]["run"])
         if values is not None:
             data = np.ascontiguousarray(values)
             answer["more"] = ArrayRecord({"x": Array(str(data.dtype), data.shape, "numpy.ndarray", data.tobytes())})
@@ -168,7 +168,7 @@ def test_bytes_of_a_round_are_those_of_the_shared_tensors_and_a_small_constant(m
         data = classification(sizes=(8, 8), features=features)
         deployed = Deployed(tmp_path / str(features), method, data, rounds=1, eval_every=1)
         server = deployed.serve()
-        shared = server.federation.model.factors.shared
+        shared = server.federation.model.layout.shared
         sent = {way: [len(d) for w, _, d in deployed.grid.wire if w == way] for way in ("down", "up")}
         down, up = sent["down"][2], sent["up"][2]  # the first two are greetings
         constants.add((down - tensors * shared * 4 < 2600, up - tensors * shared * 4 < 2600))
@@ -178,7 +178,7 @@ def test_bytes_of_a_round_are_those_of_the_shared_tensors_and_a_small_constant(m
 def test_compression_takes_three_bytes_for_a_gaussian_on_the_wire(tmp_path):
     deployed = Deployed(tmp_path, BPFed(), classification(sizes=(8, 8), features=40), rounds=2, compression="half")
     server = deployed.serve()
-    shared = server.federation.model.factors.shared
+    shared = server.federation.model.layout.shared
     sent = {way: [len(d) for w, _, d in deployed.grid.wire if w == way] for way in ("down", "up")}
     assert (
         8 * shared < sent["down"][2] < 8 * shared + 2600
@@ -199,17 +199,17 @@ def test_compression_takes_three_bytes_for_a_gaussian_on_the_wire(tmp_path):
 )
 def test_compressed_tensors_are_checked_at_the_door(name, values, words, tmp_path):
     model = Deployed(tmp_path, BPFed(), DATA, rounds=1, epochs=1).serve().federation.model
-    pattern = patterns(BPFed(), model, half=True).upload
-    record = pattern.write(BPFed().init(model).shared)
+    schema = schemas(BPFed(), model, half=True).upload
+    record = schema.write(BPFed().init(model).shared)
     values = np.zeros(record[name].shape, "u1") if values is None else values
     spoilt = {**record, name: Array(str(values.dtype), values.shape, RAW, values.tobytes())}
     with pytest.raises(RejectedMessage, match=words):
-        pattern.read(ArrayRecord(spoilt))
+        schema.read(ArrayRecord(spoilt))
 
 
 def test_the_raw_form_is_plain_little_endian_float32(tmp_path):
     model = Deployed(tmp_path, BPFed(), DATA, rounds=1).serve().federation.model
-    travel = patterns(BPFed(), model)
+    travel = schemas(BPFed(), model)
     state = BPFed().init(model).shared
     record = travel.shared.write(state)
     assert record["mean"].data == state.mean.numpy().astype("<f4").tobytes()

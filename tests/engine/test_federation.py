@@ -98,8 +98,8 @@ def test_keys_follow_seed_round_purpose_and_name():
 def test_the_cosine_schedule_takes_the_step_size_from_all_to_nothing():
     constant, cosine = many(rounds=10), many(rounds=10, schedule="cosine")
     first = torch.tensor([0])
-    assert all(float(constant.hyper(r, first)["lr"]) == pytest.approx(1e-3) for r in range(1, 11))
-    rates = [float(cosine.hyper(r, first)["lr"]) for r in range(1, 11)]
+    assert all(float(constant.hparams(r, first)["lr"]) == pytest.approx(1e-3) for r in range(1, 11))
+    rates = [float(cosine.hparams(r, first)["lr"]) for r in range(1, 11)]
     assert rates[0] == pytest.approx(1e-3)
     assert rates == sorted(rates, reverse=True)
     assert rates[5] == pytest.approx(5e-4)
@@ -108,15 +108,15 @@ def test_the_cosine_schedule_takes_the_step_size_from_all_to_nothing():
 
 def test_the_schedule_acts_on_the_step_size_alone():
     federation = scenarios.start(BPFed(temperature=0.3), schedule="cosine", rounds=10)
-    found = {name: float(value) for name, value in federation.hyper(9, torch.tensor([1])).items()}
+    found = {name: float(value) for name, value in federation.hparams(9, torch.tensor([1])).items()}
     assert found.pop("lr") < federation.method.lr
-    assert found == pytest.approx({name: value for name, value in federation.method.hyper().items() if name != "lr"})
+    assert found == pytest.approx({name: value for name, value in federation.method.hparams().items() if name != "lr"})
 
 
 @pytest.mark.parametrize(("weighting", "weights"), [("equal", (1, 1)), ("size", (12, 20))])
 def test_uploads_count_equally_or_by_size(weighting, weights):
     federation = scenarios.start(BPFed(), weighting=weighting, max_update_ratio=0.0)
-    width = federation.model.factors.shared
+    width = federation.model.layout.shared
     uploads = Gaussian(torch.stack([torch.zeros(width), torch.ones(width)]), torch.ones(2, width))
     clients = torch.tensor([0, 2])
     federation.receive(clients, uploads, federation.personal(clients))

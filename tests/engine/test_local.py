@@ -70,10 +70,10 @@ def test_clients_are_taken_in_any_order():
 def test_training_starts_from_what_it_is_given_and_leaves_that_alone():
     federation = scenarios.start(BPFed(), scenarios.classification((9, 7)))
     rows = scenarios.rows_of(federation, [0, 1])
-    before = tree_map(torch.clone, (rows.shared, rows.personal, rows.hyper))
+    before = tree_map(torch.clone, (rows.shared, rows.personal, rows.hparams))
     train = scenarios.local_round(federation)
     first = train(rows)
-    same((rows.shared, rows.personal, rows.hyper), before, atol=0)
+    same((rows.shared, rows.personal, rows.hparams), before, atol=0)
     same(train(rows), first, atol=0)
 
 
@@ -93,7 +93,7 @@ def test_an_upload_is_no_view_of_the_personal_numbers():
     federation = scenarios.start(BPFed())
     finished = scenarios.local_round(federation)(scenarios.rows_of(federation, [0, 1]))
     for tensor in leaves(finished.upload):
-        assert tensor.untyped_storage().nbytes() == 4 * 2 * federation.model.factors.shared
+        assert tensor.untyped_storage().nbytes() == 4 * 2 * federation.model.layout.shared
 
 
 # --- what the engine does with a method's phases and states -----------------------------------------------------------
@@ -125,10 +125,10 @@ class Counter(Method):
     def init(self, model):
         return Initial(Empty(), Counts(*(torch.zeros(1) for _ in range(5))))
 
-    def begin(self, model, shared, personal, hyper):
+    def begin(self, model, shared, personal, hparams):
         return personal
 
-    def step(self, model, local, batch, hyper, phase):
+    def step(self, model, local, batch, hparams, phase):
         one = torch.ones_like(local.head)
         return Counts(
             local.head + one if phase == "head" else local.head,
@@ -138,7 +138,7 @@ class Counter(Method):
             local.now,  # what the step before left, as momentum methods keep it
         ), batch.mask.sum(-1)
 
-    def finish(self, model, local, hyper):
+    def finish(self, model, local, hparams):
         return Finished(Empty(), local, {})
 
     def aggregate(self, shared, uploads, weights):

@@ -131,7 +131,7 @@ def test_a_client_that_never_took_part_predicts_from_its_first_personal_factors_
     federation = scenarios.run(METHOD, participants=2, rounds=1)
     everyone = torch.arange(5)
     predictive = METHOD.predictive(federation.model, rows(federation.shared, 5), federation.personal(everyone)).weights
-    first = federation.model.factors.split(federation.model.initial)[1]
+    first = federation.model.layout.split(federation.model.initial)[1]
     novel = torch.cat([federation.shared.mean, first])
     taken = set(federation.participants(1).tolist())
     for client in range(5):
@@ -250,7 +250,7 @@ def test_a_regression_runs_from_end_to_end_and_every_client_learns_its_own_noise
     for _ in range(12):
         simulator.round()
     after, _ = evaluate_clients(federation)
-    assert federation.model.factors.names[-1] == "likelihood.log_scale"
+    assert federation.model.layout.names[-1] == "likelihood.log_scale"
     assert after["nll"].mean < before["nll"].mean - 0.5
     assert after["rmse"].clients == pytest.approx(scale, abs=0.15)
     learnt = federation.personal(torch.arange(2)).eta.mean[:, -1].exp()

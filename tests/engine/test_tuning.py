@@ -29,18 +29,18 @@ class Tuned(FedAvg):
     def init(self, model):
         return Initial((model.initial,), (model.initial,))
 
-    def begin(self, model, shared, personal, hyper):
+    def begin(self, model, shared, personal, hparams):
         weights = shared[0].clone()
         return (weights, Adam.like(weights), weights.new_zeros(len(weights)))
 
-    def step(self, model, local, batch, hyper, phase):
+    def step(self, model, local, batch, hparams, phase):
         weights, memory, steps = local
         steps = steps + 1
         total, gradient = model.gradient(weights, batch.x, batch.y, batch.mask, batch.key)
-        weights, memory = adam(weights, gradient, memory, steps, hyper["lr"])
+        weights, memory = adam(weights, gradient, memory, steps, hparams["lr"])
         return (weights, memory, steps), total
 
-    def finish(self, model, local, hyper):
+    def finish(self, model, local, hparams):
         return Finished((local[0],), (local[0],), {})
 
     def aggregate(self, shared, uploads, weights):

@@ -82,14 +82,16 @@ def test_a_record_of_other_settings_is_refused(digits, tmp_path):
         tiny().missing(tmp_path)
 
 
-def test_a_whole_record_stands_however_its_softness_was_learnt(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr(protocol, "REHEARSALS", {"small": 1, "large": 1})
-    softened = tiny("bpfed-recipe+softness")
-    cells.run(softened, tmp_path, "cpu", lambda sentence: None)
-    monkeypatch.setattr(protocol, "REHEARSALS", {"small": 2, "large": 1})
-    assert softened.missing(tmp_path) == []
-    with pytest.raises(OtherResult, match="rehearsals 1, now 2"):  # seeds of both kinds are not put into one record
-        replace(softened, seeds=(0, 1)).missing(tmp_path)
+def test_a_whole_record_stands_however_its_calibration_temperature_was_learnt(digits, tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "PILOTS", {"small": 1, "large": 1})
+    calibration_words = tiny("bpfed-recipe+calibrated")
+    cells.run(calibration_words, tmp_path, "cpu", lambda sentence: None)
+    monkeypatch.setattr(protocol, "PILOTS", {"small": 2, "large": 1})
+    assert calibration_words.missing(tmp_path) == []
+    with pytest.raises(
+        OtherResult, match="calibration pilots 1, now 2"
+    ):  # seeds of both kinds are not put into one record
+        replace(calibration_words, seeds=(0, 1)).missing(tmp_path)
 
 
 def test_results_that_cannot_be_written_are_known_before_the_training(digits, tmp_path, monkeypatch):
@@ -219,7 +221,7 @@ def test_a_sum_has_its_paired_difference_from_the_first_row(tmp_path):
     for cell, shift in (("mnist-small", 0.0), ("fmnist-small", 0.1)):
         first, second = [0.3 + shift, 0.5 + shift], [0.28 + shift, 0.46 + shift]  # 0.02 and 0.04 lower
         tried = [
-            {"settings": {"anchor": c}, "accuracy": [0.9, 0.9], "nll": nll, "over_confidence": [0.0, 0.0]}
+            {"settings": {"mean_precision": c}, "accuracy": [0.9, 0.9], "nll": nll, "over_confidence": [0.0, 0.0]}
             for c, nll in ((1, first), (3, second))
         ]
         found = {"cell": cell, "rounds": 2, "tried": tried}
@@ -389,12 +391,12 @@ def test_a_result_is_there_with_all_its_seeds_or_more_and_settings_that_came_lat
     assert not has_seeds({}, asked(3))
     assert not has_seeds({}, {})
     assert [has_seeds(found, asked(seeds)) for seeds in (1, 3, 5)] == [True, True, False]
-    for wanted in (asked(1), asked(5), asked(3, momentum=0.5), asked(3, unseen=0.0)):
+    for wanted in (asked(1), asked(5), asked(3, momentum=0.5), asked(3, unseen_pseudocount=0.0)):
         check_same(found, wanted, path)
     with pytest.raises(OtherResult, match="different settings"):
         check_same(found, asked(3, lr=0.2), path)
     with pytest.raises(OtherResult, match="different settings"):  # before it came, not what is done by default was done
-        check_same(found, asked(3, unseen=1.0), path)
+        check_same(found, asked(3, unseen_pseudocount=1.0), path)
     with pytest.raises(OtherResult, match="different seeds"):
         check_same(found, asked(5), path, more=False)
 

@@ -22,7 +22,7 @@ def test_readme_has_ours_beside_the_best_of_others(tmp_path: Path) -> None:
         ("fedper", 0.92),
         ("pfedbayes", 0.96),
         ("bpfed-population", 0.99),
-        ("bpfed-recipe+softness", 0.98),
+        ("bpfed-recipe+calibrated", 0.98),
     ):
         put(results, "mnist-small", method, [seed_result(s, [0.1, 0.2, 0.3, accuracy]) for s in (0, 1)])
     diverged = seed_result(0, [0.1, 0.1, 0.1, 0.1])
@@ -38,7 +38,7 @@ def test_readme_has_ours_beside_the_best_of_others(tmp_path: Path) -> None:
     assert lines["accuracy %: recipe"].startswith("95.00 | – |")
     assert lines["accuracy %: best that the paper prints"].startswith("94.75 | **98.51** |")
     assert lines["accuracy %: best of the other methods here"].startswith("**96.00** | – |")
-    assert lines["accuracy %: recipe, two members, rehearsed"].startswith("– | –")
+    assert lines["accuracy %: recipe, two members, calibrated"].startswith("– | –")
     assert lines["NLL: best of the other methods here"].startswith("**0.250** | – |")
 
 

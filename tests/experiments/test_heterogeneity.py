@@ -52,7 +52,7 @@ def test_deals(monkeypatch: pytest.MonkeyPatch) -> None:
         return FederatedData("many", names, many, many, "classification", 3)
 
     monkeypatch.setattr(heterogeneity, "load", load)
-    found = heterogeneity.crowd(300, 1)
+    found = heterogeneity.many_clients(300, 1)
     assert (asked["clients"], asked["partition"], asked["seed"]) == (300, "random", 1)
     assert found.train.sizes.unique().tolist() == [35]
     assert found.test.sizes.unique().tolist() == [33]

@@ -27,10 +27,10 @@ def begun(method, clients=2, seed=3):
     """A model, and the local state of clients whose q and π have come apart."""
     model = scenarios.model_of(scenarios.small_mlp(), personal=method.personal)
     first = method.init(model)
-    personal = rows(first.personal, clients)._replace(q=(gaussians(clients, model.factors.total, seed),))
+    personal = rows(first.personal, clients)._replace(q=(gaussians(clients, model.layout.total, seed),))
     shared = rows(first.shared, clients)
     with torch.no_grad():
-        return model, method.begin(model, shared, personal, scenarios.hyper(method, clients)), shared
+        return model, method.begin(model, shared, personal, scenarios.hparams(method, clients)), shared
 
 
 # --- the loop ----------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_the_loop_is_the_reference_codes_step_by_step(method):
     with torch.no_grad():
         for batch in batches:
             for step in batch:
-                local, _ = method.step(model, local, step, scenarios.hyper(method, 2), "all")
+                local, _ = method.step(model, local, step, scenarios.hparams(method, 2), "all")
     for client, (q, prior) in enumerate(expected):
         for made, wanted in zip((local.q, local.prior), (q, prior), strict=True):
             torch.testing.assert_close(made.mean[client], wanted[0].detach(), rtol=2e-4, atol=2e-5)
@@ -132,21 +132,21 @@ def test_every_difference_makes_a_difference(published, change):
 def test_the_server_overwrites_the_shared_part_of_the_prior_and_never_q():
     method = PublishedBPFed()
     model, local, shared = begun(method)
-    q = gaussians(2, model.factors.total, 3)
+    q = gaussians(2, model.layout.total, 3)
     torch.testing.assert_close(local.q.gaussian.mean, q.mean)
-    torch.testing.assert_close(local.prior.mean[:, : model.factors.shared], shared.mean)
+    torch.testing.assert_close(local.prior.mean[:, : model.layout.shared], shared.mean)
     personal = rows(method.init(model).personal, 2)
-    torch.testing.assert_close(local.prior.mean[:, model.factors.shared :], personal.eta.mean)
+    torch.testing.assert_close(local.prior.mean[:, model.layout.shared :], personal.eta.mean)
 
 
 def test_as_the_paper_has_it_both_start_from_the_servers():
     method = PublishedBPFed(overwritten="both")
     model = scenarios.model_of(scenarios.small_mlp())
     first = method.init(model)
-    shared = gaussians(2, model.factors.shared, 5)
-    local = method.begin(model, shared, rows(first.personal, 2), scenarios.hyper(method, 2))
+    shared = gaussians(2, model.layout.shared, 5)
+    local = method.begin(model, shared, rows(first.personal, 2), scenarios.hparams(method, 2))
     torch.testing.assert_close(local.q.mean, local.prior.mean)
-    torch.testing.assert_close(local.q.mean[:, : model.factors.shared], shared.mean)
+    torch.testing.assert_close(local.q.mean[:, : model.layout.shared], shared.mean)
 
 
 def test_the_mean_of_rho_is_below_that_of_sigma():
@@ -162,7 +162,7 @@ def test_pfedbayes_uploads_all_weights_and_bpfed_all_but_the_head():
     for method, uploaded in ((PublishedBPFed(), "shared"), (PublishedPFedBayes(), "total")):
         model = scenarios.model_of(scenarios.small_mlp(), personal=method.personal)
         _, _, upload = scenarios.untrained(method)
-        assert upload.mean.shape[-1] == getattr(model.factors, uploaded)
+        assert upload.mean.shape[-1] == getattr(model.layout, uploaded)
 
 
 # --- start and prediction --------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_the_start_is_normal_and_follows_the_networks_seed():
 def test_predictions_have_the_noise_of_training():
     method = PublishedBPFed()
     model = scenarios.model_of(scenarios.small_mlp())
-    q = gaussians(2, model.factors.total, 1)
+    q = gaussians(2, model.layout.total, 1)
     personal = rows(method.init(model).personal, 2)._replace(q=(q,))
     predictive = method.predictive(model, rows(method.init(model).shared, 2), personal)
     spread = torch.stack([predictive.draw(scenarios.keys(2), i) for i in range(500)]).std(0)

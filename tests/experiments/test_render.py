@@ -276,7 +276,8 @@ def test_a_place_that_does_not_end_is_known_before_anything_is_written(results: 
 
 
 RECIPE_PAGE = "# Recipe\n\n" + "\n\n".join(
-    f"About {name}:\n\n<!-- {name} -->\nold\n<!-- /{name} -->" for name in ("softness", "members", "aims", "rounds")
+    f"About {name}:\n\n<!-- {name} -->\nold\n<!-- /{name} -->"
+    for name in ("calibration_temperature", "members", "aims", "rounds")
 )
 
 
@@ -285,10 +286,10 @@ def recipe_pages(tmp_path: Path) -> tuple[Path, Path]:
     """Results of the recipe in two cells, and empty pages for them; returns both folders."""
     results, docs = tmp_path / "results", tmp_path / "docs"
     for cell, accuracy, ece in (("mnist-small", 0.9518, 0.0134), ("mnist-large", 0.985, 0.0066)):
-        for variant, more in (("", 0.0), ("+softness", 0.001), ("+members+softness", 0.002)):
+        for variant, more in (("", 0.0), ("+calibrated", 0.001), ("+members+calibrated", 0.002)):
             runs = [seed_result(s, [0.1, 0.2, 0.3, accuracy + more], [0.4, 0.3, 0.2, ece]) for s in (0, 1)]
-            softened = {"softness": 0.87} if variant else {}
-            put(results, cell, f"bpfed-recipe{variant}", [run | softened for run in runs])
+            calibration_words = {"calibration_temperature": 0.87} if variant else {}
+            put(results, cell, f"bpfed-recipe{variant}", [run | calibration_words for run in runs])
     longer = [seed_result(0, [0.1, 0.2, 0.3, 0.97], [0.4, 0.3, 0.2, 0.0234])]
     put(results, "mnist-small", "bpfed-recipe", longer, tag="rounds-36", rounds=36)
     put(results, "mnist-small", "fedper", longer, tag="rounds-36", rounds=36)
@@ -308,7 +309,7 @@ def test_the_pages_of_the_recipe_show_the_numbers_of_the_files(recipe_pages: tup
     def table(name: str) -> str:
         return page.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
 
-    assert row(table("softness"), "MNIST small, 2 seeds")[1:] == ["0.250, 1.34", "0.250, 1.34", "0.87"]
+    assert row(table("calibration_temperature"), "MNIST small, 2 seeds")[1:] == ["0.250, 1.34", "0.250, 1.34", "0.87"]
     assert row(table("members"), "MNIST small, 2 seeds")[1:] == ["95.18, 0.250", "95.28, 0.250", "**95.38**, 0.250"]
     assert row(table("aims"), "aim of the recipe")[1:3] == ["95.2 / 1.3", "98.5 / 0.6"]
     assert row(table("aims"), "aim of the population")[-1] == "78.0 / 1.2"

@@ -82,7 +82,7 @@ def test_the_noise_of_the_targets_is_the_known_one_and_not_learnt():
     assert float(rest.std()) == pytest.approx(0.4, rel=0.03)
     assert abs(float(rest.mean())) < 0.02
     model = start(SMALL, "bpfed", 10, 2, 0, "cpu")[0].federation.model
-    assert model.factors.total == SMALL.shape.weights
+    assert model.layout.total == SMALL.shape.weights
     assert model.likelihood.scale == SMALL.noise
 
 
@@ -98,8 +98,8 @@ def test_every_point_has_the_experiments_step_size(name):
     for _, n, clients in setting.grid():
         batch = min(setting.batch, n)
         epochs = max(1, round(setting.steps / math.ceil(n / batch)))
-        course = RunShape(clients, clients, setting.rounds, epochs, batch)
-        found = setting.method(name).hyper_in(course, torch.full((clients,), n))["lr"]
+        shape = RunShape(clients, clients, setting.rounds, epochs, batch)
+        found = setting.method(name).hparams_for_run(shape, torch.full((clients,), n))["lr"]
         assert found.tolist() == pytest.approx([setting.lr] * len(found))
 
 
@@ -107,11 +107,11 @@ def test_the_error_is_of_draws_and_not_of_their_mean(monkeypatch):
     """With a last bias of known spread s and a mean that is exact, E[d²] = 1 − 1/√(1 + s²/(4 σ²))."""
     run_, made = start(SMALL, "bpfed", 10, 2, 0, "cpu")
     federation, s = run_.federation, 0.6
-    names = federation.model.factors.names
-    sigma = federation.model.factors.flatten(
+    names = federation.model.layout.names
+    sigma = federation.model.layout.flatten(
         {
             n: torch.full_like(p, s if n == names[-1] else 0.0)
-            for n, p in federation.model.factors.unflatten(federation.model.initial).items()
+            for n, p in federation.model.layout.unflatten(federation.model.initial).items()
         }
     )
     assert names[-1] == "3.bias"

@@ -96,7 +96,7 @@ def ensemble(folder: Path) -> Outcome:
 
 def pilots(folder: Path) -> Outcome:
     """Predictions are calibrated by pilot runs before the run itself."""
-    return outcome(fit("bpfed-recipe", scenarios.classification(sizes=(30, 40)), rehearsals=2))
+    return outcome(fit("bpfed-recipe", scenarios.classification(sizes=(30, 40)), calibrate="pilot:2"))
 
 
 def calibrated(folder: Path) -> Outcome:

@@ -11,7 +11,7 @@ from bpfed.inference.calibration import (
     PLACES,
     HeldOutSlopes,
     betas,
-    common_stretch,
+    common_scale_factor,
     common_temperature,
     fault,
     fault_of_numbers,
@@ -57,12 +57,12 @@ def test_a_temperature_beyond_the_places_is_that_of_their_end():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.integers(0, 400), st.floats(1e-3, 30))
-def test_the_softness_of_numbers_is_that_of_all_examples_together(seed, examples, scale):
+def test_the_calibration_temperature_of_numbers_is_that_of_all_examples_together(seed, examples, scale):
     squares = (scale * torch.randn(examples, generator=torch.Generator().manual_seed(seed))).square().clamp(max=100.0)
     cut = examples // 3
     told = [slopes_of_numbers(squares[part].double()) for part in (slice(cut), slice(cut, None))]
     assert [fault_of_numbers(HeldOutSlopes(n, s)) for s, n in zip(told, (cut, examples - cut), strict=True)] == ["", ""]
-    wanted = common_stretch(squares.double())
+    wanted = common_scale_factor(squares.double())
     assert fitted(told[0] + told[1]) == pytest.approx(min(max(wanted, 0.01), 100.0), rel=1e-4)
 
 

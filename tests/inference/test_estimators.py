@@ -27,8 +27,8 @@ def repeated(batch, times):
 def wide_posterior(model, sigma=0.3):
     """A Gaussian around the initial weights with differing sigmas."""
     g = scenarios.generator(3)
-    mean = model.initial + 0.2 * torch.randn(model.factors.total, generator=g)
-    return Gaussian(mean, sigma * (0.5 + torch.rand(model.factors.total, generator=g)))
+    mean = model.initial + 0.2 * torch.randn(model.layout.total, generator=g)
+    return Gaussian(mean, sigma * (0.5 + torch.rand(model.layout.total, generator=g)))
 
 
 def rows(q, count):
@@ -76,7 +76,7 @@ def reference(module, model, q, batch, times=10_000, portion=2500):
     x, y = batch.x[0, :USED], batch.y[0, :USED]
 
     def loss(w):
-        out = functional_call(module, model.factors.unflatten(w), (x,))
+        out = functional_call(module, model.layout.unflatten(w), (x,))
         return SIZE / USED * F.cross_entropy(out, y, reduction="sum")
 
     mean, sigma = Moments(), Moments()

@@ -125,11 +125,11 @@ def test_only_the_step_on_q_is_ivons():
     ways = {}
     for name in ("adam", "ivon"):
         method = BPFed(optimiser=name)
-        hyper = scenarios.hyper(method, 3)
+        hparams = scenarios.hparams(method, 3)
         initial = method.init(model)
-        local = method.begin(model, rows(initial.shared, 3), rows(initial.personal, 3), hyper)
-        ways[name], _ = method.step(model, local, scenarios.random_batch(), hyper, "all")
-        finished = method.finish(model, ways[name], hyper)
+        local = method.begin(model, rows(initial.shared, 3), rows(initial.personal, 3), hparams)
+        ways[name], _ = method.step(model, local, scenarios.random_batch(), hparams, "all")
+        finished = method.finish(model, ways[name], hparams)
         assert len(finished.personal.memory) == len(initial.personal.memory) == 2
     assert isinstance(ways["ivon"].q, Newton)
     assert isinstance(ways["ivon"].q.memory, Momentum)
@@ -142,10 +142,10 @@ def test_a_federation_learns_and_a_newcomer_leaves_the_shared_factors():
     start = scenarios.start(method)
     assert (federation.shared.mean - start.shared.mean).abs().max() > 0.02
     new, model = method.adapting(), federation.model
-    hyper = {n: torch.full((2,), v) for n, v in new.hyper().items()}
-    local = new.begin(model, rows(federation.shared, 2), rows(new.newcomer(model, federation.shared), 2), hyper)
-    after, _ = new.step(model, local, scenarios.random_batch(2), hyper, ADAPT)
-    cut = model.factors.shared
+    hparams = {n: torch.full((2,), v) for n, v in new.hparams().items()}
+    local = new.begin(model, rows(federation.shared, 2), rows(new.newcomer(model, federation.shared), 2), hparams)
+    after, _ = new.step(model, local, scenarios.random_batch(2), hparams, ADAPT)
+    cut = model.layout.shared
     for before, now in zip(local.q.gaussian, after.q.gaussian, strict=True):
         assert torch.equal(before[:, :cut], now[:, :cut])
         assert (before[:, cut:] != now[:, cut:]).any()

@@ -50,7 +50,7 @@ def by_autograd(model, weights, batch, s=0):
     def loss(flat):
         moved = layer.put(weights[s : s + 1].double(), flat.view(1, *layer.shape))[0]
         outputs = model.outputs(moved, batch.x[s, used].double())
-        parameters = model.factors.unflatten(moved)
+        parameters = model.layout.unflatten(moved)
         return model.likelihood.nll(outputs, batch.y[s, used], parameters).sum()
 
     return torch.func.hessian(loss)(layer.get(weights.double())[s].flatten()).float()
@@ -148,7 +148,7 @@ def test_only_the_last_layer_is_random():
     weights = model.initial.expand(2, -1)
     found = laplace(model, weights, measured(model, weights, scenarios.random_batch(2, 5)), 2.0)
     drawn = found.draw(scenarios.keys(2), 0)
-    cut = model.factors.shared
+    cut = model.layout.shared
     assert torch.equal(drawn[:, :cut], weights[:, :cut])
     assert (drawn[:, cut:] != weights[:, cut:]).all()
 
@@ -203,7 +203,7 @@ def test_bayesian_logistic_regression_at_its_mode():
     for _ in range(200):
         p = 1 / (1 + math.exp(2 * slope * float(x @ x)))
         slope = slope - 0.05 * (precision * slope - 6 * p)
-    weights = model.factors.flatten({"weight": torch.stack([slope * x, -slope * x])})[None]
+    weights = model.layout.flatten({"weight": torch.stack([slope * x, -slope * x])})[None]
     batch = Batch((signs[:, None] * x)[None], y[None], torch.ones(1, 6), torch.tensor([6.0]), scenarios.keys(1))
     _, gradient = model.gradient(weights, batch.x, batch.y, batch.mask, batch.key)
     torch.testing.assert_close(gradient, -precision * weights, rtol=1e-3, atol=1e-4)  # it is the mode
@@ -231,17 +231,17 @@ def test_every_method_measures_the_curvature_last_and_uses_its_own_weights(kind)
         assert (phases[-1].name, phases[-1].epochs) == (CURVATURE, 1)
     assert len(method.adaptation(3)) == len(kind().adaptation(3)) + 1
     model = scenarios.model_of(deep(), personal=method.personal)
-    initial, hyper = method.init(model), {"lr": torch.full((2,), 1e-2)}
+    initial, hparams = method.init(model), {"lr": torch.full((2,), 1e-2)}
     shared, batch = rows(initial.shared, 2), scenarios.random_batch(2, 5, used=[5, 3])
-    local = method.begin(model, shared, rows(initial.personal, 2), hyper)
+    local = method.begin(model, shared, rows(initial.personal, 2), hparams)
     for phase in method.tuning(1):
-        local, _ = method.step(model, local, batch, hyper, phase.name)
-    personal = method.finish(model, local, hyper).personal
+        local, _ = method.step(model, local, batch, hparams, phase.name)
+    personal = method.finish(model, local, hparams).personal
     found = method.predictive(model, shared, personal)
     assert torch.equal(found.weights, local.weights)
     torch.testing.assert_close(personal.curvature[0], measured(model, local.weights, batch))
     assert (found.draw(scenarios.keys(2), 0) != found.weights).any()
-    again = method.begin(model, shared, personal, hyper)  # the next one does not add to the last
+    again = method.begin(model, shared, personal, hparams)  # the next one does not add to the last
     assert not any(t.any() for t in again.curvature[0])
 
 

@@ -57,9 +57,9 @@ def test_the_gradient_in_the_learnt_noise_is_zero_at_the_root_mean_square_of_the
 def test_learnt_noise_is_a_personal_factor(personal):
     module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     model = Model.of(module, Normal(0.5), torch.zeros(2, 3), personal)
-    assert "likelihood.log_scale" in model.factors.personal_names
-    assert "0.weight" not in model.factors.personal_names or personal == "all"
-    parameters = model.factors.unflatten(model.initial)
+    assert "likelihood.log_scale" in model.layout.personal_names
+    assert "0.weight" not in model.layout.personal_names or personal == "all"
+    parameters = model.layout.unflatten(model.initial)
     assert parameters["likelihood.log_scale"].item() == pytest.approx(math.log(0.5))
     for name, value in module.named_parameters():
         assert torch.equal(parameters[name], value)
@@ -67,13 +67,13 @@ def test_learnt_noise_is_a_personal_factor(personal):
 
 def test_learnt_noise_is_shared_where_nothing_is_personal():
     model = Model.of(nn.Linear(3, 1), Normal(0.5), torch.zeros(2, 3), "none")
-    assert model.factors.personal == 0
-    assert "likelihood.log_scale" in model.factors.names
+    assert model.layout.personal == 0
+    assert "likelihood.log_scale" in model.layout.names
 
 
 def test_known_noise_is_no_factor():
     model = Model.of(nn.Linear(3, 1), Normal(0.5, learnt=False), torch.zeros(2, 3))
-    assert model.factors.total == 4
+    assert model.layout.total == 4
 
 
 @pytest.mark.parametrize("shape", [(5, 2), (5,), (5, 4), (5, 3, 1)])

@@ -39,13 +39,13 @@ def model_of(make, shape, outputs=3, personal="head"):
 
 def posterior(model, clients=2, sigma=0.1, spread=0.05):
     g = scenarios.generator()
-    mean = model.initial + spread * torch.randn(clients, model.factors.total, generator=g)
+    mean = model.initial + spread * torch.randn(clients, model.layout.total, generator=g)
     return Gaussian(mean, sigma * (0.5 + torch.rand(mean.shape, generator=g)))
 
 
 def drawn(model, q, x, draws):
     """Outputs of many weight draws, ``[draws, S, B, K]``."""
-    g, stack = scenarios.generator(5), min(draws, 400_000 // model.factors.total)
+    g, stack = scenarios.generator(5), min(draws, 400_000 // model.layout.total)
     outputs = torch.func.vmap(model.stacked_outputs, (0, None))
     parts = [outputs(q.draw(torch.randn(stack, *q.mean.shape, generator=g)), x) for _ in range(draws // stack)]
     return torch.cat(parts)
@@ -130,7 +130,7 @@ def test_one_linear_layer_has_its_closed_form():
     design = torch.cat([x, torch.ones(2, 6, 1)], -1)
 
     def layer(flat):
-        parts = [model.factors.unflatten(row) for row in flat]
+        parts = [model.layout.unflatten(row) for row in flat]
         return torch.stack([torch.cat([p["weight"], p["bias"][:, None]], 1) for p in parts])
 
     torch.testing.assert_close(found.mean, design @ layer(q.mean).mT)
@@ -163,7 +163,7 @@ def test_a_random_head_on_any_body_is_exact():
     model = model_of(Odd, (4,))
     q, x = posterior(model, sigma=0.5), torch.randn(2, 5, 4, generator=scenarios.generator(1))
     sigma = q.sigma.clone()
-    sigma[:, : model.factors.shared] = 0.0
+    sigma[:, : model.layout.shared] = 0.0
     head = Gaussian(q.mean, sigma)
     found, out = moments(model, GaussianPredictive(head), x), drawn(model, head, x, 8000)
     assert ((found.mean - out.mean(0)).abs() < 5 * out.std(0) / 8000**0.5).all()

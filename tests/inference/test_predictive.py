@@ -18,7 +18,7 @@ from bpfed.nn.model import Model
 
 
 def posterior(model, clients=3, sigma=0.5):
-    mean = model.initial + 0.1 * torch.randn(clients, model.factors.total, generator=scenarios.generator())
+    mean = model.initial + 0.1 * torch.randn(clients, model.layout.total, generator=scenarios.generator())
     return GaussianPredictive(Gaussian(mean, torch.full_like(mean, sigma)))
 
 
@@ -140,18 +140,18 @@ def test_a_linear_models_predictive_has_its_closed_form():
 
 
 @pytest.mark.parametrize("how", ["sample", "single-pass"])
-def test_a_softness_stretches_the_predictive_around_its_mean(how):
-    model, key, softness = line(Normal(0.4)), scenarios.keys(1), 3.0
+def test_a_calibration_temperature_stretches_the_predictive_around_its_mean(how):
+    model, key, scale_factor = line(Normal(0.4)), scenarios.keys(1), 3.0
     q, at = posterior(model, 1), torch.linspace(-40, 40, 20_001)
     x = torch.tensor([[[1.0, -0.5]]]).expand(1, len(at), 2)
-    plain, soft = (regress(model, q, x, key, 5, at[None], how, s) for s in (1.0, softness))
+    plain, soft = (regress(model, q, x, key, 5, at[None], how, s) for s in (1.0, scale_factor))
     density = (-soft.nll[0].double()).exp()
     assert torch.trapezoid(density, at).item() == pytest.approx(1.0, abs=1e-3)
     mean = torch.trapezoid(density * at, at).item()
     assert mean == pytest.approx(plain.mean[0, 0].item(), abs=1e-3)
     variance = torch.trapezoid(density * (at - mean) ** 2, at).item()
-    assert variance == pytest.approx(softness**2 * plain.scale[0, 0].square().item(), rel=1e-3)
-    torch.testing.assert_close(soft.scale, softness * plain.scale)
+    assert variance == pytest.approx(scale_factor**2 * plain.scale[0, 0].square().item(), rel=1e-3)
+    torch.testing.assert_close(soft.scale, scale_factor * plain.scale)
 
 
 def test_a_point_regression_is_the_likelihood_itself():
@@ -165,7 +165,7 @@ def test_a_point_regression_is_the_likelihood_itself():
 
 def test_learnt_noise_is_each_clients_own_and_averaged_over_draws():
     model = line(Normal(1.0))
-    assert model.factors.names[-1] == "likelihood.log_scale"
+    assert model.layout.names[-1] == "likelihood.log_scale"
     weights = torch.zeros(2, 4)
     weights[:, 3] = torch.tensor([math.log(0.1), math.log(2.0)])
     point = regress(model, PointPredictive(weights), torch.zeros(2, 3, 2), scenarios.keys(2), 1)

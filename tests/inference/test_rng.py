@@ -147,7 +147,7 @@ def test_as_many_numbers_come_as_were_asked_for(count):
 def test_a_key_taken_apart_is_the_same_key():
     key, each = scenarios.keys(3), torch.arange(5, dtype=torch.int32)
     whole = rng.fold(rng.fold(key, 3)[:, None].expand(-1, 5, -1), each)
-    apart = rng.fold(rng.fold(rng.Apart.of(key[:, None]), 3), each)
+    apart = rng.fold(rng.fold(rng.SplitKey.of(key[:, None]), 3), each)
     assert torch.equal(torch.cat(apart, -1), whole)
     assert torch.equal(rng.normal(apart, 7), rng.normal(whole, 7))
     assert torch.equal(rng.uniform(apart, 7), rng.uniform(whole, 7))

@@ -56,21 +56,21 @@ def path(method):
     model = replace(model, initial=model.initial.double())
     initial = method.init(model)
     shared, personal = initial.shared, rows(initial.personal, CLIENTS)
-    hyper = scenarios.hyper(method, CLIENTS, torch.float64)
+    hparams = scenarios.hparams(method, CLIENTS, torch.float64)
     seen = []
     for round_ in range(3):
-        local = method.begin(model, rows(shared, CLIENTS), personal, hyper)
+        local = method.begin(model, rows(shared, CLIENTS), personal, hparams)
         for batch in batches(round_):
-            local, _ = method.step(model, local, batch, hyper, "all")
+            local, _ = method.step(model, local, batch, hparams, "all")
             weights = local.shared + local.mean if isinstance(method, Adaptive) else local.weights
             seen.append(torch.stack([named(model, w) for w in weights]))
-        finished = method.finish(model, local, hyper)
+        finished = method.finish(model, local, hparams)
         shared, personal = method.aggregate(shared, finished.upload, torch.ones(CLIENTS)), finished.personal
     return torch.stack(seen)
 
 
 def named(model, weights):
-    return torch.cat([part.flatten() for _, part in sorted(model.factors.unflatten(weights).items())])
+    return torch.cat([part.flatten() for _, part in sorted(model.layout.unflatten(weights).items())])
 
 
 @pytest.mark.parametrize("name", CORNERS)
@@ -113,7 +113,7 @@ def slopes(dual):
     simulator = Simulator([federation])
     for _ in range(settings.rounds):
         simulator.round()
-    found = federation.model.factors.unflatten(federation.shared.weights)
+    found = federation.model.layout.unflatten(federation.shared.weights)
     return torch.cat([found["weight"].flatten(), found["bias"]]).double()
 
 
@@ -129,7 +129,7 @@ def test_a_newcomer_without_examples_predicts_with_the_prior_of_deviations():
     method = Adaptive(deviation=0.1, head_deviation=0.4)
     model = scenarios.model_of(scenarios.small_mlp(), personal="none")
     start = method.newcomer(model, method.init(model).shared)
-    sigma = model.factors.unflatten(start.deviation.sigma)
+    sigma = model.layout.unflatten(start.deviation.sigma)
     torch.testing.assert_close(sigma["1.weight"], torch.full_like(sigma["1.weight"], 0.1 / math.sqrt(4)))
     torch.testing.assert_close(sigma["3.weight"], torch.full_like(sigma["3.weight"], 0.4 / math.sqrt(6)))
     torch.testing.assert_close(sigma["3.bias"], torch.full_like(sigma["3.bias"], math.sqrt(0.4)))
@@ -140,11 +140,11 @@ def test_an_adapting_newcomer_leaves_the_shared_part_alone():
     method = Adaptive()
     model = scenarios.model_of(scenarios.small_mlp(), personal="none")
     initial = method.init(model)
-    hyper = scenarios.hyper(method, CLIENTS)
+    hparams = scenarios.hparams(method, CLIENTS)
     local = method.begin(
-        model, rows(initial.shared, CLIENTS), rows(method.newcomer(model, initial.shared), CLIENTS), hyper
+        model, rows(initial.shared, CLIENTS), rows(method.newcomer(model, initial.shared), CLIENTS), hparams
     )
-    new, _ = method.step(model, local, scenarios.random_batch(CLIENTS, 5), hyper, "adapt")
+    new, _ = method.step(model, local, scenarios.random_batch(CLIENTS, 5), hparams, "adapt")
     assert torch.equal(new.shared, local.shared)
     assert (new.mean != local.mean).any()
 
@@ -155,9 +155,9 @@ def test_where_clients_do_not_deviate_their_weights_have_one_mean():
         federation.model, rows(federation.shared, 5), federation.personal(torch.arange(5))
     ).weights
     assert isinstance(drawn, Gaussian)
-    parts = [federation.model.factors.unflatten(row) for row in drawn.sigma]
+    parts = [federation.model.layout.unflatten(row) for row in drawn.sigma]
     assert all((part["1.weight"] > 0).all() and (part["3.weight"] > 0).all() for part in parts)
-    means = [federation.model.factors.unflatten(row) for row in drawn.mean]
+    means = [federation.model.layout.unflatten(row) for row in drawn.mean]
     assert all(torch.equal(mean["1.weight"], means[0]["1.weight"]) for mean in means)
     assert not all(torch.equal(mean["3.weight"], means[0]["3.weight"]) for mean in means)
 
@@ -176,7 +176,7 @@ def test_the_width_of_a_weight_is_that_of_the_pooled_or_of_the_own_posterior(cli
     simulator = Simulator([federation])
     for _ in range(settings.rounds):
         simulator.round()
-    found = federation.model.factors.unflatten(federation.personal(torch.arange(clients)).deviation.sigma[0])
+    found = federation.model.layout.unflatten(federation.personal(torch.arange(clients)).deviation.sigma[0])
     counted = 1 if tau else clients
     expected = (counted * x.square().sum(0) / NOISE**2 + 2.0).rsqrt()
     torch.testing.assert_close(found["weight"][0], expected, rtol=0.03, atol=0)
@@ -184,7 +184,7 @@ def test_the_width_of_a_weight_is_that_of_the_pooled_or_of_the_own_posterior(cli
 
 def test_copies_are_averaged_where_not_all_clients_take_part():
     method, sizes = Adaptive(dual=0.5), torch.tensor([10, 20])
-    all_, some = (method.hyper_in(RunShape(4, part, 10, 1, 5), sizes)["dual"].tolist() for part in (4, 3))
+    all_, some = (method.hparams_for_run(RunShape(4, part, 10, 1, 5), sizes)["dual"].tolist() for part in (4, 3))
     assert (all_, some) == ([0.5, 0.5], [0.0, 0.0])
 
 

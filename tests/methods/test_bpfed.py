@@ -37,14 +37,14 @@ def batches(steps, count=CLIENTS):
 def begun(method, model, count=CLIENTS):
     initial = method.init(model)
     return method.begin(
-        model, rows(initial.shared, count), rows(initial.personal, count), scenarios.hyper(method, count)
+        model, rows(initial.shared, count), rows(initial.personal, count), scenarios.hparams(method, count)
     )
 
 
 def trained(method, model, steps):
     local = begun(method, model)
     for batch in batches(steps):
-        local, _ = method.step(model, local, batch, scenarios.hyper(method, CLIENTS), "all")
+        local, _ = method.step(model, local, batch, scenarios.hparams(method, CLIENTS), "all")
     return local
 
 
@@ -73,7 +73,7 @@ def by_hand(method, model, client, steps):
             key = batch.key[client] if m == 0 else rng.fold(batch.key[client], m)
             eps = rng.normal(key, len(mean)).double()
             w = q[0] + F.softplus(q[1]) * eps
-            out = functional_call(module, model.factors.unflatten(w), (x,))
+            out = functional_call(module, model.layout.unflatten(w), (x,))
             data = data - SIZE / len(y) / method.draws * torch.distributions.Categorical(logits=out).log_prob(y).sum()
         loss = data + method.temperature * kl_divergence(normal(q, held=False), normal(p, held=True)).sum()  # Eq. 9
         loss.backward()
@@ -126,10 +126,10 @@ def test_a_round_begins_with_posterior_and_prior_at_personal_and_shared_factors(
     model = scenarios.model_of(scenarios.smooth())
     initial = method.init(model)
     g = scenarios.generator()
-    shared = Gaussian(*(torch.rand(CLIENTS, model.factors.shared, generator=g) + 0.1 for _ in range(2)))
-    eta = Gaussian(*(torch.rand(CLIENTS, model.factors.personal, generator=g) + 0.1 for _ in range(2)))
+    shared = Gaussian(*(torch.rand(CLIENTS, model.layout.shared, generator=g) + 0.1 for _ in range(2)))
+    eta = Gaussian(*(torch.rand(CLIENTS, model.layout.personal, generator=g) + 0.1 for _ in range(2)))
     personal = rows(initial.personal, CLIENTS)._replace(eta=eta)
-    local = method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS))
+    local = method.begin(model, shared, personal, scenarios.hparams(method, CLIENTS))
     q, prior = local.q.gaussian, local.prior.gaussian if prior_step else local.prior
     for mine in (q, prior):
         torch.testing.assert_close(mine.mean, torch.cat([shared.mean, eta.mean], -1), rtol=0, atol=0)
@@ -141,8 +141,8 @@ def test_a_round_begins_with_posterior_and_prior_at_personal_and_shared_factors(
 def test_with_the_prior_step_the_prior_is_uploaded_and_kept():
     method, model = BPFed(), scenarios.model_of(scenarios.smooth())
     local = trained(method, model, 4)
-    finished = method.finish(model, local, scenarios.hyper(method, CLIENTS))
-    shared, personal = model.factors.split(local.prior.gaussian.mean)
+    finished = method.finish(model, local, scenarios.hparams(method, CLIENTS))
+    shared, personal = model.layout.split(local.prior.gaussian.mean)
     torch.testing.assert_close(finished.upload.mean, shared)
     torch.testing.assert_close(finished.personal.eta.mean, personal)
     assert (local.prior.mean != local.q.mean).any()
@@ -153,10 +153,10 @@ def test_without_the_prior_step_the_prior_is_held_and_the_posterior_uploaded_and
     start, local = begun(method, model), trained(method, model, 4)
     assert torch.equal(local.prior.mean, start.prior.mean)
     assert torch.equal(local.prior.sigma, start.prior.sigma)
-    finished = method.finish(model, local, scenarios.hyper(method, CLIENTS))
+    finished = method.finish(model, local, scenarios.hparams(method, CLIENTS))
     q = local.q.gaussian
     for part in range(2):
-        shared, personal = model.factors.split(q[part])
+        shared, personal = model.layout.split(q[part])
         torch.testing.assert_close(finished.upload[part], shared)
         torch.testing.assert_close(finished.personal.eta[part], personal)
 
@@ -168,8 +168,8 @@ def test_a_weight_that_no_data_sees_stays_at_its_prior():
     for batch in batches(20):
         x = batch.x.clone()
         x[..., 0] = 0.0
-        local, _ = method.step(model, local, batch._replace(x=x), scenarios.hyper(method, CLIENTS), "all")
-    unseen = model.factors.unflatten(torch.arange(model.factors.total))["0.weight"][:, 0]
+        local, _ = method.step(model, local, batch._replace(x=x), scenarios.hparams(method, CLIENTS), "all")
+    unseen = model.layout.unflatten(torch.arange(model.layout.total))["0.weight"][:, 0]
     q = local.q.gaussian
     assert torch.equal(q.mean[:, unseen], model.initial[unseen].expand(CLIENTS, -1))
     torch.testing.assert_close(q.sigma[:, unseen], torch.full((CLIENTS, 5), method.sigma))
@@ -180,7 +180,7 @@ def test_a_client_predicts_with_its_own_posterior_or_with_the_aggregated_one_as_
     for predict in ("own", "aggregated"):
         method = BPFed(predict=predict)
         local = trained(method, model, 3)
-        finished = method.finish(model, local, scenarios.hyper(method, CLIENTS))
+        finished = method.finish(model, local, scenarios.hparams(method, CLIENTS))
         server = Gaussian(*(t + 1.0 for t in finished.upload))
         found = method.predictive(model, server, finished.personal).weights
         expected = torch.cat([server.mean, finished.personal.eta.mean], -1)
@@ -191,7 +191,7 @@ def test_adams_memory_is_kept_over_rounds_where_asked():
     # With one client and nothing random, two rounds of four steps are then one round of eight.
     def run(keep, split):
         method, model = BPFed.dirac(keep_adam=keep), scenarios.model_of(scenarios.smooth())
-        numbers, initial = scenarios.hyper(method, CLIENTS), method.init(model)
+        numbers, initial = scenarios.hparams(method, CLIENTS), method.init(model)
         shared, personal = rows(initial.shared, CLIENTS), rows(initial.personal, CLIENTS)
         for part in (batches(8)[:split], batches(8)[split:]):
             local = method.begin(model, shared, personal, numbers)
@@ -236,7 +236,7 @@ def test_the_dirac_case_is_joint_deterministic_training_of_body_and_head(estimat
             loss = F.cross_entropy(module(batch.x[s, used].double()), batch.y[s, used], reduction="sum")
             (SIZE / used.sum() * loss).backward()
             optimiser.step()
-        expected = model.factors.flatten(dict(module.named_parameters()))
+        expected = model.layout.flatten(dict(module.named_parameters()))
         torch.testing.assert_close(local.q.mean[s].double(), expected, rtol=0, atol=1e-6)
 
 
@@ -364,18 +364,18 @@ def test_one_client_with_a_fixed_prior_finds_the_mean_field_posterior_that_poste
     federation = scenarios.start(method, data, zeros(), rounds=1, epochs=steps, batch=40)
     Simulator([federation]).round()
 
-    factors = federation.model.factors
+    layout = federation.model.layout
     module = zeros()
 
     def log_posterior(parameters, batch):
-        logits = functional_call(module, factors.unflatten(parameters), (batch[0],))
+        logits = functional_call(module, layout.unflatten(parameters), (batch[0],))
         likelihood = torch.distributions.Categorical(logits=logits).log_prob(batch[1]).sum()
         return likelihood + Normal(0.0, prior).log_prob(parameters).sum(), torch.tensor([])
 
     transform = posteriors.vi.diag.build(log_posterior, torchopt.adam(lr=lr), n_samples=8, init_log_sds=math.log(0.3))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        state = transform.init(torch.zeros(factors.total))
+        state = transform.init(torch.zeros(layout.total))
         means, sigmas = [], []
         for step in range(steps):
             state, _ = transform.update(state, (x, y))

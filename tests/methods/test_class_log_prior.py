@@ -15,7 +15,7 @@ from bpfed.config.settings import Settings
 from bpfed.data.federated import Examples
 from bpfed.engine.federation import Federation
 from bpfed.methods import Population, Recipe, recipe
-from bpfed.methods.head_priors import class_biases, levels
+from bpfed.methods.head_priors import class_biases, class_log_prior
 
 SETTINGS = Settings(rounds=3, epochs=2, batch=5, eval_draws=50, device="cpu", compile="off")
 METHODS = pytest.mark.parametrize("method", [Recipe, Population])
@@ -40,7 +40,7 @@ def mostly_one(first=60, of_one=57):
 @given(st.lists(st.lists(st.integers(0, 500), min_size=4, max_size=4), min_size=1, max_size=4))
 def test_levels_are_logarithms_of_shares(counts):
     counts = torch.tensor(counts, dtype=torch.float32)
-    found = levels(counts)
+    found = class_log_prior(counts)
     for own, level in zip(counts, found, strict=True):
         seen = own > 0
         assert not level[~seen].any()
@@ -51,7 +51,7 @@ def test_levels_are_logarithms_of_shares(counts):
 
 @given(st.integers(1, 10_000), st.lists(st.booleans(), min_size=5, max_size=5))
 def test_equal_shares_say_nothing_to_the_last_bit(each, has):
-    assert not levels(torch.tensor([[float(each if own else 0) for own in has]])).any()
+    assert not class_log_prior(torch.tensor([[float(each if own else 0) for own in has]])).any()
 
 
 @METHODS
@@ -62,24 +62,24 @@ def test_a_head_starts_there_and_its_prior_is_around_it(method, members):
     local = federation.training_rows(torch.arange(3))
     labels = [federation.data.train.client(i)[1] for i in range(3)]
     counts = torch.stack([torch.bincount(y, minlength=3) for y in labels]).float()
-    at, wanted = class_biases(model), levels(counts).repeat(1, members)
+    at, wanted = class_biases(model), class_log_prior(counts).repeat(1, members)
     assert float(wanted[0].max() - wanted[0].min()) > 2.0
-    begun = made.begin(model, local.shared, local.personal, local.hyper | {"counts": counts})
-    plain = made.begin(model, local.shared, local.personal, local.hyper)
-    heads = [model.factors.split(state.q.mean)[1] for state in (begun, plain)]
+    begun = made.begin(model, local.shared, local.personal, local.hparams | {"counts": counts})
+    plain = made.begin(model, local.shared, local.personal, local.hparams)
+    heads = [model.layout.split(state.q.mean)[1] for state in (begun, plain)]
     torch.testing.assert_close((heads[0] - heads[1])[:, at], wanted)
     assert torch.equal(
         heads[0].index_fill(1, torch.arange(at.start, at.stop), 0.0),
         heads[1].index_fill(1, torch.arange(at.start, at.stop), 0.0),
     )
-    priors = [model.factors.split(state.prior.mean)[1][:, at] for state in (begun, plain)]
+    priors = [model.layout.split(state.prior.mean)[1][:, at] for state in (begun, plain)]
     moved = torch.zeros_like(wanted) if method is Population else wanted  # whose prior is that of all clients
     torch.testing.assert_close(priors[0] - priors[1], moved)
     # From the second round on a head goes on from where it was.
     later = local.personal._replace(steps=torch.ones_like(local.personal.steps))
     assert torch.equal(
-        made.begin(model, local.shared, later, local.hyper | {"counts": counts}).q.mean,
-        made.begin(model, local.shared, later, local.hyper).q.mean,
+        made.begin(model, local.shared, later, local.hparams | {"counts": counts}).q.mean,
+        made.begin(model, local.shared, later, local.hparams).q.mean,
     )
 
 

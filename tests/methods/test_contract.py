@@ -57,18 +57,18 @@ class Client:
         self.shared = rows(self.initial.shared, count)
         self.personal = rows(self.initial.personal, count)
         spread = torch.linspace(0.5, 1.0, count)  # every client has numbers of its own
-        self.hyper = {n: value * spread for n, value in self.method.hyper().items()}
+        self.hparams = {n: value * spread for n, value in self.method.hparams().items()}
         used = [5, 2, 4]
         self.batches = [scenarios.random_batch(count, 5, seed=t, used=used[:count]) for t in range(STEPS)]
 
-    def round(self, shared, personal, hyper, batches):
-        local = self.method.begin(self.model, shared, personal, hyper)
+    def round(self, shared, personal, hparams, batches):
+        local = self.method.begin(self.model, shared, personal, hparams)
         losses = []
         for phase in self.method.phases(2):
             for batch in batches:
-                local, loss = self.method.step(self.model, local, batch, hyper, phase.name)
+                local, loss = self.method.step(self.model, local, batch, hparams, phase.name)
                 losses.append(loss)
-        return self.method.finish(self.model, local, hyper), losses
+        return self.method.finish(self.model, local, hparams), losses
 
 
 @pytest.fixture(params=list(METHODS))
@@ -91,17 +91,17 @@ def test_an_unknown_method_is_one_sentence_that_names_the_nearest():
 
 def test_states_have_a_row_for_each_client_and_keep_their_structure(client):
     model = client.model
-    local = client.method.begin(model, client.shared, client.personal, client.hyper)
+    local = client.method.begin(model, client.shared, client.personal, client.hparams)
     for phase in client.method.phases(3):
         assert phase.epochs >= 1
-        new, loss = client.method.step(model, local, client.batches[0], client.hyper, phase.name)
+        new, loss = client.method.step(model, local, client.batches[0], client.hparams, phase.name)
         assert loss.shape == (CLIENTS,)
         assert (loss > 0).all()
         assert structure(new) == structure(local)
         assert [t.shape for t in leaves(new)] == [t.shape for t in leaves(local)]
         assert [t.dtype for t in leaves(new)] == [t.dtype for t in leaves(local)]
         assert all(len(t) == CLIENTS for t in leaves(new))
-    finished = client.method.finish(model, local, client.hyper)
+    finished = client.method.finish(model, local, client.hparams)
     assert structure(finished.personal) == structure(client.initial.personal)
     assert [t.shape for t in leaves(finished.personal)] == [
         (CLIENTS, *t.shape) for t in leaves(client.initial.personal)
@@ -114,22 +114,22 @@ def test_states_have_a_row_for_each_client_and_keep_their_structure(client):
 
 
 def test_states_are_plain_numbers_so_that_they_can_be_stored(client):
-    finished, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
+    finished, _ = client.round(client.shared, client.personal, client.hparams, client.batches)
     for state in (client.initial.shared, client.initial.personal, finished.upload, finished.personal):
         assert all(t.dtype == torch.float32 and t.isfinite().all() for t in leaves(state))
 
 
 def test_training_changes_the_upload(client):
-    finished, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
-    idle, _ = client.round(client.shared, client.personal, client.hyper, [])
-    if client.model.factors.shared:
+    finished, _ = client.round(client.shared, client.personal, client.hparams, client.batches)
+    idle, _ = client.round(client.shared, client.personal, client.hparams, [])
+    if client.model.layout.shared:
         assert any((a != b).any() for a, b in zip(leaves(finished.upload), leaves(idle.upload), strict=True))
 
 
 def test_an_upload_is_made_of_shared_tensors_only(client):
-    finished, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
-    factors = client.model.factors
-    widths = {factors.shared} | ({factors.total - factors.shared} if client.method.population else set())
+    finished, _ = client.round(client.shared, client.personal, client.hparams, client.batches)
+    layout = client.model.layout
+    widths = {layout.shared} | ({layout.total - layout.shared} if client.method.population else set())
     shapes = {(width,) for width in widths}
     if client.method.adds:  # changes of what the server holds: sums over all clients
         shapes = {t.shape for t in leaves(client.initial.shared)}
@@ -140,20 +140,20 @@ def test_an_upload_before_any_step_says_nothing_of_the_personal_state(client):
     # With nothing trained, whatever the upload holds comes from the server alone; unless heads are meant to be summed up.
     if client.method.population:
         pytest.skip(f"{client.method.title} uploads a summary of personal factors by design")
-    first, _ = client.round(client.shared, client.personal, client.hyper, [])
-    second, _ = client.round(client.shared, shaken(client.personal), client.hyper, [])
+    first, _ = client.round(client.shared, client.personal, client.hparams, [])
+    second, _ = client.round(client.shared, shaken(client.personal), client.hparams, [])
     same(first.upload, second.upload, atol=0)
 
 
 def test_clients_stacked_are_clients_alone_whatever_their_numbers(client):
     shared = shaken(client.shared)
-    together, losses = client.round(shared, client.personal, client.hyper, client.batches)
+    together, losses = client.round(shared, client.personal, client.hparams, client.batches)
     for s in range(CLIENTS):
         one = slice(s, s + 1)
         alone, loss = client.round(
             picked(shared, one),
             picked(client.personal, one),
-            picked(client.hyper, one),
+            picked(client.hparams, one),
             [Batch(*(t[one] for t in batch)) for batch in client.batches],
         )
         same(alone, picked(together, one))
@@ -161,7 +161,7 @@ def test_clients_stacked_are_clients_alone_whatever_their_numbers(client):
 
 
 def test_a_method_changes_nothing_that_it_is_given(client):
-    model, hyper = client.model, client.hyper
+    model, hparams = client.model, client.hparams
 
     def unchanged(function, *states):
         before = copied(states)
@@ -171,25 +171,27 @@ def test_a_method_changes_nothing_that_it_is_given(client):
         return result
 
     local = unchanged(
-        lambda s, p: client.method.begin(model, s, p, hyper), copied(client.shared), copied(client.personal)
+        lambda s, p: client.method.begin(model, s, p, hparams), copied(client.shared), copied(client.personal)
     )
     for phase in client.method.phases(2):
         batch = client.batches[0]
-        local, _ = unchanged(lambda state, b=batch, n=phase.name: client.method.step(model, state, b, hyper, n), local)
-    finished = unchanged(lambda state: client.method.finish(model, state, hyper), local)
+        local, _ = unchanged(
+            lambda state, b=batch, n=phase.name: client.method.step(model, state, b, hparams, n), local
+        )
+    finished = unchanged(lambda state: client.method.finish(model, state, hparams), local)
     old = client.initial.shared
     unchanged(lambda s, u: client.method.aggregate(s, u, torch.ones(CLIENTS)), old, finished.upload)
     unchanged(lambda s, p: client.method.predictive(model, s, p), client.shared, finished.personal)
 
 
 def test_the_same_round_twice_is_the_same(client):
-    first, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
-    second, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
+    first, _ = client.round(client.shared, client.personal, client.hparams, client.batches)
+    second, _ = client.round(client.shared, client.personal, client.hparams, client.batches)
     same(first, second, atol=0)
 
 
 def test_the_server_does_not_care_for_the_order_of_uploads_nor_for_the_sum_of_weights(client):
-    finished, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
+    finished, _ = client.round(client.shared, client.personal, client.hparams, client.batches)
     weights, order = torch.tensor([1.0, 5.0, 2.0]), torch.tensor([2, 0, 1])
     first = client.method.aggregate(client.initial.shared, finished.upload, weights)
     second = client.method.aggregate(client.initial.shared, picked(finished.upload, order), 10 * weights[order])
@@ -197,14 +199,14 @@ def test_the_server_does_not_care_for_the_order_of_uploads_nor_for_the_sum_of_we
 
 
 def test_a_predictive_draws_whole_weight_vectors_that_repeat(client):
-    finished, _ = client.round(client.shared, client.personal, client.hyper, client.batches)
+    finished, _ = client.round(client.shared, client.personal, client.hparams, client.batches)
     predictive = client.method.predictive(client.model, client.shared, finished.personal)
     assert 1 <= predictive.draws(4) <= 4
     assert client.method.sampled == (predictive.draws(4) > 1)
     key = scenarios.keys(CLIENTS)
     for index in range(predictive.draws(4)):
         weights = predictive.draw(key, index)
-        assert weights.shape == (CLIENTS, client.model.factors.total)
+        assert weights.shape == (CLIENTS, client.model.layout.total)
         assert weights.isfinite().all()
         assert torch.equal(weights, predictive.draw(key, index))
 
@@ -212,12 +214,12 @@ def test_a_predictive_draws_whole_weight_vectors_that_repeat(client):
 def adapted(client, batches):
     method = client.method.adapting()
     personal = rows(method.newcomer(client.model, client.initial.shared), CLIENTS)
-    local = method.begin(client.model, client.shared, personal, client.hyper)
+    local = method.begin(client.model, client.shared, personal, client.hparams)
     for phase in method.adaptation(2):
         for batch in batches:
-            local, loss = method.step(client.model, local, batch, client.hyper, phase.name)
+            local, loss = method.step(client.model, local, batch, client.hparams, phase.name)
             assert loss.isfinite().all()
-    return method.finish(client.model, local, client.hyper).personal
+    return method.finish(client.model, local, client.hparams).personal
 
 
 def test_a_newcomer_has_the_state_of_a_client_and_learns_it(client):
@@ -232,7 +234,7 @@ def test_a_newcomer_leaves_the_shared_factors_as_they_are(client):
     # A method that keeps a whole network of the client's own (a fine-tuned one, say) has nothing to freeze.
     if client.method.personal in ("none", "all"):
         pytest.skip(f"{client.method.title} does not split the network")
-    key, cut = scenarios.keys(CLIENTS), client.model.factors.shared
+    key, cut = scenarios.keys(CLIENTS), client.model.layout.shared
     first, second = (
         client.method.adapting().predictive(client.model, client.shared, adapted(client, batches)).draw(key, 0)
         for batches in ([], client.batches)
@@ -243,9 +245,9 @@ def test_a_newcomer_leaves_the_shared_factors_as_they_are(client):
 
 def test_settings_that_are_numbers_do_not_change_the_structure_and_others_do(client):
     kind = client.method
-    assert set(kind.numbers) <= set(kind.hyper()) & set(kind.settings())
-    assert dataclasses.replace(kind, lr=0.5 * kind.lr).structure() == kind.structure()
-    assert dataclasses.replace(kind, personal="*.bias").structure() != kind.structure()
+    assert set(kind.stackable) <= set(kind.hparams()) & set(kind.settings())
+    assert dataclasses.replace(kind, lr=0.5 * kind.lr).trace_key() == kind.trace_key()
+    assert dataclasses.replace(kind, personal="*.bias").trace_key() != kind.trace_key()
     with pytest.raises(dataclasses.FrozenInstanceError):
         kind.lr = 1.0
 

@@ -15,7 +15,7 @@ from bpfed.inference.estimators import Batch
 from bpfed.inference.likelihoods import Normal
 from bpfed.methods import Ditto, FedAvg
 from bpfed.methods.base import ADAPT, Weights, rows
-from bpfed.methods.full_network import Own
+from bpfed.methods.full_network import PersonalNetwork
 from bpfed.nn.model import Model
 
 CLIENTS, STEPS = 2, 6
@@ -34,12 +34,12 @@ def other(weights, seed, scale=0.3):
 
 
 def trained(method, model, sent, personal, phase="all"):
-    local = method.begin(model, Weights(sent), personal, scenarios.hyper(method, CLIENTS, torch.float64))
+    local = method.begin(model, Weights(sent), personal, scenarios.hparams(method, CLIENTS, torch.float64))
     losses = []
     for batch in batches():
-        local, loss = method.step(model, local, batch, scenarios.hyper(method, CLIENTS, torch.float64), phase)
+        local, loss = method.step(model, local, batch, scenarios.hparams(method, CLIENTS, torch.float64), phase)
         losses.append(loss)
-    return method.finish(model, local, scenarios.hyper(method, CLIENTS, torch.float64)), torch.stack(losses)
+    return method.finish(model, local, scenarios.hparams(method, CLIENTS, torch.float64)), torch.stack(losses)
 
 
 def by_hand(method, model, client, start, centre, pull):
@@ -50,7 +50,7 @@ def by_hand(method, model, client, start, centre, pull):
     losses = []
     for batch in batches():
         used = batch.mask[client].bool()
-        out = functional_call(module, model.factors.unflatten(v), (batch.x[client, used],))
+        out = functional_call(module, model.layout.unflatten(v), (batch.x[client, used],))
         loss = F.cross_entropy(out, batch.y[client, used])
         optimiser.zero_grad()
         (loss + 0.5 * pull * (v - centre[client]).square().sum()).backward()
@@ -64,7 +64,7 @@ def test_local_steps_are_those_of_adam_on_both_objectives(pull):
     method = Ditto(lr=3e-3, pull=pull)
     model = scenarios.model_of(scenarios.small_mlp(), personal="none")
     sent, own = other(model.initial, 1), other(model.initial, 2)
-    personal = Own(own, torch.ones(CLIENTS, 1, dtype=torch.float64))
+    personal = PersonalNetwork(own, torch.ones(CLIENTS, 1, dtype=torch.float64))
     finished, losses = trained(method, model, sent, personal)
     for s in range(CLIENTS):
         w, expected = by_hand(method, model, s, sent, sent, 0.0)  # the shared problem is not pulled
@@ -79,7 +79,7 @@ def test_a_newcomer_moves_its_own_network_only():
     method = Ditto(lr=3e-3, pull=0.5)
     model = scenarios.model_of(scenarios.small_mlp(), personal="none")
     sent = other(model.initial, 1)
-    nobody = Own(*(t.double() for t in rows(method.newcomer(model, Weights(model.initial)), CLIENTS)))
+    nobody = PersonalNetwork(*(t.double() for t in rows(method.newcomer(model, Weights(model.initial)), CLIENTS)))
     finished, losses = trained(method, model, sent, nobody, ADAPT)
     assert torch.equal(finished.upload.weights, sent)
     for s in range(CLIENTS):
@@ -98,7 +98,7 @@ def test_the_personal_network_solves_the_personal_problem():
     batch = Batch(x, y[None], torch.ones(1, 30, dtype=torch.float64), 30 * one, scenarios.keys(1))
     w = torch.tensor([[3.0, 3.0, 3.0]], dtype=torch.float64)
     method, at = Ditto(pull=0.7), {"pull": 0.7 * one}
-    local = method.begin(model, Weights(w), Own(w, one[:, None]), {})
+    local = method.begin(model, Weights(w), PersonalNetwork(w, one[:, None]), {})
     for t in range(600):
         local, _ = method.step(model, local, batch, at | {"lr": 0.2 * 0.985**t * one}, ADAPT)
     normal = x[0].T @ x[0] / 30 + 0.7 * torch.eye(3, dtype=torch.float64)
@@ -132,13 +132,13 @@ def test_without_pull_a_client_trains_as_if_alone():
 def test_with_all_pull_a_client_is_where_the_server_is_to_a_step_of_adam():
     model = scenarios.model_of(scenarios.small_mlp(), personal="none")
     sent = other(model.initial, 1)
-    personal = Own(sent + 2e-3, torch.ones(CLIENTS, 1, dtype=torch.float64))
+    personal = PersonalNetwork(sent + 2e-3, torch.ones(CLIENTS, 1, dtype=torch.float64))
     distance = {}
     for lr in (1e-3, 1e-5):
-        finished, _ = trained(Ditto(lr=lr, pull=1e8), model, sent, Own(sent, personal.known))
+        finished, _ = trained(Ditto(lr=lr, pull=1e8), model, sent, PersonalNetwork(sent, personal.known))
         distance[lr] = (finished.personal.weights - sent).abs().max()
         assert distance[lr] < 2 * lr
-    free, _ = trained(Ditto(lr=1e-3, pull=0.0), model, sent, Own(sent, personal.known))
+    free, _ = trained(Ditto(lr=1e-3, pull=0.0), model, sent, PersonalNetwork(sent, personal.known))
     assert (free.personal.weights - sent).abs().max() > 2 * distance[1e-3]
 
 

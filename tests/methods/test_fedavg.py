@@ -15,11 +15,11 @@ STEPS = 10
 def test_local_steps_are_those_of_adam_on_the_mean_loss():
     method = FedAvg(lr=3e-3)
     model = scenarios.model_of(scenarios.small_mlp(), personal=method.personal)
-    initial, hyper = method.init(model), {"lr": torch.full((2,), method.lr)}
-    local = method.begin(model, rows(initial.shared, 2), rows(initial.personal, 2), hyper)
+    initial, hparams = method.init(model), {"lr": torch.full((2,), method.lr)}
+    local = method.begin(model, rows(initial.shared, 2), rows(initial.personal, 2), hparams)
     batches = [scenarios.random_batch(2, 5, seed=t, used=[5, 3]) for t in range(STEPS)]
     for batch in batches:
-        local, loss = method.step(model, local, batch, hyper, "all")
+        local, loss = method.step(model, local, batch, hparams, "all")
     for s, used in enumerate((5, 3)):
         module = scenarios.small_mlp().double()
         optimiser = torch.optim.Adam(module.parameters(), lr=method.lr)
@@ -28,14 +28,14 @@ def test_local_steps_are_those_of_adam_on_the_mean_loss():
             expected = F.cross_entropy(module(batch.x[s, :used].double()), batch.y[s, :used])
             expected.backward()
             optimiser.step()
-        weights = model.factors.flatten(dict(module.named_parameters()))
+        weights = model.layout.flatten(dict(module.named_parameters()))
         torch.testing.assert_close(local.weights[s].double(), weights, rtol=0, atol=1e-6)
         torch.testing.assert_close(loss[s].double(), expected.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_is_personal_and_nothing_is_kept():
     federation = scenarios.start(FedAvg())
-    assert federation.model.factors.personal == 0
+    assert federation.model.layout.personal == 0
     assert not any(t.numel() for t in tree_flatten(federation.personal(torch.tensor([0, 1])))[0])
 
 
@@ -57,7 +57,7 @@ def test_one_client_that_always_takes_part_trains_as_if_alone():
         F.cross_entropy(module(data.train.x.double()), data.train.y).backward()
         optimiser.step()
         module.zero_grad()
-    expected = federation.model.factors.flatten(dict(module.named_parameters()))
+    expected = federation.model.layout.flatten(dict(module.named_parameters()))
     torch.testing.assert_close(federation.shared.weights.double(), expected, rtol=0, atol=1e-6)
 
 

@@ -24,9 +24,9 @@ def client(method, count=CLIENTS):
     """Clients whose chains have begun, and the server, with numbers that are all different."""
     model = scenarios.model_of(scenarios.small_mlp())
     initial, g = method.init(model), scenarios.generator(5)
-    heads = Gaussian(0.3 * torch.randn(model.factors.personal, generator=g), torch.full((model.factors.personal,), 0.4))
+    heads = Gaussian(0.3 * torch.randn(model.layout.personal, generator=g), torch.full((model.layout.personal,), 0.4))
     shared = rows(Shared.of(initial.shared.body, heads), count)
-    state = torch.randn(count, model.factors.personal, generator=g)
+    state = torch.randn(count, model.layout.personal, generator=g)
     personal = rows(initial.personal, count)
     chain = personal.chain._replace(state=state, number=torch.ones(count, 1))
     return model, shared, personal._replace(chain=chain)
@@ -35,9 +35,9 @@ def client(method, count=CLIENTS):
 def test_a_step_is_one_of_langevin_on_the_head_and_one_of_adam_on_the_body():
     method = FedSOUL(gamma=0.2, lr=2e-3)
     model, shared, personal = client(method)
-    local = method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS))
+    local = method.begin(model, shared, personal, scenarios.hparams(method, CLIENTS))
     batch = scenarios.random_batch(CLIENTS, 5, used=[5, 2, 4], size=20.0)
-    new, loss = method.step(model, local, batch, scenarios.hyper(method, CLIENTS), "all")
+    new, loss = method.step(model, local, batch, scenarios.hparams(method, CLIENTS), "all")
     for s in range(CLIENTS):
         body = shared.body[s].double().requires_grad_()
         head = personal.chain.state[s].double().requires_grad_()
@@ -89,16 +89,16 @@ def test_chains_settle_at_the_posterior_of_a_linear_head_with_the_common_prior(g
     initial = method.init(model)
     heads = Gaussian(torch.full((FEATURES,), CENTRE), initial.shared.heads.sigma)
     shared = rows(Shared.of(initial.shared.body, heads), count)
-    local = method.begin(model, shared, rows(initial.personal, count), scenarios.hyper(method, count))
+    local = method.begin(model, shared, rows(initial.personal, count), scenarios.hparams(method, count))
     for t in range(steps):
         step = batch._replace(key=rng.fold(batch.key, t))
-        local, _ = method.step(model, local, step, scenarios.hyper(method, count), ADAPT)
+        local, _ = method.step(model, local, step, scenarios.hparams(method, count), ADAPT)
     effective = gamma / (EXAMPLES + 1 / S**2)
     variance = 1 / (precision - 0.5 * effective * precision**2)
     state = local.chain.state
     torch.testing.assert_close(state.mean(0), mean, rtol=0, atol=4 * (variance / count) ** 0.5)
     torch.testing.assert_close(state.var(0), torch.full((FEATURES,), variance), rtol=0.12, atol=0)
-    finished = method.finish(model, local, scenarios.hyper(method, count))
+    finished = method.finish(model, local, scenarios.hparams(method, count))
     late = local.chain.samples.flatten(0, 1)
     torch.testing.assert_close(late.mean(0), mean, rtol=0, atol=0.01)
     torch.testing.assert_close(late.var(0), torch.full((FEATURES,), variance), rtol=0.12, atol=0)
@@ -109,20 +109,20 @@ def test_the_newest_states_are_kept_and_drawn_newest_first():
     method = FedSOUL(samples=3, thin=2)
     model, shared, personal = client(method)
     personal = personal._replace(chain=personal.chain._replace(number=torch.zeros(CLIENTS, 1)))
-    local = method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS))
+    local = method.begin(model, shared, personal, scenarios.hparams(method, CLIENTS))
     assert torch.equal(local.chain.state, shared.heads.mean)  # a chain that has not begun begins at the prior's mean
     states, key = [], scenarios.keys(CLIENTS)
     for t in range(9):
         batch = scenarios.random_batch(CLIENTS, 5, seed=t)
-        local, _ = method.step(model, local, batch, scenarios.hyper(method, CLIENTS), "all")
+        local, _ = method.step(model, local, batch, scenarios.hparams(method, CLIENTS), "all")
         states.append(local.chain.state)
         kept = states[::2][::-1][:3]  # steps 1, 3, 5, ... newest first
         predictive = method.predictive(
-            model, shared, method.finish(model, local, scenarios.hyper(method, CLIENTS)).personal
+            model, shared, method.finish(model, local, scenarios.hparams(method, CLIENTS)).personal
         )
         assert predictive.draws(20) == 3
         for index in range(3):
-            head = predictive.draw(key, index)[:, model.factors.shared :]
+            head = predictive.draw(key, index)[:, model.layout.shared :]
             assert torch.equal(head, kept[index % len(kept)])
 
 
@@ -145,14 +145,14 @@ def test_the_chain_goes_on_where_it_was_and_the_moments_of_its_newest_states_are
     personal = personal._replace(chain=personal.chain._replace(number=torch.zeros(CLIENTS, 1)))
     states = []
     for round_ in range(2):
-        local = method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS))
+        local = method.begin(model, shared, personal, scenarios.hparams(method, CLIENTS))
         if round_:
             assert torch.equal(local.chain.state, personal.chain.state)
         for t in range(4):
             batch = scenarios.random_batch(CLIENTS, 5, seed=10 * round_ + t)
-            local, _ = method.step(model, local, batch, scenarios.hyper(method, CLIENTS), "all")
+            local, _ = method.step(model, local, batch, scenarios.hparams(method, CLIENTS), "all")
             states.append(local.chain.state)
-        finished = method.finish(model, local, scenarios.hyper(method, CLIENTS))
+        finished = method.finish(model, local, scenarios.hparams(method, CLIENTS))
         personal = finished.personal
     kept = torch.stack(states[::2][-samples:])  # of both rounds
     torch.testing.assert_close(finished.upload.first, kept.mean(0))
@@ -223,12 +223,12 @@ def test_a_newcomer_samples_its_head_on_the_body_as_it_is():
     method = FedSOUL().adapting()
     model, shared, _ = client(method)
     newcomer = rows(method.newcomer(model, method.init(model).shared), CLIENTS)
-    local = method.begin(model, shared, newcomer, scenarios.hyper(method, CLIENTS))
+    local = method.begin(model, shared, newcomer, scenarios.hparams(method, CLIENTS))
     for t in range(6):
         batch = scenarios.random_batch(CLIENTS, 5, seed=t)
-        local, _ = method.step(model, local, batch, scenarios.hyper(method, CLIENTS), ADAPT)
+        local, _ = method.step(model, local, batch, scenarios.hparams(method, CLIENTS), ADAPT)
     assert torch.equal(local.body, shared.body)
-    personal = method.finish(model, local, scenarios.hyper(method, CLIENTS)).personal
+    personal = method.finish(model, local, scenarios.hparams(method, CLIENTS)).personal
     assert (personal.chain.number == 2).all()
     assert (personal.chain.state != shared.heads.mean).all()
 

@@ -37,7 +37,7 @@ class Fitted:
 
     def __init__(self, federation):
         self.federation, method, count = federation, federation.method, len(federation)
-        numbers = method.rows_of_numbers(count)
+        numbers = method.hparam_rows(count)
         personal = federation.personal(torch.arange(count))
         local = method.begin(federation.model, rows(federation.shared, count), personal, numbers)
         mean, spread = local.server.moments()

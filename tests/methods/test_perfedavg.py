@@ -40,14 +40,14 @@ def small():
 
 def begun(method, model, sent):
     nobody = tree_map(lambda t: t.double(), rows(method.init(model).personal, CLIENTS))
-    return method.begin(model, Weights(sent), nobody, scenarios.hyper(method, CLIENTS, torch.float64))
+    return method.begin(model, Weights(sent), nobody, scenarios.hparams(method, CLIENTS, torch.float64))
 
 
 def trained(method, model, sent, todo, phase="all"):
     local = begun(method, model, sent)
     losses = []
     for batch in todo:
-        local, loss = method.step(model, local, batch, scenarios.hyper(method, CLIENTS, torch.float64), phase)
+        local, loss = method.step(model, local, batch, scenarios.hparams(method, CLIENTS, torch.float64), phase)
         losses.append(loss)
     return local, torch.stack(losses)
 
@@ -55,7 +55,7 @@ def trained(method, model, sent, todo, phase="all"):
 def loss_of(model, batch, client, keep):
     """Mean −log p of some examples of a client, as a function of its weights."""
     module, x, y = scenarios.smooth().double(), batch.x[client][keep], batch.y[client][keep]
-    return lambda w: F.cross_entropy(functional_call(module, model.factors.unflatten(w), (x,)), y)
+    return lambda w: F.cross_entropy(functional_call(module, model.layout.unflatten(w), (x,)), y)
 
 
 # --- the Hessian ------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_the_hessian_product_is_autograds(make):
     for s, used in enumerate((5, 3)):
 
         def total(w, s=s, used=used):
-            out = functional_call(module, model.factors.unflatten(w), (batch.x[s, :used],))
+            out = functional_call(module, model.layout.unflatten(w), (batch.x[s, :used],))
             return F.cross_entropy(out, batch.y[s, :used], reduction="sum")
 
         _, expected = hvp(total, weights[s], vector[s])
@@ -204,8 +204,8 @@ def test_without_inner_steps_it_is_fedavg_on_the_outer_batches(order):
     expected = begun(plain, model, sent)
     for batch in batches():
         outer = parts(batch, 3 if order == "full" else 2)[1]
-        local, loss = method.step(model, local, batch, scenarios.hyper(method, CLIENTS, torch.float64), "all")
-        expected, other = plain.step(model, expected, outer, scenarios.hyper(plain, CLIENTS, torch.float64), "all")
+        local, loss = method.step(model, local, batch, scenarios.hparams(method, CLIENTS, torch.float64), "all")
+        expected, other = plain.step(model, expected, outer, scenarios.hparams(plain, CLIENTS, torch.float64), "all")
         torch.testing.assert_close(local.weights, expected.weights, rtol=0, atol=1e-9)
         torch.testing.assert_close(loss, other, rtol=0, atol=1e-9)
 
@@ -223,7 +223,7 @@ def test_training_makes_the_loss_after_a_step_small_rather_than_the_loss():
         shared = rows(Weights(model.initial.double()), 2)
         for _ in range(steps):
             local = begun(method_, model, shared.weights)
-            local, _ = method_.step(model, local, batch, scenarios.hyper(method_, CLIENTS, torch.float64), "all")
+            local, _ = method_.step(model, local, batch, scenarios.hparams(method_, CLIENTS, torch.float64), "all")
             shared = rows(method_.aggregate(shared, Weights(local.weights), torch.ones(2)), 2)
         tuned, before = trained(method, model, shared.weights, [batch], TUNE)
         _, after = trained(method, model, tuned.weights, [batch], TUNE)
@@ -242,7 +242,7 @@ def test_tuning_is_plain_descent_on_the_whole_batch():
     method = PerFedAvg(inner_lr=0.3)
     model, sent = small()
     local, losses = trained(method, model, sent, batches(), TUNE)
-    finished = method.finish(model, local, scenarios.hyper(method, CLIENTS, torch.float64))
+    finished = method.finish(model, local, scenarios.hparams(method, CLIENTS, torch.float64))
     for s in range(CLIENTS):
         w = sent[s].clone().requires_grad_()
         descent = torch.optim.SGD([w], lr=0.3)
@@ -295,12 +295,12 @@ def test_a_traced_step_is_the_step():
     federation = scenarios.start(PerFedAvg(), replace(data, train=train, test=test), module, epochs=1)
     method, model, work = federation.method, federation.model, scenarios.rows_of(federation, [0, 1])
     traced = scenarios.local_round(federation)(work).upload.weights
-    local = method.begin(model, work.shared, work.personal, work.hyper)
+    local = method.begin(model, work.shared, work.personal, work.hparams)
     todo = plan(work.shuffle, work.key, work.start, work.size, 5, 0, 1, 10, 5)
     expected = []
     for t in range(2):
         batch = Batch(train.x[todo.rows[t]], train.y[todo.rows[t]], todo.mask[t], todo.size, todo.key[t])
-        local, _ = method.step(model, local, batch, work.hyper, "all")
+        local, _ = method.step(model, local, batch, work.hparams, "all")
         expected.append(local.weights)
     torch.testing.assert_close(traced[0], expected[1][0], rtol=0, atol=1e-6)  # seven examples, two steps
     torch.testing.assert_close(traced[1], expected[0][1], rtol=0, atol=1e-6)  # three examples, one

@@ -40,9 +40,9 @@ def apart(method, model):
 
 
 def trained(method, model, shared, personal, phase="all"):
-    local = method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS))
+    local = method.begin(model, shared, personal, scenarios.hparams(method, CLIENTS))
     for batch in batches():
-        local, _ = method.step(model, local, batch, scenarios.hyper(method, CLIENTS), phase)
+        local, _ = method.step(model, local, batch, scenarios.hparams(method, CLIENTS), phase)
     return local
 
 
@@ -65,7 +65,7 @@ def test_local_steps_are_those_of_the_papers_algorithm_done_by_hand(settings):
             data = 0.0
             for m in range(method.draws):
                 eps = rng.normal(batch.key[s] if m == 0 else rng.fold(batch.key[s], m), len(q[0])).double()
-                out = functional_call(module, model.factors.unflatten(q[0] + F.softplus(q[1]) * eps), (x,))
+                out = functional_call(module, model.layout.unflatten(q[0] + F.softplus(q[1]) * eps), (x,))
                 data = data + SIZE / len(y) / method.draws * F.cross_entropy(out, y, reduction="sum")
             on_q.zero_grad()
             prior = Normal(w[0].detach(), F.softplus(w[1].detach()))
@@ -84,10 +84,10 @@ def test_local_steps_are_those_of_the_papers_algorithm_done_by_hand(settings):
 def test_the_posterior_is_never_overwritten_and_the_prior_always_is():
     method, model = PFedBayes(), scenarios.model_of(scenarios.smooth(), personal="none")
     shared, personal = apart(method, model)
-    local = method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS))
+    local = method.begin(model, shared, personal, scenarios.hparams(method, CLIENTS))
     torch.testing.assert_close(local.q.gaussian, personal.q)
     torch.testing.assert_close(local.w.gaussian, shared)
-    finished = method.finish(model, trained(method, model, shared, personal), scenarios.hyper(method, CLIENTS))
+    finished = method.finish(model, trained(method, model, shared, personal), scenarios.hparams(method, CLIENTS))
     predicted = method.predictive(model, rows(method.init(model).shared, CLIENTS), finished.personal).weights
     torch.testing.assert_close(predicted, finished.personal.q)
 
@@ -98,7 +98,7 @@ def test_a_client_that_never_trained_begins_and_predicts_with_the_servers_distri
     personal = rows(method.init(model).personal, CLIENTS)
     assert (shared.mean != personal.q.mean).any()
     torch.testing.assert_close(
-        method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS)).q.gaussian, shared
+        method.begin(model, shared, personal, scenarios.hparams(method, CLIENTS)).q.gaussian, shared
     )
     torch.testing.assert_close(method.predictive(model, shared, personal).weights, shared)
 

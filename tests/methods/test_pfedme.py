@@ -13,7 +13,7 @@ from bpfed.inference.estimators import Batch
 from bpfed.inference.likelihoods import Normal
 from bpfed.methods import PFedMe
 from bpfed.methods.base import ADAPT, Weights, rows
-from bpfed.methods.full_network import Own
+from bpfed.methods.full_network import PersonalNetwork
 from bpfed.nn.model import Model
 
 CLIENTS, STEPS = 2, 5
@@ -33,19 +33,19 @@ def small():
 
 
 def trained(method, model, sent, phase="all"):
-    nobody = Own(*(t.double() for t in rows(method.init(model).personal, CLIENTS)))
-    local = method.begin(model, Weights(sent), nobody, scenarios.hyper(method, CLIENTS, torch.float64))
+    nobody = PersonalNetwork(*(t.double() for t in rows(method.init(model).personal, CLIENTS)))
+    local = method.begin(model, Weights(sent), nobody, scenarios.hparams(method, CLIENTS, torch.float64))
     losses = []
     for batch in batches():
-        local, loss = method.step(model, local, batch, scenarios.hyper(method, CLIENTS, torch.float64), phase)
+        local, loss = method.step(model, local, batch, scenarios.hparams(method, CLIENTS, torch.float64), phase)
         losses.append(loss)
-    return method.finish(model, local, scenarios.hyper(method, CLIENTS, torch.float64)), torch.stack(losses)
+    return method.finish(model, local, scenarios.hparams(method, CLIENTS, torch.float64)), torch.stack(losses)
 
 
 def objective(model, theta, w, batch, client, pull):
     """f(θ; batch) and h(θ) of one client."""
     used = batch.mask[client].bool()
-    out = functional_call(scenarios.small_mlp().double(), model.factors.unflatten(theta), (batch.x[client, used],))
+    out = functional_call(scenarios.small_mlp().double(), model.layout.unflatten(theta), (batch.x[client, used],))
     loss = F.cross_entropy(out, batch.y[client, used])
     return loss, loss + 0.5 * pull * (theta - w).square().sum()
 
@@ -102,8 +102,8 @@ def test_the_inner_steps_find_the_proximal_point():
     batch = Batch(x, y[None], torch.ones(1, 30, dtype=torch.float64), 30 * one, scenarios.keys(1))
     method = PFedMe(pull=2.0, inner_lr=0.2, inner_steps=60, lr=0.05)
     w = torch.tensor([3.0, 3.0, 3.0], dtype=torch.float64)
-    local = method.begin(model, Weights(w[None]), Own(w[None], one[:, None]), {})
-    local, _ = method.step(model, local, batch, scenarios.hyper(method, 1, torch.float64), "all")
+    local = method.begin(model, Weights(w[None]), PersonalNetwork(w[None], one[:, None]), {})
+    local, _ = method.step(model, local, batch, scenarios.hparams(method, 1, torch.float64), "all")
 
     def point(w):
         normal = x[0].T @ x[0] / 30 + 2.0 * torch.eye(3, dtype=torch.float64)

@@ -30,7 +30,7 @@ def later(method):
     """Server and clients as they are after some rounds."""
     model = scenarios.model_of(scenarios.smooth())
     initial, g = method.init(model), scenarios.generator(3)
-    width = model.factors.personal
+    width = model.layout.personal
     head = Gaussian(torch.randn(width, generator=g), torch.full((width,), 0.5))
     q = Gaussian(torch.randn(CLIENTS, width, generator=g), 0.1 + 0.2 * torch.rand(CLIENTS, width, generator=g))
     personal = rows(initial.personal, CLIENTS)._replace(q=q, rho=torch.tensor([[0.3], [0.8]]))
@@ -38,10 +38,10 @@ def later(method):
 
 
 def trained(method, model, shared, personal, plan):
-    local = method.begin(model, shared, personal, scenarios.hyper(method, CLIENTS))
+    local = method.begin(model, shared, personal, scenarios.hparams(method, CLIENTS))
     for phase, steps in plan:
         for batch in steps:
-            local, _ = method.step(model, local, batch, scenarios.hyper(method, CLIENTS), phase)
+            local, _ = method.step(model, local, batch, scenarios.hparams(method, CLIENTS), phase)
     return local
 
 
@@ -64,9 +64,9 @@ def test_the_head_is_learnt_first_and_then_the_body_as_done_by_hand():
                 data = 0.0
                 for m in range(2):
                     key = batch.key[s] if m == 0 else rng.fold(batch.key[s], m)
-                    eps = rng.normal(key, model.factors.total).double()[model.factors.shared :]
+                    eps = rng.normal(key, model.layout.total).double()[model.layout.shared :]
                     weights = torch.cat([body, mean + F.softplus(rho) * eps])
-                    out = functional_call(module, model.factors.unflatten(weights), (x,))
+                    out = functional_call(module, model.layout.unflatten(weights), (x,))
                     data = data + SIZE / len(y) / 2 * F.cross_entropy(out, y, reduction="sum")
                 prior = Normal(shared.head.mean[s].double(), personal.rho[s].double())
                 loss = data + kl_divergence(Normal(mean, F.softplus(rho)), prior).sum()
@@ -86,7 +86,7 @@ def test_the_width_is_the_maximiser_of_the_m_step():
     method = PFedVEM()
     model, shared, personal = later(method)
     local = trained(method, model, shared, personal, (("head", batches(3)),))
-    finished = method.finish(model, local, scenarios.hyper(method, CLIENTS))
+    finished = method.finish(model, local, scenarios.hparams(method, CLIENTS))
     q, w = local.q.gaussian, shared.head.mean
     rho = finished.personal.rho
     torch.testing.assert_close(rho.square(), (q.sigma**2 + (q.mean - w) ** 2).sum(1, keepdim=True) / q.mean.shape[1])
@@ -97,7 +97,7 @@ def test_the_width_is_the_maximiser_of_the_m_step():
     for other in (0.9, 1.1):
         assert (expected(other * rho) < expected(rho)).all()
     torch.testing.assert_close(finished.upload.head.sigma, rho.expand_as(q.mean))
-    begun = method.begin(model, shared, finished.personal, scenarios.hyper(method, CLIENTS))
+    begun = method.begin(model, shared, finished.personal, scenarios.hparams(method, CLIENTS))
     torch.testing.assert_close(begun.prior.sigma, rho.expand_as(q.mean))  # it ties the next round's head
 
 
@@ -115,12 +115,12 @@ def test_a_client_that_never_trained_predicts_with_the_prior_and_one_that_has_wi
     model, shared, personal = later(method)
     mixed = personal._replace(rho=torch.tensor([[0.0], [0.8]]))
     weights = method.predictive(model, shared, mixed).weights
-    _, head = model.factors.split(weights.mean)
-    body, sigma = model.factors.split(weights.sigma)
+    _, head = model.layout.split(weights.mean)
+    body, sigma = model.layout.split(weights.sigma)
     assert (body == 0).all()  # the body is a point
     torch.testing.assert_close(head, torch.stack([shared.head.mean[0], personal.q.mean[1]]))
     torch.testing.assert_close(sigma, torch.stack([shared.head.sigma[0], personal.q.sigma[1]]))
-    begun = method.begin(model, shared, mixed, scenarios.hyper(method, CLIENTS))
+    begun = method.begin(model, shared, mixed, scenarios.hparams(method, CLIENTS))
     torch.testing.assert_close(begun.q.mean, head)
     torch.testing.assert_close(
         begun.q.gaussian.sigma, torch.stack([torch.full_like(sigma[0], method.sigma), personal.q.sigma[1]])

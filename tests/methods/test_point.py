@@ -22,16 +22,16 @@ class Clients:
         self.method = method
         self.model = scenarios.model_of(module(), personal=method.personal)
         self.initial = method.init(self.model)
-        self.hyper = {n: torch.full((CLIENTS,), v) for n, v in {**method.hyper(), "lr": RATE}.items()}
+        self.hparams = {n: torch.full((CLIENTS,), v) for n, v in {**method.hparams(), "lr": RATE}.items()}
 
     def begin(self, shared=None, personal=None):
         shared = rows(self.initial.shared if shared is None else shared, CLIENTS)
         personal = rows(self.initial.personal, CLIENTS) if personal is None else personal
-        return self.method.begin(self.model, shared, personal, self.hyper)
+        return self.method.begin(self.model, shared, personal, self.hparams)
 
     def steps(self, local, phase, numbers):
         for t in numbers:
-            local, _ = self.method.step(self.model, local, batch(t), self.hyper, phase)
+            local, _ = self.method.step(self.model, local, batch(t), self.hparams, phase)
         return local
 
     def train(self, phases, shared=None, personal=None, count=3):
@@ -39,7 +39,7 @@ class Clients:
         for phase in phases:
             local = self.steps(local, phase.name, range(t, t + count))
             t += count
-        return self.method.finish(self.model, local, self.hyper)
+        return self.method.finish(self.model, local, self.hparams)
 
     def weights(self, shared, personal):
         shared = rows(shared, CLIENTS) if shared.weights.ndim == 1 else shared
@@ -58,7 +58,7 @@ def by_hand(model, client, parts, count=3, start=None, optimiser=torch.optim.Ada
     """One client in float64: for each part (names of its layers) a new optimiser, ``count`` steps on the mean loss."""
     net = module().double()
     if start is not None:
-        net.load_state_dict({n: p.double() for n, p in model.factors.unflatten(start).items()})
+        net.load_state_dict({n: p.double() for n, p in model.layout.unflatten(start).items()})
     t = 0
     for layers in parts:
         steps = optimiser([p for n, p in net.named_parameters() if n[0] in layers], lr=RATE, **options)
@@ -68,7 +68,7 @@ def by_hand(model, client, parts, count=3, start=None, optimiser=torch.optim.Ada
             F.cross_entropy(net(batch(t).x[client, :used].double()), batch(t).y[client, :used]).backward()
             steps.step()
             t += 1
-    return model.factors.flatten(dict(net.named_parameters())).float()
+    return model.layout.flatten(dict(net.named_parameters())).float()
 
 
 class Descent(torch.optim.SGD):
@@ -109,7 +109,7 @@ def test_a_round_of_descent_with_momentum_is_that_of_plain_pytorch(momentum, dec
     # Many times Adam's step size: an error in the momentum is then far above the tolerance.
     method = FedRep(optimiser="sgd", momentum=momentum, decay=decay)
     clients = Clients(method)
-    clients.hyper["lr"] *= 100
+    clients.hparams["lr"] *= 100
     finished = clients.train(method.phases(1))
     found = torch.cat([finished.upload.weights, finished.personal.weights], -1)
     for s in range(CLIENTS):
@@ -138,8 +138,8 @@ def test_a_part_that_does_not_move_is_not_touched_nor_are_its_memory_and_its_cou
 def test_the_optimisers_memory_is_kept_over_rounds_where_asked(keep, optimiser):
     # Each client its own server: two rounds of three steps are then one round of six, if memory is kept.
     clients = Clients(FedPer(keep_adam=keep, optimiser=optimiser))
-    first = clients.method.finish(clients.model, clients.steps(clients.begin(), "all", range(3)), clients.hyper)
-    local = clients.method.begin(clients.model, first.upload, first.personal, clients.hyper)
+    first = clients.method.finish(clients.model, clients.steps(clients.begin(), "all", range(3)), clients.hparams)
+    local = clients.method.begin(clients.model, first.upload, first.personal, clients.hparams)
     found = clients.steps(local, "all", range(3, 6)).weights
     expected = clients.steps(clients.begin(), "all", range(6)).weights
     assert torch.allclose(found, expected, rtol=0, atol=1e-7) == keep
@@ -147,7 +147,7 @@ def test_the_optimisers_memory_is_kept_over_rounds_where_asked(keep, optimiser):
 
 def test_only_the_last_layer_of_lg_fedavg_travels():
     clients = Clients(LGFedAvg())
-    assert clients.model.factors.personal_names == ("0.weight", "0.bias")
+    assert clients.model.layout.personal_names == ("0.weight", "0.bias")
     assert clients.train(LGFedAvg().phases(1)).upload.weights.shape == (CLIENTS, 5 * 3 + 3)
 
 
@@ -175,7 +175,7 @@ def test_a_network_that_is_tuned_whole_is_the_servers_trained_further_and_predic
     clients = Clients(method)
     body = clients.initial.shared.weights + 0.1
     trained = clients.train(method.phases(1), Weights(body))
-    head = clients.model.factors.split(clients.model.initial)[1]
+    head = clients.model.layout.split(clients.model.initial)[1]
     start = torch.cat([body, head])
     untuned = clients.weights(Weights(body), trained.personal)
     assert torch.equal(untuned, start.expand(CLIENTS, -1))  # a round is no tuning: the server's weights predict
@@ -189,7 +189,7 @@ def test_a_network_that_is_tuned_whole_is_the_servers_trained_further_and_predic
 def test_fedbabus_head_is_held_in_rounds_and_made_from_its_first_value_before_prediction():
     method = FedBABU()
     clients = Clients(method)
-    head = clients.model.factors.split(clients.model.initial)[1]
+    head = clients.model.layout.split(clients.model.initial)[1]
     finished = clients.train(method.phases(2))
     assert torch.equal(finished.personal.weights, head.expand(CLIENTS, -1))
     body = Weights(finished.upload.weights.mean(0))

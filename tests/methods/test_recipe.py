@@ -33,16 +33,16 @@ def federation(method, seed=0, regression=False) -> Federation:
 
 
 def prior(method, state: Federation):
-    hyper = scenarios.hyper(method, 1)
+    hparams = scenarios.hparams(method, 1)
     personal = state.personal(torch.tensor([0]))
-    return method.begin(state.model, rows(state.shared, 1), personal, hyper).prior
+    return method.begin(state.model, rows(state.shared, 1), personal, hparams).prior
 
 
 def test_the_heads_prior_is_the_common_head_times_its_gain():
     """And its biases are free to be what they are here: the last three of the head's weights, one for each class."""
     method = Recipe(head_gain=4.0, head_sigma=0.07, bias_sigma=2.0)
     state = federation(method)
-    start, count = state.model.initial, state.model.factors.shared
+    start, count = state.model.initial, state.model.layout.shared
     found = prior(method, state)
     torch.testing.assert_close(found.mean[0, count:-3], 4.0 * start[count:-3])
     assert found.mean[0, -3:].tolist() == [0.0] * 3
@@ -61,15 +61,15 @@ def test_layers_are_as_noisy_as_their_inputs_allow():
     """Without a posterior's precision (a = 0) a shared weight's prior is s0 over the root of its unit's inputs."""
     method = Recipe(discount=0.0, prior_sigma=3.0)
     state = federation(method)
-    factors = state.model.factors
-    wanted = 3.0 / factors.split(factors.fan_in())[0].sqrt()
-    torch.testing.assert_close(prior(method, state).sigma[0, : factors.shared], wanted)
+    layout = state.model.layout
+    wanted = 3.0 / layout.split(layout.fan_in())[0].sqrt()
+    torch.testing.assert_close(prior(method, state).sigma[0, : layout.shared], wanted)
 
 
 def test_a_regressions_heads_are_around_zero():
     method = Recipe(head_gain=4.0, head_sigma=0.07)
     state = federation(method, regression=True)
-    assert torch.all(prior(method, state).mean[0, state.model.factors.shared :] == 0.0)
+    assert torch.all(prior(method, state).mean[0, state.model.layout.shared :] == 0.0)
 
 
 @pytest.mark.parametrize("method", [Recipe(estimator="weights"), Population(estimator="weights", head_gain=2.0)])
@@ -94,20 +94,20 @@ def test_seeds_side_by_side_are_what_each_is_alone(method):
 def test_steps_are_smaller_the_more_there_are(rounds, wanted):
     """Clients of 10 and 40 examples take 5 and 20 steps in a round: 20 are too far, as are 80 rounds."""
     data = scenarios.classification(sizes=(10, 40))
-    method = Recipe(lr=0.01, path=1.0, reach=0.1)
+    method = Recipe(lr=0.01, max_lr_epochs=1.0, max_round_lr_steps=0.1)
     state = Federation.start(method, data, Settings(rounds=rounds, epochs=5, batch=10, device="cpu"))
     both = torch.arange(2)
-    assert state.hyper(1, both)["lr"].tolist() == pytest.approx(wanted)
-    assert state.hyper(1 + rounds // 2, both)["lr"].tolist() == pytest.approx([w / 2 for w in wanted])
+    assert state.hparams(1, both)["lr"].tolist() == pytest.approx(wanted)
+    assert state.hparams(1 + rounds // 2, both)["lr"].tolist() == pytest.approx([w / 2 for w in wanted])
 
 
 @pytest.mark.parametrize(("rounds", "wanted"), [(50, 0.005), (100, 0.005), (400, 0.00125)])
 def test_a_client_with_many_steps_goes_no_farther_in_more_rounds(rounds, wanted):
     """40 examples are 20 steps in a round: a reach of 0.1 in each of them, and of 10 in the whole run."""
     data = scenarios.classification(sizes=(40, 40))
-    method = Recipe(lr=0.01, path=100.0, reach=0.1, span=10.0)
+    method = Recipe(lr=0.01, max_lr_epochs=100.0, max_round_lr_steps=0.1, max_total_lr_steps=10.0)
     state = Federation.start(method, data, Settings(rounds=rounds, epochs=5, batch=10, device="cpu"))
-    assert state.hyper(1, torch.arange(1))["lr"].item() == pytest.approx(wanted)
+    assert state.hparams(1, torch.arange(1))["lr"].item() == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("rounds", [10, 400])
@@ -115,18 +115,18 @@ def test_a_client_with_many_steps_goes_no_farther_in_more_rounds(rounds, wanted)
 def test_with_many_steps_a_clients_reach_grows_as_their_root(rounds, examples, farther):
     """10 epochs of batches of 10: as many steps as examples; more than 500 of them reach farther, in the whole run as in a round."""
     data = scenarios.classification(sizes=(examples, 10))
-    method = Recipe(lr=0.01, path=1e9, reach=0.1, span=10.0)
+    method = Recipe(lr=0.01, max_lr_epochs=1e9, max_round_lr_steps=0.1, max_total_lr_steps=10.0)
     state = Federation.start(method, data, Settings(rounds=rounds, epochs=10, batch=10, device="cpu"))
     steps = 10 * math.ceil(examples / 10)
     wanted = farther * min(0.1, 10.0 / rounds) / steps
-    assert state.hyper(1, torch.arange(1))["lr"].item() == pytest.approx(wanted)
+    assert state.hparams(1, torch.arange(1))["lr"].item() == pytest.approx(wanted)
 
 
 def test_nothing_of_a_head_is_uploaded():
     method = Recipe()
     run = prepare(method, scenarios.classification(sizes=(12,) * 3), SETTINGS)
     shared = run.train().federation.shared
-    assert [t.shape[-1] for t in shared] == [run.federation.model.factors.shared] * 2
+    assert [t.shape[-1] for t in shared] == [run.federation.model.layout.shared] * 2
 
 
 @pytest.mark.parametrize("personal", ["head", "all"])
@@ -143,7 +143,7 @@ def numbers_of(clients: int, method=None, **settings):
     """The numbers of the first client in the first round, with so many clients."""
     data = scenarios.classification(sizes=(10,) * clients)
     settings = Settings(**{"rounds": 300, "epochs": 10, "device": "cpu", **settings})
-    found = Federation.start(method or Recipe(), data, settings).hyper(1, torch.arange(1))
+    found = Federation.start(method or Recipe(), data, settings).hparams(1, torch.arange(1))
     return {name: value.item() for name, value in found.items()}
 
 
@@ -152,36 +152,38 @@ def test_where_the_settings_were_chosen_they_are_as_they_are():
     for clients, participants in ((2, None), (10, 10), (20, 10)):
         found = numbers_of(clients, participants=participants)
         assert found["discount"] == pytest.approx(method.discount)
-        assert found["anchor"] == pytest.approx(method.anchor)
-        assert found["lr"] == pytest.approx(method.path / 3000)
+        assert found["mean_precision"] == pytest.approx(method.mean_precision)
+        assert found["lr"] == pytest.approx(method.max_lr_epochs / 3000)
 
 
 def test_in_a_crowd_each_carries_its_part_of_the_prior_and_all_data_count():
     """Five times as many clients: the precision that 1/(1 - a) stands for and the one of the means' prior stay in proportion."""
     few, many = numbers_of(20), numbers_of(100)
-    assert many["anchor"] == pytest.approx(few["anchor"] / 5)
+    assert many["mean_precision"] == pytest.approx(few["mean_precision"] / 5)
     assert 1 / (1 - many["discount"]) == pytest.approx(5 / (1 - few["discount"]), rel=1e-4)
 
 
 def test_each_client_is_as_warm_as_its_own_examples_say_in_a_crowd_too():
     examples = torch.tensor([0, 100, 1000, 4500])
-    course = RunShape(clients=100, participants=50, rounds=300, epochs=10, batch=50)
-    found, plain = (method.hyper_in(course, examples) for method in (Population(), Population(rise=1.0)))
-    t, a, c = (found[name] for name in ("temperature", "discount", "anchor"))
+    shape = RunShape(clients=100, participants=50, rounds=300, epochs=10, batch=50)
+    found, plain = (
+        method.hparams_for_run(shape, examples) for method in (Population(), Population(max_temperature_factor=1.0))
+    )
+    t, a, c = (found[name] for name in ("temperature", "discount", "mean_precision"))
     assert t.tolist() == pytest.approx([0.2, 0.2, 0.1 * 2.0**0.5, 0.1])
     assert (t * c).tolist() == pytest.approx([0.04] * 4)  # 0.2 for 20 clients and fewer
     assert (t * (1.0 - a)).tolist() == pytest.approx([0.002] * 4, rel=1e-4)
     assert torch.equal(found["lr"], plain["lr"])
-    assert torch.equal(found["way"], plain["way"])
+    assert torch.equal(found["head_budget"], plain["head_budget"])
 
 
 @pytest.mark.parametrize(("examples", "warmer"), [(1, 2.0), (500, 2.0), (1000, 2.0**0.5), (2000, 1.0), (5000, 1.0)])
 def test_a_client_with_few_examples_is_warmer_and_the_pull_on_shared_factors_is_as_strong(examples, warmer):
-    method = Population(temperature=0.1, rise=2.0)
+    method = Population(temperature=0.1, max_temperature_factor=2.0)
     data = scenarios.classification(sizes=(examples, 3))
-    found = Federation.start(method, data, Settings(rounds=3, device="cpu")).hyper(1, torch.arange(1))
+    found = Federation.start(method, data, Settings(rounds=3, device="cpu")).hparams(1, torch.arange(1))
     assert found["temperature"].item() == pytest.approx(0.1 * warmer)
-    assert (found["temperature"] * found["anchor"]).item() == pytest.approx(0.1 * method.anchor)
+    assert (found["temperature"] * found["mean_precision"]).item() == pytest.approx(0.1 * method.mean_precision)
     assert (found["temperature"] * (1.0 - found["discount"])).item() == pytest.approx(
         0.1 * (1.0 - method.discount), rel=1e-5
     )
@@ -197,7 +199,7 @@ def test_the_way_of_a_head_is_its_steps_in_the_whole_run():
     """300 rounds of 10 passes of one batch, of which a client with one chance in four takes a quarter."""
     for participants, part in ((None, 1.0), (2, 0.25)):
         found = numbers_of(8, participants=participants)
-        assert found["way"] == pytest.approx(found["lr"] * 3000 * part)
+        assert found["head_budget"] == pytest.approx(found["lr"] * 3000 * part)
 
 
 def test_a_head_starts_where_it_can_still_reach_its_prior():
@@ -211,9 +213,9 @@ def test_a_head_starts_where_it_can_still_reach_its_prior():
     assert torch.all(personal.head.mean[:, biases] == 0.0)
     size = personal.first.square().mean(-1).sqrt()
     for way, gain in ((100.0, 1.0), (2.0, 4.0), (0.0, 6.0)):  # in units of h0
-        hyper = scenarios.hyper(method, 2) | {"way": way * size}
-        begun = method.begin(state.model, rows(state.shared, 2), personal, hyper)
-        head = state.model.factors.split(begun.q.mean)[1]
+        hparams = scenarios.hparams(method, 2) | {"head_budget": way * size}
+        begun = method.begin(state.model, rows(state.shared, 2), personal, hparams)
+        head = state.model.layout.split(begun.q.mean)[1]
         torch.testing.assert_close(head[:, weights], gain * personal.first[:, weights])
         torch.testing.assert_close(head[:, biases], (way > 0.0) * personal.first[:, biases])
 
@@ -223,8 +225,8 @@ def test_a_head_that_has_been_trained_goes_on_where_it_was():
     state = federation(method)
     kept = state.personal(torch.arange(2))
     kept = kept._replace(head=kept.head._replace(mean=0.3 * kept.first), steps=torch.ones_like(kept.steps))
-    begun = method.begin(state.model, rows(state.shared, 2), kept, state.hyper(2, torch.arange(2)))
-    torch.testing.assert_close(state.model.factors.split(begun.q.mean)[1], 0.3 * kept.first)
+    begun = method.begin(state.model, rows(state.shared, 2), kept, state.hparams(2, torch.arange(2)))
+    torch.testing.assert_close(state.model.layout.split(begun.q.mean)[1], 0.3 * kept.first)
 
 
 @pytest.mark.parametrize("clients", [20, 100])
@@ -233,13 +235,13 @@ def test_the_precision_that_is_carried_on_is_that_of_so_many_clients_data(client
     method = Recipe(prior_sigma=2.0)
     data = scenarios.classification(sizes=(10,) * clients)
     state = Federation.start(method, data, Settings(rounds=2, device="cpu"))
-    hyper = {name: value[:1].double() for name, value in state.hyper(1, torch.arange(1)).items()}
+    hparams = {name: value[:1].double() for name, value in state.hparams(1, torch.arange(1)).items()}
     personal = state.personal(torch.arange(1))
-    count, grows, shared = state.model.factors.shared, 3.0, rows(state.shared, 1)
+    count, grows, shared = state.model.layout.shared, 3.0, rows(state.shared, 1)
     for _ in range(1500):
-        prior = method.begin(state.model, shared, personal, hyper).prior.sigma[:, :count].double()
+        prior = method.begin(state.model, shared, personal, hparams).prior.sigma[:, :count].double()
         shared = shared._replace(sigma=(prior**-2 + grows).rsqrt())
-    own = state.model.factors.split(state.model.factors.fan_in())[0].double() / 4.0  # 1/s0²
+    own = state.model.layout.split(state.model.layout.fan_in())[0].double() / 4.0  # 1/s0²
     counted = clients / 20 / (1 - method.discount)
     torch.testing.assert_close((shared.sigma**-2)[0], own + grows * counted, rtol=1e-3, atol=0.0)
 
@@ -249,9 +251,9 @@ def test_other_layers_than_heads_start_as_the_network_does(personal):
     state = federation(Recipe(personal=personal))
     found = state.personal(torch.arange(2))
     torch.testing.assert_close(found.head.mean, found.first)
-    begun = state.method.begin(state.model, rows(state.shared, 2), found, state.hyper(1, torch.arange(2)))
+    begun = state.method.begin(state.model, rows(state.shared, 2), found, state.hparams(1, torch.arange(2)))
     for mean in (begun.q.mean, begun.prior.mean):
-        torch.testing.assert_close(state.model.factors.split(mean)[1], found.first)
+        torch.testing.assert_close(state.model.layout.split(mean)[1], found.first)
 
 
 def test_heads_that_grow_and_heads_that_do_not_are_not_stacked():

@@ -64,15 +64,15 @@ def path(method, rounds=3):
     model = replace(model, initial=model.initial.double())
     initial = method.init(model)
     shared, personal = initial.shared, rows(initial.personal, CLIENTS)
-    hyper = scenarios.hyper(method, CLIENTS, torch.float64)
+    hparams = scenarios.hparams(method, CLIENTS, torch.float64)
     seen = [model.initial.expand(CLIENTS, -1)]
     for round_ in range(rounds):
-        local = method.begin(model, rows(shared, CLIENTS), personal, hyper)
+        local = method.begin(model, rows(shared, CLIENTS), personal, hparams)
         for phase in method.phases(1):
             for batch in batches(round_):
-                local, _ = method.step(model, local, batch, hyper, phase.name)
+                local, _ = method.step(model, local, batch, hparams, phase.name)
                 seen.append(weights(method, local))
-        finished = method.finish(model, local, hyper)
+        finished = method.finish(model, local, hparams)
         shared, personal = method.aggregate(shared, finished.upload, torch.ones(CLIENTS)), finished.personal
     return torch.stack(seen)
 
@@ -108,7 +108,7 @@ def test_a_method_differs_from_its_neighbours(monkeypatch):
     def ends(method):
         model = scenarios.model_of(scenarios.smooth(), personal=method.personal)
         return [
-            torch.cat([p.flatten() for _, p in sorted(model.factors.unflatten(w).items())]) for w in path(method)[-1]
+            torch.cat([p.flatten() for _, p in sorted(model.layout.unflatten(w).items())]) for w in path(method)[-1]
         ]
 
     found = [torch.stack(ends(method)) for method in (FedPer(), LGFedAvg(), FedAvg(), LocalOnly(), FedRep())]
@@ -127,11 +127,11 @@ def distance(sigma, steps=150):
     initial = method.init(model)
     batch = batches(0)[0]
     batch = batch._replace(x=batch.x.float(), mask=batch.mask.float(), size=batch.size.float())
-    hyper = scenarios.hyper(method, CLIENTS)
-    local = method.begin(model, rows(initial.shared, CLIENTS), rows(initial.personal, CLIENTS), hyper)
+    hparams = scenarios.hparams(method, CLIENTS)
+    local = method.begin(model, rows(initial.shared, CLIENTS), rows(initial.personal, CLIENTS), hparams)
     for t in range(steps):  # steps that fade, so that Adam comes to rest
         rate = {"lr": torch.full((CLIENTS,), sigma * 0.3 * (1 - t / steps) ** 3)}
-        local, _ = method.step(model, local, batch, hyper | rate, "all")
+        local, _ = method.step(model, local, batch, hparams | rate, "all")
     _, gradient = model.gradient(model.initial.expand(CLIENTS, -1), batch.x, batch.y, batch.mask, batch.key)
     return (local.q.mean - model.initial).norm(dim=-1), (gradient * batch.scale[:, None]).norm(dim=-1)
 

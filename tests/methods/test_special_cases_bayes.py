@@ -26,17 +26,17 @@ def test_pfedbayes_is_bpfed_with_nothing_personal_step_by_step_from_q_at_the_pri
     for method in methods:
         initial = method.init(model)
         shared, personal = rows(initial.shared, 3), rows(initial.personal, 3)
-        states.append(method.begin(model, shared, personal, scenarios.hyper(method, 3)))
+        states.append(method.begin(model, shared, personal, scenarios.hparams(method, 3)))
     for t in range(12):
         batch = scenarios.random_batch(3, 5, seed=t, used=[5, 3, 4])
         states = [
-            method.step(model, local, batch, scenarios.hyper(method, 3), "all")[0]
+            method.step(model, local, batch, scenarios.hparams(method, 3), "all")[0]
             for method, local in zip(methods, states, strict=True)
         ]
         mine, theirs = states
         torch.testing.assert_close(mine.q.gaussian, theirs.q.gaussian, rtol=0, atol=1e-6)
         torch.testing.assert_close(mine.w.gaussian, theirs.prior.gaussian, rtol=0, atol=1e-6)
-    uploads = [m.finish(model, s, scenarios.hyper(m, 3)).upload for m, s in zip(methods, states, strict=True)]
+    uploads = [m.finish(model, s, scenarios.hparams(m, 3)).upload for m, s in zip(methods, states, strict=True)]
     torch.testing.assert_close(*uploads, rtol=0, atol=1e-6)
 
 
@@ -49,7 +49,7 @@ def test_after_the_first_round_they_differ_in_that_pfedbayes_keeps_its_q():
     torch.testing.assert_close(mine.shared.sigma, theirs.shared.sigma, rtol=0, atol=1e-4)
     own = mine.personal(torch.arange(3)).q
     begun = [
-        f.method.begin(f.model, rows(f.shared, 3), f.personal(torch.arange(3)), scenarios.hyper(f.method, 3))
+        f.method.begin(f.model, rows(f.shared, 3), f.personal(torch.arange(3)), scenarios.hparams(f.method, 3))
         for f in (mine, theirs)
     ]
     torch.testing.assert_close(begun[0].q.gaussian, own)
@@ -100,10 +100,10 @@ def sampled(model, batch, count, steps):
     initial = method.init(model)
     heads = Gaussian(torch.full((FEATURES,), CENTRE), initial.shared.heads.sigma)
     shared = rows(type(initial.shared).of(initial.shared.body, heads), count)
-    local = method.begin(model, shared, rows(initial.personal, count), scenarios.hyper(method, count))
+    local = method.begin(model, shared, rows(initial.personal, count), scenarios.hparams(method, count))
     for t in range(steps):
         step = batch._replace(key=rng.fold(batch.key, t))
-        local, _ = method.step(model, local, step, scenarios.hyper(method, count), ADAPT)
+        local, _ = method.step(model, local, step, scenarios.hparams(method, count), ADAPT)
     return local.chain.state
 
 
@@ -115,13 +115,13 @@ def fitted(model, batch, count, steps):
     initial = method.init(model)
     eta = Gaussian(torch.full((FEATURES,), CENTRE), torch.full((FEATURES,), 0.25))
     personal = rows(initial.personal._replace(eta=eta), count)
-    local = method.begin(model, rows(initial.shared, count), personal, scenarios.hyper(method, count))
+    local = method.begin(model, rows(initial.shared, count), personal, scenarios.hparams(method, count))
     means, sigmas = [], []
     for t in range(steps):
         step = batch._replace(key=rng.fold(batch.key, t))
-        local, _ = method.step(model, local, step, scenarios.hyper(method, count), ADAPT)
-        means.append(model.factors.split(local.q.gaussian.mean)[1])
-        sigmas.append(model.factors.split(local.q.gaussian.sigma)[1])
+        local, _ = method.step(model, local, step, scenarios.hparams(method, count), ADAPT)
+        means.append(model.layout.split(local.q.gaussian.mean)[1])
+        sigmas.append(model.layout.split(local.q.gaussian.sigma)[1])
     return torch.stack(means[steps // 2 :]).mean((0, 1)), torch.stack(sigmas[steps // 2 :]).mean((0, 1))
 
 
@@ -143,22 +143,22 @@ def test_a_point_body_moves_in_bpfed_as_in_fedsoul_at_the_same_head():
     bpfed = BPFed(shared_point=True, prior_step=False, draws=1, sigma=0.3)
     soul = FedSOUL()
     initial = bpfed.init(model)
-    cut = model.factors.shared
+    cut = model.layout.shared
     assert (initial.shared.sigma == 0).all()
     assert (initial.personal.eta.sigma == 0.3).all()
-    local = bpfed.begin(model, rows(initial.shared, 3), rows(initial.personal, 3), scenarios.hyper(bpfed, 3))
-    head = local.q.gaussian.draw(rng.normal(batch.key, model.factors.total))[:, cut:]
-    after, _ = bpfed.step(model, local, batch, scenarios.hyper(bpfed, 3), "all")
+    local = bpfed.begin(model, rows(initial.shared, 3), rows(initial.personal, 3), scenarios.hparams(bpfed, 3))
+    head = local.q.gaussian.draw(rng.normal(batch.key, model.layout.total))[:, cut:]
+    after, _ = bpfed.step(model, local, batch, scenarios.hparams(bpfed, 3), "all")
     start = soul.init(model)
     chain = start.personal.chain
     personal = rows(start.personal, 3)
     personal = personal._replace(chain=rows(chain, 3)._replace(state=head, number=torch.ones(3, 1)))
-    sampling = soul.begin(model, rows(start.shared, 3), personal, scenarios.hyper(soul, 3))
-    moved, _ = soul.step(model, sampling, batch, scenarios.hyper(soul, 3), "all")
+    sampling = soul.begin(model, rows(start.shared, 3), personal, scenarios.hparams(soul, 3))
+    moved, _ = soul.step(model, sampling, batch, scenarios.hparams(soul, 3), "all")
     torch.testing.assert_close(after.q.mean[:, :cut], moved.body, rtol=0, atol=1e-6)
     assert (after.q.gaussian.sigma[:, :cut] == 0).all()
     assert (moved.body - model.initial[:cut]).abs().max() > 0.5 * soul.lr
-    finished = bpfed.finish(model, after, scenarios.hyper(bpfed, 3))
+    finished = bpfed.finish(model, after, scenarios.hparams(bpfed, 3))
     torch.testing.assert_close(finished.upload.mean, after.q.mean[:, :cut])
     assert finished.info["kl"].isfinite().all()
 
@@ -167,7 +167,7 @@ def test_a_point_body_learns_in_a_federation():
     method = BPFed(shared_point=True, prior_step=False)
     federation = scenarios.run(method, rounds=3)
     assert (federation.shared.sigma == 0).all()
-    assert (federation.shared.mean != federation.model.initial[: federation.model.factors.shared]).any()
+    assert (federation.shared.mean != federation.model.initial[: federation.model.layout.shared]).any()
     assert federation.personal(torch.arange(5)).eta.sigma.isfinite().all()
 
 

@@ -116,7 +116,9 @@ def test_a_head_without_biases_is_as_without(method, store, tmp_path):
     for extra in (0.0, 1.0):
         module = scenarios.seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3, bias=False)))
         settings = replace(SETTINGS, store=store, participants=2)
-        run = bpfed.fit(method(unseen=extra), few_of_one(), model=module, settings=settings, out=tmp_path / str(extra))
+        run = bpfed.fit(
+            method(unseen_pseudocount=extra), few_of_one(), model=module, settings=settings, out=tmp_path / str(extra)
+        )
         found.append(list(run.federation.personal(torch.arange(3)).head))
     for plain, counted in zip(*found, strict=True):
         assert torch.equal(plain, counted)
@@ -133,7 +135,7 @@ def test_members_are_corrected_each_by_itself():
         run.federation.model, rows(run.federation.shared, 3), run.federation.personal(torch.arange(3))
     ).weights.mean
     head = run.federation.personal(torch.arange(3)).head.mean
-    moved = run.federation.model.factors.apart(weights)[:, :, -3:] - head[:, -6:].unflatten(1, (2, 3))
+    moved = run.federation.model.layout.apart(weights)[:, :, -3:] - head[:, -6:].unflatten(1, (2, 3))
     torch.testing.assert_close(moved, torch.stack([first, second], 1))
 
 
@@ -141,7 +143,10 @@ def test_members_are_corrected_each_by_itself():
 def test_predictions_at_the_clients_examples_are_as_rare_as_it_says(method):
     """The model is asked again here; in training the gradient of the bias told it. Steps are so small that nothing moves."""
     data, settings = few_of_one(), replace(SETTINGS, rounds=1, batch=64)
-    run, plain = (bpfed.fit(method(lr=1e-7, sigma=1e-3, unseen=extra), data, settings=settings) for extra in (1.0, 0.0))
+    run, plain = (
+        bpfed.fit(method(lr=1e-7, sigma=1e-3, unseen_pseudocount=extra), data, settings=settings)
+        for extra in (1.0, 0.0)
+    )
     x = data.train.client(0)[0]
     before, after = (r.client(data.clients[0]).predict(x).probs for r in (plain, run))
     rule, found = 1.0 / (3 * (len(x) + 1)), float(before[:, 2].mean())
@@ -158,9 +163,9 @@ def test_what_is_counted_are_the_examples_that_a_client_trains_on(monkeypatch):
     data, seen = few_of_one(), []
     finish = Recipe.finish
 
-    def watched(self, model, local, hyper):
-        seen.append(hyper["counts"])
-        return finish(self, model, local, hyper)
+    def watched(self, model, local, hparams):
+        seen.append(hparams["counts"])
+        return finish(self, model, local, hparams)
 
     state = Federation.start(Recipe(), data, SETTINGS)
     monkeypatch.setattr(Recipe, "finish", watched)
@@ -182,7 +187,7 @@ def test_a_class_that_a_client_has_never_seen_is_less_probable_there(method):
     x = data.test.client(0)[0]
     said = {}
     for extra in (0.0, 0.3):
-        run = bpfed.fit(method(unseen=extra), data, settings=SETTINGS)
+        run = bpfed.fit(method(unseen_pseudocount=extra), data, settings=SETTINGS)
         newcomer = run.adapt(*data.train.client(0), steps=40)
         said[extra] = [float(who.predict(x).probs[:, 2].mean()) for who in (run.client(data.clients[0]), newcomer)]
     assert all(few < 0.8 * many for few, many in zip(said[0.3], said[0.0], strict=True))
@@ -190,7 +195,7 @@ def test_a_class_that_a_client_has_never_seen_is_less_probable_there(method):
 
 def test_training_is_as_without():
     """What is corrected is prediction alone."""
-    runs = [bpfed.fit(Recipe(unseen=extra), few_of_one(), settings=SETTINGS) for extra in (0.0, 1.0)]
+    runs = [bpfed.fit(Recipe(unseen_pseudocount=extra), few_of_one(), settings=SETTINGS) for extra in (0.0, 1.0)]
     everyone = torch.arange(3)
     for plain, counted in zip(*(r.federation.personal(everyone).head for r in runs), strict=True):
         torch.testing.assert_close(plain, counted)
@@ -199,14 +204,14 @@ def test_training_is_as_without():
 
 
 def test_it_is_a_number_of_examples():
-    with pytest.raises(UserError, match="unseen is -1"):
-        Recipe(unseen=-1.0).check()
+    with pytest.raises(UserError, match="unseen_pseudocount is -1"):
+        Recipe(unseen_pseudocount=-1.0).check()
 
 
 def test_a_newcomer_from_before_loads(tmp_path):
     """Its file has no entry for what is empty, and no hash of itself."""
     data, path = few_of_one(), tmp_path / "new.safetensors"
-    run = bpfed.fit(Recipe(unseen=0.0), data, settings=SETTINGS)
+    run = bpfed.fit(Recipe(unseen_pseudocount=0.0), data, settings=SETTINGS)
     newcomer = run.adapt(*data.train.client(0), steps=5, name="new")
     newcomer.save(path)
     with safe_open(path, "pt") as file:

@@ -24,12 +24,12 @@ def test_regression_by_hand() -> None:
     assert result["rmse"].clients == pytest.approx([math.sqrt(0.125), math.sqrt(5)])
     assert result["nll"].pooled == pytest.approx(float(gaussian_nll(mean, scale, y).mean()))
     # Smallest intervals that hold the targets: 0, 0.383, 0.683 and 0.997.
-    levels = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95]
+    nominal_levels = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95]
     observed = [0.25, 0.25, 0.25, 0.5, 0.5, 0.5, 0.75, 0.75, 0.75, 0.75]
-    assert result.reliability.confidence == pytest.approx(levels)
+    assert result.reliability.confidence == pytest.approx(nominal_levels)
     assert result.reliability.accuracy == pytest.approx(observed)
     assert result.reliability.count == [4] * 10
-    assert result["ece"].pooled == pytest.approx(np.mean(np.abs(np.subtract(levels, observed))))
+    assert result["ece"].pooled == pytest.approx(np.mean(np.abs(np.subtract(nominal_levels, observed))))
     assert list(result.record()) == ["rmse", "nll", "ece"]
     baseline = torch.tensor([1.0, 1.0, 0.0, 0.0])
     result = evaluate_regression(mean, scale, gaussian_nll(mean, scale, y), y, offsets_of(2, 0, 2), baseline=baseline)

@@ -35,33 +35,33 @@ def of(module, members=3, likelihood=None, shape=(4,)):
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 3), min_size=0, max_size=2))
 def test_apart_and_together_again(members, lead):
-    factors = ParameterLayout(
+    layout = ParameterLayout(
         ("a", "b", "c"), (torch.Size([2, 3]), torch.Size([2]), torch.Size([1, 2])), members * 8, members
     )
-    vector = torch.arange(float(math.prod(lead) * factors.total)).reshape(*lead, -1)
-    apart = factors.apart(vector)
-    assert apart.shape == (*lead, members, factors.total // members)
-    assert torch.equal(factors.together(apart), vector)
+    vector = torch.arange(float(math.prod(lead) * layout.total)).reshape(*lead, -1)
+    apart = layout.apart(vector)
+    assert apart.shape == (*lead, members, layout.total // members)
+    assert torch.equal(layout.together(apart), vector)
     if not lead:
         for m, one in enumerate(apart):
-            parts = factors.one.unflatten(one)
-            for name, values in factors.unflatten(vector).items():
+            parts = layout.one.unflatten(one)
+            for name, values in layout.unflatten(vector).items():
                 assert torch.equal(parts[name], values[m] if members > 1 else values)
-        shared, personal = factors.split(vector)
-        assert torch.equal(factors.one.split(apart)[0].sum(), shared.sum())
-        assert torch.equal(factors.one.split(apart)[1].sum(), personal.sum())
+        shared, personal = layout.split(vector)
+        assert torch.equal(layout.one.split(apart)[0].sum(), shared.sum())
+        assert torch.equal(layout.one.split(apart)[1].sum(), personal.sum())
 
 
 def test_members_are_networks_of_one_kind_with_other_first_weights():
     model, several = of(small_mlp())
     assert isinstance(several, Ensemble)
-    assert (several.members, several.factors.total, several.one.factors) == (3, 3 * model.factors.total, model.factors)
-    rows = several.factors.apart(several.initial)
+    assert (several.members, several.layout.total, several.one.layout) == (3, 3 * model.layout.total, model.layout)
+    rows = several.layout.apart(several.initial)
     assert torch.equal(rows[0], model.initial)
     assert (rows[1:] != model.initial).float().mean() > 0.99
     assert (rows[1] != rows[2]).float().mean() > 0.99
     assert rows.abs().amax() <= 0.5  # as a linear layer of four or six inputs draws them
-    assert several.factors.fan_in().sum() == 3 * model.factors.fan_in().sum()
+    assert several.layout.fan_in().sum() == 3 * model.layout.fan_in().sum()
     assert torch.equal(of(small_mlp())[1].initial, several.initial)  # the same run, the same weights
     assert make_ensemble(model, 1, seed=5) is model
 
@@ -70,27 +70,27 @@ def test_members_are_networks_of_one_kind_with_other_first_weights():
 def test_each_member_has_the_gradient_it_would_have_alone(module, shape):
     model, several = of(module, shape=shape)
     g = scenarios.generator(1)
-    weights = several.initial + 0.1 * torch.randn(2, several.factors.total, generator=g)
+    weights = several.initial + 0.1 * torch.randn(2, several.layout.total, generator=g)
     x, y, mask = torch.randn(2, 5, *shape, generator=g), torch.randint(3, (2, 5), generator=g), torch.ones(2, 5)
     key = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
     value, gradient = several.gradient(weights, x, y, mask, key)
     values = []
     for m in range(3):
-        own, wanted = model.gradient(several.factors.apart(weights)[:, m], x, y, mask, key)
-        torch.testing.assert_close(several.factors.apart(gradient)[:, m], wanted)
+        own, wanted = model.gradient(several.layout.apart(weights)[:, m], x, y, mask, key)
+        torch.testing.assert_close(several.layout.apart(gradient)[:, m], wanted)
         values.append(own)
     torch.testing.assert_close(value, torch.stack(values).mean(0))
-    vector = torch.randn(2, several.factors.total, generator=g)
-    product = several.factors.apart(several.hessian_product(weights, vector, x, y, mask, key))[:, 2]
-    rows = (several.factors.apart(t)[:, 2] for t in (weights, vector))
+    vector = torch.randn(2, several.layout.total, generator=g)
+    product = several.layout.apart(several.hessian_product(weights, vector, x, y, mask, key))[:, 2]
+    rows = (several.layout.apart(t)[:, 2] for t in (weights, vector))
     torch.testing.assert_close(product, model.hessian_product(*rows, x, y, mask, key))
     # Noise of its own for each member: where weights are equal, gradients still are not.
     q = Gaussian(
-        several.factors.together(weights[:, None, : model.factors.total].expand(2, 3, -1)),
+        several.layout.together(weights[:, None, : model.layout.total].expand(2, 3, -1)),
         torch.full_like(weights, 0.3),
     )
     _, mean, _ = several.local_gradient(q, x, y, mask, key)
-    first, second, _ = several.factors.apart(mean).unbind(1)
+    first, second, _ = several.layout.apart(mean).unbind(1)
     assert (first != second).any()
 
 
@@ -100,7 +100,7 @@ def test_predictions_are_the_mean_of_the_members():
     x, key = torch.randn(2, 7, 4, generator=g), torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
     weights = several.initial.expand(2, -1)
     found = classify(several, PointPredictive(weights), x, key, 10)
-    apart = several.factors.apart(weights)
+    apart = several.layout.apart(weights)
     alone = [classify(model, PointPredictive(apart[:, m]), x, key, 10) for m in range(3)]
     torch.testing.assert_close(found.probs, torch.stack([a.probs for a in alone]).mean(0))
     torch.testing.assert_close(found.aleatoric, torch.stack([a.entropy for a in alone]).mean(0))
@@ -121,7 +121,7 @@ def test_numbers_are_predicted_by_all_members():
     )
     weights = several.initial[None]
     found = regress(several, PointPredictive(weights), x, key, 1, y)
-    alone = [regress(model, PointPredictive(m), x, key, 1, y) for m in several.factors.apart(weights).unbind(1)]
+    alone = [regress(model, PointPredictive(m), x, key, 1, y) for m in several.layout.apart(weights).unbind(1)]
     means = torch.stack([a.mean for a in alone])
     torch.testing.assert_close(found.mean, means.mean(0))
     torch.testing.assert_close(found.epistemic, means.var(0, correction=0))
@@ -135,12 +135,12 @@ def test_a_member_trains_as_it_would_alone():
     """Steps of FedAvg draw no noise, so that a federation of two members is two federations."""
     data = scenarios.classification(sizes=(12, 12, 20))
     both = bpfed.fit(FedAvg(), data, settings=SETTINGS)
-    apart = both.federation.model.factors.apart
+    apart = both.federation.model.layout.apart
     first = apart(both.federation.model.initial)
     for m in range(2):
         module = small_mlp(hidden=100)
         model = Model.of(module, Categorical(3), data.train.x[:2])
-        for name, value in model.factors.unflatten(first[m]).items():
+        for name, value in model.layout.unflatten(first[m]).items():
             module.get_parameter(name).data.copy_(value)
         alone = bpfed.fit(FedAvg(), data, model=module, settings=replace(SETTINGS, members=1))
         torch.testing.assert_close(
@@ -196,7 +196,7 @@ def test_what_is_told_of_a_round_is_of_a_member():
 
 
 def test_a_module_that_draws_its_own_weights_is_asked_to():
-    class Own(nn.Module):
+    class PersonalNetwork(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 3)
@@ -209,12 +209,12 @@ def test_a_module_that_draws_its_own_weights_is_asked_to():
         def forward(self, x):
             return self.layer(x)
 
-    _, several = of(Own())
-    weights = several.factors.unflatten(several.initial)
+    _, several = of(PersonalNetwork())
+    weights = several.layout.unflatten(several.initial)
     assert weights["layer.bias"].unique().tolist() == [7.0]
     assert len(weights["layer.weight"].unique()) == 36
 
-    class Broken(Own):
+    class Broken(PersonalNetwork):
         def reset_parameters(self) -> None:
             if hasattr(self, "done"):
                 raise ValueError("not twice")
@@ -230,7 +230,7 @@ def test_a_mixture_has_no_outputs_of_its_own():
 
 
 def test_what_cannot_have_members_says_so():
-    class Own(nn.Module):
+    class PersonalNetwork(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(3))
@@ -241,7 +241,7 @@ def test_what_cannot_have_members_says_so():
 
     data = scenarios.classification()
     with pytest.raises(UserError, match="has parameters but no reset_parameters"):
-        Federation.start(FedAvg(), data, SETTINGS, Own())
+        Federation.start(FedAvg(), data, SETTINGS, PersonalNetwork())
     with pytest.raises(UserError, match="laplace works with one network"):
         bpfed.fit(FedPer(laplace=True), data, settings=SETTINGS)
     with pytest.raises(UserError, match="members is 0"):

@@ -37,11 +37,11 @@ def test_outputs_are_those_of_the_module(personal):
 def test_gradients_of_stacked_clients_are_those_of_autograd_one_by_one(make, shape):
     model = scenarios.model_of(make(), shape)
     batch = scenarios.random_batch(3, 5, shape, used=[5, 2, 4])
-    weights = model.initial + 0.3 * inputs(3, model.factors.total)
+    weights = model.initial + 0.3 * inputs(3, model.layout.total)
     value, gradient = model.gradient(weights, batch.x, batch.y, batch.mask, batch.key)
     for s, used in enumerate((5, 2, 4)):
         w = weights[s].clone().requires_grad_()
-        out = torch.func.functional_call(make(), model.factors.unflatten(w), (batch.x[s, :used],))
+        out = torch.func.functional_call(make(), model.layout.unflatten(w), (batch.x[s, :used],))
         loss = F.cross_entropy(out, batch.y[s, :used], reduction="sum")
         torch.testing.assert_close(value[s], loss.detach(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(gradient[s], torch.autograd.grad(loss, w)[0], rtol=1e-4, atol=1e-5)
@@ -68,7 +68,7 @@ def test_a_module_may_have_a_part_called_likelihood():
             return self.likelihood(x)
 
     model = scenarios.model_of(Odd())
-    assert (model.outputs(torch.zeros(model.factors.total), inputs(2, 4)) == 0).all()
+    assert (model.outputs(torch.zeros(model.layout.total), inputs(2, 4)) == 0).all()
 
 
 # --- dropout ----------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_a_module_that_changes_a_buffer_is_refused_in_one_sentence(make, name):
 def test_a_buffer_that_stays_as_it_is_is_welcome():
     module = nn.Linear(4, 3)
     module.register_buffer("constant", torch.ones(1))
-    assert scenarios.model_of(module).factors.total == 15
+    assert scenarios.model_of(module).layout.total == 15
 
 
 def test_a_bare_assertion_of_a_module_is_a_sentence():
@@ -257,9 +257,9 @@ def test_noise_is_local_only_where_weight_and_bias_have_one_use_for_each_example
 
 def test_noise_is_local_in_all_layers_of_the_papers_networks():
     lenet = Model.of(LeNet(), Categorical(10), torch.zeros(2, 3, 32, 32))
-    assert lenet.local == set(lenet.factors.names)
+    assert lenet.local == set(lenet.layout.names)
     mlp = scenarios.model_of(scenarios.small_mlp())
-    assert mlp.local == set(mlp.factors.names)
+    assert mlp.local == set(mlp.layout.names)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ def test_a_run_has_the_network_that_is_asked_for(data: FederatedData, weights: i
     run = bpfed.fit(FedAvg(), data, hidden=7, **QUICK)
     assert run.config()["model"]["weights"] == weights  # in a regression with the scale of its noise
     assert run.config()["run"]["hidden"] == 7
-    both = bpfed.fit(Recipe(), data, hidden=7, members=2, rehearsals=int(data.task == "classification"), **QUICK)
+    calibrate = "pilot:1" if data.task == "classification" else "none"
+    both = bpfed.fit(Recipe(), data, hidden=7, members=2, calibrate=calibrate, **QUICK)
     assert both.config()["model"]["weights"] == 2 * weights
 
 
@@ -48,10 +49,10 @@ def test_networks_for_tables_start_at_zero_and_are_learnt(data: FederatedData, n
     assert model.head == (
         {"1.weight", "1.bias"} if network == "linear" else {"linear.weight", "output.weight", "output.bias"}
     )
-    first = model.one.factors if model.members == 1 else model.factors
+    first = model.one.layout if model.members == 1 else model.layout
     assert not any(first.unflatten(model.initial)[name].any() for name in model.head)
     assert run.config()["run"]["network"] == network
-    learnt = model.factors.unflatten(run.federation.shared.weights)
+    learnt = model.layout.unflatten(run.federation.shared.weights)
     assert all(learnt[name].any() for name in model.head)
 
 

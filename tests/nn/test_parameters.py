@@ -42,16 +42,16 @@ ALL = ("body.0.weight", "body.0.bias", "body.2.weight", "body.2.bias", "fc1.weig
     ],
 )
 def test_personal_parameters_are_chosen_by_word_layer_name_or_pattern(personal, chosen):
-    factors = ParameterLayout.of(parameters(), personal)
-    assert set(factors.personal_names) == chosen
-    assert factors.personal == sum(p.numel() for n, p in parameters().items() if n in chosen)
-    assert factors.shared + factors.personal == factors.total == sum(p.numel() for p in parameters().values())
-    assert set(factors.names) == set(ALL)
+    layout = ParameterLayout.of(parameters(), personal)
+    assert set(layout.personal_names) == chosen
+    assert layout.personal == sum(p.numel() for n, p in parameters().items() if n in chosen)
+    assert layout.shared + layout.personal == layout.total == sum(p.numel() for p in parameters().values())
+    assert set(layout.names) == set(ALL)
 
 
 def test_shared_factors_come_first_and_both_keep_the_modules_order():
-    factors = ParameterLayout.of(parameters(), ["body.0", "fc1"])
-    assert factors.names == (
+    layout = ParameterLayout.of(parameters(), ["body.0", "fc1"])
+    assert layout.names == (
         "body.2.weight",
         "body.2.bias",
         "fc10.weight",
@@ -83,23 +83,23 @@ def test_a_module_without_parameters_is_refused():
 @pytest.mark.parametrize("personal", ["head", "not-head", "none", "all", "*.bias"])
 def test_flatten_and_unflatten_undo_each_other(personal):
     named = parameters()
-    factors = ParameterLayout.of(named, personal)
-    vector = factors.flatten(named)
-    back = factors.unflatten(vector)
+    layout = ParameterLayout.of(named, personal)
+    vector = layout.flatten(named)
+    back = layout.unflatten(vector)
     assert set(back) == set(named)
     for name, value in named.items():
         assert torch.equal(back[name], value)
-    numbers = torch.arange(float(factors.total))
-    assert torch.equal(factors.flatten(factors.unflatten(numbers)), numbers)
+    numbers = torch.arange(float(layout.total))
+    assert torch.equal(layout.flatten(layout.unflatten(numbers)), numbers)
 
 
 def test_the_two_parts_of_a_vector_hold_the_weights_they_say():
     named = {n: torch.full_like(p, float("fc10" in n)) for n, p in parameters().items()}
-    factors = ParameterLayout.of(named, "head")
-    shared, personal = factors.split(factors.flatten(named).expand(3, -1))
-    assert shared.shape == (3, factors.shared)
+    layout = ParameterLayout.of(named, "head")
+    shared, personal = layout.split(layout.flatten(named).expand(3, -1))
+    assert shared.shape == (3, layout.shared)
     assert (shared == 0).all()
-    assert personal.shape == (3, factors.personal)
+    assert personal.shape == (3, layout.personal)
     assert (personal == 1).all()
 
 
@@ -116,8 +116,8 @@ def normalised():
 
 def test_a_weights_fan_in_is_what_its_unit_sums_over():
     net = nn.Sequential(nn.Conv2d(3, 4, 5), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 2))
-    factors = ParameterLayout.of(parameters(net), "head")
-    of = {n: set(t.flatten().tolist()) for n, t in factors.unflatten(factors.fan_in()).items()}
+    layout = ParameterLayout.of(parameters(net), "head")
+    of = {n: set(t.flatten().tolist()) for n, t in layout.unflatten(layout.fan_in()).items()}
     assert of["0.weight"] == of["0.bias"] == {75.0}
     assert of["3.weight"] == of["3.bias"] == {36.0}
     assert of["1.weight"] == of["1.bias"] == {75.0}  # a normalisation: as the widest layer

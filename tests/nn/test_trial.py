@@ -139,8 +139,8 @@ HEADS = {
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_the_head_is_what_the_outputs_depend_on_last(case):
     make, names = HEADS[case]
-    assert set(of(make()).factors.personal_names) == set(names.split())
-    rest = of(make(), personal="not-head").factors
+    assert set(of(make()).layout.personal_names) == set(names.split())
+    rest = of(make(), personal="not-head").layout
     assert set(rest.names) - set(rest.personal_names) == set(names.split())
 
 
@@ -155,13 +155,13 @@ def test_tied_weights_are_personal_in_both_uses_and_that_is_said():
             return self.out(torch.tanh(self.body(self.embed(x.long()).mean(1))))
 
     model = Model.of(Tied(), Categorical(7), IDS)
-    assert model.factors.personal_names == ("embed.weight",)
+    assert model.layout.personal_names == ("embed.weight",)
     assert model.notes == ("The head shares embed.weight with an earlier layer (tied weights), so both are personal.",)
     moved = model.initial.clone()
-    model.factors.split(moved)[1].mul_(2.0)
+    model.layout.split(moved)[1].mul_(2.0)
     module = Tied()
     module.load_state_dict(
-        {**model.factors.unflatten(moved), "out.weight": model.factors.unflatten(moved)["embed.weight"]}
+        {**model.layout.unflatten(moved), "out.weight": model.layout.unflatten(moved)["embed.weight"]}
     )
     torch.testing.assert_close(model.outputs(moved, IDS), module(IDS))
     assert model.local == {"body.weight", "body.bias"}
@@ -191,8 +191,8 @@ def test_the_order_of_attributes_changes_nothing(members):
     first = found[0].history[-1]["nll"]["pooled"]
     for other in found[1:]:
         assert other.history[-1]["nll"]["pooled"] == pytest.approx(first, abs=1e-6)
-        assert other.federation.model.factors == found[0].federation.model.factors
-    assert found[0].federation.model.factors.personal_names == ("fc2.weight", "fc2.bias")
+        assert other.federation.model.layout == found[0].federation.model.layout
+    assert found[0].federation.model.layout.personal_names == ("fc2.weight", "fc2.bias")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_the_order_of_attributes_changes_nothing(members):
 def test_networks_used_in_the_order_of_their_layers_have_that_order(make, shape):
     model = make_model(torch.zeros(2, *shape), 3 if make is scenarios.small_conv else 10, FedPer(), Settings(), make())
     names = [n for n, _ in model.module.named_parameters()]
-    assert list(model.factors.names) == names == list(model.order)
+    assert list(model.layout.names) == names == list(model.order)
 
 
 def test_a_run_that_noted_no_layout_is_read_in_the_order_of_registration(tmp_path):
@@ -219,23 +219,23 @@ def test_a_run_that_noted_no_layout_is_read_in_the_order_of_registration(tmp_pat
     now = tmp_path / "now"
     now.write_bytes(saved.model_bytes(model))
     again = saved.load_model(now, swapped, None, data, FedPer(), settings)
-    assert again.factors == model.factors
+    assert again.layout == model.layout
     before = tmp_path / "before"
-    weights = {n: t.contiguous() for n, t in model.factors.unflatten(model.initial).items()}
+    weights = {n: t.contiguous() for n, t in model.layout.unflatten(model.initial).items()}
     words = {"network": str(model.module), "likelihood": repr(model.likelihood)}
     before.write_bytes(saved.safetensors.torch.save(weights, words))
     old = saved.load_model(before, swapped, None, data, FedPer(), settings)
-    assert old.factors.names == ("fc2.weight", "fc2.bias", "fc1.weight", "fc1.bias")
-    assert old.factors.personal_names == ("fc1.weight", "fc1.bias")
+    assert old.layout.names == ("fc2.weight", "fc2.bias", "fc1.weight", "fc1.bias")
+    assert old.layout.personal_names == ("fc1.weight", "fc1.bias")
     torch.testing.assert_close(old.outputs(old.initial, data.test.x), swapped(data.test.x))
 
 
 def test_words_on_large_and_divided_modules_are_short():
     deep = nn.Sequential(*(nn.Linear(6, 6) for _ in range(9)), nn.Linear(6, 3))
-    assert of(deep).factors.words == (
+    assert of(deep).layout.words == (
         "personal: layer 9 (21 weights); shared: layer 0, layer 1, layer 2 and 6 more (378 weights)"
     )
-    divided = of(nn.Sequential(nn.Linear(6, 200), nn.Linear(200, 3)), personal="1.bias").factors
+    divided = of(nn.Sequential(nn.Linear(6, 200), nn.Linear(200, 3)), personal="1.bias").layout
     assert divided.words == "personal: 1.bias (3 weights); shared: layer 0, 1.weight (2 000 weights)"
 
 
@@ -569,7 +569,7 @@ def test_the_local_estimator_is_right_where_a_layer_runs_on_two_prototypes():
     q = Gaussian(weights, torch.full_like(weights, 0.3))
     same = [t.expand(draws, *t.shape) for t in (X[:2, 0], y, torch.ones(2))]
     local = model.local_gradient(q, *same, scenarios.keys(draws))[0]
-    noise = torch.randn(draws, model.factors.total, generator=scenarios.generator())
+    noise = torch.randn(draws, model.layout.total, generator=scenarios.generator())
     drawn = model.gradient(q.draw(noise), *same, scenarios.keys(draws))[0]
     error = (local.var() / draws + drawn.var() / draws).sqrt()
     assert abs(local.mean() - drawn.mean()) < 4 * error, (local.mean(), drawn.mean(), error)
@@ -592,8 +592,8 @@ def test_fan_in_is_what_a_unit_sums_over_in_layers_of_any_kind():
             x = self.up(self.embed(x.long()) + self.place)
             return self.head(self.cell(self.norm(self.down(x)).flatten(1)))
 
-    factors = of(scenarios.seeded(Mixed), IDS).factors
-    found = {n: set(t.flatten().tolist()) for n, t in factors.unflatten(factors.fan_in()).items()}
+    layout = of(scenarios.seeded(Mixed), IDS).layout
+    found = {n: set(t.flatten().tolist()) for n, t in layout.unflatten(layout.fan_in()).items()}
     assert {n: counts.pop() for n, counts in found.items() if len(counts) == 1} == {
         "place": 48.0,  # added to something, as a normalisation's weights are: as in the widest layer
         "embed.weight": 1.0,

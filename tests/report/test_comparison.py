@@ -109,7 +109,7 @@ def test_reliability_of_several_runs_is_that_of_all_their_examples() -> None:
 
 def test_names_of_variants_have_room_and_are_told_apart():
     """Cut to the same letters, two of them would look like one."""
-    names = ["BPFed recipe + members", "BPFed recipe + members + softness"]
+    names = ["BPFed recipe + members", "BPFed recipe + members + calibrated"]
     rows = [charts.Row(name, 0.4, 0.3, 0.5) for name in names]
     lines = [charts.Line(name, [1, 2], [0.5, 0.4]) for name in names]
     for drawn in (charts.bars(rows, MEASURES["nll"]), charts.convergence(lines, MEASURES["nll"])):

@@ -76,8 +76,8 @@ def test_labels_stay_near() -> None:
     assert svg.apart([0.2, 0.6], 0.1, 0.0, 1.0) == [0.2, 0.6]
     assert svg.apart([0.0, 300.0], 17, 0, 400) == [0.0, 300.0]
     assert svg.apart([150.0, 152.0, 154.0], 17, 0, 400) == pytest.approx([135.0, 152.0, 169.0])
-    crowd = [150.0 + k for k in range(15)]
-    assert math.isclose(sum(svg.apart(crowd, 17, 0, 400)), sum(crowd))
+    many_clients = [150.0 + k for k in range(15)]
+    assert math.isclose(sum(svg.apart(many_clients, 17, 0, 400)), sum(many_clients))
 
 
 def test_a_line_is_interrupted_by_what_is_missing() -> None:

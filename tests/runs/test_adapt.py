@@ -42,7 +42,7 @@ def test_a_newcomer_learns_its_examples_and_leaves_the_shared_factors(run: bpfed
     assert found.entropy.mean() < nothing.entropy.mean()
     for now, then in zip(run.federation.shared, before, strict=True):
         assert torch.equal(now, then)
-    own, cut = client.run.federation, run.federation.model.factors.shared
+    own, cut = client.run.federation, run.federation.model.layout.shared
     weights = own.method.predictive(own.model, rows(own.shared, 1), own.personal(torch.tensor([0]))).weights
     assert torch.equal(weights.mean[0, :cut], run.federation.shared.mean)
     assert torch.equal(weights.sigma[0, :cut], run.federation.shared.sigma)
@@ -115,7 +115,7 @@ def wave(sizes: tuple[int, ...], noise: float, seed: int) -> FederatedData:
     )
 
 
-@pytest.mark.parametrize(("name", "more"), [("bpfed", {}), ("bpfed-recipe", {"reach": 1.0})])
+@pytest.mark.parametrize(("name", "more"), [("bpfed", {}), ("bpfed-recipe", {"max_round_lr_steps": 1.0})])
 def test_a_newcomers_noise_is_its_residuals(name: str, more: dict[str, float]) -> None:
     noise = 0.5
     wide = small_mlp(4, 1, hidden=100)  # with as many features, a head of σ = 1 spreads far beyond the targets
@@ -261,12 +261,14 @@ def test_a_newcomer_read_back_says_what_is_unusual(by_own_statistics: bpfed.Run,
 
 
 def test_numbers_of_a_newcomer_are_as_wide_as_its_own_noise() -> None:
-    """The run's softness makes up for noise that its clients had not learnt to the end; a newcomer learns its own."""
-    run = bpfed.fit(data=regression((30, 30, 30)), model=small_mlp(3, 1), rounds=2, epochs=1, rehearsals=1)
-    assert run.softness != 1.0
-    assert run.adapt(name="late").run.softness == 1.0
-    soft = bpfed.fit(data=regression((30, 30, 30)), model=small_mlp(3, 1), rounds=1, epochs=1, softness=0.5)
-    assert soft.adapt(name="late").run.softness == 1.0
+    """The run's calibration temperature makes up for noise that its clients had not learnt to the end; a newcomer learns its own."""
+    run = bpfed.fit(data=regression((30, 30, 30)), model=small_mlp(3, 1), rounds=2, epochs=1, calibrate="pilot:1")
+    assert run.calibration_temperature != 1.0
+    assert run.adapt(name="late").run.calibration_temperature == 1.0
+    soft = bpfed.fit(
+        data=regression((30, 30, 30)), model=small_mlp(3, 1), rounds=1, epochs=1, calibration_temperature=0.5
+    )
+    assert soft.adapt(name="late").run.calibration_temperature == 1.0
 
 
 def test_without_examples_it_is_said_what_is_not_known_of_numbers() -> None:

@@ -56,7 +56,7 @@ def test_no_damage_changes_a_prediction_or_ends_in_a_traceback(folders: Folders)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "NaN", "1e999", "1" + "0" * 400, "true", '"1"', "null", "[" * 50_000])
-def test_a_run_without_a_manifest_loads_as_before_but_not_with_such_a_softness(
+def test_a_run_without_a_manifest_loads_as_before_but_not_with_such_a_calibration_temperature(
     folders: Folders, tmp_path: Path, value: str
 ) -> None:
     old = as_before_manifests(Path(shutil.copytree(folders.place / "run", tmp_path / "copy")))
@@ -64,8 +64,8 @@ def test_a_run_without_a_manifest_loads_as_before_but_not_with_such_a_softness(
     assert COMMANDS["predict"](old) == folders.wanted["predict"]
     report = COMMANDS["report"](old).replace(str(tmp_path), str(folders.place))
     assert report == folders.wanted["report"]
-    (old / "learnt.json").write_text(f'{{"softness": {value}}}')
-    with pytest.raises(UserError, match=r"learnt.json' is damaged .*; delete it to repeat the rehearsals"):
+    (old / "learnt.json").write_text(f'{{"calibration_temperature": {value}}}')
+    with pytest.raises(UserError, match=r"learnt.json' is damaged .*; delete it to repeat the calibration pilots"):
         Run.load(old)
 
 
@@ -108,10 +108,12 @@ def test_it_lists_the_hashes_of_all_that_matters_as_sha256sum_prints_them(folder
 def test_an_edited_configuration_is_named_and_restored_by_resuming(command: Command, folders: Folders) -> None:
     run = Path(shutil.copytree(folders.place / "run", "run"))
     before = files(run)
-    (run / "config.toml").write_text((run / "config.toml").read_text().replace("softness = 1.0", "softness = 2.0"))
+    (run / "config.toml").write_text(
+        (run / "config.toml").read_text().replace("calibration_temperature = 1.0", "calibration_temperature = 2.0")
+    )
     said = command("predict", "run", "--client", "genf", "--input", folders.place / "new.csv").sentence
     assert said == (
-        "'run/config.toml' has been changed since the run wrote it (run.softness is 2.0 there and 1.0 in the run), but a "
+        "'run/config.toml' has been changed since the run wrote it (run.calibration_temperature is 2.0 there and 1.0 in the run), but a "
         "run keeps the settings it began with; put it back from a copy, or restore it with: bpfed run --out run --resume "
         "(to train another run with the changed file: bpfed run run/config.toml --out NEW)"
     )

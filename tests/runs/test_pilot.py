@@ -17,7 +17,7 @@ from bpfed.methods import Adaptive, FedAvg
 from bpfed.methods.adaptive import DEVIATIONS, PRIORS
 from bpfed.runs import pilot
 from bpfed.runs.fit import method_of
-from bpfed.runs.pilot import Candidate, first_within_error
+from bpfed.runs.pilot import ScoredCandidate, first_within_error
 
 #: A few steps have to do, so they are long.
 QUICK = {
@@ -33,7 +33,7 @@ QUICK = {
 
 def candidates(*sums, examples=10.0):
     sizes = np.full(len(sums[0]), examples)
-    return [Candidate(FedAvg(), {}, np.array(s, dtype=float), sizes) for s in sums]
+    return [ScoredCandidate(FedAvg(), {}, np.array(s, dtype=float), sizes) for s in sums]
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,9 @@ def no_litter(folder: Path) -> bool:
 def test_killed_in_the_middle_of_writing_again_and_again(whole: Path, tmp_path: Path, store: str) -> None:
     chance, out = random.Random(f"moments {store}"), tmp_path / "run"
     arguments = [*SHORT, "--store", store, "--out", str(out)]
-    for sitting in range(4):
+    for runner in range(4):
         # A sitting has some dozen operations on files for each round: before, between and after them, and half of a line.
-        child = process([*arguments, *(["--resume"] if sitting else [])], tmp_path / "log", chance.randrange(1, 40))
+        child = process([*arguments, *(["--resume"] if runner else [])], tmp_path / "log", chance.randrange(1, 40))
         child.start()
         child.join()
         assert child.exitcode in (0, -9), (tmp_path / "log").read_text()
@@ -355,8 +355,8 @@ def test_a_run_on_tables_goes_on_from_elsewhere_and_when_they_have_moved(
     assert "has another configuration" in said.err
 
 
-def test_what_rehearsals_have_learnt_is_learnt_again_if_it_is_lost(tmp_path: Path) -> None:
-    asked = {"rounds": 2, "epochs": 1, "rehearsals": 1, "progress": False, "say": str, "out": tmp_path / "run"}
+def test_what_pilots_have_learnt_is_learnt_again_if_it_is_lost(tmp_path: Path) -> None:
+    asked = {"rounds": 2, "epochs": 1, "calibrate": "pilot:1", "progress": False, "say": str, "out": tmp_path / "run"}
     run = fit(FedAvg(), classification(), **asked)
     (tmp_path / "run" / "learnt.json").unlink()
     with pytest.raises(
@@ -364,4 +364,4 @@ def test_what_rehearsals_have_learnt_is_learnt_again_if_it_is_lost(tmp_path: Pat
     ):
         Run.load(tmp_path / "run")
     fit(FedAvg(), classification(), resume=True, **asked)
-    assert Run.load(tmp_path / "run").softness == run.softness
+    assert Run.load(tmp_path / "run").calibration_temperature == run.calibration_temperature

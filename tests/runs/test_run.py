@@ -87,7 +87,7 @@ def test_the_folder_holds_what_the_run_says(tmp_path: Path) -> None:
     config = tomllib.loads((tmp_path / "a/config.toml").read_text())
     assert config["data"]["name"] == "lines"
     assert config["run"]["rounds"] == 2
-    assert config["model"]["personal"] == list(run.federation.model.factors.personal_names)
+    assert config["model"]["personal"] == list(run.federation.model.layout.personal_names)
 
 
 def test_a_resume_in_python_is_the_same_run(tmp_path: Path) -> None:
@@ -284,9 +284,11 @@ def test_a_run_says_who_was_never_drawn():
     drawn = {i for round_ in (1, 2) for i in run.federation.participants(round_).tolist()}
     record = run.record()
     assert (record.summary["participants"], record.summary["never_drawn"]) == (2, 9 - len(drawn))
-    assert record.seldom.startswith(f"2 of the 9 clients are drawn in a round; {9 - len(drawn)} were never drawn")
+    assert record.participation_note.startswith(
+        f"2 of the 9 clients are drawn in a round; {9 - len(drawn)} were never drawn"
+    )
     whole = bpfed.fit(FedAvg(), data, rounds=1, device="cpu", compile="off").record()
-    assert whole.seldom == ""
+    assert whole.participation_note == ""
 
 
 def test_what_is_true_of_all_seeds_is_said_once():

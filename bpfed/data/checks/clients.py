@@ -128,7 +128,7 @@ WIDER = 5.0
 UNIT, SPREAD = 100.0, 10.0
 
 
-def hints(data: FederatedData, summaries: Sequence[ColumnStatistics], guessed: bool) -> tuple[str, ...]:
+def check_clients(data: FederatedData, summaries: Sequence[ColumnStatistics], guessed: bool) -> tuple[str, ...]:
     """A sentence each for a lone client, counts taken as classes, labels that nobody shares, and units that differ.
 
     Args:

@@ -28,7 +28,7 @@ DATE = re.compile(r"(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{1,2}([-/.])\d{1,2}\3(\d{4}|
 _NUMERIC = re.compile(r"[-+−'~$€£¥]*\s*\d[\d.,'’_\s]*([^\W\d]{1,5}(/[^\W\d]{1,5})?|[%‰°$€£¥]\w?)?")
 
 
-def mistaken(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str, ...]:
+def check_column_types(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str, ...]:
     """What to say of columns that are probably used as what they are not; a sentence for each kind that there is."""
     features = [f for f in preparation.features if f.scale]
     texts = {f.name: such for f in features if f.kind == "words" and (such := as_text(f.levels))}
@@ -170,7 +170,7 @@ def doubts(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str,
     for feature in (f for f in preparation.features if f.scale):
         held = [table.columns[feature.name] for table in tables.values() if feature.name in table.columns]
         if feature.kind == "words" and (as_text(feature.levels) or marks_split(feature.levels)):
-            continue  # of which `mistaken` speaks
+            continue  # of which `check_column_types` speaks
         named = _IDENTITY.fullmatch(feature.name) is not None
         dated, identity = _of_words(held) if feature.kind == "words" else _of_numbers(held, named)
         if dated:

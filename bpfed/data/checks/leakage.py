@@ -27,7 +27,9 @@ JUDGED, OFTEN = 20, 10
 MANY = 1 << 16
 
 
-def suspects(tables: Mapping[str, Table], training: Mapping[str, Table], preparation: Preprocessor) -> tuple[str, ...]:
+def check_leakage(
+    tables: Mapping[str, Table], training: Mapping[str, Table], preparation: Preprocessor
+) -> tuple[str, ...]:
     """A sentence each for what there is of it.
 
     Args:

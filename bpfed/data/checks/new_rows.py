@@ -52,7 +52,7 @@ class Unusual:
 
 
 def unusual(preparation: Preprocessor, table: Table, client: str) -> Unusual:
-    """Which rows have unseen words or codes, numbers far off, or no value where training had one; see `unfamiliar`."""
+    """Which rows have unseen words or codes, numbers far off, or no value where training had one; see `check_new_rows`."""
     words, numbers, missing, codes = {}, {}, {}, {}
     for feature in (f for f in preparation.features if f.scale):
         # Without an indicator a missing value is an average one, and nothing of the model can tell.
@@ -73,7 +73,7 @@ def unusual(preparation: Preprocessor, table: Table, client: str) -> Unusual:
     return Unusual(table.rows, words, numbers, missing, codes)
 
 
-def unfamiliar(preparation: Preprocessor, table: Table, client: str) -> list[str]:
+def check_new_rows(preparation: Preprocessor, table: Table, client: str) -> list[str]:
     """A sentence each for misspelt columns, unseen words and codes, numbers far off, gaps, and pixels in another unit.
 
     Args:

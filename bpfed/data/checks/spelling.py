@@ -1,4 +1,4 @@
-"""Lookalikes: names, labels and words that look the same or nearly so, and are two where one may be meant."""
+"""Spelling: names, labels and words that look the same or nearly so, and are two where one may be meant."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ DIFFER = (
 
 
 def spelling(word: str) -> str:
-    """A word without what lookalikes differ in."""
+    """A word without what similar spellings differ in."""
     return " ".join(unicodedata.normalize("NFC", word).split()).casefold()
 
 
-def lookalikes(preparation: Preprocessor, clients: Iterable[str] = ()) -> tuple[str, ...]:
+def check_spelling(preparation: Preprocessor, clients: Iterable[str] = ()) -> tuple[str, ...]:
     """What to say of clients, columns, labels, and the words of columns: a sentence for each where there are some."""
     found = []
     if alike := _alike(clients):

@@ -16,7 +16,7 @@ import numpy as np
 
 from bpfed._util.errors import OTHERS, UserError, first_of
 from bpfed._util.files import write_whole
-from bpfed.data.tabular.missing_values import Blanks
+from bpfed.data.tabular.missing_values import MissingValues
 from bpfed.data.tabular.table import MISSING, UNKNOWN, Categorical, Column, Table, check_columns
 
 # --- Separators in numbers --------------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ _LONG = re.compile(r"^\s*[+-]?\d{4,}\s*$", re.MULTILINE)
 
 
 @dataclass
-class Separators:
+class NumberFormat:
     """How the numbers of a column are written, of a file in which ``1,5`` is one and a half.
 
     Attributes:
@@ -83,7 +83,7 @@ class Separators:
         return self.comma if certain else None
 
 
-def misread(columns: Mapping[str, Separators]) -> list[str]:
+def misread(columns: Mapping[str, NumberFormat]) -> list[str]:
     """Which columns have thousands that were read as fractions, as parts of a sentence that begins with "Column"."""
     found = [f"'{name}' has a comma for thousands ('{c.thousands}')" for name, c in columns.items() if c.thousands]
     decimals = [(name, c.decimal) for name, c in columns.items() if c.decimal is not None]
@@ -114,23 +114,23 @@ _FORMULA = re.compile("'*(?:[\\s\x00\u200b\ufeff]*[=+\\-@\uff1d\uff0b\uff0d\uff2
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 
 
-def read_csv(path: Path, words: frozenset[str] = frozenset(), blanks: Blanks | None = None) -> Table:
+def read_csv(path: Path, words: frozenset[str] = frozenset(), missing_values: MissingValues | None = None) -> Table:
     """Read a CSV file: UTF-8, the first line names the columns.
 
     A column is numbers if all its cells are (or are missing), or all are percentages, and it is none of ``words``; else
     words. Where the delimiter is not the comma, ``1,5`` is one and a half. Columns without a name are left out. Cells
-    that are ``blanks`` are empty.
+    that are ``missing_values`` are empty.
     """
     as_text = set(words)
     while True:
-        found, delimiter, separators = _columns(path, as_text, blanks or Blanks())
+        found, delimiter, number_formats = _columns(path, as_text, missing_values or MissingValues())
         mixed = {
             name for name, chunks in found.items() if len({isinstance(c, Categorical) for c in chunks if _some(c)}) > 1
         }
         if not mixed:
             break
         as_text |= mixed  # numbers at first and words later: only a second look has their text
-    if wrong := misread(separators):
+    if wrong := misread(number_formats):
         raise UserError(
             f"Column {first_of(wrong, ', and ', OTHERS)} in '{path}'; write numbers without separators of "
             "thousands, and with the same decimal mark throughout."
@@ -193,22 +193,22 @@ def column_of(cells: Sequence[str], name: str, where: str, words: bool = False) 
 
 
 def _columns(
-    path: Path, as_text: set[str], blanks: Blanks
-) -> tuple[dict[str, list[Column]], str, dict[str, Separators]]:
+    path: Path, as_text: set[str], missing_values: MissingValues
+) -> tuple[dict[str, list[Column]], str, dict[str, NumberFormat]]:
     """The columns in chunks, by name; the delimiter; and how numbers are written, where that is not the comma."""
     found: dict[str, list[Column]] = {}
-    separators: dict[str, Separators] = {}
+    number_formats: dict[str, NumberFormat] = {}
     for header, delimiter, rows in _rows(path):
         found = found or {name: [] for name in header if name}
         for name, cells in zip(header, zip(*rows, strict=True), strict=bool(rows)):
             if not name:
                 continue
-            filled = blanks.cells(name, cells)
+            filled = missing_values.cells(name, cells)
             column = _parsed(filled, delimiter, name in as_text)
             found[name].append(column)
             if delimiter != "," and not isinstance(column, Categorical):
-                separators.setdefault(name, Separators()).add(filled)
-    return found, delimiter, separators
+                number_formats.setdefault(name, NumberFormat()).add(filled)
+    return found, delimiter, number_formats
 
 
 def _rows(path: Path) -> Iterator[tuple[list[str], str, list[list[str]]]]:

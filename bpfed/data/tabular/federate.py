@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from bpfed._util.errors import UserError, hint, quoted
-from bpfed.data.checks.clients import hints, of_one_class, rare_classes
-from bpfed.data.checks.column_types import PARTS, coded, doubts, mistaken
-from bpfed.data.checks.leakage import suspects
-from bpfed.data.checks.spelling import lookalikes
+from bpfed.data.checks.clients import check_clients, of_one_class, rare_classes
+from bpfed.data.checks.column_types import PARTS, check_column_types, coded, doubts
+from bpfed.data.checks.leakage import check_leakage
+from bpfed.data.checks.spelling import check_spelling
 from bpfed.data.federated import Examples, FederatedData, Task
 from bpfed.data.holdout import Holdout, split
 from bpfed.data.partition import check_seed
 from bpfed.data.tabular.combine import combine
-from bpfed.data.tabular.missing_values import Blanks
+from bpfed.data.tabular.missing_values import MissingValues
 from bpfed.data.tabular.preprocessing import Codes, Preprocessor, Standardise
 from bpfed.data.tabular.statistics import MOST_WHOLE, SPLIT, check_words, client_summary
 from bpfed.data.tabular.table import ENDINGS, Categorical, Table, any_of, read_table
@@ -63,12 +63,12 @@ def read_clients(
                 "--client-column, or give a single file."
             )
         found = {name: read_table(file, words, ignore=ignore, missing=missing) for name, file in _files(path).items()}
-        Blanks.of(missing).check(column for table in found.values() for column in table.columns)
+        MissingValues.of(missing).check(column for table in found.values() for column in table.columns)
         return found
     # Names are words even if they are digits: 007 is not 7, and long numbers would be rounded to the same one.
     words = [*words, *([client_column] if client_column else ())]
     table = read_table(path, words, ignore=ignore, missing=missing)
-    Blanks.of(missing).check(table.columns)
+    MissingValues.of(missing).check(table.columns)
     if client_column is None:
         raise UserError(
             f"'{path}' is a single file; use --client-column to name the column that identifies the client: "
@@ -172,15 +172,15 @@ def federate(
         preparation=preparation,
     ).check()
     notes = (
-        *lookalikes(preparation, clients),
-        *mistaken(tables, preparation),
+        *check_spelling(preparation, clients),
+        *check_column_types(tables, preparation),
         *doubts(tables, preparation),
         *coded(preparation),
         *(() if by is None else by.notes(tables)),
         *of_one_class(data),
         *rare_classes(data),
-        *hints(data, summaries, guessed),
-        *suspects(tables, {client: train for client, train, _ in parts}, preparation),
+        *check_clients(data, summaries, guessed),
+        *check_leakage(tables, {client: train for client, train, _ in parts}, preparation),
     )
     return replace(data, notes=notes)
 

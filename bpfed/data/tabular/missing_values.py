@@ -12,7 +12,7 @@ from bpfed.data.tabular.table import Categorical, Column, Table
 
 
 @dataclass(frozen=True)
-class Blanks:
+class MissingValues:
     """What else is missing, beside `bpfed.data.tabular.table.MISSING`; whatever its case.
 
     Attributes:
@@ -24,7 +24,7 @@ class Blanks:
     columns: dict[str, frozenset[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, said: Iterable[str]) -> Blanks:
+    def of(cls, said: Iterable[str]) -> MissingValues:
         """Of ``WORD`` or ``COLUMN=WORD`` each."""
         everywhere: set[str] = set()
         columns: dict[str, frozenset[str]] = {}

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from bpfed._util.errors import UserError, quoted
-from bpfed.data.checks.new_rows import Unusual, unfamiliar, unusual
+from bpfed.data.checks.new_rows import Unusual, check_new_rows, unusual
 from bpfed.data.federated import FederatedData
 from bpfed.data.load import names, source_of
 from bpfed.data.sources.pooled import SOURCES
 from bpfed.data.tabular.csvfile import column_of
-from bpfed.data.tabular.missing_values import Blanks
+from bpfed.data.tabular.missing_values import MissingValues
 from bpfed.data.tabular.npz import read_arrays
 from bpfed.data.tabular.preprocessing import SHOWN, Preprocessor
 from bpfed.data.tabular.table import Categorical, Column, Table, check_range, read_table, written
@@ -61,26 +61,26 @@ def table_of(
     Raises:
         UserError: It is none of these, or a column that is needed has a type that is not read.
     """
-    what, blanks = "array" if columns is not None else "data frame", Blanks.of(missing)
+    what, missing_values = "array" if columns is not None else "data frame", MissingValues.of(missing)
     found = _array_columns(x, columns) if columns is not None else _own_columns(x)
     wanted = None if used is None else set(used)
     made: dict[str, Column] = {}
     for name, values in found.items():
         if wanted is None or name in wanted:
-            made[name] = _column(values, name, what, name in words, blanks)
+            made[name] = _column(values, name, what, name in words, missing_values)
         else:
             made[name] = Categorical(np.full(len(values), -1), ())
     lengths = {len(column) for column in made.values()}
     if len(lengths) > 1:
         raise UserError(f"The columns of the {what} differ in length; give every row one entry in each.")
-    table = blanks.out_of(Table(what, lengths.pop() if lengths else 0, made))
+    table = missing_values.out_of(Table(what, lengths.pop() if lengths else 0, made))
     check_range(table)
     return table
 
 
 def column_table(table: Table, name: str, values: Any, missing: Iterable[str] = (), words: bool = False) -> Table:
     """The table with one more column."""
-    column = _column(values, name, table.name, words, Blanks.of(missing))
+    column = _column(values, name, table.name, words, MissingValues.of(missing))
     if len(column) != table.rows:
         raise UserError(f"{table.rows} rows and {len(column)} targets were given; give one target for each row.")
     return Table(table.name, table.rows, {**table.columns, name: column})
@@ -118,7 +118,7 @@ def _array_columns(x: Any, columns: Sequence[str]) -> dict[str, Any]:
     return {name: array[:, k] for k, name in enumerate(columns)}
 
 
-def _column(values: Any, name: str, what: str, words: bool, blanks: Blanks) -> Column:
+def _column(values: Any, name: str, what: str, words: bool, missing_values: MissingValues) -> Column:
     if isinstance(values, Tensor):
         values = values.detach().cpu()
     array = values.to_numpy() if hasattr(values, "to_numpy") else values
@@ -138,7 +138,7 @@ def _column(values: Any, name: str, what: str, words: bool, blanks: Blanks) -> C
     if not words and all(isinstance(cell, float) for cell in cells):
         return np.array(cells, dtype=np.float64)
     spelt = [cell if isinstance(cell, str) else written(cell) for cell in cells]
-    return column_of(blanks.cells(name, spelt), name, what, words)
+    return column_of(missing_values.cells(name, spelt), name, what, words)
 
 
 def _cell(value: Any, name: str, what: str) -> str | float:
@@ -233,7 +233,7 @@ def read_rows(
             it = "it is" if len(lost) == 1 else "they are"
             say(f"'{source}' has no {what} {quoted(lost)}; {it} treated as missing in every row.")
     made = Rows(preparation.inputs(table, client), found, preparation)
-    for sentence in unfamiliar(preparation, table, client):
+    for sentence in check_new_rows(preparation, table, client):
         say(sentence)
     return made if preparation.shape is not None else replace(made, unusual=unusual(preparation, table, client))
 

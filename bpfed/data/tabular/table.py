@@ -151,9 +151,9 @@ def read_table(
     Raises:
         UserError: It cannot be read, or is not what its ending says.
     """
-    from bpfed.data.tabular.missing_values import Blanks
+    from bpfed.data.tabular.missing_values import MissingValues
 
-    path, blanks, words = Path(path), Blanks.of(missing), frozenset(words)
+    path, missing_values, words = Path(path), MissingValues.of(missing), frozenset(words)
     kind = ENDINGS.get(path.suffix.lower())
     if kind is None:
         raise UserError(f"'{path}' is not a {any_of(ENDINGS)} file; convert it to one of these.")
@@ -164,7 +164,7 @@ def read_table(
         if kind == "csv":
             from bpfed.data.tabular.csvfile import read_csv
 
-            table = read_csv(path, words, blanks)
+            table = read_csv(path, words, missing_values)
         elif kind == "parquet":
             from bpfed.data.tabular.parquet import read_parquet
 
@@ -183,7 +183,7 @@ def read_table(
         raise UserError(f"'{path}' does not fit into memory; split it into smaller files.") from error
     if not table.rows:
         raise UserError(f"'{path}' has no rows; remove it or give it some.")
-    table = blanks.out_of(table)
+    table = missing_values.out_of(table)
     check_range(table)
     return table
 
@@ -233,7 +233,7 @@ def check_range(table: Table) -> None:
 # Columns of a file as they are written there, to be copied and not to be learnt from.
 
 
-def verbatim(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
+def passthrough(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
     """The text of each cell of these columns, by name, of a file that was read before.
 
     Raises:

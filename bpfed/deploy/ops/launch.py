@@ -122,7 +122,7 @@ INCOMPLETE = 70
 APPS = {SERVER_FOLDER: "flwr-serverapp", SITE_FOLDER: "flwr-clientapp"}
 
 
-class Noted(subprocess.Popen[Any]):
+class RecordedPopen(subprocess.Popen[Any]):
     """Notes the part's process when it is started.
 
     Attributes:
@@ -145,10 +145,10 @@ class Noted(subprocess.Popen[Any]):
 
 def watch_parts(grace: float = GRACE) -> None:
     """From now on, end this process soon after a part of it has ended."""
-    subprocess.Popen = Noted  # type: ignore[misc]
+    subprocess.Popen = RecordedPopen  # type: ignore[misc]
 
     def watch() -> None:
-        while all(part.poll() is None for part in list(Noted.parts)):
+        while all(part.poll() is None for part in list(RecordedPopen.parts)):
             time.sleep(1.0)
         time.sleep(grace)
         _end(f"{PART} has ended", INCOMPLETE)
@@ -184,7 +184,7 @@ def guard_superlink(folder: Path) -> None:
     def run(app: Any, host: str, port: int, **more: Any) -> None:
         listening = [listen(host, port), listen(gate.LOOPBACK, 0)]
         local = gate.write_local(folder, listening[1].getsockname()[1])
-        Noted.at = f"{gate.LOOPBACK}:{local.port}"
+        RecordedPopen.at = f"{gate.LOOPBACK}:{local.port}"
         # Uvicorn would believe a header on where a request comes from.
         settings = {**more, "host": host, "port": port, "proxy_headers": False}
         uvicorn.Server(uvicorn.Config(Gate(app, local, say, set(members.values())), **settings)).run(sockets=listening)
@@ -211,7 +211,7 @@ def listen(host: str, port: int) -> socket.socket:
 def guard_supernode(folder: Path) -> None:
     """A SuperNode behind the gate that takes no bundle but ours."""
     local = gate.write_local(folder, int(_argument("--port")))
-    Noted.at = f"{gate.LOOPBACK}:{local.port}"
+    RecordedPopen.at = f"{gate.LOOPBACK}:{local.port}"
     main = importlib.import_module("flwr.supernode.main")
     loop = importlib.import_module("flwr.supernode.start_client_internal")
     make = main.create_app
@@ -219,7 +219,7 @@ def guard_supernode(folder: Path) -> None:
     replace(loop, _pull_and_store_message=only_ours(loop._pull_and_store_message, loop, _argument("--superlink")))
 
 
-class NotOurs(Exception):
+class ForeignApp(Exception):
     """A bundle is not ours."""
 
 
@@ -258,7 +258,7 @@ def only_ours(pull: Callable[..., Any], loop: Any, server: str) -> Callable[...,
             bundle, run = get_fab(hash_, number), runs.get(number)
             if not is_ours(bundle.content) or getattr(run, "primary_task_type", "") == "flwr-agentapp":
                 name = plain(f"{getattr(run, 'fab_id', '')} {getattr(run, 'fab_version', '')}", 80)
-                raise NotOurs(
+                raise ForeignApp(
                     f"Refused the app '{name}' (SHA-256 {fingerprint(bundle.content)[:16]}) of run {number}, sent "
                     f"by the server at {server}: a site executes only bpfed's own. If the server runs bpfed, install "
                     "the same version there and here."
@@ -267,7 +267,7 @@ def only_ours(pull: Callable[..., Any], loop: Any, server: str) -> Callable[...,
 
         try:
             return pull(receive=received, get_run=run_of, get_fab=checked, **more)
-        except NotOurs as refused:
+        except ForeignApp as refused:
             say(str(refused))
             reply = loop.Message(loop.FAB_VERIFICATION_ERROR, reply_to=taken[0])
             loop._insert_message(reply, more["state"], more["object_store"])
@@ -349,7 +349,7 @@ def _not_installed(content: bytes, **more: Any) -> None:
     """In place of unpacking a bundle: only see that it is ours."""
     if not is_ours(content):
         say(f"Refused an app (SHA-256 {fingerprint(content)[:16]}): only bpfed's own is executed.")
-        raise NotOurs("Only bpfed's own app is executed here.")
+        raise ForeignApp("Only bpfed's own app is executed here.")
 
 
 def identify(local: Local) -> None:

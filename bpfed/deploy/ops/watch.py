@@ -18,7 +18,7 @@ from bpfed.deploy.server.status import where
 SILENCE = (2.0, 15.0)
 
 
-class Following:
+class StatusDisplay:
     """Shows what is waited for and since when, who joins and leaves or is refused, and the rounds.
 
     Args:
@@ -37,7 +37,7 @@ class Following:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick, daemon=True)
 
-    def __enter__(self) -> Following:
+    def __enter__(self) -> StatusDisplay:
         self._thread.start()
         return self
 
@@ -108,6 +108,6 @@ def waited_for(found: Mapping[str, Any]) -> str:
         return f"waiting for {len(absent)} of {len(found['sites'])} sites ({first_of(named, '; ', most=6)})"
     if found["round"] < found["rounds"]:
         return f"{where(found, 1)} is under way"
-    if found.get("rehearsal"):
-        return f"rehearsal {found['rehearsal']} of {found['rehearsals']}: testing on the held-out examples"
+    if found.get("pilot"):
+        return f"calibration pilot {found['pilot']} of {found['pilots']}: testing on the held-out examples"
     return "waiting for the last round's scores"

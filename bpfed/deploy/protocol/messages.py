@@ -14,13 +14,13 @@ from torch import Tensor
 
 from bpfed import __version__
 from bpfed.config.reader import Config
-from bpfed.deploy.protocol.state_schema import Pattern, RejectedMessage, Upload, listed
+from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchema, Upload, listed
 from bpfed.inference.calibration import HeldOutSlopes, fault, fault_of_numbers
 from bpfed.methods.base import State
 from bpfed.metrics import Form, Sums
 
 #: Raised whenever a message changes its meaning.
-PROTOCOL = 3
+PROTOCOL = 4
 #: A message may hold so many bytes beside its tensors.
 BESIDE = 1 << 20
 #: More sites or examples than this are not believed.
@@ -61,8 +61,8 @@ class Request:
         evaluate: Whether to test the shared state, which is that after round ``round - 1``.
         counted: The last round in which this site's upload was used; it goes on from its own state of that round.
         facts: What all sites' data have in common, as JSON.
-        rehearsal: Which rehearsal the round is of, from 1; 0: it is of the run itself.
-        softness: In the run itself, what rehearsals have learnt; 1 where there were none.
+        pilot: Which calibration pilot the round is of, from 1; 0: it is of the run itself.
+        calibration_temperature: In the run itself, what calibration pilots have learnt; 1 where there were none.
         shared: The server's state; None in round 0.
     """
 
@@ -73,29 +73,29 @@ class Request:
     evaluate: bool = False
     counted: int = 0
     facts: str = ""
-    rehearsal: int = 0
-    softness: float = 1.0
+    pilot: int = 0
+    calibration_temperature: float = 1.0
     shared: State = None
 
-    def write(self, pattern: Pattern | None = None) -> RecordDict:
+    def write(self, schema: StateSchema | None = None) -> RecordDict:
         """As it travels."""
         plain = {k: v for k, v in vars(self).items() if k != "shared"}
-        record = RecordDict({"ask": ConfigRecord({"protocol": PROTOCOL, "version": __version__, **plain})})
-        if pattern is not None:
-            record["shared"] = pattern.write(self.shared)
+        record = RecordDict({"request": ConfigRecord({"protocol": PROTOCOL, "version": __version__, **plain})})
+        if schema is not None:
+            record["shared"] = schema.write(self.shared)
         return record
 
     @classmethod
     def read(cls, record: RecordDict) -> Request:
         """Of a message without its tensors, or `RejectedMessage`; `shared_of` reads those."""
-        plain = _plain(record, "ask", _ASK)
+        plain = _plain(record, "request", _REQUEST)
         return cls(**plain)
 
 
-def shared_of(record: RecordDict, pattern: Pattern) -> State:
+def shared_of(record: RecordDict, schema: StateSchema) -> State:
     """The server's state in a message, or `RejectedMessage`."""
-    _only(record, ("ask", "shared"), pattern.bytes)
-    return pattern.read(_part(record, "shared", ArrayRecord))
+    _only(record, ("request", "shared"), schema.bytes)
+    return schema.read(_part(record, "shared", ArrayRecord))
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Reply:
         work: Of these, what training and testing took.
         upload: What it gives to the server, if it trained.
         sums: Of its test examples, if it tested.
-        held: Of the training examples that it held out, at the end of a rehearsal.
+        held: Of the training examples that it held out, at the end of a calibration pilot.
         info: What is reported of its training.
     """
 
@@ -132,14 +132,14 @@ class Reply:
     held: HeldOutSlopes | None = None
     info: dict[str, float] = field(default_factory=dict)
 
-    def write(self, pattern: Pattern | None = None) -> RecordDict:
+    def write(self, schema: StateSchema | None = None) -> RecordDict:
         """As it travels."""
         plain = {k: v for k, v in vars(self).items() if k not in ("upload", "sums", "held", "info")}
-        record = RecordDict({"answer": ConfigRecord({"protocol": PROTOCOL, "version": __version__, **plain})})
+        record = RecordDict({"reply": ConfigRecord({"protocol": PROTOCOL, "version": __version__, **plain})})
         if self.upload is not None:
-            assert pattern is not None
+            assert schema is not None
             assert isinstance(self.upload, Upload)
-            record["upload"] = pattern.write(self.upload.state)
+            record["upload"] = schema.write(self.upload.state)
         if self.sums is not None:
             cells, losses, further = self.sums
             named = {"cells": cells, "losses": losses, **further}
@@ -152,7 +152,12 @@ class Reply:
 
     @classmethod
     def read(
-        cls, record: RecordDict, pattern: Pattern | None, form: Form | None, most_held: int = -1, numbers: bool = False
+        cls,
+        record: RecordDict,
+        schema: StateSchema | None,
+        form: Form | None,
+        most_held: int = -1,
+        numbers: bool = False,
     ) -> Reply:
         """Of a message, or `RejectedMessage`.
 
@@ -163,19 +168,19 @@ class Reply:
             most_held: Of how many held-out examples it may tell; below 0: of none.
             numbers: Whether their targets are numbers.
         """
-        allowed = ("answer", *(("upload", "info") if pattern else ()), *(("sums",) if form else ()))
+        allowed = ("reply", *(("upload", "info") if schema else ()), *(("sums",) if form else ()))
         allowed += ("held",) if most_held >= 0 else ()
-        _only(record, allowed, pattern.bytes if pattern else 0)
-        plain = _plain(record, "answer", _ANSWER)
+        _only(record, allowed, schema.bytes if schema else 0)
+        plain = _plain(record, "reply", _REPLY)
         if plain["refused"]:
             return cls(**plain)
         if not (0 <= plain["train"] <= MOST and math.isfinite(plain["seconds"]) and math.isfinite(plain["work"])):
             raise RejectedMessage("its number of examples or its time is not valid.")
-        upload = Upload(pattern.read(_part(record, "upload", ArrayRecord))) if pattern else None
+        upload = Upload(schema.read(_part(record, "upload", ArrayRecord))) if schema else None
         sums = _sums(_part(record, "sums", MetricRecord), form) if form else None
         held = _held(_part(record, "held", MetricRecord), most_held, numbers) if most_held >= 0 else None
         info: dict[str, float] = {}
-        if pattern and "info" in record:
+        if schema and "info" in record:
             for name, value in _part(record, "info", MetricRecord).items():
                 if isinstance(value, list) or not abs(value) <= LARGEST_LOSS:
                     raise RejectedMessage(f"'{name[:40]}' of its training is not a finite number.")
@@ -183,7 +188,7 @@ class Reply:
         return cls(**plain, upload=upload, sums=sums, held=held, info=info)
 
 
-_ASK: dict[str, type] = {
+_REQUEST: dict[str, type] = {
     "fingerprint": str,
     "run": str,
     "round": int,
@@ -191,10 +196,10 @@ _ASK: dict[str, type] = {
     "evaluate": bool,
     "counted": int,
     "facts": str,
-    "rehearsal": int,
-    "softness": float,
+    "pilot": int,
+    "calibration_temperature": float,
 }
-_ANSWER: dict[str, type] = {
+_REPLY: dict[str, type] = {
     "fingerprint": str,
     "run": str,
     "round": int,

@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_map, tree
 
 from bpfed._util.errors import UserError, quoted
 from bpfed._util.text import plain
-from bpfed.aggregation.compression import Levels, from_levels, to_levels
+from bpfed.aggregation.compression import Quantised, dequantise, quantise
 from bpfed.aggregation.updates import leaf_name
 from bpfed.methods.base import Finished, Method, State, untrained
 from bpfed.nn.model import Model
@@ -40,7 +40,7 @@ class RejectedMessage(Exception):
 
 
 @dataclass(frozen=True)
-class Pattern:
+class StateSchema:
     """What a state that travels must look like.
 
     Attributes:
@@ -58,7 +58,7 @@ class Pattern:
     half: bool = False
 
     @classmethod
-    def of(cls, state: State, scales: tuple[str, ...], half: bool = False) -> Pattern:
+    def of(cls, state: State, scales: tuple[str, ...], half: bool = False) -> StateSchema:
         """Of an example without client axis; ``scales`` are the names of fields that hold standard deviations."""
         leaves, spec = tree_flatten_with_path(state)
         named = {leaf_name(path): leaf for path, leaf in leaves}
@@ -74,8 +74,8 @@ class Pattern:
             return {name: ("float32", shape) for name, shape in self.shapes.items()}
         made: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, shape in self.shapes.items():
-            made[name] = ("uint8" if self._levels(name) else "float16", shape)
-            if self._levels(name):
+            made[name] = ("uint8" if self._quantised(name) else "float16", shape)
+            if self._quantised(name):
                 made[name + BOUNDS] = ("float32", (*shape[:-1], 2))
         return made
 
@@ -89,8 +89,8 @@ class Pattern:
         arrays: dict[str, Array] = {}
         for path, leaf in tree_flatten_with_path(state)[0]:
             name, plain = leaf_name(path), leaf.detach().cpu()
-            if self.half and self._levels(name):
-                arrays[name], arrays[name + BOUNDS] = map(_array, to_levels(plain))
+            if self.half and self._quantised(name):
+                arrays[name], arrays[name + BOUNDS] = map(_array, quantise(plain))
             else:
                 arrays[name] = _array(plain.half() if self.half else plain)
         record = ArrayRecord(arrays)
@@ -109,7 +109,7 @@ class Pattern:
         leaves = []
         for name in self.shapes:
             bounds = found.get(name + BOUNDS)
-            leaf = found[name].float() if bounds is None else from_levels(Levels(found[name], bounds))
+            leaf = found[name].float() if bounds is None else dequantise(Quantised(found[name], bounds))
             if not bool(torch.isfinite(leaf).all()):
                 raise RejectedMessage(f"'{name}' holds values that are not finite.")
             if name in self.positive and not bool((leaf > 0).all()):
@@ -119,7 +119,7 @@ class Pattern:
             leaves.append(leaf)
         return tree_unflatten(leaves, self.spec)
 
-    def _levels(self, name: str) -> bool:
+    def _quantised(self, name: str) -> bool:
         return name in self.positive | self.nonnegative and math.prod(self.shapes[name][-1:]) > 0
 
 
@@ -152,7 +152,7 @@ class Upload:
         return cls(tree_map(lambda t: t[0], finished.upload))
 
 
-class Patterns(NamedTuple):
+class StateSchemas(NamedTuple):
     """What travels each way.
 
     Attributes:
@@ -162,17 +162,17 @@ class Patterns(NamedTuple):
         info: Names of what it reports of its training.
     """
 
-    first: Pattern
-    shared: Pattern
-    upload: Pattern
+    first: StateSchema
+    shared: StateSchema
+    upload: StateSchema
     info: frozenset[str]
 
-    def down(self, round_: int) -> Pattern:
+    def down(self, round_: int) -> StateSchema:
         """Of the server's state in the ask of a round."""
         return self.first if round_ == 1 else self.shared
 
 
-def patterns(method: Method, model: Model, half: bool = False) -> Patterns:
+def schemas(method: Method, model: Model, half: bool = False) -> StateSchemas:
     """What server and sites of this method exchange; nobody has to train for it.
 
     Args:
@@ -184,10 +184,10 @@ def patterns(method: Method, model: Model, half: bool = False) -> Patterns:
         UserError: Clients of this method give nothing to the server.
     """
     first, finished = method.init(model), untrained(method, model)
-    made = Patterns(
-        Pattern.of(first.shared, method.scales),
-        Pattern.of(first.shared, method.scales, half),
-        Pattern.of(Upload.of(finished).state, method.scales, half),
+    made = StateSchemas(
+        StateSchema.of(first.shared, method.scales),
+        StateSchema.of(first.shared, method.scales, half),
+        StateSchema.of(Upload.of(finished).state, method.scales, half),
         frozenset({"nll", *finished.info}),  # see `LocalRound`
     )
     if not made.upload.bytes:

@@ -23,19 +23,19 @@ class Node(NamedTuple):
     key: bytes = b""
 
 
-class Post(Protocol):
+class Transport(Protocol):
     """What carries messages to sites and back."""
 
     def nodes(self) -> list[Node]:
         """Who is online."""
         ...
 
-    def exchange(self, asks: Mapping[int, RecordDict], round_: int, timeout: float) -> dict[int, RecordDict | str]:
+    def exchange(self, requests: Mapping[int, RecordDict], round_: int, timeout: float) -> dict[int, RecordDict | str]:
         """Send to each node and wait for answers: each a message, or in words why there is none; without lost ones."""
         ...
 
 
-class GridPost:
+class GridTransport:
     """Carries messages over a Flower grid."""
 
     def __init__(self, grid: Grid, poll: float = POLL) -> None:
@@ -45,12 +45,14 @@ class GridPost:
         """Who is online."""
         return [Node(node.node_id, bytes(node.public_key)) for node in self.grid.get_nodes()]
 
-    def exchange(self, asks: Mapping[int, RecordDict], round_: int, timeout: float) -> dict[int, RecordDict | str]:
+    def exchange(self, requests: Mapping[int, RecordDict], round_: int, timeout: float) -> dict[int, RecordDict | str]:
         """Send to each node and wait for answers: each a message, or in words why there is none; without lost ones."""
         kind = MessageType.TRAIN if round_ else MessageType.QUERY
         # An answer that nobody waits for any more is not to be worked for, hence the time to live.
-        messages = [Message(ask, node, kind, ttl=timeout, group_id=str(round_)) for node, ask in asks.items()]
-        waiting = {i: node for i, node in zip(self.grid.push_messages(messages), asks, strict=True) if i}
+        messages = [
+            Message(request, node, kind, ttl=timeout, group_id=str(round_)) for node, request in requests.items()
+        ]
+        waiting = {i: node for i, node in zip(self.grid.push_messages(messages), requests, strict=True) if i}
         found: dict[int, RecordDict | str] = {}
         until = time.monotonic() + timeout
         while waiting and time.monotonic() < until:

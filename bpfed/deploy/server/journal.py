@@ -13,38 +13,38 @@ import torch
 from bpfed._util import text
 from bpfed._util.errors import UserError
 from bpfed._util.files import append_line, to_json, to_json_line, to_toml, write_whole
-from bpfed._util.paths import CHECKPOINT, CONFIG, EVALUATION, EXCHANGES, MANIFEST, METRICS, REHEARSALS, REPORT, SUMMARY
+from bpfed._util.paths import CHECKPOINT, CONFIG, EVALUATION, EXCHANGES, MANIFEST, METRICS, PILOTS, REPORT, SUMMARY
 from bpfed.config.reader import Config
 from bpfed.data.federated import held_back
-from bpfed.deploy.server.roster import Seen
+from bpfed.deploy.server.roster import SiteStatus
 from bpfed.engine.federation import Federation
 from bpfed.metrics import Evaluation
 from bpfed.report import RunRecord, write
 from bpfed.report.manifest import Manifest
-from bpfed.report.record import softly
+from bpfed.report.record import temperature_words
 from bpfed.runs import checkpoint, metadata
 from bpfed.runs.pilot import uncertain
 
-#: What a rehearsal found, in its folder.
+#: What a calibration pilot found, in its folder.
 FOUND = "found.json"
 
 
 class Found(NamedTuple):
-    """What came of a rehearsal: a softness, from so many held-out examples, after so many seconds."""
+    """What came of a calibration pilot: a calibration temperature, from so many held-out examples, after so many seconds."""
 
-    softness: float
+    calibration_temperature: float
     examples: int
     seconds: float
 
 
 class Journal:
-    """What is kept of a training, the run itself or a rehearsal, beside the server's state of the method.
+    """What is kept of a training, the run itself or a calibration pilot, beside the server's state of the method.
 
     Attributes:
-        folder: Where: the run folder, or a rehearsal's own in it.
+        folder: Where: the run folder, or a calibration pilot's own in it.
         run: A word for this training.
-        softness: In the run itself, what rehearsals have learnt; None: there were none.
-        held: Held-out examples that it was learnt from, in all rehearsals together.
+        calibration_temperature: In the run itself, what calibration pilots have learnt; None: there were none.
+        held: Held-out examples that it was learnt from, in all calibration pilots together.
         facts: What all sites' data have in common.
         counted: The last round in which a site's upload was used, by site; none of whom none was.
         history: A line of metrics for each round that was tested.
@@ -58,7 +58,7 @@ class Journal:
         fingerprint: Of that.
         sites: What is known of each site, by name.
         say: Called with each message for the user.
-        rehearsal: Which rehearsal it is, from 1; 0: it is the run itself.
+        pilot: Which calibration pilot it is, from 1; 0: it is the run itself.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Journal:
         home: Path,
         config: Config,
         fingerprint: str,
-        sites: dict[str, Seen],
+        sites: dict[str, SiteStatus],
         say: Callable[[str], None],
-        rehearsal: int = 0,
+        pilot: int = 0,
     ) -> None:
         self.home, self.config, self.fingerprint, self.sites, self.say = home, config, fingerprint, sites, say
-        self.rehearsal = rehearsal
-        self.folder = home / REHEARSALS / str(rehearsal) if rehearsal else home
+        self.pilot = pilot
+        self.folder = home / PILOTS / str(pilot) if pilot else home
         self.run = secrets.token_hex(8)
-        self.softness: float | None = None
+        self.calibration_temperature: float | None = None
         self.held = 0
         self.facts: dict[str, Any] = {}
         self.counted: dict[str, int] = {}
@@ -85,15 +85,17 @@ class Journal:
 
     @property
     def learnt(self) -> str:
-        """In words what rehearsals have learnt; empty: nothing yet."""
-        if self.softness is None:
+        """In words what calibration pilots have learnt; empty: nothing yet."""
+        if self.calibration_temperature is None:
             return ""
-        doubt = uncertain(self.softness, self.held, self.config.run.rehearsals, self.facts["task"])
-        return f"Rehearsed: predictions will have a softness of {softly(self.softness)}. {doubt}".strip()
+        doubt = uncertain(
+            self.calibration_temperature, self.held, self.config.run.calibration_pilots, self.facts["task"]
+        )
+        return f"Calibration pilots are over: predictions will have a calibration temperature of {temperature_words(self.calibration_temperature)}. {doubt}".strip()
 
     def place(self, round_: int) -> str:
-        """In words which round of which training, such as ``rehearsal 1 of 3, round 4``."""
-        return place(round_, self.rehearsal, self.config.run.rehearsals)
+        """In words which round of which training, such as ``calibration pilot 1 of 3, round 4``."""
+        return place(round_, self.pilot, self.config.run.calibration_pilots)
 
     # --- going on -----------------------------------------------------------------------------------------------------
 
@@ -122,8 +124,10 @@ class Journal:
             self.say(f"Checkpoint {name} is damaged; resuming from the one before, round {restored.round}.")
         kept = restored.extra
         self.run, self.seconds, self.history, self.pending = (kept[k] for k in ("run", "seconds", "history", "pending"))
-        self.counted, self.softness, self.held = (kept[k] for k in ("counted", "softness", "held"))
-        federation.learnt_softness = self.softness
+        self.counted, self.calibration_temperature, self.held = (
+            kept[k] for k in ("counted", "calibration_temperature", "held")
+        )
+        federation.learnt_temperature = self.calibration_temperature
         self.say(f"Resuming after {self.place(restored.round)} of {self.config.run.rounds}.")
 
     def back_to(self, round_: int) -> None:
@@ -155,7 +159,7 @@ class Journal:
             "run": self.run,
             "fingerprint": self.fingerprint,
             "seconds": round(self.seconds, 3),
-            "softness": self.softness,
+            "calibration_temperature": self.calibration_temperature,
             "held": self.held,
             "facts": self.facts,
             "pending": self.pending,
@@ -169,8 +173,8 @@ class Journal:
 
     def begin(self, federation: Federation) -> None:
         """Before the first round of a new training."""
-        federation.learnt_softness = self.softness
-        if not self.rehearsal:
+        federation.learnt_temperature = self.calibration_temperature
+        if not self.pilot:
             write_whole(self.folder / CONFIG, to_toml(metadata.config(federation)))
         write_whole(self.folder / EXCHANGES, "")
         self.save(federation)
@@ -192,21 +196,25 @@ class Journal:
         self.history = [r for r in self.history if r["round"] != round_] + [record]
         append_line(self.folder / METRICS, to_json_line(record))
 
-    # --- of a rehearsal -----------------------------------------------------------------------------------------------
+    # --- of a calibration pilot -----------------------------------------------------------------------------------------------
 
     def found(self) -> Found | None:
-        """What this rehearsal found; None: it is not over."""
+        """What this calibration pilot found; None: it is not over."""
         path = self.folder / FOUND
         if not path.exists():
             return None
         try:
             return Found(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"'{path}' is damaged ({error}); delete it, and the rehearsal is tested again.") from error
+            raise UserError(
+                f"'{path}' is damaged ({error}); delete it, and the calibration pilot is tested again."
+            ) from error
 
-    def conclude(self, softness: float, examples: int) -> None:
-        """This rehearsal is over, and found such a softness in so many held-out examples."""
-        write_whole(self.folder / FOUND, to_json(Found(softness, examples, round(self.seconds, 3))._asdict()))
+    def conclude(self, calibration_temperature: float, examples: int) -> None:
+        """This calibration pilot is over, and found such a calibration temperature in so many held-out examples."""
+        write_whole(
+            self.folder / FOUND, to_json(Found(calibration_temperature, examples, round(self.seconds, 3))._asdict())
+        )
 
     # --- the result ---------------------------------------------------------------------------------------------------
 
@@ -232,9 +240,9 @@ class Journal:
         return record
 
 
-def place(round_: int, rehearsal: int, rehearsals: int) -> str:
-    """In words which round, and of which rehearsal; 0: of none."""
-    return f"{f'rehearsal {rehearsal} of {rehearsals}, ' if rehearsal else ''}round {round_}"
+def place(round_: int, pilot: int, pilots: int) -> str:
+    """In words which round, and of which calibration pilot; 0: of none."""
+    return f"{f'calibration pilot {pilot} of {pilots}, ' if pilot else ''}round {round_}"
 
 
 def sentence(words: str) -> str:

@@ -15,7 +15,7 @@ from bpfed.data.tabular.preprocessing import whole
 from bpfed.data.tabular.statistics import MOST_CODES, SPLIT, ColumnStatistics, ColumnSummary
 from bpfed.deploy.protocol.messages import LARGEST, MOST, Reply, Request
 from bpfed.deploy.protocol.state_schema import RejectedMessage, listed
-from bpfed.deploy.protocol.transport import Post
+from bpfed.deploy.protocol.transport import Transport
 
 # --- What a site tells of its data, read at the server's door ---------------------------------------------------------
 #
@@ -122,7 +122,7 @@ GREET = 60.0
 
 
 @dataclass
-class Seen:
+class SiteStatus:
     """What the server knows of a site.
 
     Attributes:
@@ -145,7 +145,7 @@ class Seen:
         return self.node is not None and self.facts is not None
 
 
-class Meeting:
+class Roster:
     """Finds out which site each node is: by its key where sites have keys, else by what it says.
 
     Args:
@@ -160,7 +160,7 @@ class Meeting:
 
     def __init__(
         self,
-        sites: dict[str, Seen],
+        sites: dict[str, SiteStatus],
         keys: Mapping[str, bytes] | None,
         fingerprint: str,
         timeout: float,
@@ -173,15 +173,15 @@ class Meeting:
         self.named = None if keys is None else {key: site for site, key in keys.items()}
         self._greeted: dict[int, float] = {}
 
-    def look(self, post: Post) -> list[int]:
+    def look(self, transport: Transport) -> list[int]:
         """See who is online; the nodes that are to be asked who they are and what data they have."""
-        nodes = post.nodes()
+        nodes = transport.nodes()
         known = {seen.node: site for site, seen in self.sites.items() if seen.node is not None}
         for site, seen in self.sites.items():
             if seen.node is not None and seen.node not in {node.id for node in nodes}:
                 seen.node = None
                 self.say(f"Site '{site}' is gone.")
-        strangers = []
+        unknown_nodes = []
         for node in nodes:
             if self.named is not None:
                 owner = self.named.get(node.key)
@@ -191,20 +191,20 @@ class Meeting:
                     self.sites[owner].node = node.id
                     self.say(f"Site '{owner}' is online.")
                 if self.sites[owner].facts is None:
-                    strangers.append(node.id)
+                    unknown_nodes.append(node.id)
             elif node.id not in known:
-                strangers.append(node.id)
+                unknown_nodes.append(node.id)
         # Who was refused is not asked in every round again: that would be one more exchange each time.
         now = time.monotonic()
-        strangers = [node for node in strangers if now - self._greeted.get(node, -GREET) >= GREET]
-        self._greeted |= dict.fromkeys(strangers, now)
-        return strangers
+        unknown_nodes = [node for node in unknown_nodes if now - self._greeted.get(node, -GREET) >= GREET]
+        self._greeted |= dict.fromkeys(unknown_nodes, now)
+        return unknown_nodes
 
-    def greet(self, post: Post, run: str, nodes: Iterable[int]) -> None:
+    def greet(self, transport: Transport, run: str, nodes: Iterable[int]) -> None:
         """Ask these nodes who they are and what data they have. ``run`` is the word for this run."""
-        ask = Request(self.fingerprint, run, 0).write()
+        request = Request(self.fingerprint, run, 0).write()
         by_key = {seen.node: site for site, seen in self.sites.items() if seen.node is not None}
-        for node, reply in post.exchange(dict.fromkeys(nodes, ask), 0, self.timeout).items():
+        for node, reply in transport.exchange(dict.fromkeys(nodes, request), 0, self.timeout).items():
             claimed = ""
             try:
                 if isinstance(reply, str):

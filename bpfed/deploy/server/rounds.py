@@ -2,7 +2,7 @@
 
 One exchange makes a round. In exchange r the sites get the shared state after round r - 1; every site tests it, and
 those drawn for round r train from it. So the scores of a round arrive with the next one, and a last exchange is for
-them alone. In a rehearsal there is nothing but that last exchange to test, with what the sites hold out.
+them alone. In a calibration pilot there is nothing but that last exchange to test, with what the sites hold out.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from bpfed.aggregation.updates import finite
 from bpfed.config.reader import Config
 from bpfed.data.federated import FederatedData
 from bpfed.deploy.protocol.messages import Reply, Request, size
-from bpfed.deploy.protocol.state_schema import Pattern, Patterns, RejectedMessage, listed, patterns
-from bpfed.deploy.protocol.transport import Post
+from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchema, StateSchemas, listed, schemas
+from bpfed.deploy.protocol.transport import Transport
 from bpfed.deploy.server.journal import Journal, sentence
 from bpfed.deploy.settings import Plan
 from bpfed.engine.evaluate import evaluated_clients
@@ -40,14 +40,14 @@ from bpfed.methods.base import State
 from bpfed.metrics import Form, Sums, evaluate_sums
 from bpfed.nn.networks import make_model
 from bpfed.runs.metadata import DEPLOYED, SITES, without_examples
-from bpfed.runs.pilot import as_rehearsal
+from bpfed.runs.pilot import as_pilot
 
 # --- One exchange of messages -----------------------------------------------------------------------------------------
 #
 # Asks to sites, their answers let in or refused, and a line on what it cost.
 
 
-class Todo(NamedTuple):
+class SiteTask(NamedTuple):
     """What a site is asked to do: to train; to test the state that is sent, on test examples or on those held out."""
 
     train: bool
@@ -82,16 +82,16 @@ class Exchange:
     """
 
     journal: Journal
-    patterns: Patterns
+    schemas: StateSchemas
     form: Form
     timeout: float
     say: Callable[[str], None]
 
-    def __call__(self, post: Post, number: int, shared: State, todo: Mapping[str, Todo]) -> Exchanged:
+    def __call__(self, transport: Transport, number: int, shared: State, todo: Mapping[str, SiteTask]) -> Exchanged:
         """Ask these sites, in round ``number``, with the server's state."""
-        journal, down = self.journal, self.patterns.down(number)
+        journal, down = self.journal, self.schemas.down(number)
         facts = json.dumps(journal.facts, sort_keys=True)
-        asks = {
+        requests = {
             site: Request(
                 journal.fingerprint,
                 journal.run,
@@ -100,14 +100,16 @@ class Exchange:
                 evaluate=what.test or what.held,
                 counted=journal.counted.get(site, 0),
                 facts=facts,
-                rehearsal=journal.rehearsal,
-                softness=1.0 if journal.softness is None else journal.softness,
+                pilot=journal.pilot,
+                calibration_temperature=1.0
+                if journal.calibration_temperature is None
+                else journal.calibration_temperature,
                 shared=shared,
             ).write(down)
             for site, what in todo.items()
         }
         sent, start = time.time(), time.perf_counter()
-        replies = self._send(post, asks, number)
+        replies = self._send(transport, requests, number)
         seconds = time.perf_counter() - start
         answers: dict[str, Reply] = {}
         for site, reply in replies.items():
@@ -119,24 +121,26 @@ class Exchange:
             "round": number,
             "sent": round(sent, 3),
             "at": round(time.time(), 3),
-            "asked": len(asks),
+            "asked": len(requests),
             "answered": len(answers),
             "seconds": round(seconds, 3),
             "site_seconds": slowest.seconds if slowest else 0.0,
             "site_work": slowest.work if slowest else 0.0,
             "work": {site: answer.work for site, answer in answers.items()},
-            "down": max((size(ask) for ask in asks.values()), default=0),
+            "down": max((size(request) for request in requests.values()), default=0),
             "up": max((size(r) for r in replies.values() if isinstance(r, RecordDict)), default=0),
             "tensors_down": down.bytes,
-            "tensors_up": self.patterns.upload.bytes,
+            "tensors_up": self.schemas.upload.bytes,
         }
         return Exchanged(answers, seconds, line)
 
-    def _send(self, post: Post, asks: Mapping[str, RecordDict], number: int) -> dict[str, RecordDict | str]:
-        nodes = {node: site for site in asks if (node := self.journal.sites[site].node) is not None}
-        found = post.exchange({node: asks[site] for node, site in nodes.items()}, number, self.timeout)
+    def _send(
+        self, transport: Transport, requests: Mapping[str, RecordDict], number: int
+    ) -> dict[str, RecordDict | str]:
+        nodes = {node: site for site in requests if (node := self.journal.sites[site].node) is not None}
+        found = transport.exchange({node: requests[site] for node, site in nodes.items()}, number, self.timeout)
         replies = {site: found[node] for node, site in nodes.items() if node in found}
-        for site in asks:
+        for site in requests:
             if site not in replies:
                 self.journal.sites[site].lost += 1
                 place = self.journal.place(number)
@@ -144,14 +148,14 @@ class Exchange:
                 self.say(f"{sentence(place)}: site '{site}' did not answer within {self.timeout:g} s.")
         return replies
 
-    def _let_in(self, site: str, reply: RecordDict | str, number: int, asked: Todo) -> Reply | None:
+    def _let_in(self, site: str, reply: RecordDict | str, number: int, asked: SiteTask) -> Reply | None:
         """The answer of a site, if all about it is as it should be; else it is counted and named in the log."""
         try:
             if isinstance(reply, str):
                 raise RejectedMessage(reply)
-            pattern: Pattern | None = self.patterns.upload if asked.train else None
+            schema: StateSchema | None = self.schemas.upload if asked.train else None
             most = int((self.journal.sites[site].facts or {}).get("train", 0)) if asked.held else -1
-            answer = Reply.read(reply, pattern, self.form if asked.test else None, most, self.form.numbers)
+            answer = Reply.read(reply, schema, self.form if asked.test else None, most, self.form.numbers)
             if answer.site != site:
                 raise RejectedMessage(f"it calls itself '{answer.site[:40]}'.")
             if answer.refused:
@@ -163,8 +167,8 @@ class Exchange:
             if answer.fingerprint != self.journal.fingerprint:
                 raise RejectedMessage("it has a different configuration; give all sites the same config.toml.")
             # A site with few examples reports nothing of its training.
-            if asked.train and answer.info and answer.info.keys() != self.patterns.info:
-                names = listed(sorted(answer.info)), listed(sorted(self.patterns.info))
+            if asked.train and answer.info and answer.info.keys() != self.schemas.info:
+                names = listed(sorted(answer.info)), listed(sorted(self.schemas.info))
                 raise RejectedMessage("its training reports {} where {} are expected.".format(*names))
             if asked.train and answer.train < 1:
                 raise RejectedMessage("it reports no training example.")
@@ -196,7 +200,7 @@ def method_rule(federation: Federation, uploads: State, weights: Tensor) -> Stat
 
 
 class Training:
-    """One training, the run itself or a rehearsal: the rounds that are left of it, and the test of its last one.
+    """One training, the run itself or a calibration pilot: the rounds that are left of it, and the test of its last one.
 
     Args:
         plan: Who belongs to it, how long to wait.
@@ -213,7 +217,7 @@ class Training:
         plan: Plan,
         federation: Federation,
         journal: Journal,
-        meet: Callable[[Post], None],
+        meet: Callable[[Transport], None],
         rule: Rule,
         say: Callable[[str], None],
         sleep: Callable[[float], None],
@@ -223,13 +227,13 @@ class Training:
         settings = federation.settings
         self.exchange = Exchange(
             journal,
-            patterns(federation.method, federation.model, settings.compression == "half"),
+            schemas(federation.method, federation.model, settings.compression == "half"),
             Form.of(federation.data.classes, settings.bins, settings.calibration > 0.0),
             plan.timeout,
             say,
         )
 
-    def round(self, post: Post) -> None:
+    def round(self, transport: Transport) -> None:
         """One round: asked again, of those that are missing, until enough sites have answered."""
         number = self.federation.round + 1
         here = sentence(self.journal.place(number))
@@ -242,13 +246,13 @@ class Training:
             if attempt:
                 self.say(f"{here}: {len(uploads)} of {len(drawn)} uploads, {least} needed; asking again.")
                 self.sleep(self.plan.pause)
-            self.meet(post)
+            self.meet(transport)
             todo = {
-                site: Todo(site in drawn and site not in uploads, site in tested and site not in scores)
+                site: SiteTask(site in drawn and site not in uploads, site in tested and site not in scores)
                 for site, seen in self.journal.sites.items()
                 if seen.ready
             }
-            answers = self._asked(post, number, {site: what for site, what in todo.items() if any(what)})
+            answers = self._asked(transport, number, {site: what for site, what in todo.items() if any(what)})
             uploads |= {site: answer for site, answer in answers.items() if answer.upload is not None}
             uploads = self._bounded(number, uploads)
             scores |= {site: answer.sums for site, answer in answers.items() if answer.sums is not None}
@@ -264,9 +268,9 @@ class Training:
             self._record(scores)
         self._aggregate(number, [site for site in drawn if site in uploads], uploads)
 
-    def last_scores(self, post: Post) -> None:
+    def last_scores(self, transport: Transport) -> None:
         """After the last round of a run: its scores."""
-        scores = {site: answer.sums for site, answer in self._last(post).items() if answer.sums is not None}
+        scores = {site: answer.sums for site, answer in self._last(transport).items() if answer.sums is not None}
         if not any(sums.examples for sums in scores.values()):
             raise UserError(
                 "All rounds are done, but no site tells its scores: each has no test example, or fewer than the minimum in "
@@ -274,36 +278,36 @@ class Training:
             )
         self._record(scores)
 
-    def held_out(self, post: Post) -> tuple[float, int]:
-        """After the last round of a rehearsal: the softness that suits what sites hold out, and how many examples."""
-        told = [answer.held for answer in self._last(post).values() if answer.held is not None]
+    def held_out(self, transport: Transport) -> tuple[float, int]:
+        """After the last round of a calibration pilot: the calibration temperature that suits what sites hold out, and how many examples."""
+        told = [answer.held for answer in self._last(transport).values() if answer.held is not None]
         examples = sum(each.examples for each in told)
         if not examples:
             raise UserError(
-                "No site that tested the rehearsal holds out as many training examples as the minimum in its deploy.toml, "
+                "No site that tested the calibration pilot holds out as many training examples as the minimum in its deploy.toml, "
                 "so nothing was learnt; start the run again when others are online, or make the deployment without "
-                "rehearsals."
+                "calibration pilots."
             )
         return fitted(torch.stack([each.slopes for each in told]).sum(0)), examples
 
-    def _last(self, post: Post) -> dict[str, Reply]:
+    def _last(self, transport: Transport) -> dict[str, Reply]:
         """What the sites say of the last round, each tested on its own examples."""
         found: dict[str, Reply] = {}
-        wanted, rehearsed = self._tested(), self.journal.rehearsal > 0
-        todo = Todo(train=False, test=not rehearsed, held=rehearsed)
+        wanted, piloted = self._tested(), self.journal.pilot > 0
+        todo = SiteTask(train=False, test=not piloted, held=piloted)
         for attempt in range(self.plan.attempts):
             if attempt:
                 what = (
-                    f"the held-out results of rehearsal {self.journal.rehearsal}"
-                    if rehearsed
+                    f"the held-out results of calibration pilot {self.journal.pilot}"
+                    if piloted
                     else "the last round's scores"
                 )
                 missing_from = text.many(len(wanted) - len(found), "site")
                 self.say(f"Still waiting for {what} from {missing_from}; asking again.")
                 self.sleep(self.plan.pause)
-            self.meet(post)
+            self.meet(transport)
             missing = [s for s in wanted if s not in found and self.journal.sites[s].ready]
-            found |= self._asked(post, self.federation.round + 1, dict.fromkeys(missing, todo))
+            found |= self._asked(transport, self.federation.round + 1, dict.fromkeys(missing, todo))
             if len(found) == len(wanted):
                 break
         if not found:
@@ -331,8 +335,8 @@ class Training:
                 self.exchange.refuse(site, number, why)
         return {site: answer for (site, answer), why in zip(uploads.items(), found.why, strict=True) if not why}
 
-    def _asked(self, post: Post, number: int, todo: Mapping[str, Todo]) -> dict[str, Reply]:
-        found = self.exchange(post, number, self.federation.shared, todo)
+    def _asked(self, transport: Transport, number: int, todo: Mapping[str, SiteTask]) -> dict[str, Reply]:
+        found = self.exchange(transport, number, self.federation.shared, todo)
         self.journal.seconds += found.seconds
         self.journal.note(found.line)
         return found.answers
@@ -378,7 +382,7 @@ class Training:
 
     def _scored(self, round_: int) -> bool:
         """Whether the scores of a round are asked for with the next one."""
-        return not self.journal.rehearsal and self.federation.settings.evaluated(round_)
+        return not self.journal.pilot and self.federation.settings.evaluated(round_)
 
     def _tested(self) -> list[str]:
         """Sites that are tested, always the same ones."""
@@ -400,21 +404,21 @@ def _stacked(answers: Sequence[Reply]) -> State:
     return tree_map(lambda *leaves: torch.stack(leaves), *states) if states else ()
 
 
-def server_side(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any], rehearsal: int = 0) -> Federation:
+def server_side(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any], pilot: int = 0) -> Federation:
     """The server's side of a federation: the clients' names, and none of their examples.
 
     Args:
         config: What is computed.
         sites: The clients' names.
         facts: What their data have in common.
-        rehearsal: Which rehearsal it is, from 1; 0: the run itself. All start with the run's first weights.
+        pilot: Which calibration pilot it is, from 1; 0: the run itself. All start with the run's first weights.
     """
     method, data = config.method, _known(config, sites, facts)
     settings = suited(method, config.run, len(sites))
     check_run(method, settings, len(sites), facts["task"])
     model = make_model(torch.zeros(2, *data.input_shape), data.classes, method, settings)
     first = method.init(model)
-    settings = as_rehearsal(settings, rehearsal) if rehearsal else settings
+    settings = as_pilot(settings, pilot) if pilot else settings
     ids, cpu = rng.client_ids(sites), torch.device("cpu")
     return Federation(method, data, settings, model, cpu, first.shared, MemoryStore(first.personal, 0), ids)
 

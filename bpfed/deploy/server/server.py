@@ -1,4 +1,4 @@
-"""The server of a deployed federation: it meets its sites, rehearses with them where asked to, and makes the run."""
+"""The server of a deployed federation: it meets its sites, runs calibration pilots with them where asked to, and makes the run."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch
 
 from bpfed._util.errors import UserError
 from bpfed._util.files import writing
-from bpfed._util.paths import REHEARSALS
+from bpfed._util.paths import PILOTS
 from bpfed.config.reader import Config
 from bpfed.data.federated import FederatedData, Task
 from bpfed.data.holdout import Holdout
 from bpfed.data.tabular.federate import not_inputs
 from bpfed.deploy.protocol.messages import fingerprint
-from bpfed.deploy.protocol.state_schema import patterns
-from bpfed.deploy.protocol.transport import Post
+from bpfed.deploy.protocol.state_schema import schemas
+from bpfed.deploy.protocol.transport import Transport
 from bpfed.deploy.server.journal import Found, Journal
-from bpfed.deploy.server.roster import Meeting, Seen
+from bpfed.deploy.server.roster import Roster, SiteStatus
 from bpfed.deploy.server.rounds import Rule, Training, method_rule, server_side
 from bpfed.deploy.server.status import Status
 from bpfed.deploy.settings import Plan
-from bpfed.deploy.site.data import Agreed, agreed, remarks
+from bpfed.deploy.site.data import Agreed, agreed, check_sites
 from bpfed.deploy.site.limits import when_full
-from bpfed.engine.federation import Federation, check_factors, check_run, check_updates, suited
+from bpfed.engine.federation import Federation, check_layout, check_run, check_updates, suited
 from bpfed.nn.networks import make_model
 from bpfed.report import RunRecord
 from bpfed.runs.pilot import common
@@ -61,10 +61,10 @@ def check_deployment(config: Config, sites: int, data: FederatedData | None = No
     shape = SHAPE if data is None else data.input_shape
     classes = data.classes if data is not None else 0 if task == "regression" else CLASSES
     model = make_model(torch.zeros(2, *shape), classes, method, settings)
-    check_factors(method, model)
+    check_layout(method, model)
     if settings.clip > 0.0:
         check_updates(method, model)
-    patterns(method, model)
+    schemas(method, model)
 
 
 class Server:
@@ -73,7 +73,7 @@ class Server:
     Attributes:
         sites: What is known of each site, by name.
         journal: Of the run itself.
-        training: The rehearsal or run that is under way; None: none is yet.
+        training: The calibration pilot or run that is under way; None: none is yet.
 
     Args:
         folder: Where the run is kept: the files of any run folder, and ``status.json``.
@@ -100,12 +100,12 @@ class Server:
         check_deployment(config, len(plan.sites))
         self.plan, self.config, self.rule, self.say, self.sleep = plan, config, rule, say, sleep
         self.fingerprint = fingerprint(config)
-        self.sites = {site: Seen() for site in plan.sites}
+        self.sites = {site: SiteStatus() for site in plan.sites}
         ignore = not_inputs(config.data.ignore, Holdout.of(config.data.holdout))
         self.agreed, digest = agreed, agreed.digest if agreed else ""
-        self.meeting = Meeting(self.sites, keys, self.fingerprint, plan.timeout, say, ignore, digest)
+        self.roster = Roster(self.sites, keys, self.fingerprint, plan.timeout, say, ignore, digest)
         self.journal = self._journal(folder, 0)
-        self.rehearsals = [self._journal(folder, number) for number in range(1, config.run.rehearsals + 1)]
+        self.pilots = [self._journal(folder, number) for number in range(1, config.run.calibration_pilots + 1)]
         self.status = Status(folder, config.run, self.sites)
         self.training: Training | None = None
 
@@ -120,12 +120,12 @@ class Server:
         """A line of metrics for each round that was tested."""
         return self.journal.history
 
-    def serve(self, post: Post) -> RunRecord:
+    def serve(self, transport: Transport) -> RunRecord:
         """Run the rounds that are left, and write the report."""
         began = time.perf_counter()
         try:
             with when_full(self.journal.home, "and start the run again; it resumes from its last finished round"):
-                return self._serve(post)
+                return self._serve(transport)
         except BaseException as error:
             with contextlib.suppress(UserError):  # on a full disk; what stopped the run is to be known, not this
                 self._note("stopped", error)
@@ -133,37 +133,37 @@ class Server:
         finally:
             self.say(f"The server ran for {time.perf_counter() - began:.1f} s.")
 
-    def _serve(self, post: Post) -> RunRecord:
-        training = self._begin(post)
-        while training.journal.rehearsal:
-            self._rounds(post, training)
-            self._conclude(training, *training.held_out(post))
+    def _serve(self, transport: Transport) -> RunRecord:
+        training = self._begin(transport)
+        while training.journal.pilot:
+            self._rounds(transport, training)
+            self._conclude(training, *training.held_out(transport))
             training = self._take_up(training.journal.facts)
-        self._rounds(post, training)
-        training.last_scores(post)
+        self._rounds(transport, training)
+        training.last_scores(transport)
         record = self.journal.finish(training.federation)
         self._note("finished")
         return record
 
-    def _begin(self, post: Post) -> Training:
+    def _begin(self, transport: Transport) -> Training:
         """Meet the sites, and take up the run where it is."""
-        newest = (self.journal, *reversed(self.rehearsals))
+        newest = (self.journal, *reversed(self.pilots))
         kept = next((found for journal in newest if (found := journal.kept()) is not None), None)
         if kept is not None:
             for site in self.sites.keys() & kept["sites"].keys():
-                self.sites[site] = Seen(**kept["sites"][site])
+                self.sites[site] = SiteStatus(**kept["sites"][site])
             self._take_up(kept["facts"])
         self._note("waiting for sites")
-        self._wait(post, len(self.sites) if kept is None else 1)
+        self._wait(transport, len(self.sites) if kept is None else 1)
         return self.training or self._take_up(self._agreed())
 
     def _take_up(self, facts: dict[str, Any]) -> Training:
-        """What is next: the run where it has begun, else the first rehearsal that is not over, else the run."""
-        over = [] if self.journal.kept() is not None else [rehearsal.found() for rehearsal in self.rehearsals]
-        journal = self.rehearsals[over.index(None)] if None in over else self.journal
+        """What is next: the run where it has begun, else the first calibration pilot that is not over, else the run."""
+        over = [] if self.journal.kept() is not None else [pilot.found() for pilot in self.pilots]
+        journal = self.pilots[over.index(None)] if None in over else self.journal
         journal.facts = facts
         self._remark(facts)
-        federation = server_side(self.config, self.plan.sites, facts, journal.rehearsal)
+        federation = server_side(self.config, self.plan.sites, facts, journal.pilot)
         training = Training(self.plan, federation, journal, self._meet, self.rule, self.say, self.sleep)
         if journal.kept() is not None:
             journal.restore(federation)
@@ -172,35 +172,37 @@ class Server:
                 self._learn([found for found in over if found is not None])
             journal.begin(federation)
         if journal is self.journal:
-            self._forget_rehearsals()
+            self._forget_pilots()
             journal.write_metrics()
         self.training = training
         return training
 
-    def _rounds(self, post: Post, training: Training) -> None:
+    def _rounds(self, transport: Transport, training: Training) -> None:
         """The rounds that are left of a training."""
         while not training.federation.finished:
-            training.round(post)
+            training.round(transport)
             self._note("running")
 
-    def _conclude(self, rehearsal: Training, softness: float, examples: int) -> None:
-        """Keep what a rehearsal has found."""
-        rehearsal.journal.conclude(softness, examples)
-        stage = f"Rehearsal {rehearsal.journal.rehearsal} of {len(self.rehearsals)}"
-        self.say(f"{stage} is over: from {examples} held-out examples, the softness is {softness:.2f}.")
+    def _conclude(self, pilot: Training, calibration_temperature: float, examples: int) -> None:
+        """Keep what a calibration pilot has found."""
+        pilot.journal.conclude(calibration_temperature, examples)
+        stage = f"Calibration pilot {pilot.journal.pilot} of {len(self.pilots)}"
+        self.say(
+            f"{stage} is over: from {examples} held-out examples, the calibration temperature is {calibration_temperature:.2f}."
+        )
 
     def _learn(self, found: Sequence[Found]) -> None:
-        """Before the run begins: what all rehearsals say."""
+        """Before the run begins: what all calibration pilots say."""
         if not found:
             return
-        self.journal.softness = common(each.softness for each in found)
+        self.journal.calibration_temperature = common(each.calibration_temperature for each in found)
         self.journal.held = sum(each.examples for each in found)
         self.journal.seconds = sum(each.seconds for each in found)
         self.say(self.journal.learnt)
 
-    def _forget_rehearsals(self) -> None:
+    def _forget_pilots(self) -> None:
         """Once the run has begun and knows what they found."""
-        folder = self.journal.home / REHEARSALS
+        folder = self.journal.home / PILOTS
         if folder.exists():
             with writing(folder):
                 shutil.rmtree(folder)
@@ -216,21 +218,21 @@ class Server:
 
     def _remark(self, common: Mapping[str, Any]) -> None:
         """Say what is to be known of the sites' data together, each sentence once; the status has all of them."""
-        notes = remarks(self._facts(), common)
+        notes = check_sites(self._facts(), common)
         for note in notes:
             if note not in self.status.notes:
                 self.say(note)
         self.status.notes = notes
 
-    def _journal(self, folder: Path, rehearsal: int) -> Journal:
-        return Journal(folder, self.config, self.fingerprint, self.sites, self.say, rehearsal)
+    def _journal(self, folder: Path, pilot: int) -> Journal:
+        return Journal(folder, self.config, self.fingerprint, self.sites, self.say, pilot)
 
-    def _wait(self, post: Post, wanted: int) -> None:
+    def _wait(self, transport: Transport, wanted: int) -> None:
         """Until so many sites are there, or the time for it is over and there are enough."""
         enough = self.plan.min_replies or -(-self.config.run.per_round(len(self.sites)) // 2)
         waited = 0.0
         while True:
-            self._meet(post)
+            self._meet(transport)
             here = [site for site, seen in self.sites.items() if seen.ready]
             if len(here) >= wanted or (waited >= self.plan.wait and len(here) >= min(enough, wanted)):
                 self.say(f"{len(here)} of {len(self.sites)} sites are online: {', '.join(here)}.")
@@ -243,11 +245,11 @@ class Server:
             self.sleep(1.0)
             waited += 1.0
 
-    def _meet(self, post: Post) -> None:
-        strangers = self.meeting.look(post)
+    def _meet(self, transport: Transport) -> None:
+        unknown_nodes = self.roster.look(transport)
         self._note(None)
-        if strangers:
-            self.meeting.greet(post, self.journal.run, strangers)
+        if unknown_nodes:
+            self.roster.greet(transport, self.journal.run, unknown_nodes)
             if self.training is not None:
                 self._remark(self.training.journal.facts)
             self._note(None)
@@ -257,5 +259,5 @@ class Server:
         if self.training is not None:
             journal, round_ = self.training.journal, self.training.federation.round
         else:
-            journal, round_ = (*self.rehearsals, self.journal)[0], 0
+            journal, round_ = (*self.pilots, self.journal)[0], 0
         self.status.write(journal, round_, state, error)

@@ -27,7 +27,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the rounds that are left."""
     from bpfed.deploy.folders import open_server
-    from bpfed.deploy.protocol.transport import GridPost
+    from bpfed.deploy.protocol.transport import GridTransport
 
     folder = os.environ.get(SERVER_FOLDER)
     if not folder:
@@ -43,7 +43,7 @@ def main(grid: Grid, context: Context) -> None:
             append_line(Path(folder) / LOG, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}")
 
     try:
-        open_server(Path(folder), say).serve(GridPost(grid))
+        open_server(Path(folder), say).serve(GridTransport(grid))
     except UserError as error:
         say(str(error))
         raise

@@ -13,7 +13,7 @@ from bpfed._util.files import to_json, write_whole
 from bpfed._util.text import plain
 from bpfed.config.settings import Settings
 from bpfed.deploy.server.journal import Journal, place
-from bpfed.deploy.server.roster import Seen
+from bpfed.deploy.server.roster import SiteStatus
 
 STATUS = "status.json"
 
@@ -30,7 +30,7 @@ class Status:
         sites: What is known of each site, by name.
     """
 
-    def __init__(self, folder: Path, settings: Settings, sites: dict[str, Seen]) -> None:
+    def __init__(self, folder: Path, settings: Settings, sites: dict[str, SiteStatus]) -> None:
         self.path, self.settings, self.sites = folder / STATUS, settings, sites
         self.notes: list[str] = []
         self._state = "starting"
@@ -70,8 +70,8 @@ class Status:
             "at": time.time(),
             "round": round_,
             "rounds": self.settings.rounds,
-            "rehearsal": journal.rehearsal,
-            "rehearsals": self.settings.rehearsals,
+            "pilot": journal.pilot,
+            "pilots": self.settings.calibration_pilots,
             "learnt": journal.learnt,
             "notes": [plain(note) for note in self.notes],
             "sites": sites,
@@ -81,13 +81,13 @@ class Status:
 
 
 def where(found: Mapping[str, Any], further: int = 0) -> str:
-    """How far a run is by its status, or which round comes so much later: ``rehearsal 1 of 3, round 4 of 20``."""
-    words = place(found["round"] + further, found.get("rehearsal", 0), found.get("rehearsals", 0))
+    """How far a run is by its status, or which round comes so much later: ``calibration pilot 1 of 3, round 4 of 20``."""
+    words = place(found["round"] + further, found.get("pilot", 0), found.get("pilots", 0))
     return f"{words} of {found['rounds']}"
 
 
 def done(found: Mapping[str, Any]) -> int:
-    """Rounds done by its status, those of rehearsals among them."""
-    rehearsals = found.get("rehearsals", 0)
-    before = (found.get("rehearsal", 0) or rehearsals + 1) - 1
+    """Rounds done by its status, those of calibration pilots among them."""
+    pilots = found.get("pilots", 0)
+    before = (found.get("pilot", 0) or pilots + 1) - 1
     return int(before * found["rounds"] + found["round"])

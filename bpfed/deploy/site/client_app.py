@@ -61,8 +61,8 @@ def _answer(message: Message, context: Context) -> Message:
     if left <= 0:
         raise TimeoutError("The message is too old.")
     end_in_time(left)
-    ask = message.content.get("ask")
-    what = called(ask if isinstance(ask, ConfigRecord) else {}, rounds_of(folder))
+    request = message.content.get("request")
+    what = called(request if isinstance(request, ConfigRecord) else {}, rounds_of(folder))
     say(f"{what}: asked, {age():.2f} s after the start of the process.")
     done = worker.ask(folder, codec.to_bytes(message.content), left)
     if done is not None:
@@ -75,21 +75,21 @@ def _answer(message: Message, context: Context) -> Message:
     return Message(open_site(folder, say).answer(message.content), reply_to=message)
 
 
-def called(ask: Mapping[str, Any], rounds: int | None) -> str:
+def called(request: Mapping[str, Any], rounds: int | None) -> str:
     """What a message of the server's asks for, in words.
 
     Args:
         ask: Its plain fields, not yet checked.
-        rounds: Of the run, and of each rehearsal; None: nobody knows.
+        rounds: Of the run, and of each calibration pilot; None: nobody knows.
     """
-    round_, rehearsal = (number if type(number := ask.get(key)) is int else -1 for key in ("round", "rehearsal"))
-    if round_ < 0 or rehearsal < 0:
+    round_, pilot = (number if type(number := request.get(key)) is int else -1 for key in ("round", "pilot"))
+    if round_ < 0 or pilot < 0:
         return "A message"
     if not round_:
         return "Greeting"
     if rounds is not None and round_ > rounds:
-        return f"Rehearsal {rehearsal}, held-out results" if rehearsal else "The last round's scores"
-    return f"Rehearsal {rehearsal}, round {round_}" if rehearsal else f"Round {round_}"
+        return f"Calibration pilot {pilot}, held-out results" if pilot else "The last round's scores"
+    return f"Calibration pilot {pilot}, round {round_}" if pilot else f"Round {round_}"
 
 
 def rounds_of(folder: Path) -> int | None:

@@ -20,7 +20,7 @@ from bpfed._util.files import to_json, write_whole
 from bpfed.config.reader import Config
 from bpfed.data import FederatedData
 from bpfed.data.checks.column_types import coded, doubts, telling
-from bpfed.data.checks.spelling import lookalikes, spelling
+from bpfed.data.checks.spelling import check_spelling, spelling
 from bpfed.data.holdout import Holdout
 from bpfed.data.load import names
 from bpfed.data.sources.download import DataDir
@@ -456,7 +456,7 @@ def _check_enough(summaries: Sequence[ColumnStatistics], task: str | None) -> No
         )
 
 
-def remarks(facts: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any]) -> list[str]:
+def check_sites(facts: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any]) -> list[str]:
     """What whoever runs the deployment should know of the sites' data together, in sentences.
 
     Args:
@@ -466,7 +466,7 @@ def remarks(facts: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any]) -
     if "preparation" not in common:
         return []
     preparation = Preprocessor.from_record(common["preparation"])
-    found = [*lookalikes(preparation), *coded(preparation)]
+    found = [*check_spelling(preparation), *coded(preparation)]
     lacking: dict[str, list[str]] = {}
     for site, told in facts.items() if preparation.shape is None else ():
         # Of a site that came late, nobody knows yet whether it has a file.

@@ -1,6 +1,6 @@
 """What a site lets a server ask of it: limits that are its own, and a count of what was asked, on its own disk.
 
-No message changes any of it: limits are in the site's ``deploy.toml``, rounds, rehearsals and what is tested in its
+No message changes any of it: limits are in the site's ``deploy.toml``, rounds, calibration pilots and what is tested in its
 ``config.toml``. What goes beyond them is refused in a sentence that names the setting.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from bpfed._util.errors import UserError
 from bpfed._util.files import to_json, write_whole, writing
-from bpfed.config.settings import SOFTEST, SUREST, Settings
+from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, Settings
 from bpfed.deploy.protocol.messages import Request
 from bpfed.deploy.protocol.state_schema import RejectedMessage
 
@@ -61,22 +61,24 @@ class Limits:
         return max(examples, self.minimum)
 
 
-def check_ask(ask: Request, settings: Settings) -> None:
+def check_request(request: Request, settings: Settings) -> None:
     """Refuse what the site's own configuration has no place for."""
-    rounds, most, softness = settings.rounds, settings.rehearsals, ask.softness
-    if not 0 <= ask.rehearsal <= most:
-        raise RejectedMessage(f"it is for rehearsal {ask.rehearsal}, but there are to be {most}.")
-    if not SUREST <= softness <= SOFTEST:
-        raise RejectedMessage(f"its softness is {softness}, which is not between {SUREST:g} and {SOFTEST:g}.")
-    if softness != 1.0 and (ask.rehearsal or not most):
-        raise RejectedMessage(f"its softness is {softness}, but none can have been learnt.")
-    if ask.round > rounds + 1 or (ask.train and ask.round > rounds):
-        raise RejectedMessage(f"it is for round {ask.round}, but 'rounds' of this site's config.toml is {rounds}.")
-    if not 0 <= ask.counted < max(ask.round, 1):
-        raise RejectedMessage(f"in round {ask.round} it cannot have used an upload of round {ask.counted}.")
-    if ask.evaluate and not ask.rehearsal and not (ask.round > 1 and settings.evaluated(ask.round - 1)):
+    rounds, most, temperature = settings.rounds, settings.calibration_pilots, request.calibration_temperature
+    if not 0 <= request.pilot <= most:
+        raise RejectedMessage(f"it is for calibration pilot {request.pilot}, but there are to be {most}.")
+    if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise RejectedMessage(
-            f"it asks for scores of round {ask.round - 1}, which 'eval_every' of this site's config.toml leaves out."
+            f"its calibration temperature is {temperature}, which is not between {MIN_TEMPERATURE:g} and {MAX_TEMPERATURE:g}."
+        )
+    if temperature != 1.0 and (request.pilot or not most):
+        raise RejectedMessage(f"its calibration temperature is {temperature}, but none can have been learnt.")
+    if request.round > rounds + 1 or (request.train and request.round > rounds):
+        raise RejectedMessage(f"it is for round {request.round}, but 'rounds' of this site's config.toml is {rounds}.")
+    if not 0 <= request.counted < max(request.round, 1):
+        raise RejectedMessage(f"in round {request.round} it cannot have used an upload of round {request.counted}.")
+    if request.evaluate and not request.pilot and not (request.round > 1 and settings.evaluated(request.round - 1)):
+        raise RejectedMessage(
+            f"it asks for scores of round {request.round - 1}, which 'eval_every' of this site's config.toml leaves out."
         )
 
 
@@ -88,7 +90,7 @@ class Requests:
     Args:
         folder: Of the site's states; each run has a folder in it, and the count is a file.
         limits: The site's own.
-        rehearsals: That each run has.
+        pilots: Calibration pilots of each run.
         say: Called with each message for the site's owner.
         today: Gives the day's number.
     """
@@ -97,30 +99,30 @@ class Requests:
         self,
         folder: Path,
         limits: Limits,
-        rehearsals: int,
+        pilots: int,
         say: Callable[[str], None],
         today: Callable[[], int] = lambda: int(time.time() // 86400),
     ) -> None:
-        self.folder, self.limits, self.rehearsals, self.say, self.today = folder, limits, rehearsals, say, today
+        self.folder, self.limits, self.pilots, self.say, self.today = folder, limits, pilots, say, today
 
-    def count(self, ask: Request, states: Path) -> None:
+    def count(self, request: Request, states: Path) -> None:
         """Count an ask for a round, or refuse it. ``states`` is the folder of its run."""
         kept, limits = self._read(), self.limits
         if (day := self.today()) > kept["day"]:
             kept |= {"day": day, "scores": 0, "runs": 0, "asked": {word: {} for word in kept["asked"]}}
-        word = f"rehearsal {ask.run}" if ask.rehearsal else ask.run
+        word = f"pilot {request.run}" if request.pilot else request.run
         if word not in kept["asked"]:
             kept["runs"] += 1
-            # Each rehearsal has a word of its own, as the run has.
-            if kept["runs"] > limits.runs_per_day * (1 + self.rehearsals):
+            # Each calibration pilot has a word of its own, as the run has.
+            if kept["runs"] > limits.runs_per_day * (1 + self.pilots):
                 raise _beyond(f"one more run, and this site takes part in {limits.runs_per_day} a day", "runs_per_day")
             kept["asked"][word] = {}
             self._forget(kept["asked"], word, states.parent)
         rounds = kept["asked"][word]
-        rounds[str(ask.round)] = rounds.get(str(ask.round), 0) + 1
-        if rounds[str(ask.round)] > limits.asks_per_round:
-            raise _beyond(f"round {ask.round} for the {rounds[str(ask.round)]}th time today", "asks_per_round")
-        kept["scores"] += ask.evaluate
+        rounds[str(request.round)] = rounds.get(str(request.round), 0) + 1
+        if rounds[str(request.round)] > limits.asks_per_round:
+            raise _beyond(f"round {request.round} for the {rounds[str(request.round)]}th time today", "asks_per_round")
+        kept["scores"] += request.evaluate
         if kept["scores"] > limits.scores_per_day:
             raise _beyond(f"scores for the {kept['scores']}th time today", "scores_per_day")
         self._write(kept)
@@ -146,9 +148,9 @@ class Requests:
 
     def _forget(self, asked: dict[str, Any], newest: str, folder: Path) -> None:
         """Of states of earlier runs, keep those of the latest ones."""
-        kind = newest.startswith("rehearsal ")
-        words = [word for word in asked if word.startswith("rehearsal ") is kind]
-        for word in words[: -max(self.limits.runs_kept * (1 + self.rehearsals * kind), 1)]:
+        kind = newest.startswith("pilot ")
+        words = [word for word in asked if word.startswith("pilot ") is kind]
+        for word in words[: -max(self.limits.runs_kept * (1 + self.pilots * kind), 1)]:
             del asked[word]
             if (old := folder / word.rpartition(" ")[2]).is_dir():
                 with writing(old):

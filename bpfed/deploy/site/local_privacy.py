@@ -23,7 +23,7 @@ from bpfed.methods.base import Method, State
 FILE = "released.json"
 
 
-class Guard:
+class LocalPrivacy:
     """Changes every upload before it is sent (a `bpfed.deploy.site.site.UploadTransform`).
 
     What is counted is answers, not rounds: a server that asks for a round twice gets two noisy updates, and pays for

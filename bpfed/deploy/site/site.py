@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_map
 
 from bpfed._util.errors import UserError
 from bpfed._util.files import writing
-from bpfed._util.paths import REHEARSALS
+from bpfed._util.paths import PILOTS
 from bpfed.config.reader import Config
 from bpfed.data.federated import HELD, parted
 from bpfed.deploy.protocol.messages import MOST, Reply, Request, fingerprint, shared_of
-from bpfed.deploy.protocol.state_schema import Patterns, RejectedMessage, Upload, patterns
+from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchemas, Upload, schemas
 from bpfed.deploy.site.data import Source
-from bpfed.deploy.site.limits import Limits, Requests, check_ask
+from bpfed.deploy.site.limits import Limits, Requests, check_request
 from bpfed.deploy.site.states import States, keep, previous
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
@@ -34,7 +34,7 @@ from bpfed.engine.state_store import Layout
 from bpfed.inference.calibration import PLACES, HeldOutSlopes
 from bpfed.methods.base import RunShape, State
 from bpfed.metrics import Evaluation, Form, Sums, evaluate_sums
-from bpfed.runs.pilot import as_rehearsal
+from bpfed.runs.pilot import as_pilot
 
 #: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same
 #: pattern.
@@ -70,9 +70,9 @@ class Site:
     ) -> None:
         self.folder, self.name, self.config, self.source = folder, name, config, source
         self.transform, self.say, self.own, self.limits = transform, say, own, limits
-        self.requests = Requests(folder, limits, config.run.rehearsals, say)
+        self.requests = Requests(folder, limits, config.run.calibration_pilots, say)
         self.fingerprint = fingerprint(config)
-        self.patterns: Patterns | None = None
+        self.schemas: StateSchemas | None = None
         self._federation: tuple[tuple[str, int], Federation] | None = None
         self._work = 0.0
         self._untold = 0
@@ -82,10 +82,10 @@ class Site:
     def answer(self, record: RecordDict) -> RecordDict:
         """What the site sends back; whatever fails, no word of the failure itself leaves the site."""
         start, self._work = time.perf_counter(), 0.0
-        ask = Request(self.fingerprint, "", 0)
+        request = Request(self.fingerprint, "", 0)
         try:
-            ask = Request.read(record)
-            return self._written(self._answer(ask, record), start)
+            request = Request.read(record)
+            return self._written(self._answer(request, record), start)
         except RejectedMessage as refused:
             self.say(f"The server's message was refused: {refused}")
             why = f"it refused the server's message: {refused}"
@@ -95,53 +95,55 @@ class Site:
         except Exception:
             self.say(traceback.format_exc())
             why = "it failed; its own log says why."
-        return self._written(Reply(self.fingerprint, ask.run, ask.round, self.name, why), start)
+        return self._written(Reply(self.fingerprint, request.run, request.round, self.name, why), start)
 
     def _written(self, answer: Reply, start: float) -> RecordDict:
         seconds = round(time.perf_counter() - start, 4)
         answer = replace(answer, seconds=seconds, work=round(self._work, 4))
-        return answer.write(self.patterns.upload if self.patterns else None)
+        return answer.write(self.schemas.upload if self.schemas else None)
 
-    def _answer(self, ask: Request, record: RecordDict) -> Reply:
-        if ask.fingerprint != self.fingerprint:
+    def _answer(self, request: Request, record: RecordDict) -> Reply:
+        if request.fingerprint != self.fingerprint:
             raise RejectedMessage(
                 "the server's configuration differs from this site's; give both the same config.toml."
             )
-        check_ask(ask, self.config.run)
-        if ask.round == 0:
+        check_request(request, self.config.run)
+        if request.round == 0:
             facts = self.source.facts()
             facts["train"] = self.limits.told(facts["train"])
-            return self._plain(ask, facts=json.dumps(facts, sort_keys=True))
-        self.requests.count(ask, self._states(ask).folder)
-        federation = self._placed(ask, record)
+            return self._plain(request, facts=json.dumps(facts, sort_keys=True))
+        self.requests.count(request, self._states(request).folder)
+        federation = self._placed(request, record)
         # As it told before, with the rows that are left out and without those that have come since: the difference would
         # be the count of a rare class, or of the new rows.
-        answer = self._plain(ask, train=self.limits.told(self._trained_on(federation) + self._untold))
-        if ask.evaluate and ask.rehearsal:
+        answer = self._plain(request, train=self.limits.told(self._trained_on(federation) + self._untold))
+        if request.evaluate and request.pilot:
             answer = replace(answer, held=self._held(federation))
-        elif ask.evaluate:
-            answer = replace(answer, sums=self._evaluate(federation, ask))
-        if ask.train:
-            upload, info = self._train(federation, ask)
+        elif request.evaluate:
+            answer = replace(answer, sums=self._evaluate(federation, request))
+        if request.train:
+            upload, info = self._train(federation, request)
             answer = replace(answer, upload=upload, info=info)
         return answer
 
-    def _placed(self, ask: Request, record: RecordDict) -> Federation:
+    def _placed(self, request: Request, record: RecordDict) -> Federation:
         """A federation of this client alone, as it was after the round before the one that is asked for."""
-        if not ask.rehearsal:
-            self._forget_rehearsals()
-        wanted = ask.facts, ask.rehearsal
+        if not request.pilot:
+            self._forget_pilots()
+        wanted = request.facts, request.pilot
         if self._federation is None or self._federation[0] != wanted:
-            self._federation = wanted, self._start(ask.facts, ask.rehearsal)
+            self._federation = wanted, self._start(request.facts, request.pilot)
         federation = self._federation[1]
-        federation.learnt_softness = ask.softness if self.config.run.rehearsals and not ask.rehearsal else None
-        assert self.patterns is not None
-        federation.round = ask.round - 1
-        shared = shared_of(record, self.patterns.down(ask.round))
+        federation.learnt_temperature = (
+            request.calibration_temperature if self.config.run.calibration_pilots and not request.pilot else None
+        )
+        assert self.schemas is not None
+        federation.round = request.round - 1
+        shared = shared_of(record, self.schemas.down(request.round))
         federation.shared = tree_map(lambda t: t.to(federation.device), shared)
-        found, row = self._states(ask).at(ask.counted)
-        if found != ask.counted:
-            self.say(f"The personal state of round {ask.counted} is lost; resuming from that of round {found}.")
+        found, row = self._states(request).at(request.counted)
+        if found != request.counted:
+            self.say(f"The personal state of round {request.counted} is lost; resuming from that of round {found}.")
         layout = Layout(self.config.method.init(federation.model).personal)
         if row is None:
             row = layout.first.cpu()
@@ -152,7 +154,7 @@ class Site:
         federation.store.put(_ONLY, layout.unpack(row[None]))
         return federation
 
-    def _start(self, facts: str, rehearsal: int) -> Federation:
+    def _start(self, facts: str, pilot: int) -> Federation:
         try:
             common: dict[str, Any] = json.loads(facts)
             sites, longest = common["sites"], common["longest"]
@@ -172,8 +174,8 @@ class Site:
         if (whose := federation.method.whose(federation.model)) not in self._told:
             self._told.add(whose)
             self.say(f"Weights of this site and of all sites: {whose}.")
-        if rehearsal:  # with other examples and another seed, from the same first weights
-            settings = as_rehearsal(settings, rehearsal)
+        if pilot:  # with other examples and another seed, from the same first weights
+            settings = as_pilot(settings, pilot)
             cut = parted(federation.data, HELD, settings.seed)
             federation = Federation.of(method, cut, settings, federation.model)
         together = self.config.run.per_round(sites)
@@ -184,7 +186,7 @@ class Site:
         # have more examples than any that told of theirs.
         compiled = settings.compile == "on"
         federation.training = LocalRound.of(method, federation.model, train, settings, compiled, longest=longest)
-        self.patterns = patterns(method, federation.model, settings.compression == "half")
+        self.schemas = schemas(method, federation.model, settings.compression == "half")
         return federation
 
     def _tell(self, notes: Iterable[str]) -> None:
@@ -207,7 +209,7 @@ class Site:
     def _trained_on(federation: Federation) -> int:
         return int(federation.data.train.sizes[0])
 
-    def _evaluate(self, federation: Federation, ask: Request) -> Sums:
+    def _evaluate(self, federation: Federation, request: Request) -> Sums:
         """Sums over its test examples; as if it had none, where they are too few."""
         start = time.perf_counter()
         if federation.finished:
@@ -215,8 +217,8 @@ class Site:
         evaluated = evaluate_clients(federation) if len(federation.data.test.y) else self._untested(federation)
         self._work += time.perf_counter() - start
         if federation.finished:  # what the site predicts with from now on
-            self._states(ask).settle(federation.round, self._row(federation, federation.store.get(_ONLY)))
-            self._keep(federation, evaluated, ask)
+            self._states(request).settle(federation.round, self._row(federation, federation.store.get(_ONLY)))
+            self._keep(federation, evaluated, request)
         if 0 < evaluated[0].sums.examples < self.limits.minimum:
             self._note(
                 f"This site has {evaluated[0].sums.examples} test examples, fewer than its minimum of "
@@ -226,14 +228,14 @@ class Site:
         return evaluated[0].sums.cpu()
 
     def _held(self, federation: Federation) -> HeldOutSlopes:
-        """At the end of a rehearsal, what the server needs to know of the examples held out, and no more."""
+        """At the end of a calibration pilot, what the server needs to know of the examples held out, and no more."""
         if not federation.finished:
-            raise RejectedMessage("it asks for held-out results in the middle of a rehearsal.")
+            raise RejectedMessage("it asks for held-out results in the middle of a calibration pilot.")
         start, examples = time.perf_counter(), len(federation.data.test.y)
         federation.settle()
         if 0 < examples < self.limits.minimum:
             self._note(
-                f"This site holds out {examples} training examples in a rehearsal, fewer than its minimum of "
+                f"This site holds out {examples} training examples in a calibration pilot, fewer than its minimum of "
                 f"{self.limits.minimum}, so it tells nothing of them."
             )
             examples = 0
@@ -248,24 +250,24 @@ class Site:
         form = Form.of(federation.data.classes, settings.bins, settings.calibration > 0.0)
         return evaluate_sums(Sums.none(form), settings.bins), _ONLY
 
-    def _keep(self, federation: Federation, evaluated: tuple[Evaluation, Tensor], ask: Request) -> None:
+    def _keep(self, federation: Federation, evaluated: tuple[Evaluation, Tensor], request: Request) -> None:
         """Make this the site's own model, if the site has trained for it."""
         if self.own is None:
             return
-        trained = self.requests.trained(ask.run)
-        if not self._states(ask).at(ask.counted)[0]:  # only training writes a state
+        trained = self.requests.trained(request.run)
+        if not self._states(request).at(request.counted)[0]:  # only training writes a state
             self.say(
                 "This site has had no part in training in this run, so nothing of it becomes its own model; what is in "
                 f"'{self.own}' stays."
             )
             return
-        if self.requests.model == {"run": ask.run, "trained": trained} and self.own.is_dir():
+        if self.requests.model == {"run": request.run, "trained": trained} and self.own.is_dir():
             self.say(f"This site has not trained since its own model was written, so '{self.own}' stays.")
             return
         try:
             there = self.own.is_dir()
             keep(self.own, federation, evaluated, self.say)
-            self.requests.keep_model(ask.run, trained)
+            self.requests.keep_model(request.run, trained)
             if there:
                 self.say(f"The own model that this site had before is in '{previous(self.own)}'.")
             command = shlex.join(["bpfed", "predict", str(self.own), "--client", self.name, "--input", "FILE"])
@@ -273,18 +275,18 @@ class Site:
         except (OSError, UserError) as error:  # the scores are as good without it
             self.say(f"This site's own model could not be kept ({error}).")
 
-    def _train(self, federation: Federation, ask: Request) -> tuple[Upload, dict[str, float]]:
+    def _train(self, federation: Federation, request: Request) -> tuple[Upload, dict[str, float]]:
         assert federation.training is not None
         start = time.perf_counter()
         finished = federation.training(federation.training_rows(_ONLY))
         self._work += time.perf_counter() - start
         upload = Upload.of(finished)
         if self.transform is not None:
-            upload = self.transform(upload, federation.shared, ask.round)
+            upload = self.transform(upload, federation.shared, request.round)
         # On the disk before it is sent: a server that counts it may rely on it.
-        self._states(ask).put(ask.round, self._row(federation, finished.personal), ask.counted)
-        if not ask.rehearsal:
-            self.requests.train(ask.run)
+        self._states(request).put(request.round, self._row(federation, finished.personal), request.counted)
+        if not request.pilot:
+            self.requests.train(request.run)
         if self._trained_on(federation) < self.limits.minimum:  # a loss of so few examples tells of each
             return upload, {}
         return upload, {name: float(value[0]) for name, value in finished.info.items()}
@@ -293,15 +295,15 @@ class Site:
         layout = Layout(self.config.method.init(federation.model).personal)
         return layout.pack(personal)[0] if layout.width else torch.zeros(0)
 
-    def _states(self, ask: Request) -> States:
-        folder = self.folder / REHEARSALS if ask.rehearsal else self.folder
-        return States(folder, self.name, ask.run, self.config.run.checkpoints)
+    def _states(self, request: Request) -> States:
+        folder = self.folder / PILOTS if request.pilot else self.folder
+        return States(folder, self.name, request.run, self.config.run.checkpoints)
 
-    def _forget_rehearsals(self) -> None:
+    def _forget_pilots(self) -> None:
         """Once the run itself has begun."""
-        if (folder := self.folder / REHEARSALS).exists():
+        if (folder := self.folder / PILOTS).exists():
             with writing(folder):
                 shutil.rmtree(folder)
 
-    def _plain(self, ask: Request, facts: str = "", train: int = 0) -> Reply:
-        return Reply(self.fingerprint, ask.run, ask.round, self.name, "", facts, train)
+    def _plain(self, request: Request, facts: str = "", train: int = 0) -> Reply:
+        return Reply(self.fingerprint, request.run, request.round, self.name, "", facts, train)
