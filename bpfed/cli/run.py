@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bpfed._util.console import to_stderr
 from bpfed._util.errors import UserError, unknown
 from bpfed._util.paths import CONFIG, PILOTS
 from bpfed.cli import terminal
 from bpfed.cli.flags import (
+    OLD_FLAGS,
     ConfigFile,
     DataDir,
     MethodName,
@@ -24,6 +26,7 @@ from bpfed.cli.flags import (
     schema_fields,
     with_schema,
 )
+from bpfed.config.migrations import current_setting
 from bpfed.config.registry import check_data, method_named
 
 if TYPE_CHECKING:
@@ -166,6 +169,14 @@ def overrides(method: str | None, settings: list[str], flags: dict[str, Any]) ->
     for key, _ in schema_fields():
         if (text := flags.get(argument(key))) not in (None, []):
             found.append(Override(key, ",".join(text) if isinstance(text, list) else text, flag(key)))
+    for old in OLD_FLAGS:
+        if (text := flags.get(old)) is not None:
+            new, value = current_setting("run", old, text)
+            now = flag(f"run.{new}")
+            if flags.get(argument(f"run.{new}")) is not None:
+                raise UserError(f"--{old} is now {now}, and both are given; leave out --{old}.")
+            to_stderr(f"--{old} {text} is now {now} {value}; the old flag works until bpfed 0.11.")
+            found.append(Override(f"run.{new}", value, f"--{old}"))
     return found + [override(setting) for setting in settings]
 
 

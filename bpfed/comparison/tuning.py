@@ -24,6 +24,7 @@ from bpfed.comparison.candidates import Candidate
 from bpfed.comparison.record import Comparison, Vocabulary
 from bpfed.comparison.runner import displayed, run_cells
 from bpfed.comparison.statistics import Difference, difference
+from bpfed.config.migrations import old_attribute
 from bpfed.config.schema import changed, fields_of
 from bpfed.config.settings import HIDDEN, Settings
 from bpfed.data import FederatedData, load
@@ -120,6 +121,8 @@ class Tuning:
         return common(
             run.evaluation.get("fitted_temperature", 1.0) for run in self.comparison.records[self.best].values()
         )
+
+    softness = old_attribute("softness", "calibration_temperature")
 
     @property
     def gain(self) -> float:

@@ -11,6 +11,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from bpfed._util.errors import UserError
+from bpfed.config.migrations import accepts_old_names
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -97,6 +98,7 @@ MOST_PILOTS = 1_000
 MOST_CHECKPOINTS = 100
 
 
+@accepts_old_names("run")
 @dataclass(frozen=True)
 class Settings:
     """Settings of a run.

@@ -32,6 +32,8 @@ import torch
 from torch import Tensor
 
 from bpfed._util.errors import UserError
+from bpfed._util.moved import old_classes
+from bpfed.config.migrations import old_method_names
 from bpfed.config.settings import check_types
 from bpfed.inference.estimators import Batch
 from bpfed.inference.predictive import CorrelatedPredictive as CorrelatedPredictive
@@ -176,6 +178,10 @@ class Method(ABC):
     personal: Personal = "head"
     lr: float = 1e-3
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        old_method_names(cls)
+
     def check(self) -> None:
         """Raise a `UserError` if a setting is of another type or out of range, or settings contradict each other."""
         check_types(self)
@@ -295,6 +301,10 @@ class Method(ABC):
     @abstractmethod
     def predictive(self, model: Model, shared: State, personal: State) -> Predictive:
         """The distribution to predict with, for each client."""
+
+
+old_method_names(Method)
+__getattr__ = old_classes(__name__)
 
 
 def rows(state: State, count: int) -> State:

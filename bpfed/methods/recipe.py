@@ -49,6 +49,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bpfed.aggregation.rules import mean
+from bpfed.config.migrations import accepts_old_names
 from bpfed.inference.estimators import Batch, check_estimator, data_term
 from bpfed.inference.gaussian import Gaussian, discounted, kl, kl_gradients_q
 from bpfed.inference.likelihoods import Categorical
@@ -117,6 +118,7 @@ class Personal(NamedTuple):
     lowered: Tensor
 
 
+@accepts_old_names("method")
 @dataclass(frozen=True)
 class Recipe(Method):
     """BPFed with bounded priors.

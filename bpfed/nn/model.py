@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vjp, vmap
 
 from bpfed._util.errors import UserError
+from bpfed.config.migrations import old_attribute
 from bpfed.inference import rng
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.likelihoods import Likelihood
@@ -51,6 +52,8 @@ class Model:
     order: tuple[str, ...] = ()
     looked_up: bool = False
     head: frozenset[str] = frozenset()
+
+    factors = old_attribute("factors", "layout")
 
     @classmethod
     def of(cls, module: nn.Module, likelihood: Likelihood, example: Tensor, personal: Personal = "head") -> Model:

@@ -12,6 +12,7 @@ from bpfed._util import text
 from bpfed._util.errors import UserError
 from bpfed._util.files import from_json, from_toml
 from bpfed._util.paths import CONFIG, EVALUATION, METRICS, PILOTS, SUMMARY
+from bpfed.config.migrations import current_config, current_record
 from bpfed.config.settings import MOST_EVALUATED, Settings
 from bpfed.report.manifest import Manifest
 from bpfed.report.measures import AS_GIVEN, IN_UNITS, MEASURES, Measure, measures
@@ -52,10 +53,10 @@ class RunRecord:
         if manifest is not None:
             manifest.check(folder, (CONFIG, METRICS, EVALUATION, SUMMARY))
         return cls(
-            _parsed(folder / CONFIG, from_toml),
+            _parsed(folder / CONFIG, lambda text: current_config(from_toml(text))),
             _parsed(folder / METRICS, lambda text: [_table(line, "round") for line in text.splitlines()]),
-            _parsed(folder / EVALUATION, lambda text: _table(text, "clients")),
-            _parsed(folder / SUMMARY, lambda text: _table(text, "device")),
+            _parsed(folder / EVALUATION, lambda text: current_record(_table(text, "clients"))),
+            _parsed(folder / SUMMARY, lambda text: current_record(_table(text, "device"))),
         )
 
     @property

@@ -16,6 +16,7 @@ from bpfed._util.console import to_stderr
 from bpfed._util.errors import Diverged, UserError, unknown
 from bpfed._util.files import to_toml
 from bpfed.callbacks.base import Callback
+from bpfed.config.migrations import old_attribute
 from bpfed.config.settings import Settings
 from bpfed.data import FederatedData
 from bpfed.data.tabular.rows import read_rows
@@ -84,8 +85,10 @@ class Run:
 
     @property
     def calibration_temperature(self) -> float:
-        """How soft all its predictions are, learnt or given (`bpfed.config.settings`); 1: as they are, above: less sure."""
+        """Of all its predictions, learnt or given (`bpfed.config.settings`); 1: as they are, above: less confident."""
         return self.federation.calibration_temperature
+
+    softness = old_attribute("softness", "calibration_temperature")
 
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
         """Run the rounds that are left."""
