@@ -58,7 +58,7 @@ def rounds(found: Results) -> str:
 
 #: Every part by its name on the page.
 PARTS: dict[str, Callable[[Results], str]] = {
-    "calibration_temperature": calibration,
+    "calibration": calibration,
     "members": members,
     "aims": aims,
     "rounds": rounds,

@@ -94,7 +94,7 @@ def run(
         source, said = config or _own(out, resume), overrides(method, settings or [], flags)
         chosen = read(source, said, _begun_with(out) if resume and config is None else None)
         from bpfed.callbacks import Folder
-        from bpfed.report.record import temperature_words
+        from bpfed.report.record import temperature_name, temperature_words
         from bpfed.runs.fit import decided, method_of, prepare
         from bpfed.runs.pilot import run_calibration_pilots
 
@@ -120,7 +120,8 @@ def run(
         run_calibration_pilots([trained], [folder], None if quiet else progress)
         if trained.federation.learnt_temperature is not None:
             progress.say(
-                f"Calibration pilots are over: predictions will have a calibration temperature of {temperature_words(trained.calibration_temperature)}."
+                f"Calibration pilots are over: predictions will have a {temperature_name(trained.data.task)} of "
+                f"{temperature_words(trained.calibration_temperature)}."
             )
         trained.train(callbacks)
     except KeyboardInterrupt:
@@ -147,7 +148,7 @@ def data_word(config: Config) -> str:
 
 
 def _own(out: Path | None, resume: bool) -> Path | None:
-    """The configuration of the run that is resumed; of one that is in its calibration pilots, it is with the calibration pilots."""
+    """The configuration of the run that is resumed; before its first round it is with its calibration pilots."""
     if not resume or out is None:
         return None
     return next((path for path in (out / CONFIG, out / PILOTS / CONFIG) if path.exists()), None)

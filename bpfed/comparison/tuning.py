@@ -87,7 +87,8 @@ class Trial(NamedTuple):
 class Tuning:
     """What was tried, and what came of it.
 
-    To train with what was best: ``bpfed.fit(found.method, data, calibration_temperature=found.calibration_temperature, hidden=found.hidden)``.
+    To train with what was best: ``bpfed.fit(found.method, data, calibration_temperature=found.calibration_temperature,
+    hidden=found.hidden)``.
 
     Attributes:
         comparison: All trials, scored on held-out training examples; its seeds are the cuts.

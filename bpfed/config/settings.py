@@ -117,8 +117,8 @@ class Settings:
             logistic or linear regression.
         hidden: Units in the hidden layer of the network that is built when none is given; None: 100. Noisy labels may
             need fewer. Not for 32 x 32 images, whose network is fixed.
-        adapt: ``auto``: where a method offers settings that only data can decide between, choose them first, in pilot
-            runs on held-out training examples; ``off``: use the method as it is.
+        adapt: ``auto``: where a method offers settings that only data can decide between, choose them first, in selection
+            pilots on held-out training examples; ``off``: use the method as it is.
         drop_rate: Probability that a drawn client fails to return in a round.
         sampling: ``fixed``: draws exactly ``participants`` clients; ``poisson``: draws each client independently, with
             that many on average.

@@ -258,7 +258,7 @@ class Method(ABC):
 
     @property
     def needs_class_counts(self) -> bool:
-        """Whether `begin` and `finish` get a client's examples per class as ``hyper["counts"]``, ``[S, K]``."""
+        """Whether `begin` and `finish` get a client's examples per class as ``hparams["counts"]``, ``[S, K]``."""
         return False
 
     def hparam_rows(self, count: int, device: torch.device | None = None) -> dict[str, Tensor]:
@@ -271,7 +271,7 @@ class Method(ABC):
         `tuning` and newcomers use those of `hparams`.
 
         Args:
-            course: The run.
+            shape: The run.
             sizes: Training examples of each client, ``[S]``.
         """
         return self.hparam_rows(len(sizes))

@@ -1,9 +1,14 @@
-"""Calibration pilots: before a run, train on a part of every client's examples to learn how sure to be of the rest.
+"""Pilot runs: trainings on a part of every client's training examples before the run, scored on the rest.
 
-How sure a model should be depends on how noisy its targets are, which nobody knows before. A calibration pilot holds out a fifth
-of each client's training examples, trains on the others as the run will, and fits one number for all clients, the
-*calibration temperature* (`bpfed.config.settings`), to what it says of those held out. The run then trains on all examples and predicts at this calibration temperature. No
-test example takes part.
+There are two kinds, and no test example takes part in either.
+
+- *Selection pilots* choose settings of the method (``adapt = "auto"``, `choose`), such as how much clients share. They
+  are shorter than the run.
+- *Calibration pilots* fit the calibration temperature (``calibrate = "pilot:3"``, `run_calibration_pilots`). How
+  confident a model should be depends on how noisy its targets are, which nobody knows before. A calibration pilot holds
+  out a fifth of each client's training examples, trains on the others as the run will, and fits one number for all
+  clients to its predictions of those held out: a temperature of class probabilities, or in regression a scale factor of
+  predicted standard deviations (`bpfed.config.settings`). The run then trains on all examples and predicts with it.
 """
 
 from __future__ import annotations
@@ -26,11 +31,12 @@ from bpfed.data.federated import HELD, Task, held_out
 from bpfed.engine.federation import Federation
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.methods.base import Method
+from bpfed.report.record import temperature_name
 from bpfed.runs.folder import Folder
 from bpfed.runs.run import Run, train_together
 
-#: Held-out examples, in all calibration pilots of a run together, below which a calibration temperature is uncertain by a tenth and more. That
-#: of a regression is the scale of its errors, each of which tells of it, not only those that surprise.
+#: Held-out examples, in all calibration pilots of a run together, below which a calibration temperature is uncertain by
+#: a tenth and more. The scale factor of a regression depends on every error, not only on those that surprise.
 ENOUGH: dict[Task, int] = {"classification": 1000, "regression": 100}
 #: Between the seeds of two calibration pilots of a run, so that they are none of another run's.
 APART = 1_000_000
@@ -119,13 +125,13 @@ def common(fitted: Iterable[float]) -> float:
 
 
 def uncertain(temperature: float, examples: int, pilots: int, task: Task) -> str:
-    """A sentence on a calibration temperature that so many calibration pilots learnt from few held-out examples; empty: there are enough."""
+    """A sentence on a temperature that calibration pilots learnt from few held-out examples; empty: there are enough."""
     enough = ENOUGH[task]
     if examples >= enough:
         return ""
     better = math.ceil(enough * pilots / examples)
     return (
-        f"The calibration temperature of {temperature:.2f} is learnt from {examples} held-out examples, so it is uncertain; "
+        f"The {temperature_name(task)} of {temperature:.2f} is learnt from {examples} held-out examples, so it is uncertain; "
         f"calibrate = pilot:{better} would learn it from {enough}."
     )
 
@@ -164,7 +170,7 @@ def _train(
             display.stage = ""
 
 
-# --- Pilot runs -------------------------------------------------------------------------------------------------------
+# --- Selection pilots -------------------------------------------------------------------------------------------------
 #
 # A method's settings chosen on held-out training examples before the run, in one command.
 #

@@ -27,7 +27,7 @@ from bpfed.inference.calibration import Calibration
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.metrics import Evaluation
 from bpfed.report import RunRecord, write
-from bpfed.report.record import temperature_words
+from bpfed.report.record import temperature_name, temperature_words
 from bpfed.runs import metadata
 from bpfed.runs.baselines import baselines, wanted
 from bpfed.runs.client import Client
@@ -268,7 +268,7 @@ class Run:
                 lines.append(f"  {name:<9} {last}   (worst client {worst})")
         if "calibration_temperature" in record:
             number, way = temperature_words(record["calibration_temperature"]).split(" ", 1)
-            lines.append(f"  calibration temperature {number}   {way}")
+            lines.append(f"  {temperature_name(self.data.task)} {number}   {way}")
         if "epsilon" in record:
             lines.append(f"  epsilon   {text.epsilon(record['epsilon'], 4)}   (of a client, delta {record['delta']:g})")
         return "\n".join(lines)

@@ -276,8 +276,7 @@ def test_a_place_that_does_not_end_is_known_before_anything_is_written(results: 
 
 
 RECIPE_PAGE = "# Recipe\n\n" + "\n\n".join(
-    f"About {name}:\n\n<!-- {name} -->\nold\n<!-- /{name} -->"
-    for name in ("calibration_temperature", "members", "aims", "rounds")
+    f"About {name}:\n\n<!-- {name} -->\nold\n<!-- /{name} -->" for name in ("calibration", "members", "aims", "rounds")
 )
 
 
