@@ -35,13 +35,13 @@ def aims(found: Results) -> str:
 
 
 def calibration(found: Results) -> str:
-    """NLL and ECE of the recipe as it comes and with a learnt calibration temperature; bold is the lower one of a measure."""
+    """NLL and ECE of the recipe as it comes and with a learnt temperature; bold is the lower one of a measure."""
     rows = []
     for title, own in _recipes(found, ("", CALIBRATED)):
         learnt = [value for run in own[1].runs if (value := run.get("calibration_temperature")) is not None]
         mean = f"{sum(learnt) / len(learnt):.2f}" if learnt else NOTHING
         rows.append([title, *_best_of(own, ("nll", "ece")), mean])
-    return table(["NLL, ECE %", "as it comes", "calibrated", "calibration_temperature"], rows) if rows else ""
+    return table(["NLL, ECE %", "as it comes", "calibrated", "calibration temperature"], rows) if rows else ""
 
 
 def members(found: Results) -> str:

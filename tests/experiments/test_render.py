@@ -308,7 +308,7 @@ def test_the_pages_of_the_recipe_show_the_numbers_of_the_files(recipe_pages: tup
     def table(name: str) -> str:
         return page.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
 
-    assert row(table("calibration_temperature"), "MNIST small, 2 seeds")[1:] == ["0.250, 1.34", "0.250, 1.34", "0.87"]
+    assert row(table("calibration"), "MNIST small, 2 seeds")[1:] == ["0.250, 1.34", "0.250, 1.34", "0.87"]
     assert row(table("members"), "MNIST small, 2 seeds")[1:] == ["95.18, 0.250", "95.28, 0.250", "**95.38**, 0.250"]
     assert row(table("aims"), "aim of the recipe")[1:3] == ["95.2 / 1.3", "98.5 / 0.6"]
     assert row(table("aims"), "aim of the population")[-1] == "78.0 / 1.2"
