@@ -35,7 +35,7 @@ def aims(found: Results) -> str:
 
 
 def calibration(found: Results) -> str:
-    """NLL and ECE of the recipe as it comes and with a learnt calibration temperature; bold is the lower one of a measure."""
+    """NLL and ECE of the recipe as it comes and with a learnt temperature; bold is the lower one of a measure."""
     rows = []
     for title, own in _recipes(found, ("", CALIBRATED)):
         learnt = [value for run in own[1].runs if (value := run.get("calibration_temperature")) is not None]

@@ -1,14 +1,15 @@
-"""Modules that had another name before version 0.9: importing the old name works and says the new one."""
+"""Modules and classes that had another name before: importing the old name works and says the new one."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 #: Old names that the documentation mentioned, and the new ones.
 MOVED = {
@@ -32,6 +33,28 @@ MOVED = {
     "bpfed.run": "bpfed.runs.run",
     "bpfed.training": "bpfed.runs.fit",
 }
+
+#: Classes that the documentation mentioned, by the module they are in: old names, and the new ones.
+CLASSES = {
+    "bpfed.comparison": {"Entrant": "Candidate"},
+    "bpfed.methods.base": {"Course": "RunShape"},
+    "bpfed.nn.parameters": {"Factors": "ParameterLayout"},
+}
+
+
+def old_classes(module: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a module of `CLASSES`."""
+
+    def get(name: str) -> Any:
+        if name not in CLASSES[module]:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        new = CLASSES[module][name]
+        warnings.warn(
+            f"{module}.{name} is now {new}; the old name works until bpfed 0.11.", FutureWarning, stacklevel=2
+        )
+        return getattr(sys.modules[module], new)
+
+    return get
 
 
 class Moved(MetaPathFinder, Loader):

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bpfed.config.migrations import RENAMED
 from bpfed.config.schema import LISTS, TABLES, Field, fields_of
 
 #: What several commands are given.
@@ -40,6 +41,8 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 #: Flags whose name is not their field's.
 NAMES = {"data.name": "--data", "data.seed": "--data-seed", "run.seed": "--seed"}
+#: Flags under their old names, which are not shown.
+OLD_FLAGS = tuple(RENAMED["run"])
 PANELS = {"data": "Data", "run": "Run"}
 
 
@@ -69,6 +72,7 @@ def with_schema(function: Callable[..., None], without: Sequence[str] = ()) -> C
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     own = [p.replace(kind=p.KEYWORD_ONLY) for p in own]
     flags = [_parameter(*f) for f in schema_fields() if f[0] not in without]
+    flags += [_old_parameter(old) for old in OLD_FLAGS if f"run.{RENAMED['run'][old]}" not in without]
     function.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
     function.__annotations__ = {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
     return function
@@ -84,4 +88,11 @@ def _parameter(key: str, field: Field) -> inspect.Parameter:
     kind = list[str] if key in LISTS else str
     return inspect.Parameter(
         argument(key), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def _old_parameter(name: str) -> inspect.Parameter:
+    option: Any = typer.Option(f"--{name}", hidden=True)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
     )

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bpfed._util.console import to_stderr
 from bpfed._util.errors import UserError, unknown
 from bpfed._util.paths import CONFIG, PILOTS
 from bpfed.cli import terminal
 from bpfed.cli.flags import (
+    OLD_FLAGS,
     ConfigFile,
     DataDir,
     MethodName,
@@ -24,6 +26,7 @@ from bpfed.cli.flags import (
     schema_fields,
     with_schema,
 )
+from bpfed.config.migrations import current_setting
 from bpfed.config.registry import check_data, method_named
 
 if TYPE_CHECKING:
@@ -91,7 +94,7 @@ def run(
         source, said = config or _own(out, resume), overrides(method, settings or [], flags)
         chosen = read(source, said, _begun_with(out) if resume and config is None else None)
         from bpfed.callbacks import Folder
-        from bpfed.report.record import temperature_words
+        from bpfed.report.record import temperature_name, temperature_words
         from bpfed.runs.fit import decided, method_of, prepare
         from bpfed.runs.pilot import run_calibration_pilots
 
@@ -117,7 +120,8 @@ def run(
         run_calibration_pilots([trained], [folder], None if quiet else progress)
         if trained.federation.learnt_temperature is not None:
             progress.say(
-                f"Calibration pilots are over: predictions will have a calibration temperature of {temperature_words(trained.calibration_temperature)}."
+                f"Calibration pilots are over: predictions will have a {temperature_name(trained.data.task)} of "
+                f"{temperature_words(trained.calibration_temperature)}."
             )
         trained.train(callbacks)
     except KeyboardInterrupt:
@@ -144,7 +148,7 @@ def data_word(config: Config) -> str:
 
 
 def _own(out: Path | None, resume: bool) -> Path | None:
-    """The configuration of the run that is resumed; of one that is in its calibration pilots, it is with the calibration pilots."""
+    """The configuration of the run that is resumed; before its first round it is with its calibration pilots."""
     if not resume or out is None:
         return None
     return next((path for path in (out / CONFIG, out / PILOTS / CONFIG) if path.exists()), None)
@@ -166,6 +170,14 @@ def overrides(method: str | None, settings: list[str], flags: dict[str, Any]) ->
     for key, _ in schema_fields():
         if (text := flags.get(argument(key))) not in (None, []):
             found.append(Override(key, ",".join(text) if isinstance(text, list) else text, flag(key)))
+    for old in OLD_FLAGS:
+        if (text := flags.get(old)) is not None:
+            new, value = current_setting("run", old, text)
+            now = flag(f"run.{new}")
+            if flags.get(argument(f"run.{new}")) is not None:
+                raise UserError(f"--{old} is now {now}, and both are given; leave out --{old}.")
+            to_stderr(f"--{old} {text} is now {now} {value}; the old flag works until bpfed 0.11.")
+            found.append(Override(f"run.{new}", value, f"--{old}"))
     return found + [override(setting) for setting in settings]
 
 

@@ -203,8 +203,8 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, calibrates: bool) -> 
         console.print("The best setting is not clearly better than the method as it is: the interval includes zero.")
     if calibrates and found.calibration_temperature != 1.0:
         console.print(
-            f"{BEST} also has a calibration temperature, {temperature_words(found.calibration_temperature)}, which suits the best setting's predictions on "
-            "these examples. The figures above are without it."
+            f"{BEST} also has a calibration temperature, {temperature_words(found.calibration_temperature)}, which suits "
+            "the best setting's predictions on these examples. The figures above are without it."
         )
     again = shlex.join(
         ["bpfed", "run", str(out / BEST), *(["--data-dir", str(data_dir)] if data_dir is not None else [])]

@@ -1,5 +1,6 @@
 """Methods side by side: the same data for all, several seeds, differences with intervals, one report."""
 
+from bpfed._util.moved import old_classes
 from bpfed.comparison.candidates import VARIANTS, Candidate
 from bpfed.comparison.record import Comparison
 from bpfed.comparison.runner import compare
@@ -7,3 +8,5 @@ from bpfed.comparison.statistics import Difference
 from bpfed.comparison.tuning import Tuning, tune
 
 __all__ = ["VARIANTS", "Candidate", "Comparison", "Difference", "Tuning", "compare", "tune"]
+
+__getattr__ = old_classes(__name__)

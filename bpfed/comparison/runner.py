@@ -203,7 +203,7 @@ class _Runner:
         self.fitted: dict[Any, dict[str, Any]] = {}  # baselines, once for all methods of a seed
 
     def look(self, dealt: Mapping[int, FederatedData]) -> list[list[Cell]]:
-        """Read the cells of these seeds that are finished; a list for each entrant of those that are not."""
+        """Read the cells of these seeds that are finished; a list for each candidate of those that are not."""
         waiting = []
         for candidate in (e for e in self.who if e.name in self.records):
             cells = []
@@ -219,7 +219,7 @@ class _Runner:
         return waiting
 
     def train(self, waiting: list[list[Cell]]) -> None:
-        """Train these cells, those of one entrant side by side; none of them is held any longer than that."""
+        """Train these cells, those of one candidate side by side; none of them is held any longer than that."""
         while waiting:
             cells = waiting.pop(0)
             try:
@@ -230,7 +230,7 @@ class _Runner:
                 self._leave_out(cells[0].candidate.name, error)
 
     def _leave_out(self, name: str, error: Diverged) -> None:
-        """Go on without an entrant, where that is allowed."""
+        """Go on without a candidate, where that is allowed."""
         if not self.spare or name == self.base:
             raise error
         self.say(f"{error} It is left out.")
@@ -287,7 +287,7 @@ def _cell(
 
 
 def _train(cells: list[Cell], display: CellProgress | None) -> list[Cell]:
-    """Train cells of one entrant side by side."""
+    """Train cells of one candidate side by side."""
     if not cells:
         return cells
     candidate, seeds = cells[0].candidate, [cell.run.settings.seed for cell in cells]

@@ -24,6 +24,7 @@ from bpfed.comparison.candidates import Candidate
 from bpfed.comparison.record import Comparison, Vocabulary
 from bpfed.comparison.runner import displayed, run_cells
 from bpfed.comparison.statistics import Difference, difference
+from bpfed.config.migrations import old_attribute
 from bpfed.config.schema import changed, fields_of
 from bpfed.config.settings import HIDDEN, Settings
 from bpfed.data import FederatedData, load
@@ -86,7 +87,8 @@ class Trial(NamedTuple):
 class Tuning:
     """What was tried, and what came of it.
 
-    To train with what was best: ``bpfed.fit(found.method, data, calibration_temperature=found.calibration_temperature, hidden=found.hidden)``.
+    To train with what was best: ``bpfed.fit(found.method, data, calibration_temperature=found.calibration_temperature,
+    hidden=found.hidden)``.
 
     Attributes:
         comparison: All trials, scored on held-out training examples; its seeds are the cuts.
@@ -120,6 +122,8 @@ class Tuning:
         return common(
             run.evaluation.get("fitted_temperature", 1.0) for run in self.comparison.records[self.best].values()
         )
+
+    softness = old_attribute("softness", "calibration_temperature")
 
     @property
     def gain(self) -> float:

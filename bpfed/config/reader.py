@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +29,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 from bpfed import __version__
 from bpfed._util.errors import UserError, hint
 from bpfed._util.files import from_toml
-from bpfed.config.migrations import Gone, as_then, data_as_then
+from bpfed.config.migrations import RENAMED, Gone, as_then, current_setting, current_settings, data_as_then
 from bpfed.config.registry import DATASETS, METHODS, PARTITIONS, PREFIX, RULES
 from bpfed.config.schema import LISTS, PLACE, PLACES, RECORDED, DataSettings, Field, fields_of
 from bpfed.config.schema import TABLES as schema_TABLES
@@ -56,11 +56,13 @@ class Document:
         path: Where it is; None for no file at all.
         text: Its text.
         content: What it says.
+        old: What it calls a setting, by table and name of today, where it has an old name.
     """
 
     path: Path | None
     text: str
     content: dict[str, Any]
+    old: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path | None, text: str | None = None) -> Document:
@@ -91,6 +93,7 @@ class Document:
 
     def line(self, *keys: str) -> int:
         """The line (from 1) that a key or table begins on."""
+        keys = self.old.get(keys, keys)
         # The parser keeps no positions, but the beginning of a document is a document wherever a statement ends: the
         # key is in the first such beginning that has it, right after the last one that has not.
         lines, begins = self.text.split("\n"), 1
@@ -260,11 +263,16 @@ def read(path: Path | None = None, overrides: Sequence[Override] = (), text: str
     tables = _tables(document)
     said = [ParsedOverride(*_split(o, _wanted_method(tables, overrides)), o) for o in overrides]
     schema = {table: fields_of(cls) for table, cls in schema_TABLES.items()}
+    renamed: list[str] = []
+    said = _current(said, schema, renamed)
     _check_values(said, schema)
     named = bool(tables["method"]) or any(s.table == "method" for s in said)
     name, notes = _method_name(document, tables, said)
     chosen = _method(name)
     schema["method"] = fields_of(chosen)
+    said = _current(said, schema, renamed)
+    for table in RENAMED:
+        tables[table] = _current_table(table, tables[table], schema[table], document, renamed)
     recorded = _recorded(tables)
     place = recorded.get("data", {}).pop(PLACE, None)
     own = tables["data"].get("name")
@@ -284,9 +292,44 @@ def read(path: Path | None = None, overrides: Sequence[Override] = (), text: str
         Settings(**values["run"]),
         recorded,
         document,
-        (*notes, *_noted(document)),
+        (*notes, *renamed, *_noted(document)),
         named,
     )
+
+
+def _current(
+    said: Sequence[ParsedOverride], schema: Mapping[str, Mapping[str, Field]], notes: list[str]
+) -> list[ParsedOverride]:
+    """What the command line says, with names of today; a note for each that has an old one."""
+    found = []
+    for one in said:
+        table, key, override = one
+        new, text = (
+            current_setting(table, key, override.text) if key in RENAMED.get(table, ()) else (key, override.text)
+        )
+        if new != key and key not in schema.get(table, ()) and new in schema.get(table, ()):
+            if override.flag == "--set":
+                notes.append(f"--set: {table}.{key} is now {table}.{new}; the old name works until bpfed 0.11.")
+            one = ParsedOverride(table, new, Override(f"{table}.{new}", text, override.flag))
+        found.append(one)
+    return found
+
+
+def _current_table(
+    table: str, keys: Mapping[str, Any], known: Mapping[str, Field], document: Document, notes: list[str]
+) -> dict[str, Any]:
+    """A table of the file with names of today; a note for each old one, unless a run wrote the file."""
+    told: list[str] = []
+    try:
+        found = current_settings(table, keys, known, told.append)
+    except UserError as error:
+        raise UserError(f"'{document.path}': {error}") from None
+    if "bpfed" not in document.content:
+        notes += [f"'{document.path}': {sentence}" for sentence in told]
+    for name in keys:
+        if name not in found:
+            document.old[table, RENAMED[table][name]] = (table, name)
+    return found
 
 
 def _method(name: str) -> type[AnyMethod]:

@@ -15,6 +15,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bpfed._util.errors import UserError, unknown
+from bpfed.config.migrations import current_config, current_settings, warn
 from bpfed.config.registry import PREFIX, TaskName
 from bpfed.config.settings import HIDDEN, Settings, check_types, is_union, words
 
@@ -127,6 +128,7 @@ def changed(settings: Settings, changes: Mapping[str, Any], fixed: Collection[st
         UserError: There is no such setting, or it is not of its type.
     """
     every = {f.name for f in dataclasses.fields(Settings)}
+    changes = current_settings("run", changes, dict.fromkeys(every), lambda sentence: warn(sentence, 4))
     known, of_data = every - set(fixed), {f.name for f in dataclasses.fields(DataSettings)} - every
     for name in changes:
         if name in of_data:
@@ -197,7 +199,7 @@ def differences(there: dict[str, Any], here: dict[str, Any], places: tuple[str, 
 
     ``places`` is where each is, in words.
     """
-    old, new = (_usual() | _flat(config) for config in (there, here))
+    old, new = (_usual() | _flat(current_config(config)) for config in (there, here))
     names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name) and name not in HOW]
     if _moved(old, new):
         names.remove("data.name")

@@ -11,6 +11,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from bpfed._util.errors import UserError
+from bpfed.config.migrations import accepts_old_names
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -97,6 +98,7 @@ MOST_PILOTS = 1_000
 MOST_CHECKPOINTS = 100
 
 
+@accepts_old_names("run")
 @dataclass(frozen=True)
 class Settings:
     """Settings of a run.
@@ -121,8 +123,8 @@ class Settings:
             ``requires_grad=False``.
         cache_features: ``auto``: if the frozen part of the network comes first and has no dropout, compute its outputs
             once for each example and train the rest on them; ``off``: run the whole network in every step.
-        adapt: ``auto``: where a method offers settings that only data can decide between, choose them first, in pilot
-            runs on held-out training examples; ``off``: use the method as it is.
+        adapt: ``auto``: where a method offers settings that only data can decide between, choose them first, in selection
+            pilots on held-out training examples; ``off``: use the method as it is.
         drop_rate: Probability that a drawn client fails to return in a round.
         sampling: ``fixed``: draws exactly ``participants`` clients; ``poisson``: draws each client independently, with
             that many on average.

@@ -1,4 +1,4 @@
-"""The plan of a deployment: who belongs to it, where the server is, how long it waits. The file ``deploy.toml``."""
+"""The settings of a deployment: who belongs to it, where the server is, how long it waits. The file ``deploy.toml``."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ class HeldOutSlopes(NamedTuple):
 
 
 def betas() -> Tensor:
-    """The places β = 1/T, from that of the softest predictions to that of the surest, ``[PLACES]``, at equal ratios."""
+    """The places β = 1/T, from that of the least confident predictions to that of the most confident, ``[PLACES]``, at equal ratios."""
     return torch.linspace(-math.log(MAX_TEMPERATURE), -math.log(MIN_TEMPERATURE), PLACES, dtype=torch.float64).exp()
 
 

@@ -21,7 +21,7 @@ from bpfed.inference.predictive import How, Prediction, Predictive, Regressed, d
 from bpfed.inference.tasks import Predicted, Scoring, TargetColumn, Task, mean_targets, no_label, written
 from bpfed.metrics import Evaluation, Form, Sums
 from bpfed.metrics.evaluation import evaluation
-from bpfed.metrics.sums import binomial_deviation, counting, levels, owners, summed, with_pool
+from bpfed.metrics.sums import binomial_deviation, counting, nominal_levels, owners, summed, with_pool
 from bpfed.nn.model import Model
 
 #: Outputs are held below this, a rate of some hundred million, so that no first step is infinite.
@@ -200,13 +200,13 @@ class Counts(Task):
 
     def form(self, classes: int, bins: int, calibrated: bool) -> Form:
         held = ("counted", "coverage", "interval_width") if calibrated else ()
-        inside = tuple(f"inside_{k}" for k in range(len(levels(bins))))
+        inside = tuple(f"inside_{k}" for k in range(len(nominal_levels(bins))))
         return Form(1, 1, ("deviance", "mean_deviance", "dispersion", *inside, *held), inside)
 
     def from_sums(self, sums: Sums, bins: int) -> Evaluation:
         """The metrics that these sums give."""
         total = with_pool(sums.cells)[0, :, 0]
-        nominal = levels(bins).to(total.device)
+        nominal = nominal_levels(bins).to(total.device)
         error, loss = with_pool(sums.losses) / total
         observed = torch.stack([sums.pooled(f"inside_{k}") for k in range(len(nominal))], -1) / total[:, None]
         values = {
@@ -286,7 +286,7 @@ def evaluate_counts(
         "mean_deviance": deviance(y, baseline.double()),
         "dispersion": ((y - mean) / scale).square(),
     }
-    for k, level in enumerate(levels(bins).to(y.device)):
+    for k, level in enumerate(nominal_levels(bins).to(y.device)):
         further[f"inside_{k}"] = share((1.0 + level) / 2.0) - share((1.0 - level) / 2.0)
     further |= interval
     added = dict(zip(further, summed(list(further.values()), owner, clients), strict=True))

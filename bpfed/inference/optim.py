@@ -51,7 +51,7 @@ class Optimizer(Protocol[Variable, Gradient, Memory]):
             memory: Of the steps before.
             step: Number of this step, from 1, ``[S]``.
             rate: Step size, ``[S]``.
-            hyper: The method's numbers by name, ``[S]`` each, of which an optimiser may need some.
+            hparams: The method's numbers by name, ``[S]`` each, of which an optimiser may need some.
 
         Returns:
             The moved variable and the new memory.

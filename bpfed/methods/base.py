@@ -34,6 +34,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bpfed._util.errors import UserError
+from bpfed._util.moved import old_classes
+from bpfed.config.migrations import old_method_names
 from bpfed.config.settings import check_types
 from bpfed.inference.estimators import Batch
 from bpfed.inference.predictive import CorrelatedPredictive as CorrelatedPredictive
@@ -190,6 +192,10 @@ class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
     personal: Personal = "head"
     lr: float = 1e-3
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        old_method_names(cls)
+
     def check(self) -> None:
         """Raise a `UserError` if a setting is of another type or out of range, or settings contradict each other."""
         check_types(self)
@@ -266,7 +272,7 @@ class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
 
     @property
     def needs_class_counts(self) -> bool:
-        """Whether `begin` and `finish` get a client's examples per class as ``hyper["counts"]``, ``[S, K]``."""
+        """Whether `begin` and `finish` get a client's examples per class as ``hparams["counts"]``, ``[S, K]``."""
         return False
 
     def hparam_rows(self, count: int, device: torch.device | None = None) -> dict[str, Tensor]:
@@ -279,7 +285,7 @@ class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
         `tuning` and newcomers use those of `hparams`.
 
         Args:
-            course: The run.
+            shape: The run.
             sizes: Training examples of each client, ``[S]``.
         """
         return self.hparam_rows(len(sizes))
@@ -316,6 +322,10 @@ class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
 
 #: A method of whatever states, as the engine sees it.
 AnyMethod = Method[Any, Any, Any, Any]
+
+
+old_method_names(Method)
+__getattr__ = old_classes(__name__)
 
 
 def unfit(kind: Any) -> str:

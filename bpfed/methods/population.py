@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bpfed._util.errors import UserError
 from bpfed.aggregation.rules import mean, weighted_mean
+from bpfed.config.migrations import accepts_old_names
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.predictive import GaussianPredictive
 from bpfed.methods.base import Finished, Initial
@@ -52,6 +53,7 @@ class Server(NamedTuple):
         return Gaussian(self.first, (self.second - self.first.square()).clamp(min=SMALLEST).sqrt())
 
 
+@accepts_old_names("method")
 @dataclass(frozen=True)
 class Population(Recipe):
     """BPFed's recipe with a learnt prior of heads; clients upload the moments of their personal factors.

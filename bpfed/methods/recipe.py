@@ -11,28 +11,29 @@ client minimises
    layer is ``prior_sigma`` over the root of its number of inputs: the sums of wide and narrow layers are then equally
    noisy.
 2. Its mean m follows the posterior. That alone would be an estimate of m without a prior, and leave the size of the
-   weights unbounded. The last term is each client's part of such a prior, m ~ N(0, s_m²); ``mean_precision`` is 1/(K s_m²). It
-   acts in every step, so it fades with the step size as the data's pull does.
+   weights unbounded. The last term is each client's part of such a prior, m ~ N(0, s_m²); ``mean_precision`` is 1/(K
+   s_m²). It acts in every step, so it fades with the step size as the data's pull does.
 3. The prior of the personal factors is fixed, N(g h0, s_h²), where h0 is the head that every client starts with: drawn
    once for the run, the same for all, and never learnt. Heads that stay near a common one make features that mean the
    same everywhere, which is what a population of heads is for; but nothing of a head is uploaded for it. A bias says
    how frequent a class is here, not what it looks like: its prior is wide, and around what the client's own labels say
    (`bpfed.methods.head_priors`).
 4. T < 1, noise drawn per example (the ``local`` estimator), and a step size that falls along a cosine.
-5. The step size is bounded. Multiplied by rounds and local epochs it is at most ``max_lr_epochs``, and multiplied by rounds and
-   a client's steps in a round at most ``max_total_lr_steps``: with more rounds the steps are smaller, and training ends in the same
-   place. (The prior of 2 alone bounds networks with enough data; a convolutional one keeps growing for longer than
-   anyone trains, with 125 images as with 2 250.) Multiplied by a client's steps in one round it is at most ``max_round_lr_steps``: a
-   client that goes far alone leaves the others behind, and averages of such clients are poor. With more than ``NEAR``
-   steps in a round that would be stricter than necessary, so ``max_round_lr_steps`` and ``max_total_lr_steps`` both grow with the square root of
-   their number.
+5. The step size is bounded. Multiplied by rounds and local epochs it is at most ``max_lr_epochs``, and multiplied by
+   rounds and a client's steps in a round at most ``max_total_lr_steps``: with more rounds the steps are smaller, and
+   training ends in the same place. (The prior of 2 alone bounds networks with enough data; a convolutional one keeps
+   growing for longer than anyone trains, with 125 images as with 2 250.) Multiplied by a client's steps in one round it
+   is at most ``max_round_lr_steps``: a client that goes far alone leaves the others behind, and averages of such
+   clients are poor. With more than ``NEAR`` steps in a round that would be stricter than necessary, so
+   ``max_round_lr_steps`` and ``max_total_lr_steps`` both grow with the square root of their number.
 
 The settings were chosen with 10 clients, all of them in every round, and with 20, half of them. In a federation that is
-``client_ratio`` times as large as that, a client carries that much less of the prior of the means, and the precision counts
-that many more clients' data (for a conjugate model it tends to 1/s0² + n/(T (1 − a)) after many rounds, n being one
-client's). A method with ``max_temperature_factor`` has a higher T for clients with few examples; T times ``mean_precision`` and T (1 − a) stay as
-they are. Where clients take part less often than in every other round, ``max_lr_epochs`` and ``max_total_lr_steps`` are larger by the same
-factor. A client that cannot get far in the whole run starts with a head nearer to its prior.
+``client_ratio`` times as large as that, a client carries that much less of the prior of the means, and the precision
+counts that many more clients' data (for a conjugate model it tends to 1/s0² + n/(T (1 − a)) after many rounds, n being
+one client's). A method with ``max_temperature_factor`` has a higher T for clients with few examples; T times
+``mean_precision`` and T (1 − a) stay as they are. Where clients take part less often than in every other round,
+``max_lr_epochs`` and ``max_total_lr_steps`` are larger by the same factor. A client that cannot get far in the whole
+run starts with a head nearer to its prior.
 
 A class that a client has never seen is predicted about as rarely as its labels say (`bpfed.methods.head_priors`). There is
 no step on π (Eq. 10): η_i and the upload are taken from q. Settings were chosen on validation data cut from the
@@ -49,6 +50,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bpfed.aggregation.rules import mean
+from bpfed.config.migrations import accepts_old_names
 from bpfed.inference.estimators import Batch, check_estimator, data_term
 from bpfed.inference.gaussian import Gaussian, discounted, kl, kl_gradients_q
 from bpfed.inference.likelihoods import Categorical
@@ -70,7 +72,8 @@ from bpfed.nn.model import Model
 #: The most clients, and the smallest share of rounds they took part in, where the settings were chosen.
 CHOSEN_WITH, CHOSEN_AT = 20, 0.5
 
-#: Most steps of a client in a round for which ``max_round_lr_steps`` holds as it is; with more of them it grows as their root.
+#: Most steps of a client in a round for which ``max_round_lr_steps`` holds as it is; with more of them it grows as
+#: their root.
 NEAR = 500
 
 #: Examples of a client from which on T is as it is, where it is higher for clients with fewer.
@@ -117,6 +120,7 @@ class Personal(NamedTuple):
     lowered: Tensor
 
 
+@accepts_old_names("method")
 @dataclass(frozen=True)
 class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
     """BPFed with bounded priors.
@@ -124,9 +128,9 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
     Attributes:
         sigma: σ of every weight at the start.
         temperature: T, weight of all prior terms; 1 is the ELBO.
-        max_temperature_factor: How many times as high T may be for a client with few examples. With n of them, fewer than 2 000, it is
-            higher by the root of 2 000/n, and the prior of the means and the precision that is carried on to the next
-            round stay as strong. 1: T is the same for all. Newcomers have T as it is.
+        max_temperature_factor: How many times as high T may be for a client with few examples. With n of them, fewer
+            than 2 000, it is higher by the root of 2 000/n, and the prior of the means and the precision that is
+            carried on to the next round stay as strong. 1: T is the same for all. Newcomers have T as it is.
         discount: a, how much of the posterior's precision the next round's shared prior keeps, with up to 20 clients
             and where T does not rise.
         prior_sigma: Scale of the rest of that prior, s0, times the square root of a unit's number of inputs.
@@ -137,18 +141,19 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
             is 0. At most 1 is used where layers other than the head are personal.
         bias_sigma: Prior σ of a head's biases, around those of the client's own class frequencies; for classification
             with a personal head.
-        unseen_pseudocount: Number of examples, divided equally among all classes, that are added to a client's own to estimate how
-            rare a class is that it has never seen. The odds of such a class are lowered to that; an input that looks
-            like that class and no other may still be assigned to it. 0: odds are left as they are.
+        unseen_pseudocount: Number of examples, divided equally among all classes, that are added to a client's own to
+            estimate how rare a class is that it has never seen. The odds of such a class are lowered to that; an input
+            that looks like that class and no other may still be assigned to it. 0: odds are left as they are.
         mean_precision: 1/(K s_m²), strength of the pull of the shared factors' means towards 0 (those of gains of
             normalisations towards 1), with up to 20 clients and where T does not rise.
         estimator: How the data term is estimated, as in BPFed.
         draws: Weight draws per step.
         max_lr_epochs: Upper bound of step size times rounds times local epochs; longer runs take smaller steps.
-        max_round_lr_steps: Upper bound of step size times a client's steps in one round; clients with more data take smaller steps.
-            Beyond 500 steps it grows with the square root of their number, and so does ``max_total_lr_steps``.
-        max_total_lr_steps: Upper bound of ``max_round_lr_steps`` times rounds; with more rounds than ``max_total_lr_steps / max_round_lr_steps``, a client's bound in a round is
-            smaller.
+        max_round_lr_steps: Upper bound of step size times a client's steps in one round; clients with more data take
+            smaller steps. Beyond 500 steps it grows with the square root of their number, and so does
+            ``max_total_lr_steps``.
+        max_total_lr_steps: Upper bound of ``max_round_lr_steps`` times rounds; with more rounds than
+            ``max_total_lr_steps / max_round_lr_steps``, a client's bound in a round is smaller.
         newcomer_lr: Step size with which a client that joins later learns its head.
     """
 
@@ -253,7 +258,7 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
         return self.personal == "head" and self.head_gain > 1.0 and isinstance(model.likelihood, Categorical)
 
     def hparams(self) -> dict[str, float]:
-        """With ``head_budget``, the most that a head may move in the whole run: a client by itself starts where its head is."""
+        """With ``head_budget``, the most that a head may move in the run; a client by itself starts where its head is."""
         return super().hparams() | {"head_budget": 0.0}
 
     def hparams_for_run(self, shape: RunShape, sizes: Tensor) -> dict[str, Tensor]:

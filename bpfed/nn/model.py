@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import grad, grad_and_value, vjp, vmap
 
 from bpfed._util.errors import UserError
+from bpfed.config.migrations import old_attribute
 from bpfed.inference import inputs, rng
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.inputs import Inputs
@@ -65,6 +66,8 @@ class Model:
     constant: tuple[str, ...] = ()
     backbone: constants.Backbone | None = None
     rounding: float = trial.ROUNDING
+
+    factors = old_attribute("factors", "layout")
 
     @classmethod
     def of(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bpfed._util.errors import UserError
+from bpfed._util.moved import old_classes
 
 Personal = str | Sequence[str]
 
@@ -241,3 +242,6 @@ def without_running_statistics(module: nn.Module, constant: Collection[str] = ()
             setattr(parent, name.rpartition(".")[2], group)
             replaced.append(name)
     return module, replaced
+
+
+__getattr__ = old_classes(__name__)

@@ -12,6 +12,7 @@ from bpfed._util import text
 from bpfed._util.errors import UserError
 from bpfed._util.files import from_json, from_toml
 from bpfed._util.paths import CONFIG, EVALUATION, METRICS, PILOTS, SUMMARY
+from bpfed.config.migrations import current_config, current_record
 from bpfed.config.settings import MOST_EVALUATED, Settings
 from bpfed.metrics.registry import AS_GIVEN, get_metric
 from bpfed.report.manifest import Manifest
@@ -55,10 +56,10 @@ class RunRecord:
         if manifest is not None:
             manifest.check(folder, (CONFIG, METRICS, EVALUATION, SUMMARY))
         return cls(
-            _parsed(folder / CONFIG, from_toml),
+            _parsed(folder / CONFIG, lambda text: current_config(from_toml(text))),
             _parsed(folder / METRICS, lambda text: [_table(line, "round") for line in text.splitlines()]),
-            _parsed(folder / EVALUATION, lambda text: _table(text, "clients")),
-            _parsed(folder / SUMMARY, lambda text: _table(text, "device")),
+            _parsed(folder / EVALUATION, lambda text: current_record(_table(text, "clients"))),
+            _parsed(folder / SUMMARY, lambda text: current_record(_table(text, "device"))),
         )
 
     @property
@@ -166,7 +167,9 @@ class RunRecord:
             return ""
         count = Settings(calibrate=self.config.get("run", {}).get("calibrate", "none")).calibration_pilots
         learnt = f", fitted in {text.many(count, 'calibration pilot')}" if count else ""
-        return f"Predictions are given with a calibration temperature of {temperature_words(self.summary['calibration_temperature'])}{learnt}."
+        name = temperature_name("regression" if any(m.name == "rmse" for m in self.measures) else "classification")
+        given = temperature_words(self.summary["calibration_temperature"])
+        return f"Predictions are given with a {name} of {given}{learnt}."
 
     @property
     def calibration_advice(self) -> str:
@@ -339,11 +342,11 @@ def verdict(title: str, nll: float, rivals: Sequence[Rival], what: str = "client
 
 
 def no_run(folder: Path) -> UserError:
-    """What to say of a folder without a configuration: that it is no run folder, or that its run is still in its calibration pilots."""
+    """What to say of a folder without a configuration: it is no run folder, or its run is still in calibration pilots."""
     if (folder / PILOTS / CONFIG).is_file():
         return UserError(
-            f"The run in '{folder}' is still in its calibration pilots, so there is no model yet; resume it with: bpfed run --out {folder} "
-            "--resume"
+            f"The run in '{folder}' is still in its calibration pilots, so there is no model yet; resume it with: bpfed run "
+            f"--out {folder} --resume"
         )
     if not folder.exists():
         return UserError(f"The run folder '{folder}' does not exist; check the path.")
@@ -369,8 +372,13 @@ def _table(text: str, needed: str) -> dict[str, Any]:
     return found
 
 
+def temperature_name(task: str) -> str:
+    """What a calibration temperature is called where targets are classes, and where they are numbers."""
+    return "scale factor" if task == "regression" else "calibration temperature"
+
+
 def temperature_words(temperature: float) -> str:
-    """A calibration temperature and which way it goes: ``1.19 (above 1: less sure than the model was trained to be)``."""
+    """A calibration temperature and what it does: ``1.19 (above 1: less sure than the model was trained to be)``."""
     shown = f"{temperature:.2f}"
     if shown == "1.00":
         return f"{shown} (1: as sure as the model was trained to be)"

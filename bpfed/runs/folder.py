@@ -40,6 +40,7 @@ from bpfed._util.paths import (
     SUMMARY,
 )
 from bpfed.callbacks.base import Callback
+from bpfed.config.migrations import current_record
 from bpfed.config.schema import differences
 from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
 from bpfed.engine.evaluate import calibrate
@@ -370,7 +371,7 @@ def learnt(folder: Path, lenient: bool = False) -> float | None:
 
 
 def _temperature(content: str | bytes) -> float:
-    found = from_json(content)["calibration_temperature"]
+    found = current_record(from_json(content))["calibration_temperature"]
     if not isinstance(found, int | float) or isinstance(found, bool) or not MIN_TEMPERATURE <= found <= MAX_TEMPERATURE:
         raise ValueError(
             f"a calibration temperature of {str(found)[:40]}, where {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g} is allowed"

@@ -17,7 +17,7 @@ from bpfed._util.files import from_json, from_toml
 from bpfed._util.paths import CALIBRATION, CHECKPOINT, CONFIG, DATA, LEARNT, METRICS, MODEL, RUN, SERVER, STATES, part
 from bpfed.callbacks.base import Callback
 from bpfed.config import reader
-from bpfed.config.migrations import check_states
+from bpfed.config.migrations import check_states, current_config
 from bpfed.data.holdout import Holdout
 from bpfed.data.tabular import federate
 from bpfed.data.tabular.table import Table
@@ -60,7 +60,7 @@ class LoadedRun(Run):
         )
 
     def config(self) -> dict[str, Any]:
-        return from_toml((self.folder / CONFIG).read_bytes())
+        return current_config(from_toml((self.folder / CONFIG).read_bytes()))
 
     def detail(self) -> dict[str, Any]:
         return RunRecord.read(self.folder).evaluation

@@ -1,9 +1,14 @@
-"""Calibration pilots: before a run, train on a part of every client's examples to learn how sure to be of the rest.
+"""Pilot runs: trainings on a part of every client's training examples before the run, scored on the rest.
 
-How sure a model should be depends on how noisy its targets are, which nobody knows before. A calibration pilot holds out a fifth
-of each client's training examples, trains on the others as the run will, and fits one number for all clients, the
-*calibration temperature* (`bpfed.config.settings`), to what it says of those held out. The run then trains on all examples and predicts at this calibration temperature. No
-test example takes part.
+There are two kinds, and no test example takes part in either.
+
+- *Selection pilots* choose settings of the method (``adapt = "auto"``, `choose`), such as how much clients share. They
+  are shorter than the run.
+- *Calibration pilots* fit the calibration temperature (``calibrate = "pilot:3"``, `run_calibration_pilots`). How
+  confident a model should be depends on how noisy its targets are, which nobody knows before. A calibration pilot holds
+  out a fifth of each client's training examples, trains on the others as the run will, and fits one number for all
+  clients to its predictions of those held out: a temperature of class probabilities, or in regression a scale factor of
+  predicted standard deviations (`bpfed.config.settings`). The run then trains on all examples and predicts with it.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from bpfed.engine.federation import Federation
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.tasks import get_task
 from bpfed.methods.base import Method
+from bpfed.report.record import temperature_name
 from bpfed.runs.folder import Folder
 from bpfed.runs.run import Run, train_together
 
@@ -118,13 +124,13 @@ def common(fitted: Iterable[float]) -> float:
 
 
 def uncertain(temperature: float, examples: int, pilots: int, task: str) -> str:
-    """A sentence on a calibration temperature that so many calibration pilots learnt from few held-out examples; empty: there are enough."""
+    """A sentence on a temperature that calibration pilots learnt from few held-out examples; empty: there are enough."""
     enough = get_task(task).enough
     if examples >= enough:
         return ""
     better = math.ceil(enough * pilots / examples)
     return (
-        f"The calibration temperature of {temperature:.2f} is learnt from {examples} held-out examples, so it is uncertain; "
+        f"The {temperature_name(task)} of {temperature:.2f} is learnt from {examples} held-out examples, so it is uncertain; "
         f"calibrate = pilot:{better} would learn it from {enough}."
     )
 
@@ -163,7 +169,7 @@ def _train(
             display.stage = ""
 
 
-# --- Pilot runs -------------------------------------------------------------------------------------------------------
+# --- Selection pilots -------------------------------------------------------------------------------------------------
 #
 # A method's settings chosen on held-out training examples before the run, in one command.
 #

@@ -16,6 +16,7 @@ from bpfed._util.console import to_stderr
 from bpfed._util.errors import Diverged, UserError, unknown
 from bpfed._util.files import to_toml
 from bpfed.callbacks.base import Callback
+from bpfed.config.migrations import old_attribute
 from bpfed.config.settings import Settings
 from bpfed.data import FederatedData
 from bpfed.data.tabular.rows import read_rows
@@ -27,7 +28,7 @@ from bpfed.inference.likelihoods import Likelihood
 from bpfed.metrics import Evaluation, Score
 from bpfed.metrics.registry import BUILT_IN
 from bpfed.report import RunRecord, write
-from bpfed.report.record import temperature_words
+from bpfed.report.record import temperature_name, temperature_words
 from bpfed.runs import metadata
 from bpfed.runs.baselines import baselines, wanted
 from bpfed.runs.client import Client
@@ -85,8 +86,10 @@ class Run:
 
     @property
     def calibration_temperature(self) -> float:
-        """How soft all its predictions are, learnt or given (`bpfed.config.settings`); 1: as they are, above: less sure."""
+        """Of all its predictions, learnt or given (`bpfed.config.settings`); 1: as they are, above: less confident."""
         return self.federation.calibration_temperature
+
+    softness = old_attribute("softness", "calibration_temperature")
 
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
         """Run the rounds that are left."""
@@ -291,7 +294,7 @@ class Run:
                 lines.append(f"  {name:<9} {last}   (worst client {worst})")
         if "calibration_temperature" in record:
             number, way = temperature_words(record["calibration_temperature"]).split(" ", 1)
-            lines.append(f"  calibration temperature {number}   {way}")
+            lines.append(f"  {temperature_name(self.data.task)} {number}   {way}")
         if "epsilon" in record:
             lines.append(f"  epsilon   {text.epsilon(record['epsilon'], 4)}   (of a client, delta {record['delta']:g})")
         return "\n".join(lines)

@@ -88,9 +88,7 @@ def test_a_whole_record_stands_however_its_calibration_temperature_was_learnt(di
     cells.run(calibration_words, tmp_path, "cpu", lambda sentence: None)
     monkeypatch.setattr(protocol, "PILOTS", {"small": 2, "large": 1})
     assert calibration_words.missing(tmp_path) == []
-    with pytest.raises(
-        OtherResult, match="calibration pilots 1, now 2"
-    ):  # seeds of both kinds are not put into one record
+    with pytest.raises(OtherResult, match="pilots 1, now 2"):  # seeds of both kinds are not put into one record
         replace(calibration_words, seeds=(0, 1)).missing(tmp_path)
 
 
@@ -204,8 +202,16 @@ def searched(folder, cell, **scores):
 
 
 def test_cells_searched_with_other_grids_are_joined_by_settings(tmp_path):
-    searched(tmp_path, "mnist-small", tried=[('{"anchor": 1, "lr": 0.1}', 0.1), ('{"anchor": 3, "lr": 0.1}', 0.3)])
-    tried = [('{"lr": 0.1, "anchor": 3.0}', 0.4), ('{"anchor": 9, "lr": 0.1}', 0.9), ('{"anchor": 8, "lr": 0.1}', 0.8)]
+    searched(
+        tmp_path,
+        "mnist-small",
+        tried=[('{"mean_precision": 1, "lr": 0.1}', 0.1), ('{"mean_precision": 3, "lr": 0.1}', 0.3)],
+    )
+    tried = [
+        ('{"lr": 0.1, "mean_precision": 3.0}', 0.4),
+        ('{"mean_precision": 9, "lr": 0.1}', 0.9),
+        ('{"mean_precision": 8, "lr": 0.1}', 0.8),
+    ]
     searched(tmp_path, "fmnist-small", tried=tried)
     rows = dict(line.strip("| ").split(" | ", 1) for line in search.markdown(tmp_path).splitlines()[2:])
     assert rows == {

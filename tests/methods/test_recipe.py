@@ -192,7 +192,7 @@ def test_a_client_with_few_examples_is_warmer_and_the_pull_on_shared_factors_is_
 @pytest.mark.parametrize(("clients", "participants", "longer"), [(100, 100, 1), (100, 50, 1), (100, 10, 5), (30, 3, 5)])
 def test_clients_that_take_part_seldom_may_take_larger_steps(clients, participants, longer):
     found = numbers_of(clients, participants=participants, rounds=3000)
-    assert found["lr"] == pytest.approx(longer * Recipe().path / 30_000)
+    assert found["lr"] == pytest.approx(longer * Recipe().max_lr_epochs / 30_000)
 
 
 def test_the_way_of_a_head_is_its_steps_in_the_whole_run():

@@ -372,7 +372,7 @@ def test_numbers_are_calibrated_too():
     assert piloted.calibration_temperature < 0.8  # a noise that starts at 1 is far too wide after few steps
     assert piloted.evaluation[0]["nll"].pooled < plain.evaluation[0]["nll"].pooled
     assert piloted.evaluation[0]["ece"].pooled < plain.evaluation[0]["ece"].pooled
-    assert "Predictions are given with a calibration temperature of" in piloted.record().calibration_words
+    assert "Predictions are given with a scale factor of" in piloted.record().calibration_words
 
 
 def test_a_run_that_is_still_in_its_pilots_says_so(command, monkeypatch):

@@ -1,4 +1,4 @@
-"""Remarks: what whoever trains on a federation should know of its examples, in sentences; none where all is well."""
+"""Clients: what whoever trains on a federation should know of its examples, in sentences; none where all is well."""
 
 from __future__ import annotations
 

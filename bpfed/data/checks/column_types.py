@@ -1,4 +1,4 @@
-"""Mistaken columns: numbers written as text, numbers that stand for a missing value, and a split under another name."""
+"""Column types: numbers written as text, numbers that stand for a missing value, and a split under another name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suspects: a number that is far from all others, rows that two clients have, a column that gives the answer away.
+"""Leakage: a number that is far from all others, rows that two clients have, a column that gives the answer away.
 
 These are looked for where all clients' rows are at hand; nothing of it is told where they are not.
 """

@@ -1,4 +1,4 @@
-"""Unfamiliar rows: what new rows have that training had not, in words."""
+"""New rows: what new rows have that training had not, in words."""
 
 from __future__ import annotations
 

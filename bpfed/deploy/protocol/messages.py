@@ -1,4 +1,4 @@
-"""What travels: an `Request` from the server to a site, an `Reply` back, and the door that both sides check them at."""
+"""What travels: a `Request` from the server to a site, a `Reply` back, and the door that both sides check them at."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ class Reply:
 
     Attributes:
         fingerprint: Of the configuration at the site.
-        run: Of the ask.
-        round: Of the ask.
+        run: Of the request.
+        round: Of the request.
         site: The site's name.
         refused: Why the site did not do what it was asked; empty: it did.
         facts: What data the site has, as JSON (round 0 only).

@@ -168,7 +168,7 @@ class StateSchemas(NamedTuple):
     info: frozenset[str]
 
     def down(self, round_: int) -> StateSchema:
-        """Of the server's state in the ask of a round."""
+        """Of the server's state in the request of a round."""
         return self.first if round_ == 1 else self.shared
 
 

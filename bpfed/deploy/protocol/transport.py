@@ -1,4 +1,4 @@
-"""The post of a federation: what carries messages between the server and its sites, and Flower's grid as one."""
+"""The transport of a federation: what carries messages between the server and its sites, and Flower's grid as one."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from bpfed.engine.federation import Federation
 from bpfed.metrics import Evaluation
 from bpfed.report import RunRecord, write
 from bpfed.report.manifest import Manifest
-from bpfed.report.record import temperature_words
+from bpfed.report.record import temperature_name, temperature_words
 from bpfed.runs import checkpoint, metadata
 from bpfed.runs.pilot import uncertain
 
@@ -30,7 +30,7 @@ FOUND = "found.json"
 
 
 class Found(NamedTuple):
-    """What came of a calibration pilot: a calibration temperature, from so many held-out examples, after so many seconds."""
+    """What a calibration pilot found: a temperature, from so many held-out examples, after so many seconds."""
 
     calibration_temperature: float
     examples: int
@@ -91,7 +91,8 @@ class Journal:
         doubt = uncertain(
             self.calibration_temperature, self.held, self.config.run.calibration_pilots, self.facts["task"]
         )
-        return f"Calibration pilots are over: predictions will have a calibration temperature of {temperature_words(self.calibration_temperature)}. {doubt}".strip()
+        name, given = temperature_name(self.facts["task"]), temperature_words(self.calibration_temperature)
+        return f"Calibration pilots are over: predictions will have a {name} of {given}. {doubt}".strip()
 
     def place(self, round_: int) -> str:
         """In words which round of which training, such as ``calibration pilot 1 of 3, round 4``."""

@@ -1,4 +1,4 @@
-"""The server of a deployed federation: it meets its sites, runs calibration pilots with them where asked to, and makes the run."""
+"""The server of a deployed federation: it meets its sites, runs calibration pilots if asked to, and makes the run."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from bpfed.engine.federation import Federation, check_layout, check_run, check_u
 from bpfed.inference.tasks import get_task, inferred
 from bpfed.nn.networks import make_model
 from bpfed.report import RunRecord
+from bpfed.report.record import temperature_name
 from bpfed.runs.pilot import common
 
 # --- What can be said against a deployment before a site has joined: said when it is made, and not at the sites -------
@@ -188,10 +189,9 @@ class Server:
     def _conclude(self, pilot: Training, calibration_temperature: float, examples: int) -> None:
         """Keep what a calibration pilot has found."""
         pilot.journal.conclude(calibration_temperature, examples)
+        name = temperature_name(pilot.federation.data.task)
         stage = f"Calibration pilot {pilot.journal.pilot} of {len(self.pilots)}"
-        self.say(
-            f"{stage} is over: from {examples} held-out examples, the calibration temperature is {calibration_temperature:.2f}."
-        )
+        self.say(f"{stage} is over: from {examples} held-out examples, the {name} is {calibration_temperature:.2f}.")
 
     def _learn(self, found: Sequence[Found]) -> None:
         """Before the run begins: what all calibration pilots say."""

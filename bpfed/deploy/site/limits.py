@@ -18,6 +18,7 @@ from typing import Any
 
 from bpfed._util.errors import UserError
 from bpfed._util.files import to_json, write_whole, writing
+from bpfed.config.migrations import OLD_PILOT
 from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, Settings
 from bpfed.deploy.protocol.messages import Request
 from bpfed.deploy.protocol.state_schema import RejectedMessage
@@ -148,8 +149,8 @@ class Requests:
 
     def _forget(self, asked: dict[str, Any], newest: str, folder: Path) -> None:
         """Of states of earlier runs, keep those of the latest ones."""
-        kind = newest.startswith("pilot ")
-        words = [word for word in asked if word.startswith("pilot ") is kind]
+        kind = newest.startswith(("pilot ", OLD_PILOT))
+        words = [word for word in asked if word.startswith(("pilot ", OLD_PILOT)) is kind]
         for word in words[: -max(self.limits.runs_kept * (1 + self.pilots * kind), 1)]:
             del asked[word]
             if (old := folder / word.rpartition(" ")[2]).is_dir():

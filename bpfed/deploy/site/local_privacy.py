@@ -1,4 +1,4 @@
-"""A site's own guard: it clips the site's update and adds noise before it is sent, and counts what that has cost.
+"""A site's own privacy: it clips the site's update and adds noise before it is sent, and counts what that has cost.
 
 This protects a site from everybody, the server included, and needs nobody's word; the noise of a configuration
 (``run.noise``) is added by the server, which must be trusted. See docs/privacy.md.
