@@ -99,7 +99,7 @@ def test_where_classes_are_equally_frequent_nothing_changes(method, monkeypatch)
 
     data = replace(data, train=balanced(data.train))
     found = bpfed.fit(method(), data, settings=SETTINGS)
-    monkeypatch.setattr(recipe, "levels", torch.zeros_like)
+    monkeypatch.setattr(recipe, "class_log_prior", torch.zeros_like)
     plain = bpfed.fit(method(), data, settings=SETTINGS)
     personal = [run.federation.store.get(torch.arange(3)).head.mean for run in (found, plain)]
     assert torch.equal(personal[0], personal[1])
@@ -116,6 +116,6 @@ def test_a_client_of_nearly_one_class_knows_so_after_a_short_run(method, monkeyp
     ]
     data = replace(data, train=blurred[0], test=blurred[1])
     with_ = bpfed.fit(method(), data, settings=SETTINGS).evaluation[0].scores["nll"].clients[0]
-    monkeypatch.setattr(recipe, "levels", torch.zeros_like)
+    monkeypatch.setattr(recipe, "class_log_prior", torch.zeros_like)
     without = bpfed.fit(method(), data, settings=SETTINGS).evaluation[0].scores["nll"].clients[0]
     assert float(with_) < float(without)
