@@ -341,10 +341,12 @@ def _trained(methods: Sequence[Method], starts: Sequence[Federation]) -> list[Sc
     train_together(runs, [[] for _ in runs])
     found = []
     for at in range(len(methods)):
-        own = [
-            run.evaluation[0] for run in runs[at * len(starts) : (at + 1) * len(starts)] if run.evaluation is not None
-        ]
-        sizes = np.array([np.asarray(e.sizes, dtype=np.float64) for e in own])
-        sums = np.array([np.nan_to_num(e.scores["nll"].clients, nan=0.0) for e in own]) * sizes
-        found.append(Scores(sums.sum(0), sizes.sum(0)))
+        sums, sizes = np.zeros(len(starts[0])), np.zeros(len(starts[0]))
+        for run in runs[at * len(starts) : (at + 1) * len(starts)]:
+            assert run.evaluation is not None
+            evaluation, clients = run.evaluation  # clients without a held-out example are not among them
+            count = np.asarray(evaluation.sizes, dtype=np.float64)
+            sums[clients.numpy()] += np.asarray(evaluation.scores["nll"].clients) * count
+            sizes[clients.numpy()] += count
+        found.append(Scores(sums, sizes))
     return found

@@ -157,3 +157,15 @@ def test_tables_are_trained_adaptively_and_other_data_by_the_recipe():
 def test_each_seed_has_a_choice_of_its_own():
     runs = bpfed.fit_seeds(Adaptive(lr=0.03), federation(True), 2, say=lambda s: None, **QUICK)
     assert all(run.federation.method.head_deviation >= 0.3 for run in runs)
+
+
+def test_clients_with_a_row_or_two_are_in_some_folds_only():
+    whole = federation(True)
+    few = [whole.train.client(i) for i in range(6)]
+    few[0] = tuple(part[:1] for part in few[0])
+    few[1] = tuple(part[:2] for part in few[1])
+    data = dataclasses.replace(whole, train=Examples.of(few))
+    choice = pilot.choose(Adaptive(lr=0.03), data, Settings(**{**QUICK, "rounds": 2}, weighting="size"))
+    for one in choice.stages[0]:
+        assert one.examples.tolist() == [0, 1, 36, 36, 36, 36]
+        assert one.sums[0] == 0.0 and one.sums[1] > 0.0
