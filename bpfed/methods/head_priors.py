@@ -95,8 +95,10 @@ def class_log_prior(counts: Tensor) -> Tensor:
 # that
 # is never the label. (It is p̄ with the weights that the client has in its last steps; those it predicts with are
 # averaged after that, and hardly differ where steps have become small.) The rule of succession, with one more example
-# that is shared out among all K classes, gives w = 1/(K (n + 1)). Where p̄ is above that, the odds of the class are
-# multiplied by
+# that is shared out among all K classes, gives w = 1/(K (n + 1)). Where a client has classes with a single example, there
+# are likely more to come: by Good and Turing, new classes together are as frequent as those seen once, which gives
+# w = n₁/(U (n + 1)) for n₁ classes seen once and U not seen; the larger of the two is used. Where p̄ is above w, the odds
+# of the class are multiplied by
 #
 #     w (1 − Σ p̄) / (p̄ (1 − Σ w)),    sums over all such classes,
 #
@@ -129,7 +131,10 @@ def corrections(seen: Tensor, counts: Tensor, extra: Tensor) -> Tensor:
     """
     size, classes, extra = counts.sum(-1, keepdim=True), counts.shape[-1], extra[:, None]
     found = seen[:, :-1] / (seen[:, -1:].clamp(min=1e-30) * size.clamp(min=1.0))
-    wanted = (extra / (classes * (size + extra))).expand_as(found)
+    new = (counts == 0).sum(-1, keepdim=True).clamp(min=1)
+    once = (counts == 1.0).sum(-1, keepdim=True)
+    wanted = torch.maximum(extra / (classes * (size + extra)), once / (new * (size + extra).clamp(min=1.0)))
+    wanted = wanted.expand_as(found)
     known = (counts > 0).repeat(1, found.shape[-1] // classes)
     lower = ~known & (found > wanted) & (size > 0) & (extra > 0) & (seen[:, -1:] > 0)
 

@@ -163,7 +163,7 @@ BAD = {
     "something more": (added, "does not belong in it"),
     "a field too many": (field("labels", [1, 2, 3]), "fields are not"),
     "an error of Flower's": (lambda r, m: Message(Error(0, "boom"), reply_to=m), "boom"),
-    "empty": (lambda r, m: RecordDict(), "has no 'answer'"),
+    "empty": (lambda r, m: RecordDict(), "has no 'reply'"),
 }
 
 

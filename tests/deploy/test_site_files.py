@@ -18,7 +18,7 @@ from bpfed.data.sources.pooled import ATTRIBUTES, HOSPITALS
 from bpfed.data.tabular.federate import federate
 from bpfed.data.tabular.table import read_table
 from bpfed.deploy.settings import Plan
-from bpfed.deploy.site.data import File, Part, agreed, notes
+from bpfed.deploy.site.data import File, Part, agreed, check_sites
 from bpfed.deploy.site.site import Site
 from bpfed.methods import FedAvg, Recipe
 from bpfed.report import RunRecord
@@ -141,7 +141,7 @@ def test_sites_whose_columns_contradict_each_other_are_told_so(tmp_path, files):
 def test_what_a_site_told_in_another_form_is_not_remarked_on(tmp_path, files, told):
     made, _ = deployed(tmp_path, files, FedAvg())
     facts = {name: site.source.facts() for name, site in made.sites.items()}
-    assert notes(facts | {"late": told}, agreed(facts, made.config)) == []
+    assert check_sites(facts | {"late": told}, agreed(facts, made.config)) == []
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -115,7 +115,7 @@ def test_an_app_says_nothing_to_the_server_of_what_went_wrong(tmp_path, monkeypa
         def fails(*given, error=error):
             raise error
 
-        monkeypatch.setattr(worker, "request", fails)
+        monkeypatch.setattr(worker, "ask", fails)
         with pytest.raises((RuntimeError, TimeoutError)) as raised:
             client_app._answered(message, context)
         assert "secret" not in str(raised.value)

@@ -46,7 +46,7 @@ def few_of_one(sizes=(40, 40, 24)):
     st.floats(0.01, 10.0),
     st.integers(1, 50),
 )
-def test_what_is_lowered_brings_a_class_to_the_rule_of_succession(counts, extra, steps):
+def test_what_is_lowered_brings_a_class_to_the_rule_of_succession_or_of_good_and_turing(counts, extra, steps):
     """And nothing else is: no class that the client has, none that is rare enough, nobody who has no example."""
     counts = torch.tensor(counts, dtype=torch.float32)
     size = counts.sum(-1, keepdim=True)
@@ -55,7 +55,8 @@ def test_what_is_lowered_brings_a_class_to_the_rule_of_succession(counts, extra,
     for _ in range(steps):
         seen = noted(seen, size * probable - torch.where(counts > 0, counts, 0.0))
     found = corrections(seen, counts, torch.full((len(counts),), extra))
-    rule = extra / (3 * (size + extra))
+    once, new = ((counts == n).sum(-1, keepdim=True) for n in (1, 0))
+    rule = torch.maximum(extra / (3 * (size + extra)), once / (new.clamp(min=1) * (size + extra).clamp(min=1.0)))
     lowered = (counts == 0) & (size > 0) & (probable > rule)
     assert torch.equal(found < 0.0, lowered)
     # An example at which all classes have their mean probability comes out at the rule, where there is anything left to give.
