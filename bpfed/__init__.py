@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 install()
 
-__version__ = "0.9.0"
+__version__ = "0.10.0"
 
 __all__ = [
     "Client",
