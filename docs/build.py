@@ -32,7 +32,7 @@ STYLE = (
 
 def main() -> None:
     problems: list[str] = []
-    pages = {p: p.read_text() for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+    pages = {p: p.read_text() for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))}
     menu = "".join(f'<a href="{n}.html">{n}</a>' for n in [*(_page(p.stem) for p in pages), "api"])
     SITE.mkdir(exist_ok=True)
     markdown = MarkdownIt("commonmark").enable("table")
@@ -41,7 +41,7 @@ def main() -> None:
             if ":" not in target and (problem := _broken(page, target, pages)):
                 problems.append(f"{page.relative_to(ROOT)} links to '{target}', {problem}")
         body = re.sub(r"<h([23])>(.*?)</h\1>", _with_id, markdown.render(text))
-        body = re.sub(r'(href|src)="(?:\.\./|docs/)', r'\1="', body)
+        body = re.sub(r'(href|src)="(?:\.\./|docs/|lab/)+', r'\1="', body)
         body = re.sub(r'href="(\w[\w-]*)\.md', lambda m: f'href="{_page(m[1])}.html', body)
         (SITE / f"{_page(page.stem)}.html").write_text(_html(_page(page.stem), menu, body))
     for picture in (*(ROOT / "docs").glob("*.png"), *(ROOT / "docs" / "figures").iterdir()):

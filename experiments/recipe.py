@@ -1,4 +1,4 @@
-"""The tables of ``docs/recipe.md`` that are made from the six cells of partition `groups`."""
+"""The tables of ``docs/lab/recipe-details.md`` that are made from the six cells of partition `groups`."""
 
 from __future__ import annotations
 

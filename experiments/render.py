@@ -49,8 +49,11 @@ def tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
     readme, cells = docs.resolve().parent / README, results / "paper"
     parts: tuple[tuple[Path, str, Path, Callable[[], str]], ...] = (
         (readme, headline.PART, cells, lambda: headline.markdown(found)),
-        *((docs / "recipe.md", part, cells, partial(made, found)) for part, made in recipe.PARTS.items()),
-        (docs / "recipe-search.md", "search", results / "search", lambda: search.markdown(results)),
+        *(
+            (docs / "lab" / "recipe-details.md", part, cells, partial(made, found))
+            for part, made in recipe.PARTS.items()
+        ),
+        (docs / "lab" / "recipe-search.md", "search", results / "search", lambda: search.markdown(results)),
         (docs / "audit.md", "audit", results / audit.FILE, lambda: audit.markdown(read(results / audit.FILE))),
     )
     filled: dict[Path, str] = {}

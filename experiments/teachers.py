@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,16 @@ from experiments.bounds import Shape
 _BODY, _HEAD, _STANDARD, _INPUTS, _NOISE, _FRESH = range(1, 7)
 #: Inputs that the teachers' mean and variance are taken over.
 _STANDARDISED = 20_000
+#: Of step size times steps, where there is to be no bound.
+NO_BOUND = 1e9
+
+
+class Unbounded(Recipe):
+    """The recipe with the step size that is given to it."""
+
+    max_lr_epochs: ClassVar[float] = NO_BOUND
+    max_round_lr_steps: ClassVar[float] = NO_BOUND
+    max_total_lr_steps: ClassVar[float] = NO_BOUND
 
 
 @dataclass(frozen=True)
@@ -80,16 +90,15 @@ class Setting:
 
     def method(self, name: str) -> Method:
         """A method with the experiment's step size; what else a method would make of it is switched off."""
-        made = METHODS[name](lr=self.lr)
-        return (
-            replace(made, max_lr_epochs=1e9, max_round_lr_steps=1e9, max_total_lr_steps=1e9)
-            if isinstance(made, Recipe)
-            else made
-        )
+        return (Unbounded if name == Recipe.name else METHODS[name])(lr=self.lr)
 
     def record(self) -> dict[str, Any]:
         """All of it in plain data, the number of weights T, each method's settings: a point is kept under the same."""
         settings = {name: self.method(name).settings() for name in self.methods}
+        if Recipe.name in settings:
+            settings[Recipe.name] |= dict.fromkeys(
+                ("max_lr_epochs", "max_round_lr_steps", "max_total_lr_steps"), NO_BOUND
+            )
         return json.loads(json.dumps(asdict(self) | {"weights": self.shape.weights, "settings": settings}))
 
 

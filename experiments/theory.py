@@ -40,6 +40,7 @@ from bpfed._util.errors import UserError
 from bpfed._util.files import to_json, write_whole
 from bpfed._util.scores import deviation, mean
 from bpfed._util.text import duration
+from bpfed.config.migrations import without_constants
 from bpfed.config.settings import Device, Settings
 from bpfed.engine.federation import Federation
 from bpfed.inference.likelihoods import Normal
@@ -244,7 +245,8 @@ def _kept(out: Path, setting: Setting, seeds: int) -> list[dict[str, Any]]:
     try:
         was, points = content["setting"], content["points"]
         have = max([len(p["hellinger"]) for p in points], default=0)
-        same = {name for name in now["settings"] if was["settings"].get(name) == now["settings"][name]}
+        then = {name: without_constants(name, own) for name, own in was["settings"].items()}
+        same = {name for name, own in now["settings"].items() if then.get(name) == own}
         kept = [p for p in points if p["method"] in same and len(p["hellinger"]) == have]
         asked = {name: value for name, value in now.items() if name != "settings"}
         check_same(was | {"seeds": range(have)}, asked | {"seeds": range(max(seeds, have))}, out, more=False)

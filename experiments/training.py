@@ -17,7 +17,7 @@ from bpfed._util.errors import Diverged, UserError
 from bpfed._util.files import to_json, write_whole, writing
 from bpfed._util.text import duration
 from bpfed.callbacks.base import Callback
-from bpfed.config.migrations import before
+from bpfed.config.migrations import came, recipe_with, without_constants
 from bpfed.config.settings import Device, Settings
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.engine.federation import Federation, pick_device
@@ -281,13 +281,21 @@ def _same(name: str, was: Any, now: Any) -> bool:
 def differing(was: dict[str, Any], now: dict[str, Any]) -> str:
     """What of the settings is no longer as it was, in words.
 
-    One that came later was what it is by default, or what `before` says.
+    One that came later was what it is by default, or what `came` says. One that is a constant now must have its value.
     """
     words = []
     for table in ("method", "run"):
-        then = {name: before(name) for name in now[table] if before(name) is not None} | was[table]
+        then = _without_constants(was[table]) if table == "method" else was[table]
         words += [f"{n} {then[n]}, now {now[table].get(n)}" for n in sorted(then) if then[n] != now[table].get(n)]
     return "; ".join(words)
+
+
+def _without_constants(settings: dict[str, Any]) -> dict[str, Any]:
+    """A method's settings as they would be noted now."""
+    method = recipe_with(settings)
+    if not method or isinstance(settings.get("sigma"), bool):  # since 0.10
+        return settings
+    return without_constants(method, came(method) | settings)
 
 
 def device_name(device: Device) -> str:

@@ -188,8 +188,7 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, calibrates: bool) -> 
     )
     if along := next((trial.along for trial in found.trials.values() if trial.along), ()):
         console.print(
-            f"Along with the temperature, {' and '.join(along)} (the pull of shared weights towards 0) is adjusted, so "
-            f"that this pull is as strong at every temperature as in the method as it is. {BEST} has both.",
+            f"Along with the temperature, {' and '.join(along)} is adjusted, as the method asks. {BEST} has both.",
             style="dim",
         )
     if found.best == AS_IT_IS:

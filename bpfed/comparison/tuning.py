@@ -24,7 +24,7 @@ from bpfed.comparison.candidates import Candidate
 from bpfed.comparison.record import Comparison, Vocabulary
 from bpfed.comparison.runner import displayed, run_cells
 from bpfed.comparison.statistics import Difference, difference
-from bpfed.config.migrations import old_attribute
+from bpfed.config.migrations import constant, old_attribute, recipe_with
 from bpfed.config.schema import changed, fields_of
 from bpfed.config.settings import HIDDEN, Settings
 from bpfed.data import FederatedData, load
@@ -177,6 +177,8 @@ def _ladder(method: Method) -> list[dict[str, Any]]:
 def _combinations(method: Method, grid: Grid) -> list[dict[str, Any]]:
     known = [*fields_of(type(method)), *OF_RUN]
     for name in grid:
+        if name not in known and (why := constant(recipe_with(known), name)):
+            raise UserError(why)
         if name not in known:
             raise unknown(f"setting of {method.name}", name, known)
         if isinstance(grid[name], str) or not isinstance(grid[name], Sequence):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,14 +16,7 @@ from bpfed._util.errors import UserError
 #: Settings that had another name before 0.10, by table. Old names are accepted, with a word on the new one, until 0.11.
 RENAMED: dict[str, dict[str, str]] = {
     "run": {"softness": "calibration_temperature", "rehearsals": "calibrate"},
-    "method": {
-        "path": "max_lr_epochs",
-        "reach": "max_round_lr_steps",
-        "span": "max_total_lr_steps",
-        "rise": "max_temperature_factor",
-        "anchor": "mean_precision",
-        "unseen": "unseen_pseudocount",
-    },
+    "method": {},
 }
 #: Variants of methods in a comparison that had another name.
 RENAMED_VARIANTS = {"softness": "calibrated"}
@@ -48,21 +43,56 @@ CAME: dict[str, dict[str, dict[str, Any]]] = {
 #: By the version that removed a setting: its value at which it did nothing.
 WENT: dict[str, dict[str, dict[str, Any]]] = {"0.3.0": {name: {"bias_count": 0.0} for name in _RECIPES}}
 
+#: The version since which some settings of the recipes are constants of the class,
+CONSTANT_SINCE = "0.10.0"
+#: their values by method, and, where it is another, the name of the class's attribute.
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "bpfed-recipe": {
+        "sigma": 0.05,
+        "bias_sigma": 1.0,
+        "unseen_pseudocount": 1.0,
+        "mean_precision": 10.0,
+        "max_lr_epochs": 3.0,
+        "max_round_lr_steps": 0.2,
+        "max_total_lr_steps": 20.0,
+        "max_temperature_factor": 1.0,
+        "estimator": "local",
+        "draws": 1,
+        "newcomer_lr": 0.01,
+    }
+}
+CONSTANTS["bpfed-population"] = CONSTANTS["bpfed-recipe"] | {
+    "bias_sigma": 0.3,
+    "mean_precision": 2.0,
+    "max_lr_epochs": 4.0,
+    "max_temperature_factor": 2.0,
+}
+ATTRIBUTES = {"sigma": "start_sigma", "mean_precision": "weight_decay"}
+#: The temperature at which ``mean_precision`` has that value; their product is the constant.
+TEMPERATURES = {"bpfed-recipe": 0.05, "bpfed-population": 0.1}
+#: What these settings were called before 0.10.
+FORMER = {
+    "path": "max_lr_epochs",
+    "reach": "max_round_lr_steps",
+    "span": "max_total_lr_steps",
+    "rise": "max_temperature_factor",
+    "anchor": "mean_precision",
+    "unseen": "unseen_pseudocount",
+}
+
 #: By the version that changed what a method keeps: the methods, whose earlier states cannot be used.
 KEPT: dict[str, tuple[str, ...]] = {"0.6.0": ("fedsoul",)}
 
 
 class Gone(UserError):
-    """A setting that did something was removed.
+    """A run has a setting that is no longer there, or a constant now, with another value than what is done today.
 
     Attributes:
-        name: Of the setting.
+        name: Of the setting, as the run has it.
     """
 
-    def __init__(self, name: str, version: str, written: str) -> None:
-        super().__init__(
-            f"method.{name} was removed in bpfed {version}; use this run with bpfed {written}, or train again."
-        )
+    def __init__(self, name: str, what: str, written: str) -> None:
+        super().__init__(f"method.{name} {what}; use this run with bpfed {written}, or train again.")
         self.name = name
 
 
@@ -78,9 +108,78 @@ def as_then(written: str, method: str, settings: Mapping[str, Any]) -> dict[str,
             continue
         for name, idle in WENT.get(version, {}).get(method, {}).items():
             if name in now and now.pop(name) != idle:
-                raise Gone(name, version, written)
+                raise Gone(name, f"was removed in bpfed {version}", written)
         now = CAME.get(version, {}).get(method, {}) | now
+    if _number(written) < _number(CONSTANT_SINCE):
+        now = without_constants(method, now)
+        for name, value in now.items():
+            if _constant(method, name, value):
+                raise Gone(name, f"is {value} in this run, and {_constant(method, name, value)}", written)
     return now
+
+
+def without_constants(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a method from before 0.10, without those that are constants now and had their value."""
+    values, now = CONSTANTS.get(method, {}), dict(settings)
+    temperature = settings.get("temperature", TEMPERATURES.get(method))
+    for name, value in settings.items():
+        new = FORMER.get(name, name)
+        if new not in values or isinstance(value, bool):
+            continue
+        usual = values[new]
+        if new == "mean_precision" and isinstance(temperature, int | float):
+            usual = usual * TEMPERATURES[method] / temperature if temperature else value
+        if math.isclose(value, usual, rel_tol=1e-6) if isinstance(value, int | float) else value == usual:
+            del now[name]
+            now |= {"sigma": True} if name == "sigma" else {}
+    return now
+
+
+def recipe_with(names: Collection[str]) -> str:
+    """Which recipe has settings of these names: the name of the method, or nothing."""
+    if "head_gain" not in names:
+        return ""
+    return "bpfed-population" if "head_rate" in names else "bpfed-recipe"
+
+
+def constant(method: str, name: str, value: Any = None) -> str:
+    """Why a setting cannot be given to a recipe any more, as a sentence; empty: it can be, or never could.
+
+    Args:
+        method: Its name.
+        name: Of the setting.
+        value: What it is to be, as text or as it is. A number is no value of ``sigma``, which is a switch now.
+    """
+    if not (why := _constant(method, name, value)):
+        return ""
+    attribute = ATTRIBUTES.get(FORMER.get(name, name), FORMER.get(name, name))
+    kind = "Population" if method == "bpfed-population" else "Recipe"
+    return f"{name} {why}; leave it out, or set {attribute} in a subclass of bpfed.methods.{kind}."
+
+
+def _constant(method: str, name: str, value: Any) -> str:
+    """What became of a setting that is a constant now, as the end of a sentence; empty: it is none."""
+    values, new, version = CONSTANTS.get(method, {}), FORMER.get(name, name), CONSTANT_SINCE.removesuffix(".0")
+    if new not in values:
+        return ""
+    if new == "sigma":
+        switch = value is None or isinstance(value, bool) or not _is_number(value) or str(value) in ("0", "1")
+        return (
+            "" if switch else f"is true or false since bpfed {version}, and σ at the start a constant ({values[new]})"
+        )
+    if new == "mean_precision":
+        return (
+            f"is a constant since bpfed {version} ({values[new] * TEMPERATURES[method]:g} divided by the temperature)"
+        )
+    return f"is a constant since bpfed {version} ({values[new]})"
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def data_as_then(noted: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,10 +198,9 @@ def check_states(written: str, method: str, folder: Path) -> None:
             )
 
 
-def before(name: str) -> Any:
-    """What a setting of a method was before it came, if that is not its default; None: nothing is known of it."""
-    found = [values[name] for methods in CAME.values() for values in methods.values() if name in values]
-    return found[0] if found else None
+def came(method: str) -> dict[str, Any]:
+    """The settings of a method that came with a later version, and their values that do what was done before."""
+    return {name: value for methods in CAME.values() for name, value in methods.get(method, {}).items()}
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -156,14 +254,11 @@ def _shown(name: str, value: Any) -> str:
 def current_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of a run folder, with the names of today in its table of the run and of the method."""
     found = dict(config)
-    for table in RENAMED:
-        if isinstance(own := found.get(table), dict):
-            if table == "method" and own.get("name") not in _RECIPES:
-                continue
-            new = dict.fromkeys(RENAMED[table].values())
-            found[table] = current_settings(
-                table, own, {name: None for name in (*own, *new) if name not in RENAMED[table]}
-            )
+    if isinstance(own := found.get("run"), dict):
+        known = {name: None for name in (*own, *RENAMED["run"].values()) if name not in RENAMED["run"]}
+        found["run"] = current_settings("run", own, known)
+    if isinstance(own := found.get("method"), dict):
+        found["method"] = without_constants(str(own.get("name")), own)
     return found
 
 
@@ -188,6 +283,22 @@ def accepts_old_names(table: str) -> Callable[[type[T]], type[T]]:
         return cls
 
     return wrap
+
+
+def refuses_constants(cls: type[T]) -> type[T]:
+    """A decorator of a recipe: a setting that is a constant now is refused in a sentence that says so."""
+    init: Callable[..., None] = cls.__init__
+    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+
+    @functools.wraps(init)
+    def accept(self: T, *given: Any, **settings: Any) -> None:
+        for name, value in settings.items():
+            if (name not in known or name == "sigma") and (why := constant(recipe_with(known), name, value)):
+                raise UserError(why)
+        init(self, *given, **settings)
+
+    cls.__init__ = accept  # type: ignore[method-assign, assignment]
+    return cls
 
 
 def _old_setting(table: str) -> Callable[[Any, str], Any]:

@@ -29,7 +29,16 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 from bpfed import __version__
 from bpfed._util.errors import UserError, hint
 from bpfed._util.files import from_toml
-from bpfed.config.migrations import RENAMED, Gone, as_then, current_setting, current_settings, data_as_then
+from bpfed.config.migrations import (
+    RENAMED,
+    Gone,
+    as_then,
+    constant,
+    current_setting,
+    current_settings,
+    data_as_then,
+    recipe_with,
+)
 from bpfed.config.registry import DATASETS, METHODS, PARTITIONS, PREFIX, RULES
 from bpfed.config.schema import LISTS, PLACE, PLACES, RECORDED, DataSettings, Field, fields_of
 from bpfed.config.schema import TABLES as schema_TABLES
@@ -404,7 +413,9 @@ def _merged(
 ) -> None:
     """Check the file's tables against the schema, and put what the command line says over them."""
     for table, keys in tables.items():
-        for key in keys:
+        for key, value in keys.items():
+            if why := _constant(table, key, value, schema):
+                raise UserError(f"{document.where(table, key)}{why}")
             if key not in schema[table]:
                 raise _unknown_key(document.where(table, key), table, key, schema)
         keys |= {key: _joined(value) for key, value in keys.items() if f"{table}.{key}" in LISTS}
@@ -412,6 +423,8 @@ def _merged(
     for table, key, override in said:
         if override.key == METHOD_KEY:
             continue
+        if why := _constant(table, key, override.text, schema):
+            raise UserError(f"{override.flag}: {why}")
         if key not in schema[table]:
             raise _unknown_key(f"{override.flag}: ", table, key, schema)
         tables[table][key] = _from_text(override, table, schema[table][key])
@@ -487,6 +500,15 @@ def no_prefix(override: Override, method: str) -> UserError:
     found = [f"{table}.{key}" for table, fields in schema.items() if key in fields]
     advice = f"did you mean '{found[0]}'?" if found else "e.g. --set method.lr=0.01."
     return UserError(f"{override.flag}: '{key}' needs a prefix: data., method. or run.{';' if found else ','} {advice}")
+
+
+def _constant(table: str, key: str, value: Any, schema: Mapping[str, Mapping[str, Field]]) -> str:
+    """Why this cannot be set, if an earlier version's recipe had such a setting and it is a constant now."""
+    known = schema[table]
+    if table != "method" or (key in known and key != "sigma"):
+        return ""
+    why = constant(recipe_with(known), key, value)
+    return f"method.{why}" if why else ""
 
 
 def _unknown_key(where: str, table: str, key: str, schema: Mapping[str, Mapping[str, Field]]) -> UserError:

@@ -15,7 +15,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bpfed._util.errors import UserError, unknown
-from bpfed.config.migrations import current_config, current_settings, warn
+from bpfed.config.migrations import constant, current_config, current_settings, warn
 from bpfed.config.registry import PREFIX, TaskName
 from bpfed.config.settings import HIDDEN, Settings, check_types, is_union, words
 
@@ -139,6 +139,8 @@ def changed(settings: Settings, changes: Mapping[str, Any], fixed: Collection[st
                     f"'{name}' is a setting of the method; give it to the method itself, such as "
                     f"method=bpfed.methods.{such}({name}={changes[name]!r})."
                 )
+            if why := constant("bpfed-recipe", name):
+                raise UserError(f"The recipe's {why}")
             raise unknown("setting", name, known)
     found = dataclasses.replace(settings, **changes)
     check_types(found)

@@ -121,22 +121,22 @@ def noted(seen: Tensor, gradient: Tensor) -> Tensor:
     return torch.lerp(seen, pad(gradient, (0, 1), value=1.0), RATE)
 
 
-def corrections(seen: Tensor, counts: Tensor, extra: Tensor) -> Tensor:
+def corrections(seen: Tensor, counts: Tensor, extra: float) -> Tensor:
     """What is added to the biases for prediction, ``[S, M K]``: 0 for classes the client has, 0 or less for others.
 
     Args:
         seen: See `noted`; of the biases of M members.
         counts: Examples of each class, ``[S, K]``.
-        extra: Examples that are added to them, in equal parts to all classes, ``[S]``; 0: nothing is corrected.
+        extra: Examples that are added to them, in equal parts to all classes.
     """
-    size, classes, extra = counts.sum(-1, keepdim=True), counts.shape[-1], extra[:, None]
+    size, classes = counts.sum(-1, keepdim=True), counts.shape[-1]
     found = seen[:, :-1] / (seen[:, -1:].clamp(min=1e-30) * size.clamp(min=1.0))
     new = (counts == 0).sum(-1, keepdim=True).clamp(min=1)
     once = (counts == 1.0).sum(-1, keepdim=True)
     wanted = torch.maximum(extra / (classes * (size + extra)), once / (new * (size + extra).clamp(min=1.0)))
     wanted = wanted.expand_as(found)
     known = (counts > 0).repeat(1, found.shape[-1] // classes)
-    lower = ~known & (found > wanted) & (size > 0) & (extra > 0) & (seen[:, -1:] > 0)
+    lower = ~known & (found > wanted) & (size > 0) & (seen[:, -1:] > 0)
 
     def left(part: Tensor) -> Tensor:
         """What such classes of a member leave to the others, of these shares."""

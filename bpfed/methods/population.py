@@ -21,9 +21,9 @@ from torch import Tensor
 
 from bpfed._util.errors import UserError
 from bpfed.aggregation.rules import mean, weighted_mean
-from bpfed.config.migrations import accepts_old_names
+from bpfed.config.migrations import refuses_constants
 from bpfed.inference.gaussian import Gaussian
-from bpfed.inference.predictive import GaussianPredictive
+from bpfed.inference.predictive import GaussianPredictive, PointPredictive
 from bpfed.methods.base import Finished, Initial
 from bpfed.methods.head_priors import biases
 from bpfed.methods.recipe import Local, Personal, Recipe
@@ -53,16 +53,16 @@ class Server(NamedTuple):
         return Gaussian(self.first, (self.second - self.first.square()).clamp(min=SMALLEST).sqrt())
 
 
-@accepts_old_names("method")
+@refuses_constants
 @dataclass(frozen=True)
 class Population(Recipe):
     """BPFed's recipe with a learnt prior of heads; clients upload the moments of their personal factors.
 
     Attributes:
         head_sigma: s_h at the start, for all head weights but biases.
-        bias_sigma: s_h at the start, for biases.
         head_gain: m_h at the start, in units of the head that all clients start with.
         head_rate: r, how far s_h² moves in a round; 1 is all the way.
+        sigma: Always true: the spread of heads is estimated from their widths too.
     """
 
     name: ClassVar[str] = "bpfed-population"
@@ -71,18 +71,26 @@ class Population(Recipe):
     population: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("personal",)
 
+    #: T is up to twice as high for clients with few examples.
+    max_temperature_factor: ClassVar[float] = 2.0
+    weight_decay: ClassVar[float] = 0.2
+    #: s_h of biases at the start.
+    bias_sigma: ClassVar[float] = 0.3
+    max_lr_epochs: ClassVar[float] = 4.0
+
     temperature: float = 0.1
-    max_temperature_factor: float = 2.0
-    mean_precision: float = 2.0
-    head_sigma: float = 0.3
     head_gain: float = 0.0
-    bias_sigma: float = 0.3
-    max_lr_epochs: float = 4.0
+    head_sigma: float = 0.3
     head_rate: float = 0.2
 
     def check(self) -> None:
         super().check()
         self.require(head_rate="from 0 to 1")
+        if not self.sigma:
+            raise UserError(
+                "sigma is False, but bpfed-population estimates the prior of heads from their widths too; use bpfed-recipe "
+                "for weights that are points."
+            )
         if self.personal == "none":
             raise UserError("personal is 'none', but bpfed-population learns a prior of personal factors; choose some.")
 
@@ -119,5 +127,5 @@ class Population(Recipe):
 
     def predictive(  # type: ignore[override]
         self, model: Model, shared: Server, personal: Personal
-    ) -> GaussianPredictive:
+    ) -> GaussianPredictive | PointPredictive:
         return super().predictive(model, shared.zeta, personal)

@@ -1,43 +1,42 @@
 """BPFed's recipe: the model of BPFed with priors that stay put, so that calibration does not depend on when one stops.
 
 BPFed takes last round's posterior for this round's prior, and refits the same data: every round counts the data once
-more, and in the end the model is far too sure. Five things are different here; the personal factors never leave the
-client either way. With ζ = (m, σ̄) from the server, q = (q_w, q_h) over shared and personal factors, and K clients a
-client minimises
+more, and in the end the model is far too sure. Here the priors are bounded; the personal factors never leave the client
+either way. With ζ = (m, σ̄) from the server and q = (q_w, q_h) over shared and personal factors a client minimises
 
-    −E_q log p(D | w, h) + T · KL(q_w ‖ N(m, s²)) + T · KL(q_h ‖ N(g h0, s_h²)) + T/(2 K s_m²) ‖μ_w‖²
+    −E_q log p(D | w, h) + T · KL(q_w ‖ N(m, s²)) + T · KL(q_h ‖ N(g h0, s_h²)) + λ/2 ‖μ_w‖²
 
 1. The scale of the shared prior is discounted, 1/s² = a/σ̄² + (1 − a)/s0², so that the precision stays bounded. s0 of a
    layer is ``prior_sigma`` over the root of its number of inputs: the sums of wide and narrow layers are then equally
    noisy.
 2. Its mean m follows the posterior. That alone would be an estimate of m without a prior, and leave the size of the
-   weights unbounded. The last term is each client's part of such a prior, m ~ N(0, s_m²); ``mean_precision`` is 1/(K
-   s_m²). It acts in every step, so it fades with the step size as the data's pull does.
+   weights unbounded. The last term is each client's part of such a prior, N(0, s_m²) with K clients and λ = T/(K s_m²).
+   It acts in every step, so it fades with the step size as the data's pull does.
 3. The prior of the personal factors is fixed, N(g h0, s_h²), where h0 is the head that every client starts with: drawn
    once for the run, the same for all, and never learnt. Heads that stay near a common one make features that mean the
    same everywhere, which is what a population of heads is for; but nothing of a head is uploaded for it. A bias says
    how frequent a class is here, not what it looks like: its prior is wide, and around what the client's own labels say
    (`bpfed.methods.head_priors`).
 4. T < 1, noise drawn per example (the ``local`` estimator), and a step size that falls along a cosine.
-5. The step size is bounded. Multiplied by rounds and local epochs it is at most ``max_lr_epochs``, and multiplied by
-   rounds and a client's steps in a round at most ``max_total_lr_steps``: with more rounds the steps are smaller, and
-   training ends in the same place. (The prior of 2 alone bounds networks with enough data; a convolutional one keeps
-   growing for longer than anyone trains, with 125 images as with 2 250.) Multiplied by a client's steps in one round it
-   is at most ``max_round_lr_steps``: a client that goes far alone leaves the others behind, and averages of such
-   clients are poor. With more than ``NEAR`` steps in a round that would be stricter than necessary, so
-   ``max_round_lr_steps`` and ``max_total_lr_steps`` both grow with the square root of their number.
+5. The step size is bounded: with more rounds the steps are smaller, and training ends in the same place. (The prior of 2
+   alone bounds networks with enough data; a convolutional one keeps growing for longer than anyone trains, with 125
+   images as with 2 250.) A client with many steps in a round takes smaller ones too: one that goes far alone leaves the
+   others behind, and averages of such clients are poor.
 
 The settings were chosen with 10 clients, all of them in every round, and with 20, half of them. In a federation that is
-``client_ratio`` times as large as that, a client carries that much less of the prior of the means, and the precision
-counts that many more clients' data (for a conjugate model it tends to 1/s0² + n/(T (1 − a)) after many rounds, n being
-one client's). A method with ``max_temperature_factor`` has a higher T for clients with few examples; T times
-``mean_precision`` and T (1 − a) stay as they are. Where clients take part less often than in every other round,
-``max_lr_epochs`` and ``max_total_lr_steps`` are larger by the same factor. A client that cannot get far in the whole
-run starts with a head nearer to its prior.
+``client_ratio`` times as large as that, a client carries that much less of λ, and the precision counts that many more
+clients' data (for a conjugate model it tends to 1/s0² + n/(T (1 − a)) after many rounds, n being one client's). A method
+with ``max_temperature_factor`` has a higher T for clients with few examples; λ and T (1 − a) stay as they are. Where
+clients take part less often than in every other round, the bounds of whole runs are larger by the same factor. A client
+that cannot get far in the whole run starts with a head nearer to its prior.
 
 A class that a client has never seen is predicted about as rarely as its labels say (`bpfed.methods.head_priors`). There is
 no step on π (Eq. 10): η_i and the upload are taken from q. Settings were chosen on validation data cut from the
-training data of the three small cells, one set for all (docs/recipe-search.md).
+training data of the three small cells, one set for all (docs/lab/recipe-search.md).
+
+With ``sigma`` off all weights are points: the data term is at the means, widths are 0 and not updated, and the prior of
+the shared weights has the fixed scale s0. That is MAP with the same priors, the control that shows what the weight noise
+adds.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bpfed.aggregation.rules import mean
-from bpfed.config.migrations import accepts_old_names
-from bpfed.inference.estimators import Batch, check_estimator, data_term
+from bpfed.config.migrations import refuses_constants
+from bpfed.inference.estimators import Batch, DataTerm, data_term, mean_gradient
 from bpfed.inference.gaussian import Gaussian, discounted, kl, kl_gradients_q
 from bpfed.inference.likelihoods import Categorical
-from bpfed.inference.predictive import GaussianPredictive
+from bpfed.inference.predictive import GaussianPredictive, PointPredictive
 from bpfed.methods.base import ADAPT, Finished, Initial, Method, RunShape, frozen
 from bpfed.methods.head_priors import (
     NOISE_SIGMA,
@@ -73,7 +72,7 @@ from bpfed.nn.model import Model
 CHOSEN_WITH, CHOSEN_AT = 20, 0.5
 
 #: Most steps of a client in a round for which ``max_round_lr_steps`` holds as it is; with more of them it grows as
-#: their root.
+#: their root, and so does ``max_total_lr_steps``.
 NEAR = 500
 
 #: Examples of a client from which on T is as it is, where it is higher for clients with fewer.
@@ -120,41 +119,22 @@ class Personal(NamedTuple):
     lowered: Tensor
 
 
-@accepts_old_names("method")
+@refuses_constants
 @dataclass(frozen=True)
 class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
     """BPFed with bounded priors.
 
     Attributes:
-        sigma: σ of every weight at the start.
-        temperature: T, weight of all prior terms; 1 is the ELBO.
-        max_temperature_factor: How many times as high T may be for a client with few examples. With n of them, fewer
-            than 2 000, it is higher by the root of 2 000/n, and the prior of the means and the precision that is
-            carried on to the next round stay as strong. 1: T is the same for all. Newcomers have T as it is.
-        discount: a, how much of the posterior's precision the next round's shared prior keeps, with up to 20 clients
-            and where T does not rise.
+        temperature: T, weight of both KL terms; 1 is the ELBO. At 0 there is no prior at all.
+        discount: a, how much of the posterior's precision the next round's shared prior keeps, with up to 20 clients.
         prior_sigma: Scale of the rest of that prior, s0, times the square root of a unit's number of inputs.
+        head_gain: g, prior mean of the personal factors, in units of the head that all clients start with; 0: the mean
+            is 0. At most 1 is used where layers other than the head are personal.
         head_sigma: s_h, the fixed scale of the personal factors' prior. This and ``head_gain`` are for classification;
             in regression the prior has mean 0 and σ 0.6 over the square root of the head's number of weights, and the
             noise scale has its own.
-        head_gain: g, prior mean of the personal factors, in units of the head that all clients start with; 0: the mean
-            is 0. At most 1 is used where layers other than the head are personal.
-        bias_sigma: Prior σ of a head's biases, around those of the client's own class frequencies; for classification
-            with a personal head.
-        unseen_pseudocount: Number of examples, divided equally among all classes, that are added to a client's own to
-            estimate how rare a class is that it has never seen. The odds of such a class are lowered to that; an input
-            that looks like that class and no other may still be assigned to it. 0: odds are left as they are.
-        mean_precision: 1/(K s_m²), strength of the pull of the shared factors' means towards 0 (those of gains of
-            normalisations towards 1), with up to 20 clients and where T does not rise.
-        estimator: How the data term is estimated, as in BPFed.
-        draws: Weight draws per step.
-        max_lr_epochs: Upper bound of step size times rounds times local epochs; longer runs take smaller steps.
-        max_round_lr_steps: Upper bound of step size times a client's steps in one round; clients with more data take
-            smaller steps. Beyond 500 steps it grows with the square root of their number, and so does
-            ``max_total_lr_steps``.
-        max_total_lr_steps: Upper bound of ``max_round_lr_steps`` times rounds; with more rounds than
-            ``max_total_lr_steps / max_round_lr_steps``, a client's bound in a round is smaller.
-        newcomer_lr: Step size with which a client that joins later learns its head.
+        sigma: Whether weights are Gaussian; without, they are points: MAP with the same priors. A point has no width to
+            discount, so ``discount`` is not used then.
     """
 
     name: ClassVar[str] = "bpfed-recipe"
@@ -168,82 +148,67 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
         "temperature",
         "discount",
         "prior_sigma",
-        "head_sigma",
         "head_gain",
-        "bias_sigma",
-        "unseen_pseudocount",
-        "mean_precision",
-        "sigma",
-        "max_lr_epochs",
-        "max_round_lr_steps",
-        "max_total_lr_steps",
+        "head_sigma",
     )
     schedule: ClassVar[str] = "cosine"
 
+    # Constants, which a subclass may have others of.
+    #: σ of every weight at the start.
+    start_sigma: ClassVar[float] = 0.05
+    #: Prior σ of a head's biases, around those of the client's own class frequencies.
+    bias_sigma: ClassVar[float] = 1.0
+    #: Examples, divided among all classes, that the rule of succession adds to a client's own.
+    unseen_pseudocount: ClassVar[float] = 1.0
+    #: λ, the pull of the shared means towards 0 (of gains of normalisations towards 1) with up to 20 clients.
+    weight_decay: ClassVar[float] = 0.5
+    #: Upper bound of step size times rounds times local epochs.
+    max_lr_epochs: ClassVar[float] = 3.0
+    #: Upper bound of step size times a client's steps in one round.
+    max_round_lr_steps: ClassVar[float] = 0.2
+    #: Upper bound of step size times a client's steps in all rounds: 100 rounds of the one before.
+    max_total_lr_steps: ClassVar[float] = 20.0
+    #: How many times as high T may be for a client with n examples, fewer than 2 000: the root of 2 000/n, at most this.
+    max_temperature_factor: ClassVar[float] = 1.0
+    #: How the data term is estimated: with noise drawn per example,
+    estimator: ClassVar[str] = "local"
+    #: and this many draws in a step.
+    draws: ClassVar[int] = 1
+    #: Step size with which a client that joins later learns its head.
+    newcomer_lr: ClassVar[float] = 0.01
+
     lr: float = 0.002
-    sigma: float = 0.05
     temperature: float = 0.05
-    max_temperature_factor: float = 1.0
     discount: float = 0.9
     prior_sigma: float = 2.8
-    head_sigma: float = 0.05
     head_gain: float = 5.0
-    bias_sigma: float = 1.0
-    unseen_pseudocount: float = 1.0
-    mean_precision: float = 10.0
-    estimator: str = "local"
-    draws: int = 1
-    max_lr_epochs: float = 3.0
-    max_round_lr_steps: float = 0.2
-    max_total_lr_steps: float = 20.0
-    newcomer_lr: float = 0.01
+    head_sigma: float = 0.05
+    sigma: bool = True
 
     def check(self) -> None:
         super().check()
-        check_estimator(self.estimator)
         self.require(
-            draws="at least 1",
-            sigma="above 0",
             temperature="0 or more",
-            max_temperature_factor="at least 1",
             discount="from 0 to 1",
             prior_sigma="above 0",
             head_sigma="above 0",
-            bias_sigma="above 0",
-            unseen_pseudocount="0 or more",
-            mean_precision="0 or more",
-            max_lr_epochs="above 0",
-            max_round_lr_steps="above 0",
-            max_total_lr_steps="above 0",
-            newcomer_lr="0 or more",
         )
 
-    def at_temperature(self, temperature: float) -> dict[str, float]:
-        """T multiplies the prior of the means too; that one is to stay as strong as it is."""
-        return {
-            "temperature": temperature,
-            "mean_precision": float(f"{self.temperature * self.mean_precision / temperature:.9g}"),
-        }
-
     def trace_key(self) -> tuple[Any, ...]:
-        return (*super().trace_key(), self.head_gain > 1.0, self.unseen_pseudocount > 0.0)
+        return (*super().trace_key(), type(self), self.head_gain > 1.0)
 
     @property
     def needs_class_counts(self) -> bool:
         return True
 
     def init(self, model: Model) -> Initial[Gaussian, Personal]:
-        start = Gaussian(model.initial, torch.full_like(model.initial, self.sigma))
+        start = Gaussian(model.initial, torch.full_like(model.initial, self.start_sigma if self.sigma else 0.0))
         shared, head = split(model, start)
         untrained = head
         if self._grows(model):
             untrained = Gaussian(torch.where(biases(model), 0.0, self.head_gain * head.mean), head.sigma)
-        none, lowered = model.initial.new_zeros(1), torch.zeros_like(head.mean[self._lowered(model)])
+        none, lowered = model.initial.new_zeros(1), torch.zeros_like(head.mean[class_biases(model)])
         return Initial(shared, Personal(untrained, head.mean, Variational.at(start).memory, none, lowered))
-
-    def _lowered(self, model: Model) -> slice:
-        """Which personal weights are corrected for prediction."""
-        return class_biases(model) if self.unseen_pseudocount > 0.0 else slice(0, 0)
 
     def _class_log_prior(self, model: Model, hparams: dict[str, Tensor]) -> Tensor | float:
         """What is added to personal weights to set class biases by the client's own labels, ``[S, P_personal]``."""
@@ -258,8 +223,9 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
         return self.personal == "head" and self.head_gain > 1.0 and isinstance(model.likelihood, Categorical)
 
     def hparams(self) -> dict[str, float]:
-        """With ``head_budget``, the most that a head may move in the run; a client by itself starts where its head is."""
-        return super().hparams() | {"head_budget": 0.0}
+        """With λ/T, and ``head_budget``, the most that a head may move; a client by itself starts where its head is."""
+        mean_precision = self.weight_decay / self.temperature if self.temperature > 0.0 else 0.0
+        return super().hparams() | {"mean_precision": mean_precision, "head_budget": 0.0}
 
     def hparams_for_run(self, shape: RunShape, sizes: Tensor) -> dict[str, Tensor]:
         hparams, batches = super().hparams_for_run(shape, sizes), shape.batches(sizes)
@@ -287,11 +253,12 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
         start = self.init(model).personal
         prior = self._head_prior(model, start.first[None], self.hparam_rows(1, model.initial.device))
         sigma = torch.where(of_likelihood(model), NOISE_SIGMA, prior.sigma[0])
-        return start._replace(head=Gaussian(prior.mean[0], sigma))
+        return start._replace(head=Gaussian(prior.mean[0], sigma if self.sigma else torch.zeros_like(sigma)))
 
     def begin(self, model: Model, shared: Gaussian, personal: Personal, hparams: dict[str, Tensor]) -> Local:
         fan_in = model.layout.split(model.layout.fan_in())[0].to(shared.mean.device)
-        body = discounted(shared, hparams["discount"][:, None], hparams["prior_sigma"][:, None] * fan_in.rsqrt())
+        scale = hparams["prior_sigma"][:, None] * fan_in.rsqrt()
+        body = discounted(shared, hparams["discount"][:, None], scale) if self.sigma else Gaussian(shared.mean, scale)
         head = self._head_prior(model, personal.first, hparams)
         level = self._class_log_prior(model, hparams)
         head = head._replace(mean=head.mean + level)
@@ -329,7 +296,7 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
             gain = hparams["head_gain"] if whole else hparams["head_gain"].clamp(max=1.0)
             free = biases(model) & whole
             mean = torch.where(free, none, gain[:, None] * first)
-            return Gaussian(mean, torch.where(free, hparams["bias_sigma"][:, None], hparams["head_sigma"][:, None]))
+            return Gaussian(mean, torch.where(free, self.bias_sigma, hparams["head_sigma"][:, None]))
         noise = of_likelihood(model)
         untempered = NOISE_SIGMA * hparams["temperature"][:, None].clamp(min=1e-6).sqrt()
         weights = none + REGRESSION_SIGMA * (per_head(model) if whole else 1.0)
@@ -339,32 +306,41 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
         self, model: Model, local: Local, batch: Batch, hparams: dict[str, Tensor], phase: str
     ) -> tuple[Local, Tensor]:
         steps, q = local.steps + 1, local.q.gaussian
-        data = data_term(self.estimator, self.draws, model, q, batch)
+        data = self._data_term(model, q, batch)
         kl_mean, kl_sigma = kl_gradients_q(q, local.prior)
         shared, personal = model.layout.split(q.mean)
         around = shared - model.layout.split(model.centre())[0] if model.gains else shared
         pull = pad(hparams["mean_precision"][:, None] * around, (0, personal.shape[-1]))
         temperature = hparams["temperature"][:, None]
-        on_mean, on_sigma = data.mean + temperature * (kl_mean + pull), data.sigma + temperature * kl_sigma
+        on_mean = data.mean + temperature * (kl_mean + pull)
+        on_sigma = data.sigma + temperature * kl_sigma if self.sigma else data.sigma
         new = local.q.moved(on_mean, on_sigma, steps, hparams["lr"])
         if phase == ADAPT:
             new = new._replace(mean=frozen(model, local.q.mean, new.mean), rho=frozen(model, local.q.rho, new.rho))
-        on_biases = model.layout.split(data.mean)[1][:, self._lowered(model)]
+        on_biases = model.layout.split(data.mean)[1][:, class_biases(model)]
         return local._replace(q=new, steps=steps, noted=noted(local.noted, on_biases)), data.nll
+
+    def _data_term(self, model: Model, q: Gaussian, batch: Batch) -> DataTerm:
+        """Over the client's n examples; at the means, and 0 in σ, where weights are points."""
+        if self.sigma:
+            return data_term(self.estimator, self.draws, model, q, batch)
+        nll, gradient = mean_gradient(model, q.mean, batch)
+        return DataTerm(nll, batch.size[:, None] * gradient, torch.zeros_like(gradient))
 
     def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished[Gaussian, Personal]:
         q = local.q.gaussian
         shared, head = split(model, q)
         lowered = torch.zeros_like(local.noted[:, 1:])
         if lowered.shape[-1] and "counts" in hparams:
-            lowered = corrections(local.noted, hparams["counts"], hparams["unseen_pseudocount"])
+            lowered = corrections(local.noted, hparams["counts"], self.unseen_pseudocount)
         kept = Personal(head, local.first, local.q.memory, local.steps[:, None], lowered)
-        return Finished(shared, kept, {"kl": kl(q, local.prior)})
+        return Finished(shared, kept, {"kl": kl(q, local.prior)} if self.sigma else {})
 
     def aggregate(self, shared: Gaussian, uploads: Gaussian, weights: Tensor, clients: int) -> Gaussian:
         return mean(uploads, weights)
 
-    def predictive(self, model: Model, shared: Gaussian, personal: Personal) -> GaussianPredictive:
-        head, where = personal.head, self._lowered(model)
+    def predictive(self, model: Model, shared: Gaussian, personal: Personal) -> GaussianPredictive | PointPredictive:
+        head, where = personal.head, class_biases(model)
         lowered = pad(personal.lowered, (where.start, head.mean.shape[-1] - where.stop))
-        return GaussianPredictive(join(shared, head._replace(mean=head.mean + lowered)))
+        weights = join(shared, head._replace(mean=head.mean + lowered))
+        return GaussianPredictive(weights) if self.sigma else PointPredictive(weights.mean)

@@ -31,13 +31,14 @@ RATES = ("--method", "fedavg", "--grid", "lr=0,0.02", "--out", "a")
 
 @pytest.mark.parametrize("method", [Recipe(), Population()])
 def test_a_colder_posterior_keeps_the_prior_of_the_means_as_strong(method):
+    """The product of T and the precision of that prior is the pull of the means towards 0."""
     tried = trials(method)
     assert [trial.method.temperature for trial in tried.values()] == [
         method.temperature,
         *(t for t in TEMPERATURES if t != method.temperature),
     ]
     for made in (trial.method for trial in tried.values()):
-        assert made.temperature * made.mean_precision == pytest.approx(method.temperature * method.mean_precision)
+        assert made.temperature * made.hparams()["mean_precision"] == pytest.approx(method.weight_decay)
     assert [trial.title for trial in tried.values()][:2] == [method.title, "temperature 0.005"]
 
 
@@ -159,7 +160,7 @@ def test_values_that_look_alike_are_all_tried():
         "personal=_.bias",
         "personal=_.bias-2",
     ]
-    assert len(trials(Recipe(temperature=0.02, mean_precision=7.0))) == len(TEMPERATURES)
+    assert len(trials(Recipe(temperature=0.02, discount=0.8))) == len(TEMPERATURES)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +306,7 @@ def test_where_nothing_is_better_it_is_said(command):
         ("--grid hidden=16,0", "hidden is 0, but must be at least 1, or left unset."),
         ("--grid lr=fast", "--grid: method.lr is 'fast', but must be a number."),
         ("--grid rate=1", "--grid: unknown key 'rate' in [method]; "),
+        ("--grid draws=1,2", "--grid: method.draws is a constant since bpfed 0.10 (1); "),
         (
             "--method fedavg",
             "fedavg has no temperature, which is what is tried where nothing is said; name what to try",
@@ -318,14 +320,13 @@ def test_a_command_that_cannot_be_says_why(command, words, sentence):
     assert not Path("a").exists()
 
 
-def test_what_moves_along_is_said(command):
+def test_what_moves_along_is_said(command, monkeypatch):
+    monkeypatch.setattr(Recipe, "at_temperature", lambda self, t: {"temperature": t, "lr": self.lr * t})
     shown = command.ok(*SMALL, "--cuts", "1", "--out", "a").out
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert [line for line in lines if re.match(r"(\* )?BPFed recipe as it is, temperature 0.05 \d", line)]
     assert [line for line in lines if re.match(r"(\* )?temperature 0.005 \d", line)]
-    assert "Along with the temperature, mean_precision (the pull of shared weights towards 0) is adjusted" in " ".join(
-        lines
-    )
+    assert "Along with the temperature, lr is adjusted, as the method asks." in " ".join(lines)
 
 
 def test_a_calibration_temperature_is_told_wherever_best_toml_has_one(command, monkeypatch):

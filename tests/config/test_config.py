@@ -213,17 +213,17 @@ def test_a_new_method_needs_no_change_here(monkeypatch: pytest.MonkeyPatch) -> N
         read(None, [Override("method.name", "mine"), Override("method.knob", "3")])
 
 
-def test_a_run_from_before_a_setting_predicts_as_it_did(write) -> None:
-    """A file of one's own has the defaults of now; a run's own file says what was done then, and its states are shaped by that."""
+def test_a_run_from_before_a_setting_is_refused_where_it_did_something_else(write) -> None:
+    """A file of one's own has the settings of now; a run's own file says what was done then, and its states are shaped by that."""
     method = '[method]\nname = "bpfed-recipe"\nlr = 0.001\n'
-    assert read(write(method)).method.unseen_pseudocount == 1.0
-    assert read(write(f'bpfed = "0.2.0"\n{method}bias_count = 0.0\n')).method.unseen_pseudocount == 0.0
-    assert read(write(f'bpfed = "0.3.0"\n{method}unseen = 2.0\n')).method.unseen_pseudocount == 2.0
-    assert read(write(f'bpfed = "0.3.0"\n{method}')).method.unseen_pseudocount == 1.0
-    assert read(write('bpfed = "0.2.0"\n')).method.unseen_pseudocount == 0.0
-    assert read(write('bpfed = "0.2.0"\n'), [Override("method.name", "bpfed-recipe")]).method.unseen_pseudocount == 1.0
+    assert read(write(f'bpfed = "0.3.0"\n{method}unseen = 1.0\n')).method == Recipe(lr=0.001)
+    assert read(write(f'bpfed = "0.3.0"\n{method}')).method == Recipe(lr=0.001)
+    assert read(write('bpfed = "0.2.0"\n'), [Override("method.name", "bpfed-recipe")]).method == Recipe()
+    other = r"method.unseen_pseudocount is 0.0 in this run, and is a constant .*; use this run with bpfed 0.2.0"
     named = [Override("method.name", "bpfed-recipe")]  # as in the file, whose settings are used
-    assert read(write(f'bpfed = "0.2.0"\n{method}bias_count = 0.0\n'), named).method.unseen_pseudocount == 0.0
+    for text, said in ((f"{method}bias_count = 0.0\n", []), (f"{method}bias_count = 0.0\n", named), ("", [])):
+        with pytest.raises(UserError, match=other):
+            read(write(f'bpfed = "0.2.0"\n{text}'), said)
     with pytest.raises(
         UserError,
         match=r"'c.toml', line 5: method.bias_count was removed in bpfed 0.3.0; use this run with bpfed 0.2.0",

@@ -14,7 +14,7 @@ from scenarios import classification
 import bpfed
 from bpfed._util.errors import UserError
 from bpfed._util.moved import CLASSES
-from bpfed.config.migrations import RENAMED, current_config
+from bpfed.config.migrations import ATTRIBUTES, CONSTANTS, FORMER, RENAMED, current_config
 from bpfed.config.reader import Override, read
 from bpfed.config.settings import Settings
 from bpfed.methods import FedAvg, Recipe
@@ -34,10 +34,11 @@ def test_old_settings_are_the_new_ones_in_python() -> None:
     with pytest.warns(FutureWarning):
         assert Settings(rehearsals=0) == Settings()  # type: ignore[call-arg]
     for kind in (Recipe, Population):
-        for old, new in RENAMED["method"].items():
-            with pytest.warns(FutureWarning, match=f"{old} is now {new}"):
-                made = kind(**{old: 1.5})
-            assert made == kind(**{new: 1.5})
+        for old, new in FORMER.items():
+            with pytest.raises(
+                UserError, match=f"^{old} is a constant since bpfed 0.10 .* {ATTRIBUTES.get(new, new)} in"
+            ):
+                kind(**{old: 1.5})
     with pytest.raises(UserError, match=r"run\.softness is now run\.calibration_temperature, and both are given"):
         Settings(softness=2.0, calibration_temperature=3.0)  # type: ignore[call-arg]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -47,7 +48,6 @@ def test_old_settings_are_the_new_ones_in_python() -> None:
 OLD = """
 [method]
 name = "bpfed-recipe"
-anchor = 7.0
 [run]
 rehearsals = 2
 """
@@ -56,35 +56,69 @@ rehearsals = 2
 def test_old_keys_of_a_file_are_the_new_ones_and_named(tmp_path: Path) -> None:
     path = tmp_path / "old.toml"
     path.write_text(OLD)
-    found = read(path, [Override("method.unseen", "0.5")])
-    assert (found.method, found.run) == (
-        Recipe(mean_precision=7.0, unseen_pseudocount=0.5),
-        Settings(calibrate="pilot:2"),
-    )
-    assert [note.partition("is now ")[2].partition(";")[0] for note in found.notes] == [
-        "method.unseen_pseudocount",
-        "calibrate = pilot:2",
-        "mean_precision",
-    ]
+    found = read(path)
+    assert (found.method, found.run) == (Recipe(), Settings(calibrate="pilot:2"))
+    assert [note.partition("is now ")[2].partition(";")[0] for note in found.notes] == ["calibrate = pilot:2"]
     path.write_text(OLD.replace("rehearsals = 2", 'rehearsals = "many"'))
     with pytest.raises(UserError, match="calibrate is 'pilot:many'"):
         read(path).run.check(5)
-    path.write_text(OLD.replace("anchor = 7.0", 'anchor = "strong"'))
-    with pytest.raises(UserError, match=r"line 4: method\.mean_precision is 'strong', but must be a number"):
-        read(path)
     path.write_text(OLD + 'calibrate = "none"\n')
     with pytest.raises(UserError, match=r"run\.rehearsals is now run\.calibrate, and both are given"):
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("line", "where", "why"),
+    [
+        (
+            "anchor = 7.0",
+            "line 4: ",
+            r"method\.anchor is a constant since bpfed 0\.10 \(0\.5 divided by the temp.* weight_decay",
+        ),
+        ("draws = 2", "line 4: ", r"method\.draws is a constant since bpfed 0\.10 \(1\)"),
+        ("sigma = 0.1", "line 4: ", r"method\.sigma is true or false since bpfed 0\.10, and σ at the start a constant"),
+    ],
+)
+def test_a_constant_cannot_be_set_in_a_file_or_by_a_flag(tmp_path: Path, line: str, where: str, why: str) -> None:
+    path = tmp_path / "old.toml"
+    path.write_text(OLD.replace("[run]", f"{line}\n[run]"))
+    with pytest.raises(UserError, match=where + why):
+        read(path)
+    name, _, value = line.partition(" = ")
+    with pytest.raises(UserError, match="--set: " + why):
+        read(None, [Override("method.name", "bpfed-recipe"), Override(f"method.{name}", value)])
+    with pytest.raises(UserError, match=r"^The recipe's max_lr_epochs is a constant since bpfed 0.10"):
+        bpfed.fit(Recipe(), "digits", max_lr_epochs=3.0)
+
+
 def test_a_run_folder_with_old_names_is_read(tmp_path: Path) -> None:
-    """As 0.9.0 wrote it."""
+    """As 0.9.0 wrote it, with settings that are constants now."""
     folder = tmp_path / "a"
     run = bpfed.fit(
-        Recipe(mean_precision=3.0), classification(sizes=(20, 30)), calibrate="pilot:1", out=folder, say=str, **TINY
+        Recipe(temperature=0.2), classification(sizes=(20, 30)), calibrate="pilot:1", out=folder, say=str, **TINY
     )
-    names = {new: old for table in RENAMED.values() for old, new in table.items()}
+    names = {new: old for old, new in (RENAMED["run"] | FORMER).items()}
     old = re.sub(r"(?m)^(\w+)(?= = )", lambda m: names.get(m[1], m[1]), (folder / "config.toml").read_text())
+    old = re.sub(r'(?m)^bpfed = ".*"', 'bpfed = "0.9.0"', old).replace("sigma = true\n", "", 1)
+    constants = CONSTANTS["bpfed-recipe"] | {"mean_precision": 2.5}  # times T = 0.2 as strong as 10 times 0.05
+    lines = "".join(f"{names.get(name, name)} = {json.dumps(value)}\n" for name, value in constants.items())
+    old = old.replace("[method]\n", f"[method]\n{lines}")
+    for name, value, why in (
+        (
+            "path",
+            4.0,
+            r"method.path is 4.0 in this run, and is a constant since bpfed 0.10 \(3.0\); use this run with bpfed 0.9.0",
+        ),
+        (
+            "anchor",
+            10.0,
+            r"method.anchor is 10.0 in this run, and is a constant .* \(0.5 divided by the temperature\); use",
+        ),
+        ("sigma", 0.1, "method.sigma is 0.1 in this run, and is true or false since bpfed 0.10, and σ"),
+    ):
+        (tmp_path / "other.toml").write_text(re.sub(rf"(?m)^{name} = .*", f"{name} = {value}", old))
+        with pytest.raises(UserError, match=why):
+            read(tmp_path / "other.toml")
     written = {"config.toml": old.replace('rehearsals = "pilot:1"', "rehearsals = 1")}
     for file in ("learnt.json", "summary.json", "evaluation.json"):
         written[file] = (folder / file).read_text().replace("fitted_temperature", "fitted_softness")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bpfed.config.migrations import RENAMED, RENAMED_IN_METHODS
+from bpfed.config.migrations import FORMER, RENAMED, RENAMED_IN_METHODS
 
 ROOT = Path(__file__).parents[2]
 #: Where old names are listed, or were the names of what is described.
@@ -21,7 +21,7 @@ CODE = re.compile(
     r"|\b(SUREST|SOFTEST|GridPost|OwnNetwork|_Sitting)\b|\b(Factors|Blanks|Separators|Keeper|Rehearsal|Meeting|Guard|Preparation|Ask|Answer|Refused|Course)\(|\bcourse\b|\bcrowd\b"
     r"|\bwarmer\b|\bholders\b",
 )
-TICKED = re.compile(rf"`(method\.)?({'|'.join((*RENAMED['method'], *RENAMED['run'], *RENAMED_IN_METHODS))})`")
+TICKED = re.compile(rf"`(method\.)?({'|'.join((*FORMER, *RENAMED['run'], *RENAMED_IN_METHODS))})`")
 
 
 def files() -> list[Path]:

@@ -349,10 +349,10 @@ def test_a_search_is_kept_under_its_method_cell_and_rounds(digits, tmp_path):
 
 
 def test_a_search_is_not_run_again_and_another_one_does_not_replace_it(digits, tmp_path, monkeypatch):
-    told, grid = [], [{"estimator": "local", "lr": 0.001}]
+    told, grid = [], [{"sigma": True, "lr": 0.001}]
     ask = (["mnist-small"], "bpfed-recipe")
     search.run(tmp_path, *ask, grid, 1, "cpu", told.append)
-    assert told[0].startswith("mnist-small, estimator = local, lr = 0.001: accuracy 0.")
+    assert told[0].startswith("mnist-small, sigma = True, lr = 0.001: accuracy 0.")
     before = (tmp_path / "search/bpfed-recipe-mnist-small-1.json").read_bytes()
     monkeypatch.setattr(search, "search", lambda *a, **k: pytest.fail("It was there already."))
     search.run(tmp_path, *ask, grid, 1, "cpu", told.append)
@@ -367,6 +367,7 @@ def test_settings_that_cannot_be_tried_are_refused_before_anything_is_loaded(dig
         ({"temprature": 0.1}, "Unknown setting 'temprature'; did you mean 'temperature'?"),
         ({"seed": 1}, "Unknown setting 'seed'"),
         ({"temperature": "hot"}, "temperature is 'hot', but must be a number."),
+        ({"mean_precision": 3.0}, "mean_precision is a constant since bpfed 0.10 (0.5 divided by the temperature)"),
     ):
         with pytest.raises(UserError) as error:
             search.run(tmp_path, ["mnist-small"], grid=[{"lr": 0.001}, values], rounds=1, device="cpu")
@@ -397,12 +398,16 @@ def test_a_result_is_there_with_all_its_seeds_or_more_and_settings_that_came_lat
     assert not has_seeds({}, asked(3))
     assert not has_seeds({}, {})
     assert [has_seeds(found, asked(seeds)) for seeds in (1, 3, 5)] == [True, True, False]
-    for wanted in (asked(1), asked(5), asked(3, momentum=0.5), asked(3, unseen_pseudocount=0.0)):
+    for wanted in (asked(1), asked(5), asked(3, momentum=0.5)):
         check_same(found, wanted, path)
     with pytest.raises(OtherResult, match="different settings"):
         check_same(found, asked(3, lr=0.2), path)
-    with pytest.raises(OtherResult, match="different settings"):  # before it came, not what is done by default was done
-        check_same(found, asked(3, unseen_pseudocount=1.0), path)
+    now = asked(3, head_gain=5.0, temperature=0.1, sigma=True)
+    then = {"head_gain": 5.0, "temperature": 0.1, "sigma": 0.05, "mean_precision": 5.0}  # T times this is a constant
+    check_same(asked(3, **then, unseen_pseudocount=1.0), now, path)
+    for other in ({}, {"unseen_pseudocount": 1.0, "max_lr_epochs": 4.0}):  # without the first, it was 0
+        with pytest.raises(OtherResult, match="different settings"):
+            check_same(asked(3, **then, **other), now, path)
     with pytest.raises(OtherResult, match="different seeds"):
         check_same(found, asked(5), path, more=False)
 

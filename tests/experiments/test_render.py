@@ -293,15 +293,15 @@ def recipe_pages(tmp_path: Path) -> tuple[Path, Path]:
     put(results, "mnist-small", "bpfed-recipe", longer, tag="rounds-36", rounds=36)
     put(results, "mnist-small", "fedper", longer, tag="rounds-36", rounds=36)
     put(results, "mnist-small", "fedper", [seed_result(0, [0.1, 0.2, 0.3, 0.9])])
-    docs.mkdir()
-    (docs / "recipe.md").write_text(RECIPE_PAGE)
+    (docs / "lab").mkdir(parents=True)
+    (docs / "lab" / "recipe-details.md").write_text(RECIPE_PAGE)
     return results, docs
 
 
 def test_the_pages_of_the_recipe_show_the_numbers_of_the_files(recipe_pages: tuple[Path, Path]) -> None:
     results, docs = recipe_pages
     render(results, docs)
-    page = (docs / "recipe.md").read_text()
+    page = (docs / "lab" / "recipe-details.md").read_text()
     assert "old" not in page
     assert "About aims:" in page
 
@@ -323,7 +323,7 @@ def test_the_pages_of_the_recipe_show_the_numbers_of_the_files(recipe_pages: tup
 def test_pages_rendered_twice_are_the_same(recipe_pages: tuple[Path, Path]) -> None:
     results, docs = recipe_pages
     render(results, docs)
-    pages = {path: path.read_text() for path in (docs / "recipe.md", docs / "results.md")}
+    pages = {path: path.read_text() for path in (docs / "lab" / "recipe-details.md", docs / "results.md")}
     render(results, docs)
     assert pages == {path: path.read_text() for path in pages}
 
@@ -331,7 +331,7 @@ def test_pages_rendered_twice_are_the_same(recipe_pages: tuple[Path, Path]) -> N
 def test_our_pages_say_what_our_results_say() -> None:
     """What `bpfed paper render` would write into README, the recipe and the audit is there already."""
     made = render_tables(Results.read(ROOT / "results"), ROOT / "results", ROOT / "docs")
-    assert {path.name for path in made} == {"README.md", "recipe.md", "recipe-search.md", "audit.md"}
+    assert {path.name for path in made} == {"README.md", "recipe-details.md", "recipe-search.md", "audit.md"}
     for path, text in made.items():
         assert path.read_text() == text, f"{path.name}: run 'bpfed paper render'"
 

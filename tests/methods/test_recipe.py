@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import scenarios
 import torch
 from scenarios import small_mlp
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from bpfed._util.errors import UserError
+from bpfed.config.migrations import ATTRIBUTES, CONSTANTS, TEMPERATURES
 from bpfed.config.settings import Settings
 from bpfed.engine.federation import Federation
 from bpfed.engine.simulator import Simulator
@@ -22,7 +21,6 @@ from bpfed.methods.base import RunShape, rows
 from bpfed.methods.head_priors import NOISE_SIGMA, biases, of_likelihood
 from bpfed.nn.model import Model
 from bpfed.runs.fit import prepare
-from bpfed.runs.run import train_together
 
 SETTINGS = Settings(rounds=2, epochs=2, batch=5, eval_draws=2, device="cpu", compile="off")
 
@@ -40,13 +38,13 @@ def prior(method, state: Federation):
 
 def test_the_heads_prior_is_the_common_head_times_its_gain():
     """And its biases are free to be what they are here: the last three of the head's weights, one for each class."""
-    method = Recipe(head_gain=4.0, head_sigma=0.07, bias_sigma=2.0)
+    method = Recipe(head_gain=4.0, head_sigma=0.07)
     state = federation(method)
     start, count = state.model.initial, state.model.layout.shared
     found = prior(method, state)
     torch.testing.assert_close(found.mean[0, count:-3], 4.0 * start[count:-3])
     assert found.mean[0, -3:].tolist() == [0.0] * 3
-    assert found.sigma[0, count:].tolist() == pytest.approx([0.07] * (len(start) - count - 3) + [2.0] * 3)
+    assert found.sigma[0, count:].tolist() == pytest.approx([0.07] * (len(start) - count - 3) + [1.0] * 3)
     torch.testing.assert_close(found.mean[0, :count], start[:count])
 
 
@@ -72,29 +70,16 @@ def test_a_regressions_heads_are_around_zero():
     assert torch.all(prior(method, state).mean[0, state.model.layout.shared :] == 0.0)
 
 
-@pytest.mark.parametrize("method", [Recipe(estimator="weights"), Population(estimator="weights", head_gain=2.0)])
-def test_seeds_side_by_side_are_what_each_is_alone(method):
-    """Each seed has a first head of its own, and keeps to it."""
-    data = scenarios.classification(sizes=(12,) * 3)
-
-    def ready(seed):
-        return prepare(method, data, replace(SETTINGS, seed=seed))
-
-    together = train_together([ready(0), ready(1)], [[], []])[1]
-    alone = ready(1).train()
-    for a, b in zip(
-        tree_flatten(together.federation.personal(torch.arange(3)))[0],
-        tree_flatten(alone.federation.personal(torch.arange(3)))[0],
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+def bounded(**bounds: float) -> type[Recipe]:
+    """A recipe with other bounds of its step size."""
+    return type("Bounded", (Recipe,), bounds)
 
 
 @pytest.mark.parametrize(("rounds", "wanted"), [(10, (0.01, 0.005)), (20, (0.01, 0.005)), (80, (0.0025, 0.0025))])
 def test_steps_are_smaller_the_more_there_are(rounds, wanted):
     """Clients of 10 and 40 examples take 5 and 20 steps in a round: 20 are too far, as are 80 rounds."""
     data = scenarios.classification(sizes=(10, 40))
-    method = Recipe(lr=0.01, max_lr_epochs=1.0, max_round_lr_steps=0.1)
+    method = bounded(max_lr_epochs=1.0, max_round_lr_steps=0.1)(lr=0.01)
     state = Federation.start(method, data, Settings(rounds=rounds, epochs=5, batch=10, device="cpu"))
     both = torch.arange(2)
     assert state.hparams(1, both)["lr"].tolist() == pytest.approx(wanted)
@@ -105,7 +90,7 @@ def test_steps_are_smaller_the_more_there_are(rounds, wanted):
 def test_a_client_with_many_steps_goes_no_farther_in_more_rounds(rounds, wanted):
     """40 examples are 20 steps in a round: a reach of 0.1 in each of them, and of 10 in the whole run."""
     data = scenarios.classification(sizes=(40, 40))
-    method = Recipe(lr=0.01, max_lr_epochs=100.0, max_round_lr_steps=0.1, max_total_lr_steps=10.0)
+    method = bounded(max_lr_epochs=100.0, max_round_lr_steps=0.1, max_total_lr_steps=10.0)(lr=0.01)
     state = Federation.start(method, data, Settings(rounds=rounds, epochs=5, batch=10, device="cpu"))
     assert state.hparams(1, torch.arange(1))["lr"].item() == pytest.approx(wanted)
 
@@ -115,7 +100,7 @@ def test_a_client_with_many_steps_goes_no_farther_in_more_rounds(rounds, wanted)
 def test_with_many_steps_a_clients_reach_grows_as_their_root(rounds, examples, farther):
     """10 epochs of batches of 10: as many steps as examples; more than 500 of them reach farther, in the whole run as in a round."""
     data = scenarios.classification(sizes=(examples, 10))
-    method = Recipe(lr=0.01, max_lr_epochs=1e9, max_round_lr_steps=0.1, max_total_lr_steps=10.0)
+    method = bounded(max_lr_epochs=1e9, max_round_lr_steps=0.1, max_total_lr_steps=10.0)(lr=0.01)
     state = Federation.start(method, data, Settings(rounds=rounds, epochs=10, batch=10, device="cpu"))
     steps = 10 * math.ceil(examples / 10)
     wanted = farther * min(0.1, 10.0 / rounds) / steps
@@ -152,7 +137,7 @@ def test_where_the_settings_were_chosen_they_are_as_they_are():
     for clients, participants in ((2, None), (10, 10), (20, 10)):
         found = numbers_of(clients, participants=participants)
         assert found["discount"] == pytest.approx(method.discount)
-        assert found["mean_precision"] == pytest.approx(method.mean_precision)
+        assert found["mean_precision"] == pytest.approx(method.weight_decay / method.temperature)
         assert found["lr"] == pytest.approx(method.max_lr_epochs / 3000)
 
 
@@ -166,9 +151,8 @@ def test_in_a_crowd_each_carries_its_part_of_the_prior_and_all_data_count():
 def test_each_client_is_as_warm_as_its_own_examples_say_in_a_crowd_too():
     examples = torch.tensor([0, 100, 1000, 4500])
     shape = RunShape(clients=100, participants=50, rounds=300, epochs=10, batch=50)
-    found, plain = (
-        method.hparams_for_run(shape, examples) for method in (Population(), Population(max_temperature_factor=1.0))
-    )
+    alike = type("Alike", (Population,), {"max_temperature_factor": 1.0})
+    found, plain = (kind().hparams_for_run(shape, examples) for kind in (Population, alike))
     t, a, c = (found[name] for name in ("temperature", "discount", "mean_precision"))
     assert t.tolist() == pytest.approx([0.2, 0.2, 0.1 * 2.0**0.5, 0.1])
     assert (t * c).tolist() == pytest.approx([0.04] * 4)  # 0.2 for 20 clients and fewer
@@ -179,11 +163,11 @@ def test_each_client_is_as_warm_as_its_own_examples_say_in_a_crowd_too():
 
 @pytest.mark.parametrize(("examples", "warmer"), [(1, 2.0), (500, 2.0), (1000, 2.0**0.5), (2000, 1.0), (5000, 1.0)])
 def test_a_client_with_few_examples_is_warmer_and_the_pull_on_shared_factors_is_as_strong(examples, warmer):
-    method = Population(temperature=0.1, max_temperature_factor=2.0)
+    method = Population(temperature=0.1)
     data = scenarios.classification(sizes=(examples, 3))
     found = Federation.start(method, data, Settings(rounds=3, device="cpu")).hparams(1, torch.arange(1))
     assert found["temperature"].item() == pytest.approx(0.1 * warmer)
-    assert (found["temperature"] * found["mean_precision"]).item() == pytest.approx(0.1 * method.mean_precision)
+    assert (found["temperature"] * found["mean_precision"]).item() == pytest.approx(method.weight_decay)
     assert (found["temperature"] * (1.0 - found["discount"])).item() == pytest.approx(
         0.1 * (1.0 - method.discount), rel=1e-5
     )
@@ -260,3 +244,74 @@ def test_heads_that_grow_and_heads_that_do_not_are_not_stacked():
     runs = [federation(Recipe(head_gain=gain)) for gain in (1.0, 6.0)]
     with pytest.raises(UserError, match="Only runs of the same method"):
         Simulator(runs)
+
+
+# --- constants and the control ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Recipe, Population])
+def test_what_is_told_of_a_constant_is_what_the_class_has(kind):
+    for name, value in CONSTANTS[kind.name].items():
+        wanted = value * TEMPERATURES[kind.name] if name == "mean_precision" else value
+        assert getattr(kind, ATTRIBUTES.get(name, name)) == pytest.approx(wanted)
+        with pytest.raises(UserError, match=f"^{name} is .* since bpfed 0.10"):
+            kind(**{name: value})
+    assert kind().temperature == TEMPERATURES[kind.name]
+
+
+def test_the_pull_of_the_means_does_not_depend_on_the_temperature_unless_there_is_no_prior():
+    assert [t * Recipe(temperature=t).hparams()["mean_precision"] for t in (0.01, 0.05, 1.0, 0.0)] == [
+        *([pytest.approx(0.5)] * 3),
+        0.0,
+    ]
+
+
+def test_a_step_without_weight_noise_is_one_of_map():
+    """The posterior's gradient by autograd, written out, and one step of Adam along it."""
+    method = Recipe(sigma=False, lr=0.01, temperature=0.3, prior_sigma=2.0, head_gain=1.0, head_sigma=0.4)
+    state = federation(method)
+    model, cut = state.model, state.model.layout.shared
+    hparams = method.hparam_rows(1) | {"counts": torch.tensor([[4.0, 4.0, 4.0]])}
+    local = method.begin(model, rows(state.shared, 1), state.personal(torch.tensor([0])), hparams)
+    batch = scenarios.random_batch(1)
+    weights = (local.q.mean[0] + 0.1).requires_grad_()  # away from the prior's mean
+    local = local._replace(q=local.q._replace(mean=weights.detach().clone()[None]))
+
+    logits = torch.func.functional_call(model.module, model.layout.unflatten(weights), batch.x[0])
+    seen = batch.mask[0] > 0
+    nll = nn.functional.cross_entropy(logits[seen], batch.y[0][seen])
+    fan_in = model.layout.fan_in()[:cut]
+    shared_prior = ((weights[:cut] - model.initial[:cut]).square() * fan_in / 2.0**2).sum() / 2
+    head, first = weights[cut:-3], model.initial[cut:-3]
+    head_prior = (head - first).square().sum() / 0.4**2 / 2 + weights[-3:].square().sum() / 2
+    decay = 0.5 * weights[:cut].square().sum() / 2
+    loss = batch.size[0] * nll + 0.3 * (shared_prior + head_prior) + decay
+    (gradient,) = torch.autograd.grad(loss, weights)
+    adam = torch.optim.Adam([weights], lr=0.01)
+    weights.grad = gradient
+    adam.step()
+
+    after, said = method.step(model, local, batch, hparams, "all")
+    assert said.item() == pytest.approx(nll.item(), rel=1e-5)
+    torch.testing.assert_close(after.q.adam_mean.first[0], 0.1 * gradient, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(after.q.mean[0], weights.detach(), rtol=1e-4, atol=1e-6)
+    assert not after.q.gaussian.sigma.any()
+
+
+def test_points_train_and_predict_without_noise():
+    """The whole run: no width appears, a prediction is one forward pass, and a newcomer is a point too."""
+    data = scenarios.classification(sizes=(12,) * 3)
+    run = prepare(Recipe(sigma=False), data, SETTINGS).train()
+    states = [run.federation.shared, run.federation.personal(torch.arange(3)).head]
+    assert not any(g.sigma.any() for g in states)
+    assert all(g.mean.isfinite().all() for g in states)
+    who, x = run.client(data.clients[0]), data.test.client(0)[0]
+    weights = torch.cat([run.federation.shared.mean, states[1].mean[0]])
+    weights[-3:] += run.federation.personal(torch.arange(3)).lowered[0]
+    model = run.federation.model
+    wanted = torch.func.functional_call(model.module, model.layout.unflatten(weights), x).softmax(-1)
+    torch.testing.assert_close(who.predict(x).probs, wanted)
+    newcomer = run.adapt(*data.train.client(1), steps=3)
+    assert torch.equal(newcomer.predict(x, draws=1).probs, newcomer.predict(x, draws=7).probs)
+    with pytest.raises(UserError, match="sigma is False, but bpfed-population"):
+        Population(sigma=False).check()

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import bpfed
-from bpfed._util.errors import UserError
 from bpfed.config.settings import Settings
 from bpfed.data.federated import Examples
 from bpfed.engine.federation import Federation
@@ -54,7 +53,7 @@ def test_what_is_lowered_brings_a_class_to_the_rule_of_succession_or_of_good_and
     seen = torch.zeros(len(counts), 4)
     for _ in range(steps):
         seen = noted(seen, size * probable - torch.where(counts > 0, counts, 0.0))
-    found = corrections(seen, counts, torch.full((len(counts),), extra))
+    found = corrections(seen, counts, extra)
     once, new = ((counts == n).sum(-1, keepdim=True) for n in (1, 0))
     rule = torch.maximum(extra / (3 * (size + extra)), once / (new.clamp(min=1) * (size + extra).clamp(min=1.0)))
     lowered = (counts == 0) & (size > 0) & (probable > rule)
@@ -65,8 +64,7 @@ def test_what_is_lowered_brings_a_class_to_the_rule_of_succession_or_of_good_and
     rest = 1.0 - torch.where(lowered, probable.expand_as(counts), 0.0).sum(-1, keepdim=True)
     after = weights / (weights.sum(-1, keepdim=True) + rest - shares)
     torch.testing.assert_close(after[lowered], rule.expand_as(after)[lowered], atol=1e-5, rtol=1e-3)
-    assert not corrections(seen, counts, torch.zeros(len(counts))).any()
-    assert not corrections(torch.zeros_like(seen), counts, torch.full((len(counts),), extra)).any()
+    assert not corrections(torch.zeros_like(seen), counts, extra).any()
 
 
 def test_where_the_biases_are():
@@ -109,20 +107,18 @@ def test_a_bias_is_no_logit_if_it_only_looks_so_at_the_examples_it_is_tried_with
     assert class_biases(Model.of(nn.Sequential(linear, last), Categorical(3), torch.randn(2, 4), "0")) == slice(0, 0)
 
 
+def without_biases():
+    return scenarios.seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3, bias=False)))
+
+
 @METHODS
-@pytest.mark.parametrize("store", ["memory", "file"])
-def test_a_head_without_biases_is_as_without(method, store, tmp_path):
-    """Nothing is kept of it, so that no row of a file of states is longer than another."""
-    found = []
-    for extra in (0.0, 1.0):
-        module = scenarios.seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3, bias=False)))
-        settings = replace(SETTINGS, store=store, participants=2)
-        run = bpfed.fit(
-            method(unseen_pseudocount=extra), few_of_one(), model=module, settings=settings, out=tmp_path / str(extra)
-        )
-        found.append(list(run.federation.personal(torch.arange(3)).head))
-    for plain, counted in zip(*found, strict=True):
-        assert torch.equal(plain, counted)
+def test_of_a_head_without_biases_nothing_is_kept(method, tmp_path):
+    """So that no row of a file of states is longer than another."""
+    settings = replace(SETTINGS, store="file", participants=2)
+    run = bpfed.fit(method(), few_of_one(), model=without_biases(), settings=settings, out=tmp_path / "a")
+    found = run.federation.personal(torch.arange(3))
+    assert found.lowered.shape == (3, 0)
+    assert found.head.mean.isfinite().all()
 
 
 def test_members_are_corrected_each_by_itself():
@@ -140,24 +136,34 @@ def test_members_are_corrected_each_by_itself():
     torch.testing.assert_close(moved, torch.stack([first, second], 1))
 
 
+def uncorrected(run):
+    """The same run, predicting without what is added to its biases."""
+    state, everyone = run.federation, torch.arange(3)
+    kept = state.personal(everyone)
+    state.store.put(everyone, kept._replace(lowered=torch.zeros_like(kept.lowered)))
+    return run
+
+
 @METHODS
-def test_predictions_at_the_clients_examples_are_as_rare_as_it_says(method):
+def test_predictions_at_the_clients_examples_are_as_rare_as_it_says(method, monkeypatch):
     """The model is asked again here; in training the gradient of the bias told it. Steps are so small that nothing moves."""
+    monkeypatch.setattr(method, "start_sigma", 1e-3)
     data, settings = few_of_one(), replace(SETTINGS, rounds=1, batch=64)
-    run, plain = (
-        bpfed.fit(method(lr=1e-7, sigma=1e-3, unseen_pseudocount=extra), data, settings=settings)
-        for extra in (1.0, 0.0)
-    )
+    run = bpfed.fit(method(lr=1e-7), data, settings=settings)
     x = data.train.client(0)[0]
-    before, after = (r.client(data.clients[0]).predict(x).probs for r in (plain, run))
+    after, others = (
+        run.client(data.clients[0]).predict(x).probs,
+        [run.client(c).predict(x).probs for c in data.clients[1:]],
+    )
+    plain = uncorrected(run)
+    before = plain.client(data.clients[0]).predict(x).probs
     rule, found = 1.0 / (3 * (len(x) + 1)), float(before[:, 2].mean())
     odds = [float((p[:, 2] / p[:, 0]).mean()) for p in (before, after)]
     assert odds[1] / odds[0] == pytest.approx(rule * (1 - found) / (found * (1 - rule)), rel=0.02)
     assert found > 5.0 * rule
     assert 0.5 * rule < float(after[:, 2].mean()) < 2.0 * rule  # exactly so, where it is the same at every example
-    for who in data.clients[1:]:  # who have all classes
-        same = [r.client(who).predict(x).probs for r in (plain, run)]
-        torch.testing.assert_close(*same, atol=1e-6, rtol=0)
+    for who, corrected in zip(data.clients[1:], others, strict=True):  # who have all classes
+        torch.testing.assert_close(plain.client(who).predict(x).probs, corrected, atol=1e-6, rtol=0)
 
 
 def test_what_is_counted_are_the_examples_that_a_client_trains_on(monkeypatch):
@@ -183,36 +189,21 @@ def test_counting_depends_on_no_chunk():
 
 
 @METHODS
-def test_a_class_that_a_client_has_never_seen_is_less_probable_there(method):
+def test_a_class_that_a_client_has_never_seen_is_less_probable_there(method, monkeypatch):
+    """And a newcomer's head is corrected as a client's is."""
+    monkeypatch.setattr(method, "unseen_pseudocount", 0.3)
     data = few_of_one()
-    x = data.test.client(0)[0]
-    said = {}
-    for extra in (0.0, 0.3):
-        run = bpfed.fit(method(unseen_pseudocount=extra), data, settings=SETTINGS)
-        newcomer = run.adapt(*data.train.client(0), steps=40)
-        said[extra] = [float(who.predict(x).probs[:, 2].mean()) for who in (run.client(data.clients[0]), newcomer)]
-    assert all(few < 0.8 * many for few, many in zip(said[0.3], said[0.0], strict=True))
-
-
-def test_training_is_as_without():
-    """What is corrected is prediction alone."""
-    runs = [bpfed.fit(Recipe(unseen_pseudocount=extra), few_of_one(), settings=SETTINGS) for extra in (0.0, 1.0)]
-    everyone = torch.arange(3)
-    for plain, counted in zip(*(r.federation.personal(everyone).head for r in runs), strict=True):
-        torch.testing.assert_close(plain, counted)
-    for plain, counted in zip(*(r.federation.shared for r in runs), strict=True):
-        torch.testing.assert_close(plain, counted)
-
-
-def test_it_is_a_number_of_examples():
-    with pytest.raises(UserError, match="unseen_pseudocount is -1"):
-        Recipe(unseen_pseudocount=-1.0).check()
+    run = bpfed.fit(method(), data, settings=SETTINGS)
+    newcomer, x = run.adapt(*data.train.client(0), steps=40), data.test.client(0)[0]
+    assert (newcomer.run.federation.personal(torch.tensor([0])).lowered < 0.0).tolist() == [[False, False, True]]
+    few = float(run.client(data.clients[0]).predict(x).probs[:, 2].mean())
+    assert few < 0.8 * float(uncorrected(run).client(data.clients[0]).predict(x).probs[:, 2].mean())
 
 
 def test_a_newcomer_from_before_loads(tmp_path):
     """Its file has no entry for what is empty, and no hash of itself."""
     data, path = few_of_one(), tmp_path / "new.safetensors"
-    run = bpfed.fit(Recipe(unseen_pseudocount=0.0), data, settings=SETTINGS)
+    run = bpfed.fit(Recipe(), data, model=without_biases(), settings=SETTINGS)
     newcomer = run.adapt(*data.train.client(0), steps=5, name="new")
     newcomer.save(path)
     with safe_open(path, "pt") as file:

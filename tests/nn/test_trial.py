@@ -457,10 +457,10 @@ def test_gains_of_norms_are_pulled_towards_one_and_other_weights_towards_zero():
     module = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3))
     with torch.no_grad():
         module[1].weight.copy_(torch.tensor([0.5, 0.8, 1.2, 1.5, 2.0]))
-    model, method = of(module, X[:, 0, :4]), Recipe(mean_precision=1e9)
+    model, method = of(module, X[:, 0, :4]), Recipe()
     assert model.gains == {"1.weight"}
     first = method.init(model)
-    hparams = method.hparam_rows(1) | {"counts": torch.ones(1, 3)}
+    hparams = method.hparam_rows(1) | {"counts": torch.ones(1, 3), "mean_precision": torch.full((1,), 1e9)}
     local = method.begin(model, rows(first.shared, 1), rows(first.personal, 1), hparams)
     after, _ = method.step(model, local, scenarios.random_batch(1), hparams, "all")
     moved = model.layout.unflatten((after.q.mean - local.q.mean)[0])
