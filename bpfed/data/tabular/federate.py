@@ -22,7 +22,7 @@ from bpfed.data.tabular.combine import combine
 from bpfed.data.tabular.missing_values import MissingValues
 from bpfed.data.tabular.preprocessing import Codes, Preprocessor, Standardise
 from bpfed.data.tabular.statistics import MOST_WHOLE, SPLIT, check_words, client_summary
-from bpfed.data.tabular.table import Categorical, Table, any_of, endings, read_table
+from bpfed.data.tabular.table import IN_PARTS, Categorical, Table, any_of, ending_of, endings, read_table
 from bpfed.inference.rng import client_ids
 from bpfed.inference.tasks import get_task, inferred
 
@@ -57,7 +57,7 @@ def read_clients(
         path.stat()
     except OSError as error:
         raise UserError(f"'{path}' cannot be opened ({error.strerror}); give a folder or a file of tables.") from error
-    if path.is_dir():
+    if path.is_dir() and ending_of(path) != IN_PARTS:
         if client_column is not None:
             raise UserError(
                 f"'{path}' is a folder with one file per client, so no column identifies the client; omit "
@@ -314,10 +314,10 @@ def _files(folder: Path) -> dict[str, Path]:
     for path in paths:
         if path.name.startswith(".") or path.suffix.lower() == ".md":
             continue
-        if path.suffix.lower() not in known:
+        if (ending := ending_of(path)) is None:
             what = "a folder" if path.is_dir() else f"not a {any_of(known)} file"
             raise UserError(f"'{path}' is {what}, but everything there must be a client's file; move it elsewhere.")
-        name = _checked(path.stem, str(folder))
+        name = _checked(path.name[: -len(ending)], str(folder))
         if name in found:
             raise UserError(
                 f"'{path}' and '{found[name].name}' would both be client '{name}'; rename one or move it elsewhere."
