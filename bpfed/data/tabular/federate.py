@@ -92,7 +92,10 @@ def by_column(table: Table, client_column: str) -> dict[str, Table]:
     order = np.argsort(words.codes, kind="stable")
     ends = np.bincount(words.codes, minlength=len(words.levels)).cumsum()
     parts = np.split(order, ends[:-1])
-    return {_checked(name, table.name): rest.take(rows, name) for name, rows in zip(words.levels, parts, strict=True)}
+    return {
+        check_client_name(name, table.name): rest.take(rows, name)
+        for name, rows in zip(words.levels, parts, strict=True)
+    }
 
 
 def federate(
@@ -317,7 +320,7 @@ def _files(folder: Path) -> dict[str, Path]:
         if (ending := ending_of(path)) is None:
             what = "a folder" if path.is_dir() else f"not a {any_of(known)} file"
             raise UserError(f"'{path}' is {what}, but everything there must be a client's file; move it elsewhere.")
-        name = _checked(path.name[: -len(ending)], str(folder))
+        name = check_client_name(path.name[: -len(ending)], str(folder))
         if name in found:
             raise UserError(
                 f"'{path}' and '{found[name].name}' would both be client '{name}'; rename one or move it elsewhere."
@@ -328,7 +331,7 @@ def _files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _checked(name: str, where: str) -> str:
+def check_client_name(name: str, where: str) -> str:
     """A client's name, if it can be shown and written down."""
     if not _is_utf8(name):
         raise UserError(f"A client of '{where}' has a name that is not UTF-8, {name!r}; rename it.")
