@@ -23,6 +23,7 @@ from bpfed.config.settings import Settings
 from bpfed.data import FederatedData, load
 from bpfed.data.checks.clients import unscaled
 from bpfed.data.federated import untested
+from bpfed.data.tabular.frames import is_named
 from bpfed.engine.federation import Federation, check_data
 from bpfed.inference.calibration import fewest
 from bpfed.inference.likelihoods import Likelihood, named
@@ -77,10 +78,10 @@ def fit(
     if back_to is not None and out is None:
         raise UserError("back_to needs the run folder, out, with resume=True.")
     folder = Folder(Path(out), resume, overwrite, back_to) if out is not None else None
-    if not isinstance(data, FederatedData):
+    if isinstance(data, str) or is_named(data):
         data = load(data, target=target, client_column=client_column, seed=settings.seed)
     elif target is not None or client_column is not None:
-        raise UserError(f"'{data.name}' is loaded already; give target and client_column to bpfed.data.load.")
+        raise UserError("The data are loaded already; give target and client_column to bpfed.data.load.")
     likelihood = likelihood_of(likelihood, data)
     method, settings = decided(method_of(method, data), data, settings, model, likelihood, folder, say or to_stderr)
     shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []

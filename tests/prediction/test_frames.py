@@ -274,7 +274,7 @@ def test_fit_takes_a_frame_and_its_clients_predict_and_adapt_with_frames() -> No
     run = library.fit("fedavg", frame, target="y", client_column="site", rounds=1, epochs=1, progress=False, say=str)
     assert run.data.clients == ("a", "b", "c")
     assert run.adapt(frame[:9], name="d", steps=1).predict(frame[["u"]]).probs.shape == (60, 2)
-    with pytest.raises(UserError, match="'own' is loaded already; give target and client_column to"):
+    with pytest.raises(UserError, match="The data are loaded already; give target and client_column to"):
         library.fit("fedavg", run.data, target="y")
 
 
