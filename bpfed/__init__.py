@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from bpfed.runs.client import Client
     from bpfed.runs.fit import fit, fit_seeds
     from bpfed.runs.run import Run
+    from bpfed.sklearn import BPFedClassifier, BPFedRegressor
 
 install()
 
 __version__ = "0.10.0"
 
 __all__ = [
+    "BPFedClassifier",
+    "BPFedRegressor",
     "Client",
     "Comparison",
     "Run",
@@ -40,6 +43,8 @@ __all__ = [
 
 # Imported when first asked for: torch takes two seconds, and `bpfed --help` needs none of it.
 _HOME = {
+    "BPFedClassifier": "bpfed.sklearn",
+    "BPFedRegressor": "bpfed.sklearn",
     "Client": "bpfed.runs.client",
     "Comparison": "bpfed.comparison",
     "Run": "bpfed.runs.run",

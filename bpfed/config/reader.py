@@ -39,7 +39,7 @@ from bpfed.config.migrations import (
     data_as_then,
     recipe_with,
 )
-from bpfed.config.registry import DATASETS, METHODS, PARTITIONS, PREFIX, RULES
+from bpfed.config.registry import DATASETS, FORMATS, METHODS, PARTITIONS, PREFIX, RULES
 from bpfed.config.schema import LISTS, PLACE, PLACES, RECORDED, DataSettings, Field, fields_of
 from bpfed.config.schema import TABLES as schema_TABLES
 from bpfed.config.settings import Settings
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 # --- A TOML document that knows on which line each of its keys is -----------------------------------------------------
 
 #: Endings of files that hold data (those of `bpfed.data.tabular.table`, which takes seconds to import).
-TABLES = (".csv", ".tsv", ".parquet", ".npz")
+TABLES = tuple(f".{name}" for name in FORMATS.own)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Document:
             return cls(None, "", {})
         if text is not None:
             return cls(path, text, from_toml(text))
-        if os.path.isdir(path) or (path.suffix.lower() in TABLES and os.path.exists(path)):
+        if os.path.isdir(path) or (path.name.lower().endswith(TABLES) and os.path.exists(path)):
             raise UserError(_of_data(path))
         try:
             text = path.read_text(encoding="utf-8")

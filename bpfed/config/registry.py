@@ -185,7 +185,24 @@ LIKELIHOODS = Registry(
     },
 )
 #: Formats of tables, by the ending of their files without the dot.
-FORMATS = Registry("table format", "bpfed.tables", ("csv", "tsv", "parquet", "npz"))
+FORMATS = Registry(
+    "table format",
+    "bpfed.tables",
+    {
+        "csv": "bpfed.data.tabular.csvfile:FORMAT",
+        "tsv": "bpfed.data.tabular.csvfile:FORMAT",
+        "csv.gz": "bpfed.data.tabular.csvfile:FORMAT",
+        "tsv.gz": "bpfed.data.tabular.csvfile:FORMAT",
+        "csv.zst": "bpfed.data.tabular.csvfile:FORMAT",
+        "tsv.zst": "bpfed.data.tabular.csvfile:FORMAT",
+        "xlsx": "bpfed.data.tabular.excel:FORMAT",
+        "arff": "bpfed.data.tabular.arff:FORMAT",
+        "parquet": "bpfed.data.tabular.parquet:PARQUET",
+        "feather": "bpfed.data.tabular.parquet:FEATHER",
+        "arrow": "bpfed.data.tabular.parquet:FEATHER",
+        "npz": "bpfed.data.tabular.npz:FORMAT",
+    },
+)
 #: Metrics: the group is reserved, and nothing reads it yet.
 METRICS = Registry("metric", "bpfed.metrics")
 #: Where each task is, by its name: ``module:class``.

@@ -7,7 +7,7 @@ from typing import Any
 
 from bpfed.data.arrays import from_arrays, synthetic
 from bpfed.data.federated import Examples, FederatedData
-from bpfed.data.load import fetch, load, names, tables
+from bpfed.data.load import fetch, from_frames, load, names, tables
 from bpfed.data.overview import describe, inspect, missing
 from bpfed.data.tabular.csvfile import unescaped
 from bpfed.data.tabular.preprocessing import Preprocessor
@@ -21,6 +21,7 @@ __all__ = [
     "describe",
     "fetch",
     "from_arrays",
+    "from_frames",
     "inspect",
     "load",
     "missing",

@@ -21,13 +21,15 @@ from bpfed.data.partition import OWN, Partition, client_names, lay_out, parse_pa
 from bpfed.data.sources import pooled
 from bpfed.data.sources.download import DataDir
 from bpfed.data.sources.pooled import NATURAL, SOURCES, Natural, Source
-from bpfed.data.tabular import federate
+from bpfed.data.tabular import federate, frames
 from bpfed.data.tabular.preprocessing import Codes, Standardise
 from bpfed.data.tabular.table import Table
 from bpfed.inference.tasks import Classification
 
 PARTITION = "groups"
 TEST_FRACTION = 0.5
+#: What data frames are called where no other name is given.
+FRAMES = "own"
 
 
 def names() -> tuple[str, ...]:
@@ -39,7 +41,7 @@ def names() -> tuple[str, ...]:
 
 
 def load(
-    name: str = "digits",
+    name: Any = "digits",
     *,
     clients: int | None = None,
     partition: str | Callable[..., Any] | None = None,
@@ -60,8 +62,9 @@ def load(
     """Load a dataset as a federation of clients.
 
     Args:
-        name: One of `names`, or ``folder:PATH`` for your own tables: a folder with a CSV, TSV, Parquet or NPZ file for
-            each client, or one such file (see ``docs/data.md``).
+        name: One of `names`, or ``folder:PATH`` for your own tables: a folder with a file of rows for each client, or
+            one such file (see ``docs/data.md``); or a data frame of pandas or polars with a ``client_column``. For one
+            data frame per client see `from_frames`.
         clients: Number of clients; default: the dataset's own (10, or 20 for CIFAR-10).
         partition: How examples are distributed: ``"groups"`` (the default), ``"random:3"``, ``"dirichlet:0.3"``,
             ``"shards:2"`` or ``"iid"``; or a function of the classes ``[E]``, the number of clients and a numpy
@@ -91,7 +94,10 @@ def load(
     """
     if not isinstance(seed, Integral):
         raise UserError(f"seed is {seed!r}, but must be a whole number.")
-    if is_table(name):
+    if in_memory := not isinstance(name, str):
+        read = frames.clients_of_frame(name, client_column, *_columns_of_frame(ignore, missing, holdout))
+        name = FRAMES
+    if in_memory or is_table(name):
         _natural_only(name, partition)
         data = federate.federate(
             name,
@@ -138,6 +144,57 @@ def load(
         return _load_cell(name, CELLS[name], dealt, seed, data_dir, download)
     fraction = TEST_FRACTION if test_fraction is None else test_fraction
     return _load_source(name, clients, dealt, seed, data_dir, fraction, download)
+
+
+def from_frames(
+    given: Mapping[str, Any],
+    target: str | None = None,
+    *,
+    name: str = FRAMES,
+    task: str | None = None,
+    standardise: Standardise = "federated",
+    ignore: str | Iterable[str] | None = None,
+    missing: str | Iterable[str] | None = None,
+    codes: Codes = "both",
+    holdout: str | None = None,
+    test_fraction: float | None = None,
+    seed: int = 0,
+) -> FederatedData:
+    """Make a federation from a data frame of pandas or polars for each client.
+
+    The result is the same as that of `load` for the same rows in CSV files.
+
+    Args:
+        given: The data frame of each client, by the client's name.
+        target: The column to predict; None: the one called ``target``, ``label`` or ``y``.
+        name: What to call the dataset.
+
+    For the other arguments see `load`.
+    """
+    if not isinstance(seed, Integral):
+        raise UserError(f"seed is {seed!r}, but must be a whole number.")
+    return federate.federate(
+        name,
+        frames.clients_of_frames(given, *_columns_of_frame(ignore, missing, holdout)),
+        target,
+        task=task,
+        standardise=standardise,
+        ignore=federate.column_names(ignore),
+        missing=federate.column_names(missing),
+        codes=codes,
+        holdout=holdout,
+        test_fraction=test_fraction,
+        seed=int(seed),
+    )
+
+
+def _columns_of_frame(
+    ignore: str | Iterable[str] | None, missing: str | Iterable[str] | None, holdout: str | None
+) -> tuple[list[str], list[str], tuple[str, ...]]:
+    """Columns that may be of any type, words for no value, and columns that are words."""
+    by = Holdout.of(holdout)
+    ignored = [name for name in federate.column_names(ignore) if by is None or name != by.column]
+    return ignored, federate.column_names(missing), by.words if by is not None else ()
 
 
 def is_table(name: str) -> bool:

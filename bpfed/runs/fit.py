@@ -23,6 +23,7 @@ from bpfed.config.settings import Settings
 from bpfed.data import FederatedData, load
 from bpfed.data.checks.clients import unscaled
 from bpfed.data.federated import untested
+from bpfed.data.tabular.frames import is_named
 from bpfed.engine.federation import Federation, check_data
 from bpfed.inference.calibration import fewest
 from bpfed.inference.likelihoods import Likelihood, named
@@ -35,8 +36,10 @@ from bpfed.runs.run import Run, once, train_together
 
 def fit(
     method: Method | str | None = None,
-    data: FederatedData | str = "digits",
+    data: FederatedData | str | Any = "digits",
     *,
+    target: str | None = None,
+    client_column: str | None = None,
     model: nn.Module | None = None,
     likelihood: Likelihood | str | None = None,
     out: str | Path | None = None,
@@ -55,7 +58,9 @@ def fit(
         method: E.g. ``bpfed.methods.BPFed()``, the paper's, or the name of one, such as ``"fedavg"``, with its usual
             settings; None: ``bpfed.methods.Adaptive()`` for tables, with settings chosen from the data, and else
             ``bpfed.methods.Recipe()``.
-        data: A federated dataset or the name of one.
+        data: A federated dataset, the name of one, or what else `bpfed.data.load` takes: ``folder:PATH``, a data frame.
+        target: The column to predict, where the data are tables that are still to be loaded.
+        client_column: The column that identifies the client, likewise.
         model: Any module; None: a network that suits the data. With ``members`` its weights are the first member's, and
             the others' are drawn by its layers' ``reset_parameters``.
         likelihood: None: that of the task, such as categorical for classes and Gaussian with learnt noise for numbers;
@@ -73,8 +78,10 @@ def fit(
     if back_to is not None and out is None:
         raise UserError("back_to needs the run folder, out, with resume=True.")
     folder = Folder(Path(out), resume, overwrite, back_to) if out is not None else None
-    if isinstance(data, str):
-        data = load(data, seed=settings.seed)
+    if isinstance(data, str) or is_named(data):
+        data = load(data, target=target, client_column=client_column, seed=settings.seed)
+    elif target is not None or client_column is not None:
+        raise UserError("The data are loaded already; give target and client_column to bpfed.data.load.")
     likelihood = likelihood_of(likelihood, data)
     method, settings = decided(method_of(method, data), data, settings, model, likelihood, folder, say or to_stderr)
     shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []

@@ -12,7 +12,7 @@ from bpfed.config import registry
 from bpfed.config.reader import METHOD, TABLES
 from bpfed.data.load import names as loaded
 from bpfed.data.partition import KINDS
-from bpfed.data.tabular.table import ENDINGS
+from bpfed.data.tabular.table import TableFormat
 from bpfed.methods import METHODS, Recipe
 
 
@@ -21,7 +21,8 @@ def test_they_are_those_that_exist() -> None:
     assert loaded() == registry.DATASETS.own
     assert Recipe.name == METHOD
     assert set(registry.MODELS.values()) <= set(METHODS)
-    assert set(ENDINGS) == set(TABLES) == {f".{name}" for name in registry.FORMATS.own}
+    assert tuple(f".{name}" for name in registry.FORMATS.own) == TABLES
+    assert all(isinstance(registry.FORMATS.load_own(name), TableFormat) for name in registry.FORMATS.own)
     assert tuple(KINDS) == registry.PARTITIONS.own
     assert tuple(RULES) == registry.RULES.own
 

@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
         text("age,split,y\n1,train,no\n2,test,yes\n"),
         "'b' has a column 'split' but 'a' does not",
     ),
-    "a sheet of another program": (raw(b"PK\x03\x04" + bytes(40), "b.xlsx"), "b.xlsx' is not a .csv"),
+    "a sheet of another program": (raw(b"PK\x03\x04" + bytes(40), "b.ods"), "b.ods' is not a .csv"),
     "a folder inside": (lambda f: (f / "old").mkdir(), "old' is a folder"),
     "a folder called like a file": (lambda f: (f / "b.csv").mkdir(), "b.csv' is a folder, not a file"),
     "a pipe": (lambda f: os.mkfifo(f / "b.csv"), "is a pipe or device, not a file"),

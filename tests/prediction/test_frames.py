@@ -15,7 +15,7 @@ import torch
 import bpfed as library
 from bpfed._util.errors import UserError
 from bpfed.data import read_table
-from bpfed.data.tabular.rows import table_of
+from bpfed.data.tabular.frames import table_of
 from bpfed.data.tabular.table import Categorical
 
 NAMES = ["age", "dose", "ward"]
@@ -146,7 +146,11 @@ def test_what_is_not_known_is_missing_however_it_is_written(classes: Path, run: 
         ),
         ({"x": {"age": [10**400], "dose": [1], "ward": ["east"]}}, "a number that is too large"),
         ({"x": {"age": [1e300], "dose": [1], "ward": ["east"]}}, "the number 1e"),
-        ({"x": {"age": [pd.Timestamp("2026")], "dose": [1], "ward": ["east"]}}, "has a Timestamp, which is not read"),
+        (
+            {"x": {"age": [pd.Timestamp("2026")], "dose": [1], "ward": ["east"]}},
+            "must be numeric, but has '2026-01-01'",
+        ),
+        ({"x": {"age": [b"1"], "dose": [1], "ward": ["east"]}}, "has a bytes, which is not read"),
         ({"x": pd.DataFrame([[1, 2, 3]], columns=["age", "age", "dose"])}, "two columns 'age'"),
         ({"x": pd.DataFrame(columns=NAMES), "columns": NAMES}, "have names of their own; omit columns"),
         ({"x": "new.csv", "columns": NAMES}, "is a file, whose columns have names there; omit columns"),
@@ -210,10 +214,15 @@ def test_words_stay_words_though_they_are_numbers() -> None:
     assert np.array_equal(with_blanks.columns["a"], [5.0, np.nan, np.nan], equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", ["datetime64[ns]", "datetime64[s]", "timedelta64[ns]", "timedelta64[D]"])
-def test_dates_and_times_are_not_taken_for_numbers(kind: str) -> None:
-    with pytest.raises(UserError, match="Column 'seen' of the data frame has dates or times, which are not read"):
-        table_of({"seen": np.array([1, 2]).astype(kind)})
+def test_dates_are_iso_text_and_never_numbers() -> None:
+    moments = pd.to_datetime(["2026-01-01", None, "2026-01-02"])
+    frame = pd.DataFrame({"day": moments, "hour": moments + pd.Timedelta("90min"), "zone": moments.tz_localize("UTC")})
+    table = table_of(frame.assign(object=moments.to_numpy(dtype=object)))
+    assert table.words("day") == table.words("object") == ["2026-01-01", "", "2026-01-02"]
+    assert table.words("hour") == ["2026-01-01T01:30:00", "", "2026-01-02T01:30:00"]
+    assert table.words("zone")[0] == "2026-01-01T00:00:00+00:00"
+    with pytest.raises(UserError, match="Column 'stay' of the data frame has spans of time, which are not read"):
+        table_of({"stay": np.array([1, 2]).astype("timedelta64[D]")})
 
 
 def test_what_is_masked_is_missing() -> None:
@@ -224,3 +233,62 @@ def test_what_is_masked_is_missing() -> None:
     words = table_of({"a": np.ma.array(["x", "y"], mask=[0, 1])}).column("a")
     assert isinstance(words, Categorical)
     assert words.words() == ["x", ""]
+
+
+SITES = {
+    "7": "age,ward,seen,y\n" + "".join(f"{30 + 7 * k % 50},{'ab'[k % 2]},2024-05-{k + 1:02d},{k % 3}\n" for k in range(20)),
+    "08": "age,ward,seen,y\n" + "".join(f"{k if k % 4 else ''},{'bc '[k % 3]},2024-06-{k + 1:02d},{k % 2}\n" for k in range(16)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("package", ["pandas", "polars"])
+def test_a_federation_of_frames_is_that_of_the_same_files(package: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"target": "y", "ignore": "note", "holdout": "time:seen", "missing": "age=30"}
+    for name, text in SITES.items():
+        (tmp_path / f"{name}.csv").write_text(
+            text.replace(",y\n", ",y,note\n").replace("\n", ",-\n").replace("note,-", "note")
+        )
+    wanted = library.data.load(f"folder:{tmp_path}", **options)
+    if package == "pandas":
+        read = {name: pd.read_csv(tmp_path / f"{name}.csv", parse_dates=["seen"]) for name in SITES}
+        whole = pd.concat([frame.assign(site=name) for name, frame in read.items()])
+    else:
+        polars = pytest.importorskip("polars")
+        read = {name: polars.read_csv(tmp_path / f"{name}.csv", try_parse_dates=True) for name in SITES}
+        whole = polars.concat([frame.with_columns(polars.lit(name).alias("site")) for name, frame in read.items()])
+    for found in (
+        library.data.from_frames(read, **options),
+        library.data.load(whole, client_column="site", **options),
+    ):
+        assert found.clients == wanted.clients == ("08", "7")
+        assert found.labels == wanted.labels
+        for part, other in ((found.train, wanted.train), (found.test, wanted.test)):
+            assert torch.equal(part.x, other.x)
+            assert torch.equal(part.y, other.y)
+            assert torch.equal(part.offsets, other.offsets)
+
+
+def test_fit_takes_a_frame_and_its_clients_predict_and_adapt_with_frames() -> None:
+    g = np.random.default_rng(0)
+    frame = pd.DataFrame({"u": g.normal(size=60), "site": ["a", "b", "c"] * 20}).assign(y=lambda f: f.u > 0)
+    run = library.fit("fedavg", frame, target="y", client_column="site", rounds=1, epochs=1, progress=False, say=str)
+    assert run.data.clients == ("a", "b", "c")
+    assert run.adapt(frame[:9], name="d", steps=1).predict(frame[["u"]]).probs.shape == (60, 2)
+    with pytest.raises(UserError, match="The data are loaded already; give target and client_column to"):
+        library.fit("fedavg", run.data, target="y")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (pd.DataFrame({"u": [1], "y": [1]}), "a single data frame; use client_column to name .* 'u', 'y'; or give"),
+        ([[1, 2]], "The data are a list; give the name of a dataset"),
+        (pd.DataFrame({"u": [], "y": []}), "'data frame' has no rows"),
+        ({"u": ["1"] * 9 + ["old"], "y": [0] * 10}, "'u' of 'data frame' is numeric except for 'old' in row 10"),
+    ],
+)
+def test_frames_that_cannot_be_learnt_from_are_refused(given: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        library.data.load(given, target="y")
+    with pytest.raises(UserError, match="named by text"):
+        library.data.from_frames({5: given})

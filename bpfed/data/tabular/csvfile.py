@@ -1,23 +1,36 @@
-"""CSV: rows of text with a header, separated by comma, semicolon, tab or bar."""
+"""CSV: rows of text with a header, separated by comma, semicolon, tab or bar; also compressed by gzip or zstd."""
 
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from bpfed._util.errors import OTHERS, UserError, first_of
 from bpfed._util.files import write_whole
 from bpfed.data.tabular.missing_values import MissingValues
-from bpfed.data.tabular.table import MISSING, UNKNOWN, Categorical, Column, Table, check_columns
+from bpfed.data.tabular.npz import LIMIT_NAME, unpacked_limit
+from bpfed.data.tabular.table import (
+    MISSING,
+    UNKNOWN,
+    Categorical,
+    Column,
+    ReadOptions,
+    Table,
+    TableFormat,
+    check_columns,
+    column_name,
+)
 
 # --- Separators in numbers --------------------------------------------------------------------------------------------
 #
@@ -114,8 +127,22 @@ _FORMULA = re.compile("'*(?:[\\s\x00\u200b\ufeff]*[=+\\-@\uff1d\uff0b\uff0d\uff2
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 
 
-def read_csv(path: Path, words: frozenset[str] = frozenset(), missing_values: MissingValues | None = None) -> Table:
-    """Read a CSV file: UTF-8, the first line names the columns.
+#: A header, the delimiter and a chunk of rows; the first chunk has no rows.
+Chunks = Iterator[tuple[list[str], str, list[list[str]]]]
+
+
+def read_csv(path: Path, asked: ReadOptions) -> Table:
+    """Read a CSV file: UTF-8, the first line names the columns; see `read_text`."""
+    return read_text(path, lambda: _rows(path), asked.words, asked.missing)
+
+
+def read_text(
+    path: Path,
+    chunks: Callable[[], Chunks],
+    words: frozenset[str] = frozenset(),
+    missing_values: MissingValues | None = None,
+) -> Table:
+    """A table of rows of text, which ``chunks`` gives as often as it is called.
 
     A column is numbers if all its cells are (or are missing), or all are percentages, and it is none of ``words``; else
     words. Where the delimiter is not the comma, ``1,5`` is one and a half. Columns without a name are left out. Cells
@@ -123,9 +150,9 @@ def read_csv(path: Path, words: frozenset[str] = frozenset(), missing_values: Mi
     """
     as_text = set(words)
     while True:
-        found, delimiter, number_formats = _columns(path, as_text, missing_values or MissingValues())
+        found, delimiter, number_formats = _columns(chunks(), as_text, missing_values or MissingValues())
         mixed = {
-            name for name, chunks in found.items() if len({isinstance(c, Categorical) for c in chunks if _some(c)}) > 1
+            name for name, parts in found.items() if len({isinstance(c, Categorical) for c in parts if _some(c)}) > 1
         }
         if not mixed:
             break
@@ -136,8 +163,8 @@ def read_csv(path: Path, words: frozenset[str] = frozenset(), missing_values: Mi
             "thousands, and with the same decimal mark throughout."
         )
     rows = sum(len(c) for c in next(iter(found.values()), []))
-    columns = {name: _joined(chunks, name, path, delimiter, name in words) for name, chunks in found.items()}
-    _check_slips({name: column for name, column in columns.items() if name not in words}, path, delimiter)
+    columns = {name: _joined(parts, name, path, delimiter, name in words) for name, parts in found.items()}
+    check_slips({name: column for name, column in columns.items() if name not in words}, path, delimiter)
     return Table(str(path), rows, columns)
 
 
@@ -193,12 +220,12 @@ def column_of(cells: Sequence[str], name: str, where: str, words: bool = False) 
 
 
 def _columns(
-    path: Path, as_text: set[str], missing_values: MissingValues
+    chunks: Chunks, as_text: set[str], missing_values: MissingValues
 ) -> tuple[dict[str, list[Column]], str, dict[str, NumberFormat]]:
     """The columns in chunks, by name; the delimiter; and how numbers are written, where that is not the comma."""
     found: dict[str, list[Column]] = {}
     number_formats: dict[str, NumberFormat] = {}
-    for header, delimiter, rows in _rows(path):
+    for header, delimiter, rows in chunks:
         found = found or {name: [] for name in header if name}
         for name, cells in zip(header, zip(*rows, strict=True), strict=bool(rows)):
             if not name:
@@ -211,10 +238,10 @@ def _columns(
     return found, delimiter, number_formats
 
 
-def _rows(path: Path) -> Iterator[tuple[list[str], str, list[list[str]]]]:
+def _rows(path: Path) -> Chunks:
     """The header, the delimiter and a chunk of rows; first without rows, then as often as there are some."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with _bytes(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
             header, delimiter, pending = _header(file, path)
             yield header, delimiter, []
             reader = csv.reader(chain(pending, file), delimiter=delimiter, strict=True)
@@ -248,20 +275,24 @@ def _header(file: io.TextIOWrapper, path: Path) -> tuple[list[str], str, list[st
     # A wrong delimiter cuts through quotes and leaves them in the names.
     delimiter = max(cut, key=lambda d: (not any('"' in name for name in cut[d][0]), len(cut[d][0])))
     names, used = cut[delimiter]
-    # A line break in a name depends on the program that wrote it, and cannot be typed.
-    header = [re.sub(r"\s*[\r\n]\s*", " ", name.strip()) for name in names]
+    header = [column_name(name) for name in names]
     if len(header) == 1 and re.search(r"\S[ :^~]+\S", header[0]):
         raise UserError(
             f"The first line of '{path}' has only one column, '{header[0][:60]}'; begin with the column names, "
             "separated by comma, semicolon, tab or bar."
         )
+    check_header(header, path)
+    return header, delimiter, lines[used:]
+
+
+def check_header(header: Sequence[str], path: Path) -> None:
+    """Raise a `UserError` unless these are names of columns, none of them twice; empty ones are columns without."""
     twice = [name for name in header if name and header.count(name) > 1]
     # Plain counts (0, 1, 2, ...) are what some programs call columns; other numbers are a row of data.
     if any(_number(name) and (not name.isdecimal() or name in twice) for name in header):
         raise UserError(f"The first line of '{path}' has numbers instead of column names; add a line of names.")
     if twice:
         raise UserError(f"'{path}' has two columns '{twice[0]}'; rename or remove one.")
-    return header, delimiter, lines[used:]
 
 
 def _cuts(lines: list[str], file: io.TextIOWrapper, strict: bool) -> dict[str, tuple[list[str], int]]:
@@ -374,7 +405,7 @@ def _joined(chunks: list[Column], name: str, path: Path | str, delimiter: str, k
     return np.array([*percent, np.nan])[made.codes] if levels and len(percent) == len(levels) else made
 
 
-def _check_slips(columns: Mapping[str, Column], path: Path, delimiter: str) -> None:
+def check_slips(columns: Mapping[str, Column], path: Path | str, delimiter: str) -> None:
     """A few words among numbers are slips of the pen, and would silently turn the numbers into categories."""
     slips = []
     for name, column in columns.items():
@@ -409,7 +440,7 @@ def _categories(column: Categorical, such: list[bool]) -> bool:
 
 
 def _binary(path: Path) -> UserError:
-    with path.open("rb") as file:
+    with _bytes(path) as file:
         start = file.read(4)
     if start.startswith(b"\x1f\x8b"):
         return UserError(f"'{path}' is compressed by gzip; unpack it.")
@@ -419,10 +450,68 @@ def _binary(path: Path) -> UserError:
 
 
 def _not_text(path: Path, error: UnicodeDecodeError) -> NoReturn:
-    with path.open("rb") as file:
+    with _bytes(path) as file:
         start = file.read(HEADER)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise UserError(f"'{path}' is UTF-16; save it as UTF-8.") from error
     if _CONTROL.search(start.decode("latin-1")):
         raise _binary(path) from error
     raise UserError(f"'{path}' is not UTF-8 (byte {error.object[error.start]:#04x}); save it as UTF-8.") from error
+
+
+# --- Compressed files -------------------------------------------------------------------------------------------------
+
+
+class _Unpacked(io.RawIOBase):
+    """What a compressed file unpacks to, up to the limit: a small file may unpack to any amount."""
+
+    def __init__(self, file: Any, path: Path) -> None:
+        self.file, self.path, self.most, self.count = file, path, unpacked_limit(), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.file.read(len(buffer))
+        self.count += len(data)
+        if self.count > self.most * 2**30:
+            raise UserError(
+                f"'{self.path}' unpacks to more than {self.most:g} GiB; split it, or allow more with the environment "
+                f"variable {LIMIT_NAME}={2 * self.most:g}."
+            )
+        buffer[: len(data)] = data
+        return len(data)
+
+
+@contextmanager
+def _bytes(path: Path) -> Iterator[io.BufferedReader]:
+    """The bytes of a file, unpacked if its ending says that it is compressed."""
+    kind = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
+    if kind is None:
+        with path.open("rb") as plain:
+            yield plain
+        return
+    try:
+        with path.open("rb") as packed, _unpacking(packed, kind, path) as file:
+            yield io.BufferedReader(_Unpacked(file, path))
+    except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise UserError(
+            f"'{path}' is not a valid {kind} file ({str(error).splitlines()[0].rstrip('.')}); compress it again."
+        ) from error
+
+
+def _unpacking(packed: io.BufferedReader, kind: str, path: Path) -> Any:
+    if kind == "gzip":
+        return gzip.GzipFile(fileobj=packed)
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise UserError(
+            f"'{path}' needs pyarrow, which is not installed; run pip install 'bpfed[tables]', or unpack the file."
+        ) from error
+    return pa.CompressedInputStream(pa.PythonFile(packed, mode="r"), kind)
+
+
+FORMAT = TableFormat(read_csv, read_cells)

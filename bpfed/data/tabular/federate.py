@@ -22,7 +22,7 @@ from bpfed.data.tabular.combine import combine
 from bpfed.data.tabular.missing_values import MissingValues
 from bpfed.data.tabular.preprocessing import Codes, Preprocessor, Standardise
 from bpfed.data.tabular.statistics import MOST_WHOLE, SPLIT, check_words, client_summary
-from bpfed.data.tabular.table import Categorical, Table, any_of, endings, read_table
+from bpfed.data.tabular.table import IN_PARTS, Categorical, Table, any_of, ending_of, endings, read_table
 from bpfed.inference.rng import client_ids
 from bpfed.inference.tasks import get_task, inferred
 
@@ -57,7 +57,7 @@ def read_clients(
         path.stat()
     except OSError as error:
         raise UserError(f"'{path}' cannot be opened ({error.strerror}); give a folder or a file of tables.") from error
-    if path.is_dir():
+    if path.is_dir() and ending_of(path) != IN_PARTS:
         if client_column is not None:
             raise UserError(
                 f"'{path}' is a folder with one file per client, so no column identifies the client; omit "
@@ -92,7 +92,10 @@ def by_column(table: Table, client_column: str) -> dict[str, Table]:
     order = np.argsort(words.codes, kind="stable")
     ends = np.bincount(words.codes, minlength=len(words.levels)).cumsum()
     parts = np.split(order, ends[:-1])
-    return {_checked(name, table.name): rest.take(rows, name) for name, rows in zip(words.levels, parts, strict=True)}
+    return {
+        check_client_name(name, table.name): rest.take(rows, name)
+        for name, rows in zip(words.levels, parts, strict=True)
+    }
 
 
 def federate(
@@ -314,10 +317,10 @@ def _files(folder: Path) -> dict[str, Path]:
     for path in paths:
         if path.name.startswith(".") or path.suffix.lower() == ".md":
             continue
-        if path.suffix.lower() not in known:
+        if (ending := ending_of(path)) is None:
             what = "a folder" if path.is_dir() else f"not a {any_of(known)} file"
             raise UserError(f"'{path}' is {what}, but everything there must be a client's file; move it elsewhere.")
-        name = _checked(path.stem, str(folder))
+        name = check_client_name(path.name[: -len(ending)], str(folder))
         if name in found:
             raise UserError(
                 f"'{path}' and '{found[name].name}' would both be client '{name}'; rename one or move it elsewhere."
@@ -328,7 +331,7 @@ def _files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _checked(name: str, where: str) -> str:
+def check_client_name(name: str, where: str) -> str:
     """A client's name, if it can be shown and written down."""
     if not _is_utf8(name):
         raise UserError(f"A client of '{where}' has a name that is not UTF-8, {name!r}; rename it.")

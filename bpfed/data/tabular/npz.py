@@ -6,24 +6,24 @@ import math
 import os
 import zipfile
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 
 from bpfed._util.errors import UserError
-from bpfed.data.tabular.table import Categorical, Column, Table, check_columns
+from bpfed.data.tabular.table import Categorical, Column, ReadOptions, Table, TableFormat, check_columns
 
 #: GiB that the arrays of one file may have unpacked, and the environment variable that says otherwise.
 LIMIT, LIMIT_NAME = 2.0, "BPFED_NPZ_GIB"
 INPUTS, TARGET = "x", "y"
 
 
-def read_npz(path: Path, words: Collection[str] = ()) -> Table:
+def read_npz(path: Path, asked: ReadOptions) -> Table:
     """Read arrays: ``x`` with one entry per row (numbers or images) beside ``y``, or one array ``[n]`` per column.
 
-    Whole numbers in columns of ``words`` are words.
+    Whole numbers in columns of words are words.
     """
     arrays = read_arrays(path)
     if not arrays:
@@ -36,7 +36,7 @@ def read_npz(path: Path, words: Collection[str] = ()) -> Table:
         shown = ", ".join(f"'{name}' {n[0] if n else 'one value'}" for name, n in lengths.items())
         raise UserError(f"The arrays of '{path}' differ in length ({shown}); give every row one entry in each.")
     ((rows,),) = set(lengths.values())
-    columns = {name: _column(array, name, path, name in words) for name, array in arrays.items()}
+    columns = {name: _column(array, name, path, name in asked.words) for name, array in arrays.items()}
     images = None
     if inputs is not None and inputs.ndim <= 2:
         inputs = inputs.reshape(rows, -1) if rows else inputs.reshape(0, 1)
@@ -94,7 +94,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         with zipfile.ZipFile(path) as archive:
             infos = archive.infolist()
             size = sum(info.file_size for info in infos)
-            if size > (most := _limit()) * 2**30:
+            if size > (most := unpacked_limit()) * 2**30:
                 raise UserError(
                     f"'{path}' would unpack to {size / 2**30:.1f} GiB, but at most {most:g} are read; split it, or allow "
                     f"more with the environment variable {LIMIT_NAME}={math.ceil(size / 2**30)}."
@@ -111,7 +111,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
         raise UserError(f"'{path}' is not a valid NPZ file ({error}); save it again with numpy.savez.") from error
 
 
-def _limit() -> float:
+def unpacked_limit() -> float:
     """GiB that one file may have unpacked."""
     said = os.environ.get(LIMIT_NAME, "")
     try:
@@ -139,3 +139,6 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, path: Pat
             raise UserError(f"'{name}' in '{path}' is not as long as its header says; save it again with numpy.savez.")
         flat = np.frombuffer(file.read(), dtype)
     return cast(np.ndarray, flat.reshape(shape, order="F" if fortran else "C"))
+
+
+FORMAT = TableFormat(read_npz, read_cells)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date, datetime, time
+from numbers import Integral, Real
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bpfed._util.errors import UserError, hint, quoted
 from bpfed.config import registry
 
+if TYPE_CHECKING:
+    from bpfed.data.tabular.missing_values import MissingValues
+
 #: Cells that mean "not known", whatever their case.
 MISSING = frozenset({"", "?", "-", "--", "na", "n/a", "n.a.", "#n/a", "nan", "null", "<na>"})
 TRUTH = frozenset({"true", "false"})
-#: Endings of the files that are read, and what reads them.
-ENDINGS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".npz": "npz"}
+#: Ending of what may be a folder with the parts of one table.
+IN_PARTS = ".parquet"
 #: Larger numbers are codes or mistakes: their squares would drown all others.
 LARGEST = 1e30
 UNKNOWN = -1
@@ -129,6 +136,65 @@ def written(value: float) -> str:
     return str(int(value)) if value == int(value) and abs(value) < 1e15 else repr(value)
 
 
+def as_text(values: Sequence[Any]) -> list[str]:
+    """Typed cells of a column as the text that a CSV file would have: dates as in ISO 8601, empty where there is none.
+
+    Where all times of day are midnight, they are dates.
+
+    Raises:
+        TypeError: A value is no number, text, truth value, date or time.
+    """
+    moments = [value for value in values if isinstance(value, datetime) and value == value]
+    days = bool(moments) and all(m.time() == time() and m.tzinfo is None for m in moments)
+    return [
+        _text(value.date() if days and isinstance(value, datetime) and value == value else value) for value in values
+    ]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool | np.bool_):
+        return "true" if value else "false"
+    if isinstance(value, Integral):
+        return str(int(value))
+    if isinstance(value, Real):
+        return written(float(value))
+    if isinstance(value, date | time):
+        return value.isoformat() if value == value else ""  # pandas has a date that is none
+    raise TypeError(type(value).__name__)
+
+
+def column_name(text: str) -> str:
+    """The name of a column; a line break in it depends on the program that wrote it, and cannot be typed."""
+    return re.sub(r"\s*[\r\n]\s*", " ", text.strip())
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How the columns of a file are read; see `read_table`."""
+
+    words: frozenset[str]
+    ignore: Sequence[str]
+    used: frozenset[str] | None
+    missing: MissingValues
+
+
+@dataclass(frozen=True)
+class TableFormat:
+    """What reads the files of one ending; `bpfed.config.registry.FORMATS` says which.
+
+    Attributes:
+        read: The table in a file.
+        read_cells: The text of each cell of some columns, by name, as it is written there.
+    """
+
+    read: Callable[[Path, ReadOptions], Table]
+    read_cells: Callable[[Path, Sequence[str]], dict[str, list[str]]]
+
+
 def read_table(
     path: str | Path,
     words: Iterable[str] = (),
@@ -137,7 +203,9 @@ def read_table(
     used: Iterable[str] | None = None,
     missing: Iterable[str] = (),
 ) -> Table:
-    """Read a file of rows: CSV or TSV with a header, Parquet, or NPZ.
+    """Read a file of rows: CSV or TSV with a header, also compressed, Excel, ARFF, Parquet, Feather, or NPZ.
+
+    A folder that is called ``NAME.parquet`` is one table in parts.
 
     An NPZ file holds ``x`` ``[n, F]`` numbers or ``[n, h, w]`` or ``[n, h, w, c]`` images, and ``y`` ``[n]``; or one
     array ``[n]`` for each column. Pickled objects are refused.
@@ -154,28 +222,17 @@ def read_table(
     """
     from bpfed.data.tabular.missing_values import MissingValues
 
-    path, missing_values, words = Path(path), MissingValues.of(missing), frozenset(words)
-    kind = ENDINGS.get(path.suffix.lower())
-    if kind is None and path.suffix.lower() not in endings():
+    path = Path(path)
+    asked = ReadOptions(frozenset(words), ignore, None if used is None else frozenset(used), MissingValues.of(missing))
+    ending = ending_of(path)
+    if ending is None:
         raise UserError(f"'{path}' is not a {any_of(endings())} file; convert it to one of these.")
     try:
         mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(mode) and not (ending == IN_PARTS and stat.S_ISDIR(mode)):
             raise UserError(f"'{path}' is a {_kind(mode)}, not a file; put a file there or remove it.")
-        if kind == "csv":
-            from bpfed.data.tabular.csvfile import read_csv
-
-            table = read_csv(path, words, missing_values)
-        elif kind == "parquet":
-            from bpfed.data.tabular.parquet import read_parquet
-
-            table = read_parquet(path, ignore, used, words)
-        elif kind is None:
-            table = _of_plugin(path, words)
-        else:
-            from bpfed.data.tabular.npz import read_npz
-
-            table = read_npz(path, words)
+        own = _own_format(ending)
+        table = own.read(path, asked) if own is not None else _of_plugin(path, ending, asked.words)
     except FileNotFoundError as error:
         if path.is_symlink():
             raise UserError(f"'{path}' is a link to a file that does not exist; fix it or remove it.") from error
@@ -186,19 +243,35 @@ def read_table(
         raise UserError(f"'{path}' does not fit into memory; split it into smaller files.") from error
     if not table.rows:
         raise UserError(f"'{path}' has no rows; remove it or give it some.")
-    table = missing_values.out_of(table)
+    table = asked.missing.out_of(table)
     check_range(table)
     return table
 
 
 def endings() -> tuple[str, ...]:
     """Endings of the files that are read, with those of other packages' formats."""
-    return (*ENDINGS, *(f".{name}" for name in registry.FORMATS.plugins()))
+    return tuple(f".{name}" for name in registry.FORMATS)
 
 
-def _of_plugin(path: Path, words: Iterable[str]) -> Table:
+def ending_of(path: Path) -> str | None:
+    """The ending of a file that is read, such as ``.csv.gz``; None: it has none of them."""
+    name = path.name.lower()
+    for known in (registry.FORMATS.own, registry.FORMATS.plugins):  # what is installed is asked only where it matters
+        found = [f".{e}" for e in (known() if callable(known) else known) if name.endswith(f".{e}") and name != f".{e}"]
+        if found:
+            return max(found, key=len)
+    return None
+
+
+def _own_format(ending: str) -> TableFormat | None:
+    """What reads files of this ending; None: another package does."""
+    name = ending.removeprefix(".")
+    return registry.FORMATS.load_own(name) if name in registry.FORMATS.own else None
+
+
+def _of_plugin(path: Path, ending: str, words: Iterable[str]) -> Table:
     """A file as the format of another package reads it: a function of its path to a `Table`."""
-    name = path.suffix.lower().removeprefix(".")
+    name = ending.removeprefix(".")
     read = registry.FORMATS.load(name)
     if not callable(read):
         raise registry.FORMATS.unfit(name, "is not a function of a path")
@@ -272,13 +345,8 @@ def passthrough(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
     Raises:
         UserError: There is no such column.
     """
-    kind = ENDINGS.get(path.suffix.lower())
-    if kind is None:
+    ending = ending_of(path)
+    own = _own_format(ending) if ending is not None else None
+    if own is None:
         raise UserError(f"Columns of '{path}' cannot be copied as they are written there; convert it to a .csv file.")
-    if kind == "csv":
-        from bpfed.data.tabular.csvfile import read_cells as read
-    elif kind == "parquet":
-        from bpfed.data.tabular.parquet import read_cells as read
-    else:
-        from bpfed.data.tabular.npz import read_cells as read
-    return read(path, names)
+    return own.read_cells(path, names)
