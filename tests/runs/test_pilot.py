@@ -76,7 +76,7 @@ def test_candidates_are_compared_on_clients_that_scored_all_of_them():
         comparable([one, dataclasses.replace(other, sums=np.zeros(3), examples=np.zeros(3))])
 
 
-def test_a_client_with_two_rows_holds_out_one_in_the_first_fold_alone():
+def test_a_client_with_two_rows_holds_out_one_in_the_first_fold_alone(untraced):
     data = scenarios.classification(sizes=(20, 2, 20))
     settings = Settings(**{**QUICK, "rounds": 1, "epochs": 1})
     start = pilot.selection_settings(settings)
