@@ -52,6 +52,7 @@ class Plan:
         scores_per_day: Of a site's own: how often a day it may ask for scores.
         runs_per_day: Of a site's own: how many runs it may begin in a day.
         runs_kept: Of a site's own: of how many runs the site's states are kept.
+        selection_pilots: Of a site's own: whether it takes part in selection pilots, where the run has some.
         plugins: Of a site's own: packages whose plug-ins it runs, as in ``bpfed-scaffold==1.0``; no other is imported.
     """
 
@@ -78,6 +79,7 @@ class Plan:
     scores_per_day: int = Limits.scores_per_day
     runs_per_day: int = Limits.runs_per_day
     runs_kept: int = Limits.runs_kept
+    selection_pilots: bool = Limits.selection_pilots
     plugins: tuple[str, ...] = ()
 
     def check(self, where: str = "The deployment") -> Plan:
@@ -110,7 +112,7 @@ class Plan:
             ("clip", 0.0),
             ("noise", 0.0),
             ("epsilon", 0.0),
-            *((limit.name, 2 if limit.name == "classes" else 1) for limit in fields(Limits)),
+            *((limit.name, 2 if limit.name == "classes" else 1) for limit in fields(Limits) if limit.type != "bool"),
         ):
             if not getattr(self, name) >= least:
                 raise UserError(f"{where} has {name} = {getattr(self, name)}, but it must be {least} or more.")

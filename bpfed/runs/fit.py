@@ -30,7 +30,7 @@ from bpfed.inference.likelihoods import Likelihood, named
 from bpfed.methods.base import Method
 from bpfed.metrics import SURE
 from bpfed.runs.folder import Folder
-from bpfed.runs.pilot import choose, run_calibration_pilots
+from bpfed.runs.pilot import check_selection, choose, offers_choice, run_calibration_pilots
 from bpfed.runs.run import Run, once, train_together
 
 
@@ -177,17 +177,13 @@ def decided(
 
     A run that is resumed goes on with what was chosen for it. For the arguments see `fit`.
     """
-    if not isinstance(method, Method) or settings.adapt == "off" or not method.candidates():
+    if not isinstance(method, Method) or not offers_choice(method, settings):
         return method, settings  # what is no method is refused by `prepare`
     if folder is not None and folder.begun is not None:
         from bpfed.config.reader import read
 
         return read(folder.begun).method, replace(settings, adapt="off")
-    if settings.noise > 0.0:
-        raise UserError(
-            f"Pilot runs choose the settings of {method.name} from the same clients' data and are not counted in ε; set "
-            "adapt = 'off' when noise is on."
-        )
+    check_selection(method, settings)
     prepare(method, data, settings, model, likelihood)  # so that what cannot be run is refused at once
     choice = choose(method, data, settings, model, likelihood, say)
     say(choice.words)

@@ -191,6 +191,10 @@ FEW, FOLDS = 1_000, 3
 SHARE, LEAST = 0.5, 10
 
 
+class Unscored(UserError):
+    """No client has scored all candidates."""
+
+
 class Scores(NamedTuple):
     """Held-out −log p of each client, summed over its held-out examples of all folds, ``[N]``; and how many those are."""
 
@@ -248,6 +252,45 @@ class Choice:
         )
 
 
+def offers_choice(method: Method, settings: Settings) -> bool:
+    """Whether settings of the method are to be chosen in selection pilots."""
+    return settings.adapt == "auto" and bool(method.candidates())
+
+
+def check_selection(method: Method, settings: Settings) -> None:
+    """Raise a `UserError` if settings are to be chosen and cannot be."""
+    if settings.noise > 0.0 and offers_choice(method, settings):
+        raise UserError(
+            f"Pilot runs choose the settings of {method.name} from the same clients' data and are not counted in ε; set "
+            "adapt = 'off' when noise is on."
+        )
+
+
+def selection_settings(settings: Settings, fold: int = 0) -> Settings:
+    """How a selection pilot is run on a fold, from 0: as the run, but shorter and with one member."""
+    rounds = min(settings.rounds, max(LEAST, math.ceil(SHARE * settings.rounds)))
+    how = replace(as_pilot(settings, 1), rounds=rounds, eval_every=rounds, adapt="off", store="memory", members=1)
+    return replace(how, seed=how.seed + fold)
+
+
+def selection_folds(examples: int, by_time: bool) -> int:
+    """On how many folds candidates are scored, given the training examples of all clients together."""
+    return FOLDS if examples <= FEW and not by_time else 1  # by time all folds would be the same
+
+
+def candidate_count(method: Method) -> int:
+    """How many candidates are trained in all stages: of each further stage one is known already."""
+    return sum(len(stage) for stage in method.candidates()) - len(method.candidates()) + 1
+
+
+def with_candidates(method: Method, places: Sequence[int]) -> Method:
+    """The method with a candidate of each of its first stages, given by its place in the stage."""
+    made = method
+    for offered, at in zip(method.candidates(), places, strict=False):
+        made = replace(made, **dict[str, Any](offered[at]))
+    return made
+
+
 def choose(
     method: Method,
     data: FederatedData,
@@ -257,27 +300,42 @@ def choose(
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Choice:
     """Choose the settings that a method offers; for the arguments see `bpfed.fit`."""
-    by_time = data.holdout is not None and data.holdout.kind == "time"  # then all folds would be the same
-    folds = FOLDS if int(data.train.sizes.sum()) <= FEW and not by_time else 1
-    rounds = min(settings.rounds, max(LEAST, math.ceil(SHARE * settings.rounds)))
-    held_out(data, HELD, settings.seed + APART)  # or a sentence, where nothing can be held out
-    parts = data.folds(folds, HELD, settings.seed + APART)
-    how = replace(as_pilot(settings, 1), rounds=rounds, eval_every=rounds, adapt="off", store="memory", members=1)
+    by_time = data.holdout is not None and data.holdout.kind == "time"
+    folds = selection_folds(int(data.train.sizes.sum()), by_time)
+    how = selection_settings(settings)
+    held_out(data, HELD, how.seed)  # or a sentence, where nothing can be held out
+    parts = data.folds(folds, HELD, how.seed)
     members = settings.members or (method.flat_members if model is None and data.flat else 1)
-    count = sum(len(stage) for stage in method.candidates()) - len(method.candidates()) + 1  # one of each is known then
+    count = candidate_count(method)
     say(
-        f"Choosing between {count} settings on held-out training examples first, in pilot runs of {rounds} rounds. They "
-        f"need about {count * folds * rounds / settings.rounds / members:.1f} times the computation of the run; --adapt off skips "
+        f"Choosing between {count} settings on held-out training examples first, in pilot runs of {how.rounds} rounds. They "
+        f"need about {count * folds * how.rounds / settings.rounds / members:.1f} times the computation of the run; --adapt off skips "
         "them."
     )
-    stages: list[tuple[ScoredCandidate, ...]] = []
-    chosen: list[int] = []
+    return select(
+        method,
+        lambda places: _scored([with_candidates(method, place) for place in places], parts, how, model, likelihood),
+    )
+
+
+def select(method: Method, scored: Callable[[Sequence[tuple[int, ...]]], Sequence[Scores]]) -> Choice:
+    """Choose stage by stage, the settings of earlier stages being as they were chosen.
+
+    Args:
+        method: Which offers candidates.
+        scored: Trains candidates, given as in `with_candidates`, and scores them on what clients hold out.
+    """
+    base, stages, chosen = method, list[tuple[ScoredCandidate, ...]](), list[int]()
     known: dict[Method, Scores] = {}
-    for offered in method.candidates():
-        made = [replace(method, **dict[str, Any](changes)) for changes in offered]
-        new = [one for one in made if one not in known]
-        known |= dict(zip(new, _scored(new, parts, how, model, likelihood), strict=True))
-        tried = tuple(ScoredCandidate(one, dict(own), *known[one]) for one, own in zip(made, offered, strict=True))
+    for offered in base.candidates():
+        places = [(*chosen, at) for at in range(len(offered))]
+        made = [with_candidates(base, place) for place in places]
+        new = [at for at, one in enumerate(made) if one not in known]
+        found = scored([places[at] for at in new])
+        known |= dict(zip([made[at] for at in new], found, strict=True))
+        tried = comparable(
+            [ScoredCandidate(one, dict(own), *known[one]) for one, own in zip(made, offered, strict=True)]
+        )
         at = first_not_worse(tried)
         if not math.isfinite(tried[at].nll):
             raise Diverged("All pilot runs diverged; lower the step size, method.lr, or look for extreme values.")
@@ -285,6 +343,29 @@ def choose(
         stages.append(tried)
         chosen.append(at)
     return Choice(method, tuple(stages), tuple(chosen))
+
+
+def comparable(tried: Sequence[ScoredCandidate]) -> tuple[ScoredCandidate, ...]:
+    """The candidates by the clients that have scored each of them on the same number of examples; others count nothing.
+
+    In a simulation these are all clients. In a deployment a site may be away when a candidate is scored. A candidate
+    that diverged has no score of any client, and stays as it is.
+    """
+    sound = [one for one in tried if np.isfinite(one.sums).all()]
+    if not sound:
+        return tuple(tried)
+    same = np.all([one.examples == sound[0].examples for one in sound], axis=0)
+    if not (same & (sound[0].examples > 0)).any():
+        raise Unscored(
+            "No client has scored all candidates on held-out training examples, so nothing can be chosen; start again when "
+            "all clients are there, or give the settings yourself and set adapt = 'off'."
+        )
+    return tuple(
+        replace(one, sums=np.where(same, one.sums, 0.0), examples=np.where(same, one.examples, 0.0))
+        if np.isfinite(one.sums).all()
+        else one
+        for one in tried
+    )
 
 
 def best(tried: Sequence[ScoredCandidate]) -> int:

@@ -20,6 +20,7 @@ from bpfed.runs.pilot import run_calibration_pilots
 from bpfed.runs.run import Run
 
 SETTINGS = {"rounds": 5, "epochs": 2, "batch": 5, "eval_draws": 4, "eval_every": 1, "device": "cpu", "compile": "off"}
+SETTINGS["adapt"] = "off"  # selection pilots have tests of their own
 
 
 #: A site that tells of every row that it has: tests of numbers have few.

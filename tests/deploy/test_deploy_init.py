@@ -172,12 +172,12 @@ def test_a_host_that_no_certificate_can_name_is_refused_before_anything_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_deployment_says_that_it_chooses_no_settings(bpfed, tmp_path):
-    asked = ("deploy", "init", tmp_path / "fed", "--sites", "a,b", "--address", "localhost:8000")
-    said = bpfed(*asked, "--method", "bpfed-adaptive").sentence
-    assert said.startswith("A deployment does not choose the settings of bpfed-adaptive;")
+def test_a_private_deployment_chooses_no_settings(bpfed, tmp_path):
+    asked = ("deploy", "init", tmp_path / "fed", "--sites", "a,b", "--address", "localhost:8000", "--noise", "1")
+    said = bpfed(*asked, "--clip", "1", "--method", "bpfed-adaptive").sentence
+    assert said.endswith("set adapt = 'off' when noise is on.")
     assert list(tmp_path.iterdir()) == []
-    bpfed.ok(*asked, "--method", "bpfed-adaptive", "--adapt", "off")
+    bpfed.ok(*asked, "--clip", "1", "--method", "bpfed-adaptive", "--adapt", "off")
 
 
 def test_a_deployment_notes_what_its_method_is_made_for(bpfed, tmp_path):

@@ -17,7 +17,7 @@ from bpfed.methods import Adaptive, FedAvg
 from bpfed.methods.adaptive import DEVIATIONS, PRIORS
 from bpfed.runs import pilot
 from bpfed.runs.fit import method_of
-from bpfed.runs.pilot import ScoredCandidate, first_not_worse
+from bpfed.runs.pilot import ScoredCandidate, Unscored, comparable, first_not_worse
 
 #: A few steps have to do, so they are long.
 QUICK = {
@@ -63,6 +63,26 @@ def federation(differ, clients=6, size=60, seed=0):
 
     train, test = (Examples.of([part(i) for i in range(clients)]) for _ in range(2))
     return FederatedData("slopes", tuple(f"c{i}" for i in range(clients)), train, test, "classification", 2)
+
+
+def test_candidates_are_compared_on_clients_that_scored_all_of_them():
+    """The second is better at each client; without the first client's score it would seem far worse or far better."""
+    one, other = candidates([50.0, 9.0, 9.0], [40.0, 8.0, 8.0])
+    away = dataclasses.replace(other, sums=np.array([0.0, 8.0, 8.0]), examples=np.array([0.0, 10.0, 10.0]))
+    diverged = dataclasses.replace(one, sums=np.full(3, math.inf), examples=np.ones(3))
+    assert [c.nll for c in comparable([one, away, diverged])] == [0.9, 0.8, math.inf]
+    assert [c.nll for c in comparable([one, other])] == [one.nll, other.nll]
+    with pytest.raises(Unscored, match="No client has scored all candidates"):
+        comparable([one, dataclasses.replace(other, sums=np.zeros(3), examples=np.zeros(3))])
+
+
+def test_a_client_with_two_rows_holds_out_one_in_the_first_fold_alone(untraced):
+    data = scenarios.classification(sizes=(20, 2, 20))
+    settings = Settings(**{**QUICK, "rounds": 1, "epochs": 1})
+    start = pilot.selection_settings(settings)
+    found = pilot._scored([Adaptive()], data.folds(2, 0.2, start.seed), start, None, None)[0]
+    assert found.examples.tolist() == [8.0, 1.0, 8.0]
+    assert (found.sums > 0.0).all()
 
 
 def test_clients_that_are_alike_share_and_clients_that_differ_do_not():

@@ -84,11 +84,6 @@ def make(folder: Path, plan: Plan, config: Config, preparation: Path | None = No
         raise UserError(f"'{folder}' holds files already; choose another folder for the deployment.")
     if len({site_folder(folder, site) for site in plan.sites}) != len(plan.sites):
         raise UserError("Two site names differ only in characters not allowed in file names; rename one.")
-    if config.run.adapt == "auto" and config.method.candidates():
-        raise UserError(
-            f"A deployment does not choose the settings of {config.method.name}; choose them in a simulation, or leave "
-            "them as they are, and say --adapt off."
-        )
     config = replace(config, run=suited(config.method, config.run, len(plan.sites)))
     check_deployment(config, len(plan.sites))
     there = folder.exists()  # then it stays the folder that it is: a mount, or somebody's working directory

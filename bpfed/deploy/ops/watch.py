@@ -12,7 +12,7 @@ from rich.console import Console
 
 from bpfed._util.errors import first_of
 from bpfed.callbacks.progress import Progress, clock, figures
-from bpfed.deploy.server.status import where
+from bpfed.deploy.server.status import stage, where
 
 #: Elsewhere than on a terminal, seconds without a line after which there is one: at first, and the most.
 SILENCE = (2.0, 15.0)
@@ -108,6 +108,6 @@ def waited_for(found: Mapping[str, Any]) -> str:
         return f"waiting for {len(absent)} of {len(found['sites'])} sites ({first_of(named, '; ', most=6)})"
     if found["round"] < found["rounds"]:
         return f"{where(found, 1)} is under way"
-    if found.get("pilot"):
-        return f"calibration pilot {found['pilot']} of {found['pilots']}: testing on the held-out examples"
+    if pilot := stage(found):
+        return f"{pilot}: testing on the held-out examples"
     return "waiting for the last round's scores"

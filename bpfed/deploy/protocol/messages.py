@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -21,7 +21,7 @@ from bpfed.methods.base import State
 from bpfed.metrics import Form, Sums
 
 #: Raised whenever a message changes its meaning.
-PROTOCOL = 4
+PROTOCOL = 5
 #: A message may hold so many bytes beside its tensors.
 BESIDE = 1 << 20
 #: More sites or examples than this are not believed.
@@ -51,6 +51,18 @@ def fingerprint(config: Config) -> str:
     return hashlib.blake2b(json.dumps(agreed, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
+class HeldOutScore(NamedTuple):
+    """What a site tells of a candidate at the end of a selection pilot.
+
+    Attributes:
+        examples: How many training examples it held out.
+        nll: Their −log p, summed over all of them; infinite where a prediction is not a number.
+    """
+
+    examples: int
+    nll: float
+
+
 @dataclass(frozen=True)
 class Request:
     """From the server to a site.
@@ -65,6 +77,9 @@ class Request:
         facts: What all sites' data have in common, as JSON.
         pilot: Which calibration pilot the round is of, from 1; 0: it is of the run itself.
         calibration_temperature: In the run itself, what calibration pilots have learnt; 1 where there were none.
+        candidate: Settings of the method that are tried or were chosen, by their places among those that the site's own
+            method offers (`bpfed.runs.pilot.with_candidates`).
+        fold: Which fold of its training examples a site holds out in this selection pilot, from 1; 0: it is none.
         shared: The server's state; None in round 0.
     """
 
@@ -77,11 +92,18 @@ class Request:
     facts: str = ""
     pilot: int = 0
     calibration_temperature: float = 1.0
+    candidate: tuple[int, ...] = ()
+    fold: int = 0
     shared: State | None = None
+
+    @property
+    def of_pilot(self) -> bool:
+        """Whether it is of a calibration or selection pilot."""
+        return self.pilot > 0 or self.fold > 0
 
     def write(self, schema: StateSchema | None = None) -> RecordDict:
         """As it travels."""
-        plain = {k: v for k, v in vars(self).items() if k != "shared"}
+        plain = {k: v for k, v in vars(self).items() if k != "shared"} | {"candidate": list(self.candidate)}
         record = RecordDict({"request": ConfigRecord({"protocol": PROTOCOL, "version": __version__, **plain})})
         if schema is not None:
             assert self.shared is not None
@@ -92,7 +114,9 @@ class Request:
     def read(cls, record: RecordDict) -> Request:
         """Of a message without its tensors, or `RejectedMessage`; `shared_of` reads those."""
         plain = _plain(record, "request", _REQUEST)
-        return cls(**plain)
+        if not all(type(place) is int for place in plain["candidate"]):
+            raise RejectedMessage("the candidate that it names is not valid.")
+        return cls(**plain | {"candidate": tuple(plain["candidate"])})
 
 
 def shared_of(record: RecordDict, schema: StateSchema) -> State:
@@ -118,6 +142,7 @@ class Reply:
         upload: What it gives to the server, if it trained.
         sums: Of its test examples, if it tested.
         held: Of the training examples that it held out, at the end of a calibration pilot.
+        score: Of the training examples that it held out, at the end of a selection pilot.
         info: What is reported of its training.
     """
 
@@ -133,11 +158,12 @@ class Reply:
     upload: Upload | None = None
     sums: Sums | None = None
     held: HeldOutSlopes | None = None
+    score: HeldOutScore | None = None
     info: dict[str, float] = field(default_factory=dict)
 
     def write(self, schema: StateSchema | None = None) -> RecordDict:
         """As it travels."""
-        plain = {k: v for k, v in vars(self).items() if k not in ("upload", "sums", "held", "info")}
+        plain = {k: v for k, v in vars(self).items() if k not in ("upload", "sums", "held", "score", "info")}
         record = RecordDict({"reply": ConfigRecord({"protocol": PROTOCOL, "version": __version__, **plain})})
         if self.upload is not None:
             assert schema is not None
@@ -149,6 +175,8 @@ class Reply:
             record["sums"] = MetricRecord({name: part.flatten().tolist() for name, part in named.items()})
         if self.held is not None:
             record["held"] = MetricRecord({"examples": self.held.examples, "slopes": self.held.slopes.tolist()})
+        if self.score is not None:
+            record["score"] = MetricRecord({"examples": self.score.examples, "nll": self.score.nll})
         if self.info:
             record["info"] = MetricRecord({name: float(v) for name, v in self.info.items()})
         return record
@@ -161,6 +189,7 @@ class Reply:
         form: Form | None,
         most_held: int = -1,
         task: Task | None = None,
+        most_scored: int = -1,
     ) -> Reply:
         """Of a message, or `RejectedMessage`.
 
@@ -170,9 +199,10 @@ class Reply:
             form: What sums must look like; None: there must be none.
             most_held: Of how many held-out examples it may tell; below 0: of none.
             task: Of their data; needed where it may tell of held-out examples.
+            most_scored: Of how many held-out examples it may tell the score of a candidate; below 0: of none.
         """
         allowed = ("reply", *(("upload", "info") if schema else ()), *(("sums",) if form else ()))
-        allowed += ("held",) if most_held >= 0 else ()
+        allowed += (*(("held",) if most_held >= 0 else ()), *(("score",) if most_scored >= 0 else ()))
         _only(record, allowed, schema.bytes if schema else 0)
         plain = _plain(record, "reply", _REPLY)
         if plain["refused"]:
@@ -182,13 +212,14 @@ class Reply:
         upload = Upload(schema.read(_part(record, "upload", ArrayRecord))) if schema else None
         sums = _sums(_part(record, "sums", MetricRecord), form) if form else None
         held = _held(_part(record, "held", MetricRecord), most_held, task) if most_held >= 0 and task else None
+        score = _score(_part(record, "score", MetricRecord), most_scored) if most_scored >= 0 else None
         info: dict[str, float] = {}
         if schema and "info" in record:
             for name, value in _part(record, "info", MetricRecord).items():
                 if isinstance(value, list) or not abs(value) <= LARGEST_LOSS:
                     raise RejectedMessage(f"'{name[:40]}' of its training is not a finite number.")
                 info[name] = float(value)
-        return cls(**plain, upload=upload, sums=sums, held=held, info=info)
+        return cls(**plain, upload=upload, sums=sums, held=held, score=score, info=info)
 
 
 _REQUEST: dict[str, type] = {
@@ -201,6 +232,8 @@ _REQUEST: dict[str, type] = {
     "facts": str,
     "pilot": int,
     "calibration_temperature": float,
+    "candidate": list,
+    "fold": int,
 }
 _REPLY: dict[str, type] = {
     "fingerprint": str,
@@ -304,3 +337,14 @@ def _held(record: MetricRecord, most: int, task: Task) -> HeldOutSlopes:
     if why := task.slopes_fault(told):
         raise RejectedMessage(why)
     return told
+
+
+def _score(record: MetricRecord, most: int) -> HeldOutScore:
+    examples, nll = record.get("examples"), record.get("nll")
+    if set(record) != {"examples", "nll"} or type(examples) is not int or type(nll) is not float:
+        raise RejectedMessage("its score of a candidate cannot be read.")
+    if not 0 <= examples <= most:
+        raise RejectedMessage(f"it reports {examples} held-out examples, but has only {most} in all.")
+    if not (abs(nll) <= LARGEST or nll == math.inf) or (not examples and nll != 0.0):
+        raise RejectedMessage(f"its score of a candidate is {nll}, which is no sum over {examples} examples.")
+    return HeldOutScore(examples, nll)

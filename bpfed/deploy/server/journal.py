@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -25,8 +25,12 @@ from bpfed.report.record import temperature_name, temperature_words
 from bpfed.runs import checkpoint, metadata
 from bpfed.runs.pilot import uncertain
 
-#: What a calibration pilot found, in its folder.
+#: What a pilot found, in its folder.
 FOUND = "found.json"
+#: In the folder of all pilots, those of the selection; and the file in there that all of them go by.
+SELECTION, GIVEN = "selection", "selection.json"
+
+FoundType = TypeVar("FoundType", bound=tuple[Any, ...])
 
 
 class Found(NamedTuple):
@@ -37,12 +41,46 @@ class Found(NamedTuple):
     seconds: float
 
 
-class Journal:
-    """What is kept of a training, the run itself or a calibration pilot, beside the server's state of the method.
+class FoundScores(NamedTuple):
+    """What a selection pilot found.
 
     Attributes:
-        folder: Where: the run folder, or a calibration pilot's own in it.
+        scores: By site, the −log p of the training examples that it held out, summed, and how many these are.
+        diverged: Whether the candidate cannot be trained; then there are no scores.
+    """
+
+    scores: dict[str, tuple[float | None, int]]
+    diverged: bool = False
+
+
+class SelectionPilot(NamedTuple):
+    """One of the trainings that settings are chosen by.
+
+    Attributes:
+        candidate: The settings that are tried (`bpfed.runs.pilot.with_candidates`).
+        fold: Which part of their training examples sites hold out, from 1.
+        number: Which of all selection pilots it is, from 1.
+        total: How many there are.
+    """
+
+    candidate: tuple[int, ...]
+    fold: int
+    number: int
+    total: int
+
+    @property
+    def folder(self) -> str:
+        """A name for its folder."""
+        return "-".join(map(str, (*self.candidate, "fold", self.fold)))
+
+
+class Journal:
+    """What is kept of a training, the run itself or a pilot, beside the server's state of the method.
+
+    Attributes:
+        folder: Where: the run folder, or a pilot's own in it.
         run: A word for this training.
+        candidate: The settings of the method that were chosen in selection pilots, or that this one tries; empty: its own.
         calibration_temperature: In the run itself, what calibration pilots have learnt; None: there were none.
         held: Held-out examples that it was learnt from, in all calibration pilots together.
         facts: What all sites' data have in common.
@@ -58,7 +96,8 @@ class Journal:
         fingerprint: Of that.
         sites: What is known of each site, by name.
         say: Called with each message for the user.
-        pilot: Which calibration pilot it is, from 1; 0: it is the run itself.
+        pilot: Which calibration pilot it is, from 1; 0: it is the run itself, or a selection pilot.
+        selection: Which selection pilot it is; None: it is none.
     """
 
     def __init__(
@@ -69,10 +108,14 @@ class Journal:
         sites: dict[str, SiteStatus],
         say: Callable[[str], None],
         pilot: int = 0,
+        selection: SelectionPilot | None = None,
     ) -> None:
         self.home, self.config, self.fingerprint, self.sites, self.say = home, config, fingerprint, sites, say
-        self.pilot = pilot
+        self.pilot, self.selection = pilot, selection
         self.folder = home / PILOTS / str(pilot) if pilot else home
+        if selection is not None:
+            self.folder = home / PILOTS / SELECTION / selection.folder
+        self.candidate: tuple[int, ...] = () if selection is None else selection.candidate
         self.run = secrets.token_hex(8)
         self.calibration_temperature: float | None = None
         self.held = 0
@@ -96,7 +139,14 @@ class Journal:
 
     def place(self, round_: int) -> str:
         """In words which round of which training, such as ``calibration pilot 1 of 3, round 4``."""
-        return place(round_, self.pilot, self.config.run.calibration_pilots)
+        return place(round_, self.stage)
+
+    @property
+    def stage(self) -> str:
+        """In words which pilot it is; empty: the run itself."""
+        if self.selection is not None:
+            return f"selection pilot {self.selection.number} of {self.selection.total}"
+        return f"calibration pilot {self.pilot} of {self.config.run.calibration_pilots}" if self.pilot else ""
 
     # --- going on -----------------------------------------------------------------------------------------------------
 
@@ -129,7 +179,7 @@ class Journal:
             kept[k] for k in ("counted", "calibration_temperature", "held")
         )
         federation.learnt_temperature = self.calibration_temperature
-        self.say(f"Resuming after {self.place(restored.round)} of {self.config.run.rounds}.")
+        self.say(f"Resuming after {self.place(restored.round)} of {federation.settings.rounds}.")
 
     def back_to(self, round_: int) -> None:
         """Make the state after a round the newest one, before the run is taken up; later rounds are dropped.
@@ -167,6 +217,7 @@ class Journal:
             "counted": self.counted,
             "sites": sites,
             "history": self.history,
+            **({"candidate": self.candidate} if self.candidate else {}),
         }
         checkpoint.save(self.folder / CHECKPOINT, federation, extra)
 
@@ -175,7 +226,7 @@ class Journal:
     def begin(self, federation: Federation) -> None:
         """Before the first round of a new training."""
         federation.learnt_temperature = self.calibration_temperature
-        if not self.pilot:
+        if not self.stage:
             write_whole(self.folder / CONFIG, to_toml(metadata.config(federation)))
         write_whole(self.folder / EXCHANGES, "")
         self.save(federation)
@@ -197,18 +248,25 @@ class Journal:
         self.history = [r for r in self.history if r["round"] != round_] + [record]
         append_line(self.folder / METRICS, to_json_line(record))
 
-    # --- of a calibration pilot -----------------------------------------------------------------------------------------------
+    # --- of a pilot ---------------------------------------------------------------------------------------------------
 
     def found(self) -> Found | None:
         """What this calibration pilot found; None: it is not over."""
+        return self._found(Found)
+
+    def found_scores(self) -> FoundScores | None:
+        """What this selection pilot found; None: it is not over."""
+        return self._found(FoundScores)
+
+    def _found(self, kind: type[FoundType]) -> FoundType | None:
         path = self.folder / FOUND
         if not path.exists():
             return None
         try:
-            return Found(**json.loads(path.read_text()))
+            return kind(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
-                f"'{path}' is damaged ({error}); delete it, and the calibration pilot is tested again."
+                f"'{path}' is damaged ({error}); delete it, and the {self.stage.partition(' pilot')[0]} pilot is tested again."
             ) from error
 
     def conclude(self, calibration_temperature: float, examples: int) -> None:
@@ -216,6 +274,10 @@ class Journal:
         write_whole(
             self.folder / FOUND, to_json(Found(calibration_temperature, examples, round(self.seconds, 3))._asdict())
         )
+
+    def conclude_scores(self, found: FoundScores) -> None:
+        """This selection pilot is over."""
+        write_whole(self.folder / FOUND, to_json(found._asdict()))
 
     # --- the result ---------------------------------------------------------------------------------------------------
 
@@ -241,9 +303,9 @@ class Journal:
         return record
 
 
-def place(round_: int, pilot: int, pilots: int) -> str:
-    """In words which round, and of which calibration pilot; 0: of none."""
-    return f"{f'calibration pilot {pilot} of {pilots}, ' if pilot else ''}round {round_}"
+def place(round_: int, stage: str) -> str:
+    """In words which round, and of which pilot; empty: of none."""
+    return f"{f'{stage}, ' if stage else ''}round {round_}"
 
 
 def sentence(words: str) -> str:

@@ -2,7 +2,7 @@
 
 One exchange makes a round. In exchange r the sites get the shared state after round r - 1; every site tests it, and
 those drawn for round r train from it. So the scores of a round arrive with the next one, and a last exchange is for
-them alone. In a calibration pilot there is nothing but that last exchange to test, with what the sites hold out.
+them alone. In a pilot there is nothing but that last exchange to test, with what the sites hold out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bpfed._util import text
-from bpfed._util.errors import UserError, first_of
+from bpfed._util.errors import Diverged, UserError, first_of
 from bpfed.aggregation.privacy import secret_normal
 from bpfed.aggregation.updates import finite
 from bpfed.config.reader import Config
@@ -28,7 +28,7 @@ from bpfed.data.federated import FederatedData
 from bpfed.deploy.protocol.messages import Reply, Request, size
 from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchema, StateSchemas, listed, schemas
 from bpfed.deploy.protocol.transport import Transport
-from bpfed.deploy.server.journal import Journal, sentence
+from bpfed.deploy.server.journal import FoundScores, Journal, sentence
 from bpfed.deploy.settings import Plan
 from bpfed.engine.evaluate import evaluated_clients
 from bpfed.engine.federation import Federation, check_run, suited
@@ -41,7 +41,7 @@ from bpfed.methods.base import State
 from bpfed.metrics import Form, Sums
 from bpfed.nn.networks import make_model
 from bpfed.runs.metadata import DEPLOYED, SITES, without_examples
-from bpfed.runs.pilot import as_pilot
+from bpfed.runs.pilot import as_pilot, selection_settings, with_candidates
 
 # --- One exchange of messages -----------------------------------------------------------------------------------------
 #
@@ -49,11 +49,15 @@ from bpfed.runs.pilot import as_pilot
 
 
 class SiteTask(NamedTuple):
-    """What a site is asked to do: to train; to test the state that is sent, on test examples or on those held out."""
+    """What a site is asked to do: to train; to test the state that is sent, on test examples or on those held out.
+
+    Of those held out a site tells slopes (``held``) in a calibration pilot, and a score in a selection pilot.
+    """
 
     train: bool
     test: bool
     held: bool = False
+    score: bool = False
 
 
 class Exchanged(NamedTuple):
@@ -100,13 +104,15 @@ class Exchange:
                 journal.run,
                 number,
                 train=what.train,
-                evaluate=what.test or what.held,
+                evaluate=what.test or what.held or what.score,
                 counted=journal.counted.get(site, 0),
                 facts=facts,
                 pilot=journal.pilot,
                 calibration_temperature=1.0
                 if journal.calibration_temperature is None
                 else journal.calibration_temperature,
+                candidate=journal.candidate,
+                fold=0 if journal.selection is None else journal.selection.fold,
                 shared=shared,
             ).write(down)
             for site, what in todo.items()
@@ -157,8 +163,15 @@ class Exchange:
             if isinstance(reply, str):
                 raise RejectedMessage(reply)
             schema: StateSchema | None = self.schemas.upload if asked.train else None
-            most = int((self.journal.sites[site].facts or {}).get("train", 0)) if asked.held else -1
-            answer = Reply.read(reply, schema, self.form if asked.test else None, most, self.task)
+            most = int((self.journal.sites[site].facts or {}).get("train", 0))
+            answer = Reply.read(
+                reply,
+                schema,
+                self.form if asked.test else None,
+                most if asked.held else -1,
+                self.task,
+                most if asked.score else -1,
+            )
             if answer.site != site:
                 raise RejectedMessage(f"it calls itself '{answer.site[:40]}'.")
             if answer.refused:
@@ -203,7 +216,7 @@ def method_rule(federation: Federation, uploads: State, weights: Tensor) -> Stat
 
 
 class Training:
-    """One training, the run itself or a calibration pilot: the rounds that are left of it, and the test of its last one.
+    """One training, the run itself or a pilot: the rounds that are left of it, and the test of its last one.
 
     Args:
         plan: Who belongs to it, how long to wait.
@@ -294,25 +307,37 @@ class Training:
             )
         return fitted(torch.stack([each.slopes for each in told]).sum(0)), examples
 
+    def held_out_scores(self, transport: Transport) -> FoundScores:
+        """After the last round of a selection pilot: how the candidate did on what each site holds out."""
+        told = {site: answer.score for site, answer in self._last(transport).items() if answer.score is not None}
+        if not any(score.examples for score in told.values()):
+            raise UserError(
+                "No site that tested the selection pilot holds out as many training examples as the minimum in its "
+                "deploy.toml, so nothing can be chosen; start the run again when others are online, or make the deployment "
+                "with --adapt off."
+            )
+        return FoundScores({site: (score.nll, score.examples) for site, score in told.items()})
+
     def _last(self, transport: Transport) -> dict[str, Reply]:
         """What the sites say of the last round, each tested on its own examples."""
         found: dict[str, Reply] = {}
-        wanted, piloted = self._tested(), self.journal.pilot > 0
-        todo = SiteTask(train=False, test=not piloted, held=piloted)
+        wanted, selection, stage = self._tested(), self.journal.selection is not None, self.journal.stage
+        todo = SiteTask(train=False, test=not stage, held=self.journal.pilot > 0, score=selection)
         for attempt in range(self.plan.attempts):
             if attempt:
-                what = (
-                    f"the held-out results of calibration pilot {self.journal.pilot}"
-                    if piloted
-                    else "the last round's scores"
-                )
+                what = f"the held-out results of {stage}" if stage else "the last round's scores"
                 missing_from = text.many(len(wanted) - len(found), "site")
                 self.say(f"Still waiting for {what} from {missing_from}; asking again.")
                 self.sleep(self.plan.pause)
             self.meet(transport)
             missing = [s for s in wanted if s not in found and self.journal.sites[s].ready]
+            before = {site: self.journal.sites[site].refused for site in missing}
             found |= self._asked(transport, self.federation.round + 1, dict.fromkeys(missing, todo))
             if len(found) == len(wanted):
+                break
+            # A site that refuses selection pilots does so in each of them.
+            refused = [site for site in missing if self.journal.sites[site].refused > before[site]]
+            if selection and len(found) + len(refused) == len(wanted):
                 break
         if not found:
             raise UserError(
@@ -374,10 +399,10 @@ class Training:
         here = sentence(self.journal.place(number))
         self.say(f"{here} of {settings.rounds}: {len(order)} uploads.{spent}")
 
-    def _not_finite(self, number: int, furthest: str) -> UserError:
+    def _not_finite(self, number: int, furthest: str) -> Diverged:
         """A round whose result cannot be used: the server stays where it is."""
         who = f"Site {furthest}. Stop that site, or set" if furthest else "Set"
-        return UserError(
+        return Diverged(
             f"{sentence(self.journal.place(number))} is not accepted, since the server's state would not be finite. "
             f"{who} max_update_ratio = 20 and max_sigma_ratio = 100 in the server's config.toml, so that such uploads "
             f"are refused, and start the run again; it resumes after round {number - 1}, or from an earlier one with "
@@ -386,7 +411,7 @@ class Training:
 
     def _scored(self, round_: int) -> bool:
         """Whether the scores of a round are asked for with the next one."""
-        return not self.journal.pilot and self.federation.settings.evaluated(round_)
+        return not self.journal.stage and self.federation.settings.evaluated(round_)
 
     def _tested(self) -> list[str]:
         """Sites that are tested, always the same ones."""
@@ -409,7 +434,14 @@ def _stacked(answers: Sequence[Reply]) -> State:
     return tree_map(lambda *leaves: torch.stack(leaves), *states) if states else ()
 
 
-def server_side(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any], pilot: int = 0) -> Federation:
+def server_side(
+    config: Config,
+    sites: tuple[str, ...],
+    facts: Mapping[str, Any],
+    pilot: int = 0,
+    candidate: tuple[int, ...] = (),
+    fold: int = 0,
+) -> Federation:
     """The server's side of a federation: the clients' names, and none of their examples.
 
     Args:
@@ -417,9 +449,12 @@ def server_side(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any]
         sites: The clients' names.
         facts: What their data have in common.
         pilot: Which calibration pilot it is, from 1; 0: the run itself. All start with the run's first weights.
+        candidate: Settings of the method that were chosen, or are tried (`bpfed.runs.pilot.with_candidates`).
+        fold: In a selection pilot, which part of their training examples sites hold out, from 1; 0: it is none.
     """
-    method, data = config.method, _known(config, sites, facts)
-    settings = suited(method, config.run, len(sites))
+    method, data = with_candidates(config.method, candidate), _known(config, sites, facts)
+    asked = replace(config.run, adapt="off") if candidate else config.run
+    settings = suited(method, selection_settings(asked, fold - 1) if fold else asked, len(sites))
     check_run(method, settings, len(sites), facts["task"])
     model = make_model(torch.zeros(2, *data.input_shape), data.task_type, data.classes, method, settings)
     first = method.init(model)

@@ -1,18 +1,23 @@
-"""The server of a deployed federation: it meets its sites, runs calibration pilots if asked to, and makes the run."""
+"""The server of a deployed federation: it meets its sites, runs pilots if asked to, and makes the run."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from bpfed._util.errors import UserError
-from bpfed._util.files import writing
+from bpfed._util import text
+from bpfed._util.errors import Diverged, UserError
+from bpfed._util.files import to_json, write_whole, writing
 from bpfed._util.paths import PILOTS
 from bpfed.config.reader import Config
 from bpfed.data.federated import FederatedData
@@ -21,7 +26,7 @@ from bpfed.data.tabular.federate import not_inputs
 from bpfed.deploy.protocol.messages import fingerprint
 from bpfed.deploy.protocol.state_schema import schemas
 from bpfed.deploy.protocol.transport import Transport
-from bpfed.deploy.server.journal import Found, Journal
+from bpfed.deploy.server.journal import FOUND, GIVEN, SELECTION, Found, FoundScores, Journal, SelectionPilot
 from bpfed.deploy.server.roster import Roster, SiteStatus
 from bpfed.deploy.server.rounds import Rule, Training, method_rule, server_side
 from bpfed.deploy.server.status import Status
@@ -33,7 +38,18 @@ from bpfed.inference.tasks import get_task, inferred
 from bpfed.nn.networks import make_model
 from bpfed.report import RunRecord
 from bpfed.report.record import temperature_name
-from bpfed.runs.pilot import common
+from bpfed.runs.pilot import (
+    FOLDS,
+    Scores,
+    Unscored,
+    candidate_count,
+    check_selection,
+    common,
+    offers_choice,
+    select,
+    selection_folds,
+    selection_settings,
+)
 
 # --- What can be said against a deployment before a site has joined: said when it is made, and not at the sites -------
 
@@ -52,6 +68,7 @@ def check_deployment(config: Config, sites: int, data: FederatedData | None = No
     method, settings = config.method, suited(config.method, config.run, sites)
     task = config.data.task if data is None else data.task
     check_run(method, settings, sites, task)
+    check_selection(method, settings)
     by = Holdout.of(config.data.holdout)
     if by is not None and by.kind == "group" and settings.calibration > 0.0:
         raise UserError(
@@ -76,7 +93,8 @@ class Server:
     Attributes:
         sites: What is known of each site, by name.
         journal: Of the run itself.
-        training: The calibration pilot or run that is under way; None: none is yet.
+        training: The pilot or run that is under way; None: none is yet.
+        candidate: The settings of the method that were chosen in selection pilots; empty: there were none.
 
     Args:
         folder: Where the run is kept: the files of any run folder, and ``status.json``.
@@ -111,6 +129,7 @@ class Server:
         self.pilots = [self._journal(folder, number) for number in range(1, config.run.calibration_pilots + 1)]
         self.status = Status(folder, config.run, self.sites)
         self.training: Training | None = None
+        self.candidate: tuple[int, ...] = ()
 
     @property
     def federation(self) -> Federation:
@@ -138,6 +157,11 @@ class Server:
 
     def _serve(self, transport: Transport) -> RunRecord:
         training = self._begin(transport)
+        if training is None:
+            facts = self._given() or self._agreed()
+            if offers_choice(self.config.method, self.config.run):
+                self._select(transport, facts)
+            training = self._take_up(facts)
         while training.journal.pilot:
             self._rounds(transport, training)
             self._conclude(training, *training.held_out(transport))
@@ -148,25 +172,128 @@ class Server:
         self._note("finished")
         return record
 
-    def _begin(self, transport: Transport) -> Training:
-        """Meet the sites, and take up the run where it is."""
+    def _begin(self, transport: Transport) -> Training | None:
+        """Meet the sites, and take up the run where it is; None: neither it nor a calibration pilot has begun."""
         newest = (self.journal, *reversed(self.pilots))
         kept = next((found for journal in newest if (found := journal.kept()) is not None), None)
         if kept is not None:
             for site in self.sites.keys() & kept["sites"].keys():
                 self.sites[site] = SiteStatus(**kept["sites"][site])
+            self.candidate = tuple(kept.get("candidate", ()))
             self._take_up(kept["facts"])
         self._note("waiting for sites")
         self._wait(transport, len(self.sites) if kept is None else 1)
-        return self.training or self._take_up(self._agreed())
+        return self.training
+
+    # --- selection pilots ---------------------------------------------------------------------------------------------
+
+    def _select(self, transport: Transport, facts: dict[str, Any]) -> None:
+        """Choose the settings that the method offers, as `bpfed.runs.pilot.choose` does in a simulation.
+
+        Selection pilots that are over are not repeated after a restart.
+        """
+        method, settings = self.config.method, self.config.run
+        folds, rounds = self._folds(facts), selection_settings(settings).rounds
+        count = candidate_count(method)
+        self.say(
+            f"Choosing between {count} settings on held-out training examples first, in {count * folds} selection pilots of "
+            f"{text.many(rounds, 'round')}: {count * folds * rounds} rounds before the {settings.rounds} of the run. A deployment that is "
+            "made with --adapt off has none."
+        )
+        numbers = itertools.count(1)
+
+        def scored(candidates: Sequence[tuple[int, ...]]) -> list[Scores]:
+            pilots = [
+                [SelectionPilot(candidate, fold, next(numbers), count * folds) for fold in range(1, folds + 1)]
+                for candidate in candidates
+            ]
+            return [self._scores([self._piloted(transport, facts, pilot) for pilot in each]) for each in pilots]
+
+        try:
+            choice = select(method, scored)
+        except Unscored:
+            for path in (self.journal.home / PILOTS / SELECTION).glob(f"*/{FOUND}"):
+                path.unlink()  # so that they are tested again, when other sites are there
+            raise
+        self.candidate = choice.chosen
+        self.say(choice.words)
+        told = choice.stages[-1][choice.chosen[-1]].examples
+        if silent := [site for site, examples in zip(self.plan.sites, told, strict=True) if not examples]:
+            self.say(f"Sites without a score of every candidate had no part in this choice: {', '.join(silent)}.")
+
+    def _piloted(self, transport: Transport, facts: dict[str, Any], pilot: SelectionPilot) -> FoundScores:
+        """What a selection pilot finds, or has found before."""
+        journal = Journal(self.journal.home, self.config, self.fingerprint, self.sites, self.say, selection=pilot)
+        journal.facts = facts
+        if (before := journal.found_scores()) is not None:
+            return before
+        federation = server_side(self.config, self.plan.sites, facts, candidate=pilot.candidate, fold=pilot.fold)
+        self.training = Training(self.plan, federation, journal, self._meet, self.rule, self.say, self.sleep)
+        if journal.kept() is not None:
+            journal.restore(federation)
+        else:
+            journal.begin(federation)
+        try:
+            self._rounds(transport, self.training)
+            found = self.training.held_out_scores(transport)
+        except Diverged as error:
+            self.say(f"These settings are not chosen. {error}")
+            found = FoundScores({}, diverged=True)
+        journal.conclude_scores(found)
+        return found
+
+    def _scores(self, folds: Sequence[FoundScores]) -> Scores:
+        """The scores of a candidate, summed over folds, in the order of the sites; 0 where a site has told none."""
+        if any(found.diverged for found in folds):
+            return Scores(np.full(len(self.plan.sites), math.inf), np.ones(len(self.plan.sites)))
+        sums, examples = np.zeros((2, len(self.plan.sites)))
+        for found in folds:
+            for at, site in enumerate(self.plan.sites):
+                nll, number = found.scores.get(site, (0.0, 0))
+                sums[at] += math.inf if nll is None else nll  # a file has null for what is not finite
+                examples[at] += number
+        return Scores(sums, examples)
+
+    def _folds(self, facts: dict[str, Any]) -> int:
+        """How many folds there are: as before, where selection pilots were broken off."""
+        path = self.journal.home / PILOTS / GIVEN
+        if path.exists():
+            return int(json.loads(path.read_text())["folds"])
+        by = Holdout.of(self.config.data.holdout)
+        examples = sum(int(told.get("train", 0)) for told in self._facts().values())
+        folds = selection_folds(examples, by is not None and by.kind == "time")
+        write_whole(path, to_json({"fingerprint": self.fingerprint, "folds": folds, "facts": facts}))
+        return folds
+
+    def _given(self) -> dict[str, Any] | None:
+        """What all sites' data have in common by selection pilots that were broken off; None: none were."""
+        path = self.journal.home / PILOTS / GIVEN
+        if not path.exists():
+            return None
+        try:
+            given = json.loads(path.read_text())
+            same, facts = given["fingerprint"] == self.fingerprint, dict(given["facts"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"'{path}' is damaged ({error}); delete '{path.parent}' to choose again.") from error
+        if not same:
+            raise UserError(
+                f"The run in '{self.journal.home}' has a different configuration; move that folder away to start a new run."
+            )
+        return facts
+
+    # --- calibration pilots and the run -------------------------------------------------------------------------------
 
     def _take_up(self, facts: dict[str, Any]) -> Training:
         """What is next: the run where it has begun, else the first calibration pilot that is not over, else the run."""
         over = [] if self.journal.kept() is not None else [pilot.found() for pilot in self.pilots]
         journal = self.pilots[over.index(None)] if None in over else self.journal
-        journal.facts = facts
+        journal.facts, journal.candidate = facts, self.candidate
+        if self.candidate:
+            self.status.chosen_in = (
+                candidate_count(self.config.method) * FOLDS * selection_settings(self.config.run).rounds
+            )
         self._remark(facts)
-        federation = server_side(self.config, self.plan.sites, facts, journal.pilot)
+        federation = server_side(self.config, self.plan.sites, facts, journal.pilot, journal.candidate)
         training = Training(self.plan, federation, journal, self._meet, self.rule, self.say, self.sleep)
         if journal.kept() is not None:
             journal.restore(federation)

@@ -14,6 +14,7 @@ from bpfed._util.text import plain
 from bpfed.config.settings import Settings
 from bpfed.deploy.server.journal import Journal, place
 from bpfed.deploy.server.roster import SiteStatus
+from bpfed.runs.pilot import selection_settings
 
 STATUS = "status.json"
 
@@ -23,6 +24,7 @@ class Status:
 
     Attributes:
         notes: What whoever watches should know of the sites' data, in sentences.
+        chosen_in: Rounds of selection pilots, at most, once they are over.
 
     Args:
         folder: The run folder.
@@ -33,6 +35,7 @@ class Status:
     def __init__(self, folder: Path, settings: Settings, sites: dict[str, SiteStatus]) -> None:
         self.path, self.settings, self.sites = folder / STATUS, settings, sites
         self.notes: list[str] = []
+        self.chosen_in = 0
         self._state = "starting"
 
     def write(
@@ -47,6 +50,10 @@ class Status:
             error: What has stopped it.
         """
         self._state = state or self._state
+        rounds, before = self.settings.rounds, self.chosen_in
+        if journal.selection is not None:
+            rounds = selection_settings(self.settings).rounds
+            before = (journal.selection.number - 1) * rounds
         sites = {
             site: {
                 "online": seen.node is not None,
@@ -69,7 +76,9 @@ class Status:
             "pid": os.getpid(),
             "at": time.time(),
             "round": round_,
-            "rounds": self.settings.rounds,
+            "rounds": rounds,
+            "stage": journal.stage,
+            "before": before,
             "pilot": journal.pilot,
             "pilots": self.settings.calibration_pilots,
             "learnt": journal.learnt,
@@ -82,12 +91,19 @@ class Status:
 
 def where(found: Mapping[str, Any], further: int = 0) -> str:
     """How far a run is by its status, or which round comes so much later: ``calibration pilot 1 of 3, round 4 of 20``."""
-    words = place(found["round"] + further, found.get("pilot", 0), found.get("pilots", 0))
-    return f"{words} of {found['rounds']}"
+    return f"{place(found['round'] + further, stage(found))} of {found['rounds']}"
+
+
+def stage(found: Mapping[str, Any]) -> str:
+    """In words which pilot is under way by its status; empty: the run itself."""
+    if "stage" in found or not found.get("pilot"):
+        return str(found.get("stage", ""))
+    return f"calibration pilot {found['pilot']} of {found['pilots']}"  # by an earlier version
 
 
 def done(found: Mapping[str, Any]) -> int:
-    """Rounds done by its status, those of calibration pilots among them."""
-    pilots = found.get("pilots", 0)
-    before = (found.get("pilot", 0) or pilots + 1) - 1
-    return int(before * found["rounds"] + found["round"])
+    """Rounds done by its status, those of pilots among them."""
+    pilots, before = found.get("pilots", 0), int(found.get("before", 0))
+    if found.get("stage", "").startswith("selection"):
+        return before + int(found["round"])
+    return before + int(((found.get("pilot", 0) or pilots + 1) - 1) * found["rounds"] + found["round"])

@@ -1,6 +1,6 @@
 """What a site lets a server ask of it: limits that are its own, and a count of what was asked, on its own disk.
 
-No message changes any of it: limits are in the site's ``deploy.toml``, rounds, calibration pilots and what is tested in its
+No message changes any of it: limits are in the site's ``deploy.toml``, rounds, pilots and what is tested in its
 ``config.toml``. What goes beyond them is refused in a sentence that names the setting.
 """
 
@@ -19,9 +19,11 @@ from typing import Any
 from bpfed._util.errors import UserError
 from bpfed._util.files import to_json, write_whole, writing
 from bpfed.config.migrations import OLD_PILOT
+from bpfed.config.reader import Config
 from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, Settings
 from bpfed.deploy.protocol.messages import Request
 from bpfed.deploy.protocol.state_schema import RejectedMessage
+from bpfed.runs.pilot import FOLDS, candidate_count, offers_choice
 
 # --- What is said of a full disk in a deployment, where nothing is continued with ``--resume`` ------------------------
 
@@ -56,6 +58,7 @@ class Limits:
     scores_per_day: int = 10_000
     runs_per_day: int = 10
     runs_kept: int = 5
+    selection_pilots: bool = True
 
     def told(self, examples: int) -> int:
         """A number of training examples as it is told: fewer than the minimum are told as that."""
@@ -83,6 +86,32 @@ def check_request(request: Request, settings: Settings) -> None:
         )
 
 
+def check_candidate(request: Request, config: Config, limits: Limits) -> None:
+    """Refuse a selection pilot that this site does not take part in, and settings that its own method does not offer."""
+    places, offered = request.candidate, config.method.candidates() if offers_choice(config.method, config.run) else ()
+    if request.fold and not limits.selection_pilots:
+        raise RejectedMessage(
+            "it asks for a selection pilot; 'selection_pilots' of this site's deploy.toml refuses them."
+        )
+    if not 0 <= request.fold <= (FOLDS if offered else 0):
+        raise RejectedMessage(
+            f"it is for fold {request.fold} of a selection pilot, which this site's config.toml has not."
+        )
+    least = 0 if request.round == 0 else 1 if request.fold else len(offered)
+    if not least <= len(places) <= len(offered) or not all(
+        0 <= at < len(stage) for at, stage in zip(places, offered, strict=False)
+    ):
+        raise RejectedMessage(
+            f"it names the candidate {list(places)}, which is none that {config.method.name} offers here."
+        )
+
+
+def most_pilots(config: Config) -> int:
+    """How many pilots of both kinds there are before a run, at most."""
+    selection = candidate_count(config.method) * FOLDS if offers_choice(config.method, config.run) else 0
+    return config.run.calibration_pilots + selection
+
+
 class Requests:
     """Counts what is asked of a site, and refuses what is beyond its limits; the count is on the disk before any answer.
 
@@ -91,7 +120,7 @@ class Requests:
     Args:
         folder: Of the site's states; each run has a folder in it, and the count is a file.
         limits: The site's own.
-        pilots: Calibration pilots of each run.
+        pilots: Calibration and selection pilots of each run, at most.
         say: Called with each message for the site's owner.
         today: Gives the day's number.
     """
@@ -111,10 +140,10 @@ class Requests:
         kept, limits = self._read(), self.limits
         if (day := self.today()) > kept["day"]:
             kept |= {"day": day, "scores": 0, "runs": 0, "asked": {word: {} for word in kept["asked"]}}
-        word = f"pilot {request.run}" if request.pilot else request.run
+        word = f"pilot {request.run}" if request.of_pilot else request.run
         if word not in kept["asked"]:
             kept["runs"] += 1
-            # Each calibration pilot has a word of its own, as the run has.
+            # Each pilot has a word of its own, as the run has.
             if kept["runs"] > limits.runs_per_day * (1 + self.pilots):
                 raise _beyond(f"one more run, and this site takes part in {limits.runs_per_day} a day", "runs_per_day")
             kept["asked"][word] = {}

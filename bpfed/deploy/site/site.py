@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
 import time
@@ -24,10 +25,10 @@ from bpfed.config.reader import Config
 from bpfed.config.registry import allowing
 from bpfed.data.federated import HELD, parted
 from bpfed.deploy.logs import fail, warn
-from bpfed.deploy.protocol.messages import MOST, Reply, Request, fingerprint, shared_of
+from bpfed.deploy.protocol.messages import MOST, HeldOutScore, Reply, Request, fingerprint, shared_of
 from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchemas, Upload, schemas
 from bpfed.deploy.site.data import Source
-from bpfed.deploy.site.limits import Limits, Requests, check_request
+from bpfed.deploy.site.limits import Limits, Requests, check_candidate, check_request, most_pilots
 from bpfed.deploy.site.states import States, keep, previous
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
@@ -36,7 +37,7 @@ from bpfed.engine.state_store import Layout
 from bpfed.inference.calibration import PLACES, HeldOutSlopes
 from bpfed.methods.base import RunShape, State
 from bpfed.metrics import Evaluation, Sums
-from bpfed.runs.pilot import as_pilot
+from bpfed.runs.pilot import as_pilot, selection_settings, with_candidates
 
 #: Changes what a site is about to send: (upload, the shared state it started from, round) to an upload of the same
 #: pattern.
@@ -74,10 +75,10 @@ class Site:
     ) -> None:
         self.folder, self.name, self.config, self.source = folder, name, config, source
         self.transform, self.say, self.own, self.limits, self.plugins = transform, say, own, limits, plugins
-        self.requests = Requests(folder, limits, config.run.calibration_pilots, say)
+        self.requests = Requests(folder, limits, most_pilots(config), say)
         self.fingerprint = fingerprint(config)
         self.schemas: StateSchemas | None = None
-        self._federation: tuple[tuple[str, int], Federation] | None = None
+        self._federation: tuple[tuple[object, ...], Federation] | None = None
         self._work = 0.0
         self._untold = 0
         self._told: set[str] = set()
@@ -112,7 +113,8 @@ class Site:
             raise RejectedMessage(
                 "the server's configuration differs from this site's; give both the same config.toml."
             )
-        check_request(request, self.config.run)
+        check_candidate(request, self.config, self.limits)
+        check_request(request, selection_settings(self.config.run) if request.fold else self.config.run)
         if request.round == 0:
             facts = self.source.facts()
             facts["train"] = self.limits.told(facts["train"])
@@ -122,7 +124,9 @@ class Site:
         # As it told before, with the rows that are left out and without those that have come since: the difference would
         # be the count of a rare class, or of the new rows.
         answer = self._plain(request, train=self.limits.told(self._trained_on(federation) + self._untold))
-        if request.evaluate and request.pilot:
+        if request.evaluate and request.fold:
+            answer = replace(answer, score=self._score(federation))
+        elif request.evaluate and request.pilot:
             answer = replace(answer, held=self._held(federation))
         elif request.evaluate:
             answer = replace(answer, sums=self._evaluate(federation, request))
@@ -133,14 +137,14 @@ class Site:
 
     def _placed(self, request: Request, record: RecordDict) -> Federation:
         """A federation of this client alone, as it was after the round before the one that is asked for."""
-        if not request.pilot:
+        if not request.of_pilot:
             self._forget_pilots()
-        wanted = request.facts, request.pilot
+        wanted = request.facts, request.pilot, request.candidate, request.fold
         if self._federation is None or self._federation[0] != wanted:
-            self._federation = wanted, self._start(request.facts, request.pilot)
+            self._federation = wanted, self._start(request)
         federation = self._federation[1]
         federation.learnt_temperature = (
-            request.calibration_temperature if self.config.run.calibration_pilots and not request.pilot else None
+            request.calibration_temperature if self.config.run.calibration_pilots and not request.of_pilot else None
         )
         assert self.schemas is not None
         federation.round = request.round - 1
@@ -149,7 +153,7 @@ class Site:
         found, row = self._states(request).at(request.counted)
         if found != request.counted:
             self.say(f"The personal state of round {request.counted} is lost; resuming from that of round {found}.")
-        layout = Layout(self.config.method.init(federation.model).personal)
+        layout = Layout(federation.method.init(federation.model).personal)
         if row is None:
             row = layout.first.cpu()
         if len(row) != layout.width:
@@ -159,9 +163,9 @@ class Site:
         federation.store.put(_ONLY, layout.unpack(row[None]))
         return federation
 
-    def _start(self, facts: str, pilot: int) -> Federation:
+    def _start(self, request: Request) -> Federation:
         try:
-            common: dict[str, Any] = json.loads(facts)
+            common: dict[str, Any] = json.loads(request.facts)
             sites, longest = common["sites"], common["longest"]
         except (ValueError, TypeError, KeyError):
             raise RejectedMessage("what it sent about the sites' data cannot be read.") from None
@@ -174,13 +178,18 @@ class Site:
         self._untold = int(self.source.facts()["train"]) - int(data.train.sizes[0])
         self._tell(data.notes)
         settings = replace(self.config.run, participants=None, eval_clients=None, store="memory")
-        method = self.config.method.guarded(self.limits.minimum)
+        method = with_candidates(self.config.method, request.candidate).guarded(self.limits.minimum)
+        if request.fold:  # with first weights of its own
+            settings, seed = selection_settings(settings, request.fold - 1), selection_settings(settings).seed
+            data = data.folds(request.fold, HELD, seed)[-1]
+        elif request.candidate:
+            settings = replace(settings, adapt="off")  # since it is chosen
         federation = Federation.start(method, data, settings)
         if (whose := federation.method.whose(federation.model)) not in self._told:
             self._told.add(whose)
             self.say(f"Weights of this site and of all sites: {whose}.")
-        if pilot:  # with other examples and another seed, from the same first weights
-            settings = as_pilot(settings, pilot)
+        if request.pilot:  # with other examples and another seed, from the same first weights
+            settings = as_pilot(settings, request.pilot)
             cut = parted(federation.data, HELD, settings.seed)
             federation = Federation.of(method, cut, settings, federation.model)
         together = self.config.run.per_round(sites)
@@ -238,16 +247,33 @@ class Site:
             raise RejectedMessage("it asks for held-out results in the middle of a calibration pilot.")
         start, examples = time.perf_counter(), len(federation.data.test.y)
         federation.settle()
-        if 0 < examples < self.limits.minimum:
-            self._note(
-                f"This site holds out {examples} training examples in a calibration pilot, fewer than its minimum of "
-                f"{self.limits.minimum}, so it tells nothing of them."
-            )
-            examples = 0
+        examples = self._told_of(examples, "calibration")
         found = evaluate_clients(federation)[0].slopes if examples else None
         slopes = found() if found is not None else torch.zeros(PLACES, dtype=torch.float64)
         self._work += time.perf_counter() - start
         return HeldOutSlopes(examples, slopes)
+
+    def _score(self, federation: Federation) -> HeldOutScore:
+        """At the end of a selection pilot, the sum of the scores of the examples held out."""
+        if not federation.finished:
+            raise RejectedMessage("it asks for held-out scores in the middle of a selection pilot.")
+        start = time.perf_counter()
+        federation.settle()
+        examples, nll = self._told_of(len(federation.data.test.y), "selection"), 0.0
+        if examples:
+            nll = float(evaluate_clients(federation)[0].scores["nll"].clients[0]) * examples
+        self._work += time.perf_counter() - start
+        return HeldOutScore(examples, nll if math.isfinite(nll) else math.inf)
+
+    def _told_of(self, examples: int, kind: str) -> int:
+        """So many examples held out in a pilot, or none, where they are too few to tell of."""
+        if 0 < examples < self.limits.minimum:
+            self._note(
+                f"This site holds out {examples} training examples in a {kind} pilot, fewer than its minimum of "
+                f"{self.limits.minimum}, so it tells nothing of them."
+            )
+            return 0
+        return examples
 
     def _untested(self, federation: Federation) -> tuple[Evaluation, Tensor]:
         """What is said of a site without test examples: nothing, in the form of something."""
@@ -291,18 +317,18 @@ class Site:
             upload = self.transform(upload, federation.shared, request.round)
         # On the disk before it is sent: a server that counts it may rely on it.
         self._states(request).put(request.round, self._row(federation, finished.personal), request.counted)
-        if not request.pilot:
+        if not request.of_pilot:
             self.requests.train(request.run)
         if self._trained_on(federation) < self.limits.minimum:  # a loss of so few examples tells of each
             return upload, {}
         return upload, {name: float(value[0]) for name, value in finished.info.items()}
 
     def _row(self, federation: Federation, personal: State) -> Tensor:
-        layout = Layout(self.config.method.init(federation.model).personal)
+        layout = Layout(federation.method.init(federation.model).personal)
         return layout.pack(personal)[0] if layout.width else torch.zeros(0)
 
     def _states(self, request: Request) -> States:
-        folder = self.folder / PILOTS if request.pilot else self.folder
+        folder = self.folder / PILOTS if request.of_pilot else self.folder
         return States(folder, self.name, request.run, self.config.run.checkpoints)
 
     def _forget_pilots(self) -> None:
