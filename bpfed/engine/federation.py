@@ -204,6 +204,7 @@ class Federation:
         cls, method: Method, data: FederatedData, settings: Settings, model: Model, folder: Path | None = None
     ) -> Federation:
         """All clients and the server in their first states, on the device of ``model``."""
+        settings = settings if settings.members else replace(settings, members=model.members)
         check_layout(method, model)
         if settings.clip > 0.0:
             check_updates(method, model)
