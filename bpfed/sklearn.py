@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, Self
 
 import numpy as np
@@ -346,4 +347,6 @@ def _seed(random_state: Any) -> int:
         return 0
     if isinstance(random_state, np.random.RandomState):
         return int(check_random_state(random_state).randint(2**31 - 1))
+    if not isinstance(random_state, Integral):
+        raise InvalidInput(f"random_state is {random_state!r}, but must be a whole number, a RandomState or None.")
     return int(random_state)
