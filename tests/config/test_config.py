@@ -245,10 +245,10 @@ def test_another_network_is_another_run(write, name: str) -> None:
 
 
 def test_what_a_run_noted_of_itself_is_a_promise(write) -> None:
-    path = write('bpfed = "0.0.1"\n[data]\nfingerprint = "ab"\nprotocol = "own"\n[model]\nweights = 3\n')
+    path = write('bpfed = "0.9.0"\n[data]\nfingerprint = "ab"\nprotocol = "own"\n[model]\nweights = 3\n')
     config = read(path)
     assert config.recorded == {"data": {"fingerprint": "ab", "protocol": "own"}, "model": {"weights": 3}}
-    assert config.notes[0].startswith("'c.toml' was written by bpfed 0.0.1, but this is ")
+    assert config.notes[0].startswith("'c.toml' was written by bpfed 0.9.0, but this is ")
     made = {"data": {"fingerprint": "ab", "protocol": "own"}, "model": {"weights": 3, "more": 1}}
     config.confirm(made)
     with pytest.raises(
