@@ -51,7 +51,7 @@ def tune(
     ] = 0.2,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, e.g. method.sigma=0.02; repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, e.g. method.lr=0.01; repeatable."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the trials. \\[default: runs/tune-DATA-METHOD]", show_default=False)

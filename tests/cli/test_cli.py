@@ -111,7 +111,7 @@ def test_a_linear_model_is_a_flag_and_its_run_can_be_repeated_resumed_and_used(b
 
 def test_the_config_of_a_run_repeats_it(bpfed: Command) -> None:
     args = ("--partition", "dirichlet:0.123456789", "--test-fraction", "0.3", "--data-seed", "3", "--seed", "5")
-    bpfed.ok(*SMALL, "--rounds", "2", *args, "--set", "method.sigma=0.02", "--participants", "2", "--out", "a")
+    bpfed.ok(*SMALL, "--rounds", "2", *args, "--set", "method.head_sigma=0.02", "--participants", "2", "--out", "a")
     bpfed.ok("run", "a/config.toml", "--out", "b", "--quiet")
     assert metrics(Path("a")) == metrics(Path("b"))
     assert Path("a/config.toml").read_text() == Path("b/config.toml").read_text()
