@@ -18,7 +18,7 @@ from bpfed._util.errors import UserError
 from bpfed.inference.counts import Counted, Counts, Poisson, deviance, evaluate_counts, predict_counts
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.predictive import GaussianPredictive
-from bpfed.metrics.sums import levels
+from bpfed.metrics.sums import nominal_levels
 from bpfed.nn.model import Model
 
 RATES, WEIGHTS = np.array([0.3, 2.0, 40.0]), np.array([0.5, 0.3, 0.2])
@@ -80,7 +80,7 @@ def test_calibrated_counts_have_no_calibration_error_and_a_dispersion_of_one() -
         return evaluate_counts(mean, mean.sqrt(), nll, below, upto, part, torch.tensor([0, 1]), 10, mean, {}).sums
 
     found = [sums(k).further for k in y]
-    for k, level in enumerate(levels(10)):
+    for k, level in enumerate(nominal_levels(10)):
         held = sum(share * float(each[f"inside_{k}"]) for share, each in zip(shares, found, strict=True))
         assert held == pytest.approx(float(level), abs=1e-9)
     assert sum(w * float(each["dispersion"]) for w, each in zip(shares, found, strict=True)) == pytest.approx(1.0)
