@@ -169,7 +169,7 @@ def test_tied_weights_are_personal_in_both_uses_and_that_is_said():
     assert model.local == {"body.weight", "body.bias"}
 
 
-@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("members", [2])
 def test_the_order_of_attributes_changes_nothing(members):
     parts = {"fc1": linear(4, 8), "fc2": linear(8, 3), "norm": lambda: nn.LayerNorm(8)}
 
