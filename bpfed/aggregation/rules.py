@@ -73,10 +73,8 @@ def rule(name: str) -> Rule:
 # Each coordinate is taken from the middle of the uploads.
 #
 # Of S uploads up to k may be anything at all: where the k least and the k greatest values are left out, what remains
-# lies
-# between the least and the greatest of the others (Yin et al. 2018). They act on means and on standard deviations
-# alike,
-# and a middle of positive numbers is positive.
+# lies between the least and the greatest of the others (Yin et al. 2018). They act on means and on standard deviations
+# alike, and a middle of positive numbers is positive.
 
 
 def left_out(share: float, count: int) -> int:

@@ -68,8 +68,7 @@ def rounded(examples: np.ndarray, fraction: float) -> np.ndarray:
 #
 # The last rows of each client by time, or whole groups of its rows.
 #
-# Rows drawn at random flatter a model where neighbours are alike, such as overlapping windows or visits of one
-# patient:
+# Rows drawn at random flatter a model where neighbours are alike, such as overlapping windows or visits of one patient:
 # what is held out was nearly seen in training.
 
 _MONTH = re.compile(r"\d{4}-\d{2}")

@@ -218,11 +218,10 @@ def tempered(probs: Tensor, temperature: Tensor | float) -> Tensor:
 
 # --- One calibration temperature for the examples of clients that never meet, from sums over the examples of each --------------------
 #
-# `bpfed.inference.calibration.temperatures` and `common_scale_factor` find the calibration temperature 1/β at which the slope of a convex
-# loss in β is
-# zero. That slope is a sum over examples, so each client can send its part of it, at a few fixed β; the sum of all
-# parts
-# and of the prior's changes its sign at the calibration temperature of all examples together.
+# `bpfed.inference.calibration.temperatures` and `common_scale_factor` find the calibration temperature 1/β at which the
+# slope of a convex loss in β is zero. That slope is a sum over examples, so each client can send its part of it, at a
+# few fixed β; the sum of all parts and of the prior's changes its sign at the calibration temperature of all examples
+# together.
 
 #: Places at which slopes are sent. With this many the calibration temperature is off by less than a ten-thousandth.
 PLACES = 257

@@ -137,10 +137,8 @@ def descent(
 #
 # Variational online Newton steps on a mean-field Gaussian, here with any Gaussian prior.
 #
-# Shen et al.: Variational Learning is Effective for Large Deep Networks, 2024, arXiv 2402.17641, Algorithm 1. There
-# the
-# prior is N(0, 1/(λδ)), the loss a mean over n examples, h the running estimate of its curvature and σ² = 1/(λ(h +
-# δ)).
+# Shen et al.: Variational Learning is Effective for Large Deep Networks, 2024, arXiv 2402.17641, Algorithm 1. There the
+# prior is N(0, 1/(λδ)), the loss a mean over n examples, h the running estimate of its curvature and σ² = 1/(λ(h + δ)).
 # Here the objective is E_q[L(w)] + T · KL(q ‖ π) with L the sum of −log p over a client's examples and π = N(m_π, s²)
 # weight by weight. Put λ = n/T and λδ = 1/s²; then λ(h + δ) is q's precision Λ = 1/σ² itself, δ m becomes δ (m − m_π),
 # and the algorithm reads, with ĝ and ĥ the estimated gradient and curvature of L:

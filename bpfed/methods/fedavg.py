@@ -43,8 +43,7 @@ class FedAvg(Point):
 #
 # Every client trains the common network further on its own data before it predicts.
 #
-# Yu, Bagdasaryan, Shmatikov: Salvaging Federated Learning by Local Adaptation, 2020 (its fine-tuning). Rounds are
-# those
+# Yu, Bagdasaryan, Shmatikov: Salvaging Federated Learning by Local Adaptation, 2020 (its fine-tuning). Rounds are those
 # of FedAvg, ``BPFed.dirac(personal="none", keep_adam=False)``; fine-tuning is one more local round from the server's
 # weights, of which nothing is uploaded.
 

@@ -52,8 +52,7 @@ def per_head(model: Model) -> float:
 # The biases of a head, which say how frequent a class is at a client, whatever the example.
 #
 # A client knows how frequent its classes are before it has learnt anything else. So its head starts with these levels,
-# and its prior is around them: where nineteen patients in twenty are ill, learning that by steps of the optimiser
-# would
+# and its prior is around them: where nineteen patients in twenty are ill, learning that by steps of the optimiser would
 # take most of a short run. Labels are counted where they are; nothing of it is uploaded.
 
 
@@ -90,15 +89,13 @@ def class_log_prior(counts: Tensor) -> Tensor:
 # How probable its model thinks they are, and how rare its labels show they are.
 #
 # A bias has a prior, and so a class without a single example keeps some probability p̄ at a client. Training yields it
-# at
-# no cost: the data term's gradient in the bias of class c is Σ_j (p_c(x_j) − 1[y_j = c]), that is n p̄ for a class
-# that
-# is never the label. (It is p̄ with the weights that the client has in its last steps; those it predicts with are
+# at no cost: the data term's gradient in the bias of class c is Σ_j (p_c(x_j) − 1[y_j = c]), that is n p̄ for a class
+# that is never the label. (It is p̄ with the weights that the client has in its last steps; those it predicts with are
 # averaged after that, and hardly differ where steps have become small.) The rule of succession, with one more example
-# that is shared out among all K classes, gives w = 1/(K (n + 1)). Where a client has classes with a single example, there
-# are likely more to come: by Good and Turing, new classes together are as frequent as those seen once, which gives
-# w = n₁/(U (n + 1)) for n₁ classes seen once and U not seen; the larger of the two is used. Where p̄ is above w, the odds
-# of the class are multiplied by
+# that is shared out among all K classes, gives w = 1/(K (n + 1)). Where a client has classes with a single example,
+# there are likely more to come: by Good and Turing, new classes together are as frequent as those seen once, which
+# gives w = n₁/(U (n + 1)) for n₁ classes seen once and U not seen; the larger of the two is used. Where p̄ is above w,
+# the odds of the class are multiplied by
 #
 #     w (1 − Σ p̄) / (p̄ (1 − Σ w)),    sums over all such classes,
 #

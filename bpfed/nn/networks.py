@@ -114,6 +114,11 @@ def default(
         return SkipMLP(inputs, outputs, width) if network == "skip" else mlp(inputs, outputs, (width,))
 
 
+def members_of(method: AnyMethod, settings: Settings, flat: bool) -> int:
+    """How many networks are trained; ``flat``: inputs are rows of numbers, and the network is made here."""
+    return settings.members or (method.flat_members if flat else 1)
+
+
 def make_model(
     example: Inputs,
     task: Task,
@@ -147,17 +152,15 @@ def make_model(
             f"The likelihood is a {type(likelihood).__name__}, but the targets are {task.targets}, for which predictions "
             f"are made with {known} alone; use it or a subclass, or leave likelihood out."
         )
-    members = settings.members
     if module is None and not isinstance(example, Tensor):
         raise UserError(
             f"The inputs are {inputs.shapes(example)}, which no network that is made here takes; give one as model."
         )
+    members = members_of(method, settings, flat=module is None and inputs.first(example).ndim == 2)
     if module is None:
-        if not members and example.ndim == 2:
-            members = method.flat_members
         network = method.flat_network if settings.network == "auto" and example.ndim == 2 else settings.network
         module = default(tuple(example.shape[1:]), task.outputs(classes), settings.seed, settings.hidden, network)
     model = Model.of(module, likelihood, example, method.personal, settings.trainable)
     if settings.cache_features == "auto":
         model = model.on_features(example)
-    return make_ensemble(model, members or 1, settings.seed)
+    return make_ensemble(model, members, settings.seed)

@@ -33,6 +33,7 @@ from bpfed.engine.federation import Federation
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.tasks import get_task
 from bpfed.methods.base import Method
+from bpfed.nn.networks import members_of
 from bpfed.report.record import temperature_name
 from bpfed.runs.folder import Folder
 from bpfed.runs.run import Run, train_together
@@ -174,11 +175,9 @@ def _train(
 # A method's settings chosen on held-out training examples before the run, in one command.
 #
 # Some methods offer candidates (`Method.candidates`): settings between which only the data can decide, such as how
-# strong
-# the prior is and how much clients share. A pilot run trains all candidates side by side, as rows of one batch, on
-# four
-# fifths of each client's training examples and for half the rounds, and scores each on the rest. No test example takes
-# part. Of a federation only sums of held-out log scores per client are used.
+# strong the prior is and how much clients share. A pilot run trains all candidates side by side, as rows of one batch,
+# on four fifths of each client's training examples and for half the rounds, and scores each on the rest. No test
+# example takes part. Of a federation only sums of held-out log scores per client are used.
 #
 # The choice is made in stages, so that it costs little. In each stage the candidates are in order, the plain Bayesian one
 # or partial pooling first, and the first one is chosen that the data do not tell from the best: 0 is in the 95 %
@@ -305,7 +304,7 @@ def choose(
     how = selection_settings(settings)
     held_out(data, HELD, how.seed)  # or a sentence, where nothing can be held out
     parts = data.folds(folds, HELD, how.seed)
-    members = settings.members or (method.flat_members if model is None and data.flat else 1)
+    members = members_of(method, settings, flat=model is None and data.flat)
     count = candidate_count(method)
     say(
         f"Choosing between {count} settings on held-out training examples first, in pilot runs of {how.rounds} rounds. They "

@@ -52,9 +52,8 @@ say = Log()
 #
 # Two lines that import the installed `bpfed`, so that no other code travels.
 #
-# Flower sends the app of a run, as a bundle, to whoever takes part in it. Ours is the same to the last byte wherever
-# it is
-# made, so it can be told from any other. Even of ours nothing is executed: see `bpfed.deploy.ops.launch`.
+# Flower sends the app of a run, as a bundle, to whoever takes part in it. Ours is the same to the last byte wherever it
+# is made, so it can be told from any other. Even of ours nothing is executed: see `bpfed.deploy.ops.launch`.
 
 PACKAGE = "bpfed_deployment"
 PROJECT = f"""\
