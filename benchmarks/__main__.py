@@ -1,4 +1,4 @@
-"""python -m benchmarks [cpu] [gpu] [kernels] [league] [scale] [novel] [moments] [privacy]: run all, or those named; results: benchmarks/results/."""
+"""python -m benchmarks [cpu] [gpu] [kernels] [large] [league] [scale] [novel] [moments] [privacy]: run all, or those named; results: benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cpu, gpu, kernels, league, moments, novel, privacy, scale
+from benchmarks import cpu, gpu, kernels, large, league, moments, novel, privacy, scale
 
 RESULTS = Path(__file__).parent / "results"
 ALL = {
     "cpu": cpu.run,
     "gpu": gpu.run,
     "kernels": kernels.run,
+    "large": large.run,
     "league": league.run,
     "scale": scale.run,
     "novel": novel.run,

@@ -27,15 +27,17 @@ class Stacked:
         batch: int = 50,
         device: str = "cpu",
         compiled: bool = True,
+        epochs: int = 10,
+        memory: int = 2048,
     ) -> None:
         self.method, self.clients, self.examples, self.device = method, clients, examples, device
         x = torch.randn(clients * examples, *shape, device=device)
         y = torch.randint(0, 10, (clients * examples,), device=device)
         self.model = Model.of(module, Categorical(10), x[:2].cpu(), method.personal).to(device)
         self.initial = method.init(self.model)
-        self.batch, self.epochs = batch, 10
+        self.batch, self.epochs = batch, epochs
         self.train = LocalRound(method, self.model, x, y, batch, self.epochs, compiled, min(batch, examples))
-        self.chunk = chunk_size(clients, self.model.layout.total, torch.device(device), 2048)
+        self.chunk = chunk_size(clients, self.model.layout.total, torch.device(device), memory)
 
     @property
     def steps(self) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bpfed._util.moved import install
-
 if TYPE_CHECKING:
     from bpfed import callbacks, config, data, methods
     from bpfed._util.errors import UserError
@@ -16,8 +14,6 @@ if TYPE_CHECKING:
     from bpfed.runs.fit import fit, fit_seeds
     from bpfed.runs.run import Run
     from bpfed.sklearn import BPFedClassifier, BPFedRegressor
-
-install()
 
 __version__ = "0.10.0"
 

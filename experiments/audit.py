@@ -25,7 +25,7 @@ from bpfed._util.files import to_json, write_whole
 from bpfed._util.scores import deviation, mean
 from bpfed._util.text import duration
 from bpfed.config.settings import Device, Settings
-from bpfed.data.benchmark_cells import CELLS
+from bpfed.data.partition import CELLS
 from experiments import protocol
 from experiments.cell import seed_record
 from experiments.reference import BATCH, PARTITION, best, train

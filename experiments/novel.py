@@ -22,7 +22,7 @@ from bpfed._util.files import to_json, write_whole
 from bpfed._util.text import plural
 from bpfed.config.settings import Device, Settings
 from bpfed.data import Examples, FederatedData, load
-from bpfed.data.benchmark_cells import CELLS
+from bpfed.data.partition import CELLS
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound
 from bpfed.inference import rng

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from bpfed._util.console import Say
 from bpfed._util.errors import UserError
-from bpfed._util.processes import tied
 from bpfed._util.text import duration
 from bpfed.config.settings import Device
+from bpfed.deploy.ops.supervise import tied
 from experiments.cell import Cell, words
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bpfed._util.errors import UserError, unknown
-from bpfed.data.benchmark_cells import CELLS
+from bpfed.data.partition import CELLS
 
 PROTOCOLS = ("paper", "published")
 #: The paper's two label groups, and labels drawn at random for each client.

@@ -25,7 +25,7 @@ from bpfed._util.files import to_json, write_whole
 from bpfed._util.text import duration
 from bpfed.config.settings import Device, Settings
 from bpfed.data import load
-from bpfed.data.benchmark_cells import CELLS
+from bpfed.data.partition import CELLS
 from bpfed.engine.federation import pick_device
 from bpfed.nn.networks import LeNet, default
 from bpfed.runs.fit import prepare

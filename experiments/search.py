@@ -30,10 +30,10 @@ from bpfed._util.files import to_json, write_whole
 from bpfed._util.scores import deviation, mean
 from bpfed.config.migrations import constant, recipe_with
 from bpfed.config.schema import fields_of
-from bpfed.config.settings import Device, Settings
+from bpfed.config.settings import Device, Settings, words
 from bpfed.data import FederatedData, load
-from bpfed.data.benchmark_cells import CELLS
 from bpfed.data.federated import held_out
+from bpfed.data.partition import CELLS
 from bpfed.engine.federation import pick_device
 from bpfed.methods import method
 from bpfed.runs.fit import prepare
@@ -171,7 +171,7 @@ def check_grid(name: str, grid: Sequence[Mapping[str, Any]]) -> None:
         if key not in known:
             raise unknown("setting", key, known)
         if isinstance(value, str) and isinstance(known[key].default, int | float):
-            raise UserError(f"--grid: {key} is {value!r}, but must be {known[key].allowed}.")
+            raise UserError(f"--grid: {key} is {value!r}, but must be {words(known[key].annotation)}.")
 
 
 def asked(

@@ -23,7 +23,7 @@ from bpfed._util.errors import unknown
 from bpfed._util.text import plural
 from bpfed.config.settings import Device, Settings
 from bpfed.data import Examples, FederatedData, load
-from bpfed.data.benchmark_cells import CELLS
+from bpfed.data.partition import CELLS
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation, pick_device
 from bpfed.inference.predictive import classify

@@ -15,9 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bpfed.data.benchmark_cells import CELLS
 from bpfed.data.federated import Examples, FederatedData
-from bpfed.data.partition import client_names
+from bpfed.data.partition import CELLS, client_names
 from bpfed.data.sources import pooled
 from bpfed.data.sources.pooled import Source
 

@@ -79,6 +79,47 @@ def counts(sizes=(12, 7, 20), features=3, test=6, seed=0):
     return FederatedData("visits", names, examples(sizes), examples([test] * len(sizes)), "counts")
 
 
+def survival(sizes=(12, 7, 20), features=3, test=6, seed=0):
+    """Clients whose targets are times to an event with proportional hazards; a minus sign marks a censored one."""
+    g = generator(seed)
+    slope = 0.7 * torch.randn(features, generator=g)
+
+    def times(x):
+        happens, ends = (torch.empty(len(x)).exponential_(generator=g) for _ in range(2))
+        happens, ends = happens * torch.exp(-x @ slope), 2.0 * ends
+        return torch.where(happens <= ends, happens, -ends)
+
+    def examples(numbers):
+        return Examples.of([(x, times(x)) for x in (torch.randn(n, features, generator=g) for n in numbers)])
+
+    names = tuple(f"site {i}" for i in range(len(sizes)))
+    return FederatedData("follow-up", names, examples(sizes), examples([test] * len(sizes)), "survival")
+
+
+def packed(task, sizes=(12, 7, 20), features=3, test=6, seed=0):
+    """Clients whose targets are sets of three labels, grades from 0 to 3, or noisy numbers; all follow the inputs."""
+    g = generator(seed)
+    slope = torch.randn(features, generator=g)
+
+    def target(x):
+        noise = torch.randn(len(x), generator=g)
+        score = x @ slope + noise * (torch.exp(0.5 * x[:, 0]) if task == "heteroscedastic" else 0.5)
+        if task == "multilabel":
+            return (score > 0).long() + 2 * (x[:, 0] > 0).long() + 4 * (noise > 0.5).long()
+        if task == "ordinal":
+            return torch.bucketize(score, torch.tensor([-1.0, 0.0, 1.0]))
+        if task == "negative-binomial":
+            return torch.poisson((0.5 * score + torch.randn(len(x), generator=g)).exp(), generator=g)
+        return score
+
+    def examples(numbers):
+        return Examples.of([(x, target(x)) for x in (torch.randn(n, features, generator=g) for n in numbers)])
+
+    names = tuple(f"site {i}" for i in range(len(sizes)))
+    labels = {"multilabel": ("a", "b", "c"), "ordinal": ("0", "1", "2", "3")}.get(task, ())
+    return FederatedData(task, names, examples(sizes), examples([test] * len(sizes)), task, len(labels), labels)
+
+
 def reordered(data, order):
     """The same clients in another order."""
     order = torch.as_tensor(order)

@@ -1,12 +1,21 @@
-"""Numbers as a person reads them. Spaces inside a number do not break, and a missing one is a dash."""
+"""Numbers as a person reads them, and words without what their spellings differ in.
+
+Spaces inside a number do not break, and a missing one is a dash.
+"""
 
 from __future__ import annotations
 
 import math
+import unicodedata
 
 MISSING = "–"
 _NARROW = "\u202f"
 _MINUS = "−"
+
+
+def spelling(word: str) -> str:
+    """A word without what similar spellings differ in."""
+    return " ".join(unicodedata.normalize("NFC", word).split()).casefold()
 
 
 def decimal(x: float, digits: int = 3) -> str:

@@ -1,4 +1,4 @@
-"""Uploads as updates: what a client changed in the server's state, as one vector whose norm can be clipped.
+"""Uploads as updates: what a client changed in the server's state, as one vector whose norm can be clipped; and how they are compressed.
 
 An upload has the tensors of the server's state. Its update is their difference, all tensors end to end; a standard
 deviation σ counts by ρ, σ = softplus ρ, so that any update of any length leaves σ above 0.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from bpfed._util.errors import UserError
 from bpfed.inference.gaussian import softplus, softplus_inverse
@@ -161,3 +161,67 @@ def paired(method: Method, shared: State, uploads: State) -> list[tuple[Tensor, 
 
 def _rho(sigma: Tensor) -> Tensor:
     return softplus_inverse(sigma.clamp(min=LEAST_SIGMA))
+
+
+# --- Smaller messages: means in half precision, standard deviations as one byte each on a logarithmic scale -----------
+
+
+#: The greatest number in half precision.
+GREATEST = 65504.0
+
+
+class Quantised(NamedTuple):
+    """Standard deviations as levels.
+
+    Attributes:
+        level: ``[..., P]`` uint8; 0 is σ = 0, 1 the least σ above 0 and 255 the greatest.
+        bounds: Log of that least and greatest, ``[..., 2]`` float32.
+    """
+
+    level: Tensor
+    bounds: Tensor
+
+
+def quantise(sigma: Tensor) -> Quantised:
+    """One byte for each σ of ``[..., P]``, a scale of its own for each row."""
+    log = sigma.log()
+    some = sigma > 0.0
+    least = torch.where(some, log, torch.inf).amin(-1, keepdim=True).nan_to_num(posinf=0.0)
+    greatest = torch.where(some, log, -torch.inf).amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    width = (greatest - least).clamp(min=1e-30)
+    level = torch.where(some, 1.0 + (254.0 * (log - least) / width).round(), 0.0)
+    return Quantised(level.to(torch.uint8), torch.cat([least, greatest], -1).float())
+
+
+def dequantise(quantised: Quantised) -> Tensor:
+    """The σ that they stand for, float32."""
+    least, greatest = quantised.bounds[..., :1], quantised.bounds[..., 1:]
+    at = (quantised.level.float() - 1.0) / 254.0
+    return torch.where(quantised.level > 0, torch.exp(torch.lerp(least, greatest, at)), 0.0)
+
+
+def compress(method: Method, state: State) -> list[Tensor | Quantised]:
+    """The tensors of a state, each ``[..., P]``, in their order: half precision, or `Quantised` of standard deviations."""
+    packed: list[Tensor | Quantised] = []
+    for leaf, scale in zip(tree_flatten(state)[0], scale_leaves(method, state), strict=True):
+        if scale and leaf.shape[-1]:
+            packed.append(quantise(leaf))
+            continue
+        if bool((leaf.abs() > GREATEST).any()):
+            raise UserError(
+                f"A weight is beyond {GREATEST:.0f}, the greatest number in half precision; set compression to 'none', "
+                "or lower the step size, method.lr, if training has diverged."
+            )
+        packed.append(leaf.half())
+    return packed
+
+
+def expand(packed: list[Tensor | Quantised], like: State) -> State:
+    """The state that was compressed; ``like`` is any of its kind."""
+    leaves = [dequantise(part) if isinstance(part, Quantised) else part.float() for part in packed]
+    return tree_unflatten(leaves, tree_flatten(like)[1])
+
+
+def travelled(method: Method, state: State) -> State:
+    """A state as it arrives after it was sent compressed."""
+    return expand(compress(method, state), state)

@@ -20,8 +20,7 @@ from bpfed._util import text
 from bpfed._util.console import Console as Plain
 from bpfed.callbacks.base import Callback
 from bpfed.config.registry import shown
-from bpfed.metrics.registry import shown_at
-from bpfed.report.measures import MEASURES
+from bpfed.metrics.registry import METRICS, shown_at
 from bpfed.report.record import value
 
 if TYPE_CHECKING:
@@ -326,7 +325,7 @@ class CellProgress(Progress):
 
 def figures(record: dict[str, Any]) -> str:
     """The pooled metrics of an evaluated round in one line."""
-    shown = [(MEASURES[name], value(record, name, "pooled")) for name in shown_at("progress") if name in record]
+    shown = [(METRICS[name], value(record, name, "pooled")) for name in shown_at("progress") if name in record]
     privacy = [f"epsilon {text.epsilon(record['epsilon'], 2)}"] if "epsilon" in record else []
     return "  ".join([*(f"{measure.in_words} {measure.typed(x)}" for measure, x in shown), *privacy])
 

@@ -1,4 +1,4 @@
-"""The command ``bpfed``. Each command is a file here; what takes long to import is imported when a command needs it."""
+"""The command ``bpfed``. Commands are in files here; what takes long to import is imported when a command needs it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import typer
 from bpfed import __version__
 from bpfed._util.console import Console
 from bpfed._util.errors import UserError
-from bpfed.cli import adapt, compare, data, deploy, methods, paper, predict, report, run, tune
-from bpfed.cli.interrupts import imported_whole
-from bpfed.cli.terminal import Group
+from bpfed.cli import adapt, compare, data, deploy, methods, predict, run, tune
+from bpfed.cli.terminal import Group, imported_whole
 
 OUT_OF_MEMORY = (
     "The machine has too little memory for this; give it less at a time (--chunk, --memory, --jobs), or use smaller "
@@ -38,8 +37,8 @@ app.command("adapt", epilog=adapt.EXAMPLE)(adapt.adapt)
 app.command("methods", epilog=methods.EXAMPLE)(methods.methods)
 app.add_typer(data.app, name="data")
 app.add_typer(deploy.app, name="deploy")
-app.command("paper", add_help_option=False, context_settings=paper.ANYTHING)(paper.paper)
-app.command("report", epilog=report.EXAMPLE)(report.report)
+app.command("paper", add_help_option=False, context_settings=methods.ANYTHING)(methods.paper)
+app.command("report", epilog=run.REPORT_EXAMPLE)(run.report)
 
 
 def _version(wanted: bool) -> None:

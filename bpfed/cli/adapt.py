@@ -89,7 +89,7 @@ def adapt(
         terminal.put(shown)
     if client.remark:
         progress.say(client.remark)
-    if run.data.classes and any(client.examples) and not all(client.examples):
+    if run.data.task_type.has_classes and any(client.examples) and not all(client.examples):
         missing = [label for label, count in zip(run.data.class_names, client.examples, strict=True) if not count]
         progress.say(
             f"It has no example of {quoted(missing)}, so it will rarely predict "
@@ -106,13 +106,19 @@ def _shown(before: NewClient, after: NewClient, x: Tensor, y: Tensor) -> termina
     found = [client.predict(x, prepared=True) for client in (before, after)]
     title = f"{after.name}: how sure it is of the {text.many(len(y), 'example')} it has just learnt from"
     shown = terminal.table("", "examples", "before", "after", title=title, right=3)
-    for k, label in enumerate(data.class_names):
+    for k, label in enumerate(data.class_names if data.task_type.has_classes else ()):
         if after.examples[k]:
             sure = [float(f.probs[y == k, k].mean()) for f in found if isinstance(f, Classified)]
             shown.add_row(f"probability of '{label}'", str(after.examples[k]), *(f"{p:.2f}" for p in sure))
-    if data.classes:
+    if data.task_type.has_classes:
         spread = [float(f.entropy.mean()) for f in found if isinstance(f, Classified)]
         shown.add_row("uncertainty in nats", str(len(y)), *(f"{e:.2f}" for e in spread))
+    elif not isinstance(found[0], Regressed):
+        from bpfed.inference.labels import Labelled
+
+        kind = "uncertainty in nats" if isinstance(found[0], Labelled) else "spread of the outputs"
+        # The second of the numbers that every prediction has says how unsure it is.
+        shown.add_row(kind, str(len(y)), *(f"{float(f.numbers[1].mean()):.2f}" for f in found))
     else:
         unit = 1.0 if preparation is None else preparation.target_scale
         numbers = [f for f in found if isinstance(f, Regressed)]

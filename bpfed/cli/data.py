@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,7 +22,9 @@ from bpfed.config.registry import PARTITIONS, PREFIX, check_data
 
 if TYPE_CHECKING:
     from bpfed.callbacks import Progress
-    from bpfed.data import FederatedData
+    from bpfed.config.reader import Config
+    from bpfed.data import FederatedData, Table
+    from bpfed.data.checks import Finding
     from bpfed.data.checks.column_types import ColumnRow
     from bpfed.data.overview import Missing
 
@@ -34,6 +37,8 @@ Name = Annotated[str, typer.Argument(help="Name of the dataset (see 'bpfed data 
 ROWS, BAR, SHORT = 40, 12, 3
 #: Columns of tables that have a row.
 COLUMNS = 60
+#: Findings that have a row.
+FINDINGS = 100
 #: Clients that have a column each in the table of what is missing.
 SIDE_BY_SIDE = 6
 
@@ -77,28 +82,55 @@ NOT_INSPECTED = tuple(key for key, _ in schema_fields() if key.startswith("run."
 @app.command(epilog="Example: bpfed data inspect folder:hospitals --target disease --plot hospitals.png")
 @partial(with_schema, without=NOT_INSPECTED)
 def inspect(
-    name: Annotated[str, typer.Argument(help="Name of the dataset (see 'bpfed data list'), or folder:PATH.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Name of the dataset (see 'bpfed data list'), folder:PATH, or a TOML file of settings (FILE.toml)."
+        ),
+    ],
     seed: Annotated[int, typer.Option(help="Random seed: which examples go where.")] = 0,
     data_dir: DataDir = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it, as .png, .svg or .pdf.", show_default=False)] = None,
+    fix: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="For tables: write a new TOML file of settings that would mend what is found. No data is changed.",
+            show_default=False,
+        ),
+    ] = None,
     **flags: str | None,
 ) -> None:
     """Show how many examples of which classes each client would have, and what is missing; trains nothing.
 
-    For tables, it also lists what becomes of each column, and which columns probably should not be inputs.
+    For tables, it also lists what becomes of each column, and everything in the files that is probably a mistake.
     """
-    check_data(name)
+    file = Path(name) if name.endswith(".toml") else None
+    if file is None:
+        check_data(name)
     with _busy() as progress:
+        from bpfed._util.errors import UserError
         from bpfed.config.reader import read as configured
         from bpfed.data.checks.column_types import columns
         from bpfed.data.overview import check_ending, draw, missing
 
         if plot is not None:
             check_ending(plot)
-        chosen = configured(None, overrides(None, [], {**flags, "data": name, "seed": str(seed)}))
-        loading(progress, name, data_dir)
-        read = chosen.tables(data_dir)
-        data = chosen.load_data(data_dir, read or None)
+        if fix is not None and fix.exists():
+            raise UserError(f"'{fix}' exists already; choose another --fix.")
+        said = {**flags, "seed": str(seed)} if file is not None else {**flags, "data": name, "seed": str(seed)}
+        chosen = configured(file, overrides(None, [], said))
+        loading(progress, chosen.data.name, data_dir)
+        read, found, refused = _examined(chosen, data_dir)
+    if found:
+        Console().print(_findings(found))
+    if fix is not None:
+        _propose(fix, found, chosen)
+    if refused:
+        raise UserError(refused)
+    with _busy() as progress:
+        progress.doing(f"preparing {chosen.data.name}")
+        data = chosen.load_data(data_dir, read or None, checked=bool(read))
         gaps = missing(read)
         if plot is not None:
             progress.doing(f"drawing {plot}")
@@ -132,6 +164,51 @@ def inspect(
         _say("No values are missing.")
     if plot is not None:
         _say(f"Picture: {plot}")
+
+
+def _examined(chosen: Config, data_dir: Path | None) -> tuple[dict[str, Table], list[Finding], str]:
+    """The tables, all that is found in them, and why they cannot be used, if a file is refused."""
+    from bpfed.data.checks.findings import Asked, examine, survey
+    from bpfed.data.load import target_of
+    from bpfed.data.tabular.recode import Recoding
+
+    data = chosen.data
+    asked = Asked(
+        data.targets, data.client_column, data.ignore, data.missing, data.holdout, Recoding.of(**data.recoding)
+    )
+    if not data.name.startswith(PREFIX):
+        read = chosen.tables(data_dir)
+        return read, examine(read, replace(asked, target=target_of(data.name, read, data.targets))) if read else [], ""
+    read, found, refused = survey(data.name.removeprefix(PREFIX), asked)
+    asked = replace(asked, target=target_of(data.name, read, data.targets))
+    return read, [*found, *examine(read, asked)], refused
+
+
+def _findings(found: Sequence[Finding]) -> terminal.Table:
+    """What was found in the files, a row each; words may be broken, so that it is never wider than the terminal."""
+    shown = terminal.table("file", "column", "row", "what, and what to do", title=f"Findings ({len(found)})")
+    shown.columns[2].justify = "right"
+    for finding in found[:FINDINGS]:
+        told = Text(f"{finding.what}\n")
+        told.append(f"→ {finding.do}", "cyan")
+        shown.add_row(Text(finding.file), Text(finding.column), str(finding.row or ""), told)
+    if len(found) > FINDINGS:
+        shown.add_row("...", "", "", f"and {len(found) - FINDINGS} more")
+    return shown
+
+
+def _propose(path: Path, found: Sequence[Finding], chosen: Config) -> None:
+    """Write the configuration that the findings propose."""
+    from bpfed._util.files import write_whole
+    from bpfed.data.checks.findings import configuration
+
+    default = type(chosen.data)()
+    settings = {k: v for k, v in vars(chosen.data).items() if v != getattr(default, k) or k == "name"}
+    if chosen.data.seed is None and chosen.run.seed:
+        settings["seed"] = chosen.run.seed
+    write_whole(path, configuration(found, settings))
+    entries = {(finding.setting, finding.entry) for finding in found if finding.setting}
+    _say(f"{text.many(len(entries), 'proposal')} in {path}; check them, then: bpfed data inspect {path}")
 
 
 @app.command(epilog="Example: bpfed data prepare folder:public --target disease --out preparation.json")

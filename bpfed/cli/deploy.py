@@ -185,7 +185,7 @@ def run(
     _flower()
     from bpfed._util.paths import REPORT, RUN
     from bpfed.deploy.ops import admin
-    from bpfed.deploy.ops.watch import StatusDisplay
+    from bpfed.deploy.server.status import StatusDisplay
     from bpfed.deploy.settings import Plan, server_folder
 
     own = server_folder(folder)
@@ -252,7 +252,7 @@ def demo(
     from bpfed._util.paths import REPORT, RUN, SERVER
     from bpfed.config.reader import Override, read
     from bpfed.deploy.ops import admin, supervise
-    from bpfed.deploy.ops.watch import StatusDisplay
+    from bpfed.deploy.server.status import StatusDisplay
     from bpfed.deploy.settings import Plan
 
     earlier = not admin.empty(out)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic.fields import FieldInfo
 
-from bpfed.config.migrations import RENAMED
-from bpfed.config.schema import LISTS, TABLES, Field, fields_of
+from bpfed.config.schema import LISTS, TABLES, about, fields_of, short
 
 #: What several commands are given.
 ConfigFile = Annotated[
@@ -41,8 +41,6 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 #: Flags whose name is not their field's.
 NAMES = {"data.name": "--data", "data.seed": "--data-seed", "run.seed": "--seed"}
-#: Flags under their old names, which are not shown.
-OLD_FLAGS = tuple(RENAMED["run"])
 PANELS = {"data": "Data", "run": "Run"}
 
 
@@ -56,11 +54,11 @@ def argument(key: str) -> str:
     return flag(key).removeprefix("--").replace("-", "_")
 
 
-def schema_fields() -> Iterator[tuple[str, Field]]:
+def schema_fields() -> Iterator[tuple[str, FieldInfo]]:
     """All fields that have a flag, by key."""
     for table, settings in TABLES.items():
-        for field in fields_of(settings).values():
-            yield f"{table}.{field.name}", field
+        for name, field in fields_of(settings).items():
+            yield f"{table}.{name}", field
 
 
 def with_schema(function: Callable[..., None], without: Sequence[str] = ()) -> Callable[..., None]:
@@ -72,27 +70,19 @@ def with_schema(function: Callable[..., None], without: Sequence[str] = ()) -> C
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     own = [p.replace(kind=p.KEYWORD_ONLY) for p in own]
     flags = [_parameter(*f) for f in schema_fields() if f[0] not in without]
-    flags += [_old_parameter(old) for old in OLD_FLAGS if f"run.{RENAMED['run'][old]}" not in without]
     function.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
     function.__annotations__ = {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
     return function
 
 
-def _parameter(key: str, field: Field) -> inspect.Parameter:
-    words = field.about.replace("None:", "default:")
+def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
+    words = about(field).replace("None:", "default:")
     default = str(field.default).lower() if isinstance(field.default, bool) else field.default
-    about = words if default is None else f"{words} \\[default: {default}]"
+    text = words if default is None else f"{words} \\[default: {default}]"
     option: Any = typer.Option(
-        flag(key), metavar=field.short, help=about, rich_help_panel=PANELS[key.partition(".")[0]], show_default=False
+        flag(key), metavar=short(field), help=text, rich_help_panel=PANELS[key.partition(".")[0]], show_default=False
     )
     kind = list[str] if key in LISTS else str
     return inspect.Parameter(
         argument(key), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
-    )
-
-
-def _old_parameter(name: str) -> inspect.Parameter:
-    option: Any = typer.Option(f"--{name}", hidden=True)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
     )

@@ -1,8 +1,11 @@
-"""``bpfed methods``: which methods there are, and the settings of one."""
+"""``bpfed methods``: which methods there are, and the settings of one; ``bpfed paper``: where the paper's experiments are."""
 
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -42,13 +45,28 @@ def _all() -> terminal.Table:
 
 
 def _one(name: str) -> terminal.Table:
-    from bpfed.config.schema import fields_of, plain
+    from bpfed.config.schema import about, fields_of, plain
     from bpfed.methods import method
 
     chosen = method(name)
     title = plain(inspect.cleandoc(chosen.__doc__ or "").split("\n\n")[0].replace("\n", " "))
     shown = terminal.table("setting", "default", "what it is", title=f"{title} ({chosen.paper})")
-    for field in fields_of(chosen).values():
+    for setting, field in fields_of(chosen).items():
         default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
-        shown.add_row(field.name, default, field.about)
+        shown.add_row(setting, default, about(field))
     return shown
+
+
+ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def paper(context: typer.Context) -> None:
+    """The paper's experiments: run them, and make their tables and figures."""
+    found = find_spec("experiments")
+    beside = Path(__file__).resolve().parent.parent.parent / "experiments" / "__init__.py"
+    if found is None or found.origin is None or Path(found.origin).resolve() != beside:
+        raise UserError(
+            "The paper's experiments are not part of the package; in a checkout of the repository run "
+            "'python -m experiments --help'."
+        )
+    import_module("experiments.cli").app(context.args, prog_name="bpfed paper", standalone_mode=False)

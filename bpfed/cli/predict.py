@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ import typer
 
 from bpfed._util.console import Console
 from bpfed._util.errors import UserError, quoted, unknown
-from bpfed._util.text import many
+from bpfed._util.text import many, percent
 from bpfed.cli.flags import DataDir
 from bpfed.cli.run import PATIENCE
 
@@ -55,6 +54,13 @@ def predict(
         float | None,
         typer.Option(
             help="Mark rows whose label is less probable than this, or with a number far outside the training range.",
+            show_default=False,
+        ),
+    ] = None,
+    times: Annotated[
+        str | None,
+        typer.Option(
+            help="For times to an event: times at which to give survival, in the unit of the tables, separated by commas.",
             show_default=False,
         ),
     ] = None,
@@ -100,13 +106,17 @@ def predict(
         raise UserError(f"--level is {level:g}, but must be above 0 and below 1, such as 0.9.")
     if abstain is not None and not 0.0 <= abstain <= 1.0:
         raise UserError(f"--abstain is {abstain:g}, but must be a probability, such as 0.9.")
+    at = _times(times)
     progress = Progress(patience=PATIENCE)
     try:
         progress.doing(f"loading {folder}")
         run = finished_run(folder, progress.say)
         if rows is None:
-            text, count = _tested(run, client, level, abstain, draws, data_dir, progress)
-            return _put(text, f"{many(count, 'prediction')} of test rows", out)
+            text, count, held = _tested(run, client, level, abstain, at, draws, data_dir, progress)
+            if held:
+                progress.say(held)
+            _put(text, f"{many(count, 'prediction')} of test rows", out)
+            return
         if client is None and adapted is None:
             raise UserError(f"Choose whose model to use, with --client, from: {quoted(known(run), SHOWN)}.")
         who = run.newcomer(adapted) if adapted is not None else find(run, str(client))
@@ -120,14 +130,24 @@ def predict(
         found = who.predict(taken, draws=draws)
         if found.scores is None:
             progress.say(f"No sets or intervals: {_why(run, who)}.")
-        elif endless := _endless(found, level, who):
-            progress.say(endless)
+        for sentence in about_sets(found, level, who):
+            progress.say(sentence)
         if strange := _strange(run, who, found):
             progress.say(strange)
-        text = table(data, found, level, abstain, kept, taken.unusual)
+        text = table(data, found, level, abstain, kept, taken.unusual, at)
     finally:
         progress.close()
     _put(text, f"{many(len(x), 'prediction')} of '{who.name}'", out)
+
+
+def _times(given: str | None) -> tuple[float, ...]:
+    """The times of ``--times``, or a `UserError`."""
+    try:
+        return tuple(float(word) for word in (given or "").split(",") if word.strip())
+    except ValueError as error:
+        raise UserError(
+            f"--times is '{given}', but must be numbers with commas between them, such as 365,730."
+        ) from error
 
 
 def _put(text: str, what: str, out: Path | None) -> None:
@@ -146,11 +166,12 @@ def _tested(
     client: str | None,
     level: float,
     abstain: float | None,
+    times: tuple[float, ...],
     draws: int | None,
     data_dir: Path | None,
     progress: Progress,
-) -> tuple[str, int]:
-    """Predictions of a run's own test rows as CSV, and how many there are."""
+) -> tuple[str, int, str]:
+    """Predictions of a run's own test rows as CSV, how many there are, and a sentence on their sets or intervals."""
     from bpfed.runs.load import rows_of
 
     if client is not None and client not in run.data.clients:
@@ -158,6 +179,7 @@ def _tested(
     progress.doing("reading the run's data")
     parts: list[str] = []
     count = 0
+    held: list[tuple[str, bool]] = []
     for each in rows_of(run, data_dir):
         if client not in (None, each.client):
             continue
@@ -166,29 +188,71 @@ def _tested(
         x = run.data.preparation.inputs(each.table, each.client)
         found = run.client(each.client).predict(x, draws=draws, prepared=True)
         of = {"client": [each.client] * len(each.numbers), "row": list(map(str, each.numbers)), "truth": each.truth}
-        text = table(run.data, found, level, abstain, of)
+        text = table(run.data, found, level, abstain, of, times=times)
+        held += _held(run.data, found, level, each.truth)
         parts.append(text if not parts else text.partition("\n")[2])
         count += len(each.numbers)
     if not parts:
         whose = f"'{client}'" if client else "the run"
         raise UserError(f"There are no test rows of {whose}; train with some held out.")
-    return "".join(parts), count
+    return "".join(parts), count, _coverage(held, level, run.data)
 
 
-def _endless(found: Prediction, level: float, who: Client) -> str | None:
-    """Why sets hold every label or intervals all numbers; None where they do not."""
-    from bpfed.inference.calibration import fewest, threshold
+def _held(data: FederatedData, found: Prediction, level: float, truth: list[str]) -> list[tuple[str, bool]]:
+    """Of each row with a known class its label, and whether its set holds it; of no other task's rows."""
+    from bpfed.inference.predictive import Classified
 
-    if found.scores is None or math.isfinite(threshold(found.scores, level)):
-        return None
-    sets, name = who.run.data.task_type.regions == "sets", who.name
-    what = "sets contain every label" if sets else "intervals are infinite"
-    least = fewest(level)
-    has = many(len(found.scores), "calibration example")
-    return (
-        f"The {what}: '{name}' has {has}, and a level of {level:g} needs at least {least}; use a lower --level, or "
-        "train with a larger --calibration."
-    )
+    if not isinstance(found, Classified) or found.scores is None:
+        return []
+    place = {label: k for k, label in enumerate(data.class_names)}
+    sets = found.prediction_set(level).tolist()
+    return [(word, row[place[word]]) for word, row in zip(truth, sets, strict=True) if word in place]
+
+
+def _coverage(held: list[tuple[str, bool]], level: float, data: FederatedData) -> str:
+    """A sentence on how often sets hold the truth, of all rows and of each class; empty: there are none."""
+    if not held:
+        return ""
+    shares = []
+    for label in data.class_names:
+        own = [inside for word, inside in held if word == label]
+        shares += [f"{percent(sum(own) / len(own))} of the {len(own)} rows of {label}"] if own else []
+    shown = f" ({', '.join(shares)})" if len(shares) <= SHOWN else ""
+    return f"The sets at level {level:g} hold the truth in {percent(sum(inside for _, inside in held) / len(held))} of the rows{shown}."
+
+
+def about_sets(found: Prediction, level: float, who: Client) -> list[str]:
+    """Sentences on sets that hold every label, or always one, or none, and on intervals without end."""
+    from bpfed.inference.calibration import fewest
+    from bpfed.inference.predictive import Classified
+
+    if found.scores is None:
+        return []
+    sets, name, least = who.run.data.task_type.regions == "sets", who.name, fewest(level)
+    bounds, by_class = found.scores.bounds(level), found.scores.classes is not None
+    if not by_class and not bool(bounds.isfinite().all()):
+        what = "sets contain every label" if sets else "intervals are infinite"
+        pool = found.scores.pool
+        has = many(len(found.scores) if pool is None else int(pool.sum()), "calibration example")
+        start = f"The {what}: '{name}' has" if pool is None else f"The {what}: all clients together have"
+        return [
+            f"{start} {has}, and a level of {level:g} needs at least {least}; use a lower --level, or train with a larger --calibration."
+        ]
+    said = []
+    if by_class and (always := (~bounds.isfinite()).nonzero().flatten().tolist()):
+        labels = [who.run.data.class_names[k] for k in always]
+        few = (
+            "there are too few calibration examples of it"
+            if len(labels) == 1
+            else "there are too few calibration examples of these"
+        )
+        said.append(f"Every set contains {quoted(labels)}: {few} for a level of {level:g}.")
+    if isinstance(found, Classified) and (empty := int((~found.prediction_set(level).any(1)).sum())):
+        of = f"{many(empty, 'set')} {'is' if empty == 1 else 'are'} empty"
+        said.append(
+            f"{of}: no label is as probable there as it usually is when it is right, so leave {'that row' if empty == 1 else 'those rows'} to a person."
+        )
+    return said
 
 
 def _strange(run: LoadedRun, who: Client, found: Prediction) -> str | None:
@@ -309,6 +373,7 @@ def table(
     abstain: float | None,
     kept: Mapping[str, list[str]] | None = None,
     unusual: Unusual | None = None,
+    times: tuple[float, ...] = (),
 ) -> str:
     """Predictions as CSV with a header, after the columns that were kept; the last says what is unlike training.
 
@@ -319,7 +384,9 @@ def table(
 
     made = data.preparation
     mean, unit = (0.0, 1.0) if made is None else (made.target_mean, made.target_scale)
-    columns = data.task_type.columns(found, TargetColumn(data.class_names, mean, unit), level, abstain)
+    if times and data.task != "survival":
+        raise UserError(f"--times is for times to an event, but this run predicts {data.task_type.targets}; omit it.")
+    columns = data.task_type.columns(found, TargetColumn(data.class_names, mean, unit, times), level, abstain)
     if unusual is not None:
         if "abstain" in columns:
             columns["abstain"] = [

@@ -1,4 +1,4 @@
-"""``bpfed run``: train a federation and keep it in a folder."""
+"""``bpfed run``: train a federation and keep it in a folder; ``bpfed report``: make its report again."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpfed._util.console import to_stderr
 from bpfed._util.errors import UserError, unknown
 from bpfed._util.paths import CONFIG, PILOTS
 from bpfed.cli import terminal
 from bpfed.cli.flags import (
-    OLD_FLAGS,
     ConfigFile,
     DataDir,
     MethodName,
@@ -26,14 +24,15 @@ from bpfed.cli.flags import (
     schema_fields,
     with_schema,
 )
-from bpfed.config.migrations import current_setting
 from bpfed.config.registry import check_data, method_named
+from bpfed.config.schema import LISTS
 
 if TYPE_CHECKING:
     from bpfed.callbacks import Callback, Progress
     from bpfed.config.reader import Config, Override
 
 EXAMPLE = "Example: bpfed run --data digits --rounds 30 --seed 0 --set method.temperature=0.3 --out runs/first"
+REPORT_EXAMPLE = "Example: bpfed report runs/first"
 RUNS = Path("runs")
 TRACKERS = ("mlflow", "tensorboard")
 #: Seconds that a command may be silent where there is no terminal to show a display on.
@@ -169,15 +168,7 @@ def overrides(method: str | None, settings: list[str], flags: dict[str, Any]) ->
     found = [Override("method.name", method, "--method")] if method is not None else []
     for key, _ in schema_fields():
         if (text := flags.get(argument(key))) not in (None, []):
-            found.append(Override(key, ",".join(text) if isinstance(text, list) else text, flag(key)))
-    for old in OLD_FLAGS:
-        if (text := flags.get(old)) is not None:
-            new, value = current_setting("run", old, text)
-            now = flag(f"run.{new}")
-            if flags.get(argument(f"run.{new}")) is not None:
-                raise UserError(f"--{old} is now {now}, and both are given; leave out --{old}.")
-            to_stderr(f"--{old} {text} is now {now} {value}; the old flag works until bpfed 0.11.")
-            found.append(Override(f"run.{new}", value, f"--{old}"))
+            found.append(Override(key, LISTS[key].join(text) if isinstance(text, list) else text, flag(key)))
     return found + [override(setting) for setting in settings]
 
 
@@ -234,3 +225,35 @@ def _latest() -> Path:
     """The run that was touched last, to name it as an example."""
     runs = sorted(RUNS.glob("*/config.toml"), key=lambda path: path.parent.stat().st_mtime)
     return runs[-1].parent if runs else RUNS / "first"
+
+
+def report(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Folder of a finished run, or of a finished deployment or a part of it."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write. \\[default: report.html in the run folder]", show_default=False)
+    ] = None,
+) -> None:
+    """Write report.html of a run again from its files, and print its figures."""
+    from bpfed._util.paths import REPORT, SUMMARY, of_run, part
+    from bpfed.report import RunRecord, write
+
+    place = of_run(folder)
+    if not (place / SUMMARY).is_file() and part(folder):
+        raise UserError(
+            f"'{folder}' belongs to a deployment and has no finished run; go on with it on the server's machine, with "
+            "'bpfed deploy run', while the sites are online."
+        )
+    if out is not None and out.exists() and out.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"'{out}' exists and is not a web page, so a report must not replace it; choose another --out.")
+    run = RunRecord.read(place)
+    try:
+        written = write(run, out or place / REPORT)
+    except UserError as error:
+        terminal.result(run)
+        if out is not None or not str(error).endswith("choose another location."):
+            raise
+        raise UserError(f"{str(error).removesuffix('.')} with --out.") from error
+    terminal.result(run, written)

@@ -1,9 +1,17 @@
-"""Tables on the terminal."""
+"""Tables on the terminal, and Ctrl-C while torch is being imported."""
 
 from __future__ import annotations
 
 import io
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -14,8 +22,8 @@ from typer.core import TyperGroup
 from bpfed._util import text
 from bpfed._util.console import Console
 from bpfed._util.errors import unknown
+from bpfed.metrics.registry import METRICS, Metric
 from bpfed.report import RunRecord
-from bpfed.report.measures import MEASURES, Measure
 from bpfed.report.record import value
 
 if TYPE_CHECKING:
@@ -59,7 +67,7 @@ def _whole(shown: Table, width: int) -> bool:
     return all(word in there for cell in cells for word in cell.split())
 
 
-def _figures(run: RunRecord, measure: Measure) -> list[str]:
+def _figures(run: RunRecord, measure: Metric) -> list[str]:
     """A measure in the last round, at the worst client, and in the best round."""
     best = run.best(measure.name) if measure.has_best_round else None
     top = text.MISSING if best is None else f"{measure.typed(best[1])} (round {best[0]})"
@@ -72,7 +80,7 @@ def result(run: RunRecord, report: Path | None = None) -> None:
     for measure in run.measures:
         name = measure.full
         if measure.name == "ece":
-            floor = MEASURES["ece"].typed(value(run.evaluation, "ece_floor"))
+            floor = METRICS["ece"].typed(value(run.evaluation, "ece_floor"))
             name = f"ECE ({run.evaluation.get('bins')} bins, floor {floor})"
         elif measure.name == "answered_accuracy" and run.sure:
             name = text.typed(f"{name} (of {text.count(run.sure)})")
@@ -119,3 +127,73 @@ class Group(TyperGroup):
         if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             raise unknown("command", args[0], self.commands)
         return super().resolve_command(ctx, args)
+
+
+# --- Ctrl-C while torch is being imported: its libraries would abort the process, so it has to wait until they are there ---
+
+
+SLOW = "torch"
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Let Ctrl-C wait until the end of the block; where it does something else than to interrupt, nothing changes."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if caught:
+            raise KeyboardInterrupt
+
+
+class Whole(Loader):
+    """Loads a module as another loader does, and is not interrupted in that."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        with deferred():
+            self.loader.exec_module(module)
+
+
+class Finder(MetaPathFinder):
+    """Finds one module, by name, to be loaded by `Whole`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == self.name else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = Whole(spec.loader)
+        return spec
+
+
+@contextmanager
+def imported_whole(name: str = SLOW) -> Iterator[None]:
+    """Inside of the block, a module that is imported is imported whole, whoever presses Ctrl-C."""
+    finder = Finder(name)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)

@@ -159,7 +159,7 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, calibrates: bool) -> 
     from bpfed.comparison.candidates import REPORT
     from bpfed.comparison.tables import gap, spread
     from bpfed.comparison.tuning import AS_IT_IS, TEMPERATURES, worded
-    from bpfed.report.measures import MEASURES
+    from bpfed.metrics.registry import METRICS
     from bpfed.report.record import temperature_words
 
     console, comparison = Console(), found.comparison
@@ -173,7 +173,7 @@ def _show(found: Tuning, out: Path, data_dir: Path | None, calibrates: bool) -> 
     for name in comparison.ranking:
         best = "bold green" if name == found.best else ""
         cells = [typed(spread(m, comparison.mean(name, m.name), comparison.sd(name, m.name))) for m in measures]
-        apart = "" if name == AS_IT_IS else typed(gap(MEASURES["nll"], found.difference(name)))
+        apart = "" if name == AS_IT_IS else typed(gap(METRICS["nll"], found.difference(name)))
         cells += [apart, f"{comparison.seconds(name):.1f}"]
         title = comparison.titles[name] if name != AS_IT_IS else f"{reference} as it is, {worded(kept)}"
         shown.add_row(Text(f"{'* ' if best else ''}{title}", best), *(Text(c, best) for c in cells))

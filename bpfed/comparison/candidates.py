@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bpfed._util.errors import UserError, unknown
-from bpfed.config.migrations import RENAMED_VARIANTS, warn
 from bpfed.config.schema import TABLES, fields_of
 from bpfed.config.settings import Settings
 from bpfed.methods import METHODS, Method, method, names
@@ -59,20 +58,12 @@ def listed(names: str | Iterable[str]) -> list[str]:
     """The names in a list or in a text such as ``all,fedper+laplace``, each once; for ``all`` see `ALL`."""
     words = [w.strip() for w in (names.split(",") if isinstance(names, str) else names)]
     every = [name for name, kind in METHODS.items() if kind.network == "auto"]
-    found = [name for word in words if word for name in (every if word == ALL else (_current(word),))]
+    found = [name for word in words if word for name in (every if word == ALL else (word,))]
     if not found:
         raise UserError("No method is named; give some as in --methods bpfed,fedavg, or all of them by --methods all.")
     for name in found:
         changes(name)
     return list(dict.fromkeys(found))
-
-
-def _current(name: str) -> str:
-    """A name with the variants' names of today."""
-    base, *variants = name.split("+")
-    for old in {*variants} & {*RENAMED_VARIANTS}:
-        warn(f"The variant +{old} is now +{RENAMED_VARIANTS[old]}; the old name works until bpfed 0.11.", 4)
-    return "+".join((base, *(RENAMED_VARIANTS.get(variant, variant) for variant in variants)))
 
 
 def changes(name: str) -> dict[str, Any]:

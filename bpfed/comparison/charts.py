@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bpfed._util import text
+from bpfed.metrics.registry import Metric
 from bpfed.report import svg
 from bpfed.report.charts import BOTTOM, LEFT, TOP, last, settled
-from bpfed.report.measures import Measure
 from bpfed.report.svg import Scale
 
 WIDE, TALL = 960, 400
@@ -26,47 +26,6 @@ SMALL = 150
 NAMED = 60
 #: Colours and dashes; their numbers have no common divisor, so that they make 35 kinds of line.
 COLOURS, DASHES = 7, 5
-
-#: What the figures need beyond the style sheet of all pages.
-STYLE = """
-:root {
-  --m0: #17599e; --m1: #b8500b; --m2: #0b7a5b; --m3: #8a2f8f; --m4: #7b6500; --m5: #b0243f; --m6: #4a5563;
-}
-@media screen and (prefers-color-scheme: dark) {
-  :root {
-    --m0: #7db8f5; --m1: #f3a663; --m2: #5fd0ab; --m3: #d895dd; --m4: #d6bf4a; --m5: #f58a9c; --m6: #b4bec9;
-  }
-}
-.plot.wide { max-width: none; } .plot.rowed { max-width: 40rem; }
-.plot .c0 { --c: var(--m0); } .plot .c1 { --c: var(--m1); } .plot .c2 { --c: var(--m2); } .plot .c3 { --c: var(--m3); }
-.plot .c4 { --c: var(--m4); } .plot .c5 { --c: var(--m5); } .plot .c6 { --c: var(--m6); }
-.plot .method .curve { stroke: var(--c); } .plot .method .leader { stroke: var(--c); stroke-width: 1; opacity: .7; }
-.plot .method text { fill: var(--c); } .plot .method circle { fill: var(--c); }
-.plot .d1 .curve { stroke-dasharray: 8 5; } .plot .d2 .curve { stroke-dasharray: 2 4.5; }
-.plot .d3 .curve { stroke-dasharray: 11 4 2 4; } .plot .d4 .curve { stroke-dasharray: 16 5; }
-.plot .method.chief .curve { stroke-width: 3.6; } .plot .chief text, .plot text.chief { font-weight: 700; }
-.plot .method:hover .curve { stroke-width: 5; } .plot .method:hover text { font-weight: 700; }
-.plot .bead { fill: var(--first); opacity: .45; } .plot .seed { fill: none; stroke: var(--muted); stroke-width: 1.1; }
-.plot .centre { stroke: var(--ink); stroke-width: 2.6; } .plot .zero { stroke: var(--ink); stroke-width: 1.2; }
-.plot .floor { stroke: var(--second); stroke-width: 2.4; } .plot .solid { fill: var(--ink); }
-.plot .clear { fill: var(--first); stroke: var(--first); }
-.small {
-  display: grid; grid-template-columns: repeat(auto-fill, minmax(9.4rem, 1fr)); gap: 1rem .9rem; margin-top: .8rem;
-}
-figure + figure { margin-top: 1.4rem; } .panels figure + figure { margin-top: 0; }
-.small h4 {
-  margin: 0; font-size: .88rem; font-weight: 600; white-space: nowrap; overflow: hidden; text-overflow: ellipsis;
-}
- .small .plot text { font-size: 12px; }
-.small p { margin: 0; font-size: .82rem; color: var(--muted); }
-.panels.rows { grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
-.scroll.whole { max-height: none; } .whole th { white-space: nowrap; }
-.whole thead th { white-space: normal; vertical-align: bottom; }
-.whole th, .whole td { padding: .3rem .5rem; } .scroll.whole thead button { padding: .45rem .5rem; }
-td .sd { color: var(--muted); } td.top { font-weight: 700; } tr.chief > * { background: var(--soft); }
-@media (max-width: 34rem) { figure:has(> .wide) { overflow-x: auto; } .plot.wide { min-width: 42rem; } }
-@media print { .small { grid-template-columns: repeat(6, 1fr); } }
-"""
 
 
 @dataclass(frozen=True)
@@ -111,7 +70,7 @@ class Row:
     chief: bool = False
 
 
-def convergence(lines: Sequence[Line], measure: Measure) -> str:
+def convergence(lines: Sequence[Line], measure: Metric) -> str:
     """A line for each method, told apart by dash and colour and named at its end."""
     per_cent = measure.show is text.percent
     rounds = sorted({r for line in lines for r in line.rounds})
@@ -135,11 +94,10 @@ def convergence(lines: Sequence[Line], measure: Measure) -> str:
         chief = " chief" if line.chief else ""
         shapes.append(f'<g class="method c{k % COLOURS} d{k % DASHES}{chief}">{inside}{leader}{dot}{name}</g>')
     told = "; ".join(f"{line.label} {measure.show(last(line.values))} at the end" for line in lines)
-    drawn = svg.drawing(WIDE, TALL, f"{measure.label} over rounds: {told}", shapes)
-    return drawn.replace('class="plot"', 'class="plot wide"', 1)
+    return svg.drawing(WIDE, TALL, f"{measure.label} over rounds: {told}", shapes, "plot wide")
 
 
-def bars(rows: Sequence[Row], measure: Measure) -> str:
+def bars(rows: Sequence[Row], measure: Metric) -> str:
     """A bar from zero for each method, with its interval and its floor."""
     ends = [v for row in rows for v in (row.centre, row.high, row.floor, 0.0)]
     x = svg.fit(ends, *_beside(rows), floor=0)
@@ -155,7 +113,7 @@ def bars(rows: Sequence[Row], measure: Measure) -> str:
     return _rows(rows, x, measure, measure.label, body, lambda row: measure.show(row.centre))
 
 
-def strips(rows: Sequence[Row], measure: Measure) -> str:
+def strips(rows: Sequence[Row], measure: Metric) -> str:
     """A dot for each client of each seed, and a stroke at their mean."""
     per_cent = measure.show is text.percent
     every = [v for row in rows for v, _ in row.dots]
@@ -175,7 +133,7 @@ def strips(rows: Sequence[Row], measure: Measure) -> str:
     return _rows(rows, x, measure, label, body, lambda row: measure.show(row.centre))
 
 
-def forest(rows: Sequence[Row], measure: Measure, reference: str, show: Callable[[float], str]) -> str:
+def forest(rows: Sequence[Row], measure: Metric, reference: str, show: Callable[[float], str]) -> str:
     """A difference for each method, with its interval and its seeds; filled where the interval leaves out zero."""
     ends = [v for row in rows for v in (row.centre, row.low, row.high, *(d for d, _ in row.dots), 0.0)]
     x = svg.fit(ends, *_beside(rows))
@@ -235,7 +193,7 @@ def pooled(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _rows(
     rows: Sequence[Row],
     x: Scale,
-    measure: Measure,
+    measure: Metric,
     label: str,
     body: Callable[[Row, float], list[str]],
     beside: Callable[[Row], str],
@@ -259,8 +217,7 @@ def _rows(
         shapes.append(svg.words(x.stop + 66, y + 4.5, beside(row), f"end{style}"))
     shapes.append(svg.words((x.start + x.stop) / 2, height + 37, label, "mid name"))
     told = "; ".join(f"{row.label} {row.note or measure.show(row.centre)}" for row in rows)
-    drawn = svg.drawing(round(x.stop) + 70, height + 44, f"{label}: {told}", shapes)
-    return drawn.replace('class="plot"', 'class="plot rowed"', 1)
+    return svg.drawing(round(x.stop) + 70, height + 44, f"{label}: {told}", shapes, "plot rowed")
 
 
 def _room(names: Sequence[str], least: int) -> int:

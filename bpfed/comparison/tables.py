@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any
 from bpfed import __version__
 from bpfed._util import text
 from bpfed._util.scores import deviation, mean
-from bpfed.comparison.statistics import Difference
-from bpfed.report.measures import Measure
+from bpfed.metrics.registry import Metric
 from bpfed.report.record import value
 
 if TYPE_CHECKING:
-    from bpfed.comparison.record import Comparison
+    from bpfed.comparison.record import Comparison, Difference
 
 PARTS = {"pooled": "", "mean": "_client_mean", "worst": "_worst_client"}
 
 
-def spread(measure: Measure, centre: float, sd: float) -> str:
+def spread(measure: Metric, centre: float, sd: float) -> str:
     """``95.3 ± 0.4 %`` or ``0.123 ± 0.004``; without the deviation where there is none."""
     shown = measure.show(centre)
     if not math.isfinite(sd):
@@ -29,7 +28,7 @@ def spread(measure: Measure, centre: float, sd: float) -> str:
     return f"{shown.removesuffix(unit)} ± {measure.show(sd)}"
 
 
-def gap(measure: Measure, found: Difference) -> str:
+def gap(measure: Metric, found: Difference) -> str:
     """``+0.031 (0.012 to 0.050)``; shares in percentage points."""
     factor, digits = (100.0, 1) if measure.show is text.percent else (1.0, 3)
     centre = signed(factor * found.mean, digits)
@@ -44,7 +43,7 @@ def signed(x: float, digits: int) -> str:
     return f"+{shown}" if x > 0 else shown
 
 
-def compared(comparison: Comparison) -> list[Measure]:
+def compared(comparison: Comparison) -> list[Metric]:
     """The metrics whose differences are shown; not ECE, which for one client is mostly chance."""
     return [m for m in comparison.measures if m.name != "ece"]
 

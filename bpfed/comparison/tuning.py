@@ -21,10 +21,9 @@ from torch import nn
 from bpfed._util.errors import UserError, check_count, unknown
 from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison.candidates import Candidate
-from bpfed.comparison.record import Comparison, Vocabulary
+from bpfed.comparison.record import Comparison, Difference, Vocabulary, difference
 from bpfed.comparison.runner import displayed, run_cells
-from bpfed.comparison.statistics import Difference, difference
-from bpfed.config.migrations import constant, old_attribute, recipe_with
+from bpfed.config.migrations import constant, recipe_with
 from bpfed.config.schema import changed, fields_of
 from bpfed.config.settings import HIDDEN, Settings
 from bpfed.data import FederatedData, load
@@ -122,8 +121,6 @@ class Tuning:
         return common(
             run.evaluation.get("fitted_temperature", 1.0) for run in self.comparison.records[self.best].values()
         )
-
-    softness = old_attribute("softness", "calibration_temperature")
 
     @property
     def gain(self) -> float:

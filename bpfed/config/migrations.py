@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -13,24 +12,10 @@ from typing import Any, TypeVar
 
 from bpfed._util.errors import UserError
 
-#: Settings that had another name before 0.10, by table. Old names are accepted, with a word on the new one, until 0.11.
-RENAMED: dict[str, dict[str, str]] = {
-    "run": {"softness": "calibration_temperature", "rehearsals": "calibrate"},
-    "method": {},
-}
-#: Variants of methods in a comparison that had another name.
-RENAMED_VARIANTS = {"softness": "calibrated"}
+#: Settings of a run that had another name before 0.10; run folders of before have them.
+RENAMED = {"softness": "calibration_temperature", "rehearsals": "calibrate"}
 #: Keys of ``learnt.json``, ``summary.json`` and ``evaluation.json`` that had another name.
 RENAMED_KEYS = {"softness": "calibration_temperature", "fitted_softness": "fitted_temperature"}
-#: What a subclass of `Method` may define that had another name.
-RENAMED_IN_METHODS = {
-    "numbers": "stackable",
-    "hyper": "hparams",
-    "hyper_in": "hparams_for_run",
-    "rows_of_numbers": "hparam_rows",
-    "structure": "trace_key",
-    "counting": "needs_class_counts",
-}
 #: With what a site marked the states of calibration pilots.
 OLD_PILOT = "rehearsal "
 
@@ -212,51 +197,19 @@ def _number(version: str) -> tuple[int, ...]:
 T = TypeVar("T")
 
 
-def current_setting(table: str, name: str, value: Any) -> tuple[str, Any]:
-    """A setting under its name of today, and its value as that has it; one that has kept its name is left alone."""
-    if (table, name) == ("run", "rehearsals"):
-        return "calibrate", "none" if str(value).strip() == "0" else f"pilot:{value}"
-    return RENAMED[table].get(name, name), value
-
-
-def current_settings(
-    table: str, settings: Mapping[str, Any], known: Mapping[str, Any], say: Callable[[str], None] | None = None
-) -> dict[str, Any]:
-    """Settings under their names of today.
-
-    Args:
-        table: ``run`` or ``method``.
-        settings: By name.
-        known: The names there are today. An old name that is among them, or whose new one is not, is left alone.
-        say: Called with a sentence for each that was renamed.
-
-    Raises:
-        UserError: A setting is given by both names.
-    """
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        new, converted = current_setting(table, name, value) if name in RENAMED[table] else (name, value)
-        if new == name or name in known or new not in known:
-            found[name] = value
-            continue
-        if new in settings:
-            raise UserError(f"{table}.{name} is now {table}.{new}, and both are given; leave out {name}.")
-        if say is not None:
-            say(f"{name} is now {_shown(new, converted)}; the old name works until bpfed 0.11.")
-        found[new] = converted
+def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that a run folder has noted, under their names of today."""
+    found = {RENAMED.get(name, name): value for name, value in settings.items()}
+    if "rehearsals" in settings:
+        found["calibrate"] = "none" if settings["rehearsals"] == 0 else f"pilot:{settings['rehearsals']}"
     return found
-
-
-def _shown(name: str, value: Any) -> str:
-    return f"{name} = {value}" if name == "calibrate" else name
 
 
 def current_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of a run folder, with the names of today in its table of the run and of the method."""
     found = dict(config)
     if isinstance(own := found.get("run"), dict):
-        known = {name: None for name in (*own, *RENAMED["run"].values()) if name not in RENAMED["run"]}
-        found["run"] = current_settings("run", own, known)
+        found["run"] = current_settings(own)
     if isinstance(own := found.get("method"), dict):
         found["method"] = without_constants(str(own.get("name")), own)
     return found
@@ -265,24 +218,6 @@ def current_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def current_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record of a run folder with the keys of today."""
     return {RENAMED_KEYS.get(key, key): value for key, value in record.items()}
-
-
-def accepts_old_names(table: str) -> Callable[[type[T]], type[T]]:
-    """A decorator of a settings dataclass: old names of settings can still be given and read, with a `FutureWarning`."""
-
-    def wrap(cls: type[T]) -> type[T]:
-        init: Callable[..., None] = cls.__init__
-        known = dict.fromkeys(getattr(cls, "__dataclass_fields__", {}))
-
-        @functools.wraps(init)
-        def accept(self: T, *given: Any, **settings: Any) -> None:
-            init(self, *given, **current_settings(table, settings, known, lambda sentence: warn(sentence, 3)))
-
-        cls.__init__ = accept  # type: ignore[method-assign, assignment]
-        cls.__getattr__ = _old_setting(table)  # type: ignore[attr-defined]
-        return cls
-
-    return wrap
 
 
 def refuses_constants(cls: type[T]) -> type[T]:
@@ -299,46 +234,3 @@ def refuses_constants(cls: type[T]) -> type[T]:
 
     cls.__init__ = accept  # type: ignore[method-assign, assignment]
     return cls
-
-
-def _old_setting(table: str) -> Callable[[Any, str], Any]:
-    def get(self: Any, name: str) -> Any:
-        if name not in RENAMED[table]:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        new = "calibration_pilots" if name == "rehearsals" else RENAMED[table][name]
-        value = getattr(self, new)
-        warn(f"{name} is now {new}; the old name works until bpfed 0.11.", 2)
-        return value
-
-    return get
-
-
-def old_attribute(old: str, new: str) -> Any:
-    """A property that is an attribute under its old name, with a `FutureWarning`."""
-
-    def get(self: Any) -> Any:
-        warn(f"{type(self).__name__}.{old} is now {new}; the old name works until bpfed 0.11.", 2)
-        return getattr(self, new)
-
-    get.__doc__ = f"The old name of `{new}`."
-    return property(get)
-
-
-def old_method_names(cls: type) -> None:
-    """Let a class of methods define or call what `RENAMED_IN_METHODS` lists by its old name, beside the new one.
-
-    Each class has both, so that ``super()`` finds the same function by either name.
-    """
-    for old, new in RENAMED_IN_METHODS.items():
-        if old in vars(cls):
-            if new in vars(cls):
-                raise TypeError(f"{cls.__name__} defines both {old} and {new}, its new name; leave out {old}.")
-            warn(f"{cls.__name__}.{old} is now {new}; the old name works until bpfed 0.11.", 4)
-            setattr(cls, new, vars(cls)[old])
-        elif new in vars(cls):
-            setattr(cls, old, vars(cls)[new])
-
-
-def warn(sentence: str, level: int) -> None:
-    """A `FutureWarning` where the caller of the caller is, ``level`` calls up."""
-    warnings.warn(sentence, FutureWarning, stacklevel=level + 1)

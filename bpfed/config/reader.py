@@ -20,33 +20,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from bpfed import __version__
 from bpfed._util.errors import UserError, hint
 from bpfed._util.files import from_toml
-from bpfed.config.migrations import (
-    RENAMED,
-    Gone,
-    as_then,
-    constant,
-    current_setting,
-    current_settings,
-    data_as_then,
-    recipe_with,
-)
+from bpfed.config.migrations import RENAMED, Gone, as_then, constant, current_settings, data_as_then, recipe_with
 from bpfed.config.registry import DATASETS, FORMATS, METHODS, PARTITIONS, PREFIX, RULES
-from bpfed.config.schema import LISTS, PLACE, PLACES, RECORDED, DataSettings, Field, fields_of
+from bpfed.config.schema import LISTS, PLACE, PLACES, RECORDED, fields_of
 from bpfed.config.schema import TABLES as schema_TABLES
-from bpfed.config.settings import Settings
+from bpfed.config.settings import DataSettings, Settings, words
 
 if TYPE_CHECKING:
+    from bpfed._util.files import DataDir
     from bpfed.data import FederatedData
-    from bpfed.data.sources.download import DataDir
     from bpfed.data.tabular.table import Table
     from bpfed.methods.base import AnyMethod
 
@@ -65,13 +58,11 @@ class Document:
         path: Where it is; None for no file at all.
         text: Its text.
         content: What it says.
-        old: What it calls a setting, by table and name of today, where it has an old name.
     """
 
     path: Path | None
     text: str
     content: dict[str, Any]
-    old: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path | None, text: str | None = None) -> Document:
@@ -102,7 +93,11 @@ class Document:
 
     def line(self, *keys: str) -> int:
         """The line (from 1) that a key or table begins on."""
-        keys = self.old.get(keys, keys)
+        # A run folder of before may have an old name.
+        old = next(
+            (name for name, new in RENAMED.items() if keys == ("run", new) and name in self.content["run"]), None
+        )
+        keys = keys if old is None else ("run", old)
         # The parser keeps no positions, but the beginning of a document is a document wherever a statement ends: the
         # key is in the first such beginning that has it, right after the last one that has not.
         lines, begins = self.text.split("\n"), 1
@@ -209,10 +204,16 @@ class Config:
             ignore=asked.ignore,
             missing=asked.missing,
             holdout=asked.holdout,
+            **asked.recoding,
         )
 
-    def load_data(self, data_dir: DataDir = None, read: Mapping[str, Table] | None = None) -> FederatedData:
-        """Load the data that is asked for; ``read`` are its tables, where they have been read already."""
+    def load_data(
+        self, data_dir: DataDir = None, read: Mapping[str, Table] | None = None, checked: bool = False
+    ) -> FederatedData:
+        """Load the data that is asked for.
+
+        ``read`` are its tables, where they have been read already, and ``checked`` whether their columns have been checked.
+        """
         from bpfed.data import load
         from bpfed.data.load import is_table
 
@@ -225,7 +226,7 @@ class Config:
             seed=self.data_seed,
             data_dir=data_dir,
             test_fraction=self.data.test_fraction,
-            target=self.data.target,
+            target=self.data.targets,
             client_column=self.data.client_column,
             task=self.data.task,
             standardise=self.data.standardise,
@@ -233,7 +234,9 @@ class Config:
             missing=self.data.missing,
             codes=self.data.codes,
             holdout=self.data.holdout,
+            **self.data.recoding,
             read=read,
+            checked=checked,
         )
         if noted and self.data.clients not in (None, len(data)):
             raise UserError(
@@ -272,16 +275,13 @@ def read(path: Path | None = None, overrides: Sequence[Override] = (), text: str
     tables = _tables(document)
     said = [ParsedOverride(*_split(o, _wanted_method(tables, overrides)), o) for o in overrides]
     schema = {table: fields_of(cls) for table, cls in schema_TABLES.items()}
-    renamed: list[str] = []
-    said = _current(said, schema, renamed)
     _check_values(said, schema)
     named = bool(tables["method"]) or any(s.table == "method" for s in said)
     name, notes = _method_name(document, tables, said)
     chosen = _method(name)
     schema["method"] = fields_of(chosen)
-    said = _current(said, schema, renamed)
-    for table in RENAMED:
-        tables[table] = _current_table(table, tables[table], schema[table], document, renamed)
+    if "bpfed" in document.content:
+        tables["run"] = current_settings(tables["run"])
     recorded = _recorded(tables)
     place = recorded.get("data", {}).pop(PLACE, None)
     own = tables["data"].get("name")
@@ -301,44 +301,9 @@ def read(path: Path | None = None, overrides: Sequence[Override] = (), text: str
         Settings(**values["run"]),
         recorded,
         document,
-        (*notes, *renamed, *_noted(document)),
+        (*notes, *_noted(document)),
         named,
     )
-
-
-def _current(
-    said: Sequence[ParsedOverride], schema: Mapping[str, Mapping[str, Field]], notes: list[str]
-) -> list[ParsedOverride]:
-    """What the command line says, with names of today; a note for each that has an old one."""
-    found = []
-    for one in said:
-        table, key, override = one
-        new, text = (
-            current_setting(table, key, override.text) if key in RENAMED.get(table, ()) else (key, override.text)
-        )
-        if new != key and key not in schema.get(table, ()) and new in schema.get(table, ()):
-            if override.flag == "--set":
-                notes.append(f"--set: {table}.{key} is now {table}.{new}; the old name works until bpfed 0.11.")
-            one = ParsedOverride(table, new, Override(f"{table}.{new}", text, override.flag))
-        found.append(one)
-    return found
-
-
-def _current_table(
-    table: str, keys: Mapping[str, Any], known: Mapping[str, Field], document: Document, notes: list[str]
-) -> dict[str, Any]:
-    """A table of the file with names of today; a note for each old one, unless a run wrote the file."""
-    told: list[str] = []
-    try:
-        found = current_settings(table, keys, known, told.append)
-    except UserError as error:
-        raise UserError(f"'{document.path}': {error}") from None
-    if "bpfed" not in document.content:
-        notes += [f"'{document.path}': {sentence}" for sentence in told]
-    for name in keys:
-        if name not in found:
-            document.old[table, RENAMED[table][name]] = (table, name)
-    return found
 
 
 def _method(name: str) -> type[AnyMethod]:
@@ -359,11 +324,11 @@ def _wanted_method(tables: Mapping[str, Mapping[str, Any]], overrides: Sequence[
     return named[-1] if named else str(tables["method"].get("name", METHOD))
 
 
-def _check_values(said: Sequence[ParsedOverride], schema: Mapping[str, Mapping[str, Field]]) -> None:
+def _check_values(said: Sequence[ParsedOverride], schema: Mapping[str, Mapping[str, FieldInfo]]) -> None:
     """Check the values that need no method, before torch is imported."""
     for table, key, override in said:
         if key in schema.get(table, ()):
-            _from_text(override, table, schema[table][key])
+            _from_text(override, f"{table}.{key}", schema[table][key])
 
 
 def _method_name(
@@ -408,7 +373,7 @@ def _method_name(
 def _merged(
     tables: dict[str, dict[str, Any]],
     said: Sequence[ParsedOverride],
-    schema: Mapping[str, Mapping[str, Field]],
+    schema: Mapping[str, Mapping[str, FieldInfo]],
     document: Document,
 ) -> None:
     """Check the file's tables against the schema, and put what the command line says over them."""
@@ -418,7 +383,7 @@ def _merged(
                 raise UserError(f"{document.where(table, key)}{why}")
             if key not in schema[table]:
                 raise _unknown_key(document.where(table, key), table, key, schema)
-        keys |= {key: _joined(value) for key, value in keys.items() if f"{table}.{key}" in LISTS}
+        keys |= {k: _joined(v, LISTS[f"{table}.{k}"]) for k, v in keys.items() if f"{table}.{k}" in LISTS}
         keys |= _valid(table, keys, schema[table], document)
     for table, key, override in said:
         if override.key == METHOD_KEY:
@@ -427,7 +392,7 @@ def _merged(
             raise UserError(f"{override.flag}: {why}")
         if key not in schema[table]:
             raise _unknown_key(f"{override.flag}: ", table, key, schema)
-        tables[table][key] = _from_text(override, table, schema[table][key])
+        tables[table][key] = _from_text(override, f"{table}.{key}", schema[table][key])
 
 
 def _repeats(said: Sequence[ParsedOverride]) -> bool:
@@ -502,7 +467,7 @@ def no_prefix(override: Override, method: str) -> UserError:
     return UserError(f"{override.flag}: '{key}' needs a prefix: data., method. or run.{';' if found else ','} {advice}")
 
 
-def _constant(table: str, key: str, value: Any, schema: Mapping[str, Mapping[str, Field]]) -> str:
+def _constant(table: str, key: str, value: Any, schema: Mapping[str, Mapping[str, FieldInfo]]) -> str:
     """Why this cannot be set, if an earlier version's recipe had such a setting and it is a constant now."""
     known = schema[table]
     if table != "method" or (key in known and key != "sigma"):
@@ -511,47 +476,51 @@ def _constant(table: str, key: str, value: Any, schema: Mapping[str, Mapping[str
     return f"method.{why}" if why else ""
 
 
-def _unknown_key(where: str, table: str, key: str, schema: Mapping[str, Mapping[str, Field]]) -> UserError:
+def _unknown_key(where: str, table: str, key: str, schema: Mapping[str, Mapping[str, FieldInfo]]) -> UserError:
     inside = f" in [{table}]" if table else ""
     if key in PLACES:
         return UserError(f"{where}'{key}' is a location, not a setting; pass it as {PLACES[key]} instead.")
+    if table == "run" and key in RENAMED:
+        return UserError(f"{where}run.{key} is called run.{RENAMED[key]} since bpfed 0.10; use that name.")
     elsewhere = [f"{other}.{key}" for other, fields in schema.items() if other != table and key in fields]
     known = ["name", *schema[table]] if table else [f"{t}.{k}" for t, fields in schema.items() for k in fields]
     advice = f"did you mean '{elsewhere[0]}'?" if elsewhere else hint(key, known)
     return UserError(f"{where}unknown key '{key}'{inside}; {advice}")
 
 
-def _valid(table: str, values: dict[str, Any], fields: Mapping[str, Field], document: Document) -> dict[str, Any]:
+def _valid(table: str, values: dict[str, Any], fields: Mapping[str, FieldInfo], document: Document) -> dict[str, Any]:
     """A table's values, checked; no type is converted (text is not a number)."""
-    types: dict[str, Any] = {f.name: (f.kind, f.default) for f in fields.values()}
+    types: dict[str, Any] = {name: (field.annotation, field.default) for name, field in fields.items()}
     checker = create_model(table, __config__=ConfigDict(strict=True, allow_inf_nan=False), **types)
     try:
         checked = checker.model_validate(values)
     except ValidationError as error:
         key = str(error.errors()[0]["loc"][0])
-        raise _wrong(document.where(table, key), table, fields[key], values[key]) from None
+        raise _wrong(document.where(table, key), f"{table}.{key}", fields[key], values[key]) from None
     return {key: getattr(checked, key) for key in values}
 
 
-def _from_text(override: Override, table: str, field: Field) -> Any:
+def _from_text(override: Override, key: str, field: FieldInfo) -> Any:
     """What was typed, as the field's type."""
     text: Any = override.text
-    if field.optional and text.lower() == "none":
+    if text.lower() == "none" and NoneType in get_args(field.annotation):
         return None
     if text.startswith("["):
         text = _parsed(text)
-        text = _joined(text) if f"{table}.{field.name}" in LISTS else text
-    adapter: TypeAdapter[Any] = TypeAdapter(field.kind, config=ConfigDict(allow_inf_nan=False))
+        separator = LISTS.get(key)
+        text = text if separator is None else _joined(text, separator)
+    kind: Any = field.annotation
+    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
     try:
         return adapter.validate_python(text)
     except ValidationError:
-        raise _wrong(f"{override.flag}: ", table, field, text) from None
+        raise _wrong(f"{override.flag}: ", key, field, text) from None
 
 
-def _joined(names: Any) -> Any:
+def _joined(names: Any, separator: str) -> Any:
     """A list of columns as the one text that the setting is; anything else as it is."""
-    listed = isinstance(names, list) and all(isinstance(name, str) and "," not in name for name in names)
-    return ",".join(names) if listed else names
+    listed = isinstance(names, list) and all(isinstance(name, str) and separator not in name for name in names)
+    return separator.join(names) if listed else names
 
 
 def _parsed(text: str) -> Any:
@@ -561,5 +530,5 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def _wrong(where: str, table: str, field: Field, given: Any) -> UserError:
-    return UserError(f"{where}{table}.{field.name} is {given!r}, but must be {field.allowed}.")
+def _wrong(where: str, key: str, field: FieldInfo, given: Any) -> UserError:
+    return UserError(f"{where}{key} is {given!r}, but must be {words(field.annotation)}.")

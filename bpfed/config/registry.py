@@ -210,6 +210,12 @@ TASKS = {
     "classification": "bpfed.inference.tasks:Classification",
     "regression": "bpfed.inference.tasks:Regression",
     "counts": "bpfed.inference.counts:Counts",
+    "heteroscedastic": "bpfed.inference.tasks:HeteroscedasticRegression",
+    "negative-binomial": "bpfed.inference.counts:NegativeBinomialCounts",
+    "ordinal": "bpfed.inference.labels:OrderedClasses",
+    "multilabel": "bpfed.inference.labels:MultiLabel",
+    "tokens": "bpfed.inference.labels:TokenClassification",
+    "survival": "bpfed.inference.survival:Survival",
 }
 if TYPE_CHECKING:
     TaskName = str

@@ -1,71 +1,34 @@
 """What a configuration may say: its tables, and the fields of each with type, default and description.
 
-The schema is read off the dataclasses that the code itself uses (`Settings`, the methods, `DataSettings`), so a TOML
-file, the command's flags, their help and the Python arguments cannot come apart. Nothing here needs torch.
+The fields are those of the classes that the code itself uses (`Settings`, `DataSettings`, the methods), so a TOML file,
+the command's flags, their help and the Python arguments cannot come apart. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields, replace
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
 from bpfed._util.errors import UserError, unknown
-from bpfed.config.migrations import constant, current_config, current_settings, warn
-from bpfed.config.registry import PREFIX, TaskName
-from bpfed.config.settings import HIDDEN, Settings, check_types, is_union, words
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    """Which data, and how it is distributed over clients.
-
-    Attributes:
-        name: Name of the dataset (see ``bpfed data list``), or ``folder:PATH`` for your own tables.
-        clients: Number of clients; None: the dataset's own.
-        partition: How examples are distributed: ``groups``, ``random:3``, ``dirichlet:0.3``, ``shards:2`` or ``iid``;
-            None: ``groups``, but tables come with their own clients.
-        test_fraction: Fraction of each client's examples held out for testing; None: 0.5, or 0.3 for tables.
-        seed: Random seed of the partition and the test split; None: the run's seed.
-        target: For tables: the column to predict; None: the one called target, label or y.
-        client_column: For a single table: the column that identifies the client.
-        task: For tables: the kind of target; None: text and up to 20 distinct whole numbers are classes.
-        standardise: For tables: scale numbers by statistics of all clients (``federated``), by each client's own
-            (``local``), or not at all (``none``).
-        ignore: For tables: columns that are not inputs, separated by commas.
-        missing: For tables: words that stand for no value, beside blanks, ``?``, ``NA`` and the like, separated by
-            commas; ``age=999`` is one in that column alone.
-        codes: For tables: use columns with 3 to 10 different whole numbers as numbers with one more input per value
-            (``both``), or as numbers alone (``number``).
-        holdout: For tables: hold out the last rows of each client by a column of numbers or ISO dates
-            (``time:COLUMN``), or whole groups of rows (``group:COLUMN``), for the test and wherever training rows are
-            held out; None: rows drawn at random.
-    """
-
-    name: str = "digits"
-    clients: int | None = None
-    partition: str | None = None
-    test_fraction: float | None = None
-    seed: int | None = None
-    target: str | None = None
-    client_column: str | None = None
-    task: TaskName | None = None
-    standardise: Literal["federated", "local", "none"] = "federated"
-    ignore: str | None = None
-    missing: str | None = None
-    codes: Literal["both", "number"] = "both"
-    holdout: str | None = None
-
+from bpfed.config.migrations import constant, current_config
+from bpfed.config.registry import PREFIX
+from bpfed.config.settings import FIELDS, HIDDEN, DataSettings, Settings, is_union
 
 #: The tables whose fields are always the same; those of ``[method]`` are the chosen method's.
 TABLES: dict[str, type] = {"data": DataSettings, "run": Settings}
 
-#: Settings that are lists in a file, and flags that may be given several times or with commas.
-LISTS = frozenset({"data.ignore", "data.missing"})
+#: Settings that are lists in a file, and flags that may be given several times, with what separates their entries.
+LISTS = {
+    **dict.fromkeys(("data.ignore", "data.missing", "data.rename", "data.convert", "data.dates", "data.text"), ","),
+    "data.map": ";",
+}
 
 #: Rounds of every run of a comparison, where nothing else is said.
 ROUNDS = 30
@@ -86,50 +49,14 @@ PLACES = {
 }
 
 
-@dataclass(frozen=True)
-class Field:
-    """One setting.
-
-    Attributes:
-        name: Its key.
-        kind: Its type.
-        default: Its value when it is not set.
-        about: What it does, in words.
-    """
-
-    name: str
-    kind: Any
-    default: Any
-    about: str
-
-    @property
-    def optional(self) -> bool:
-        """Whether it may be None, that is, left to the program."""
-        return NoneType in get_args(self.kind)
-
-    @property
-    def allowed(self) -> str:
-        """What it may be, in words: ``a whole number``, ``'equal' or 'size'``."""
-        return words(self.kind)
-
-    @property
-    def short(self) -> str:
-        """What it may be, in a word, for tables and help."""
-        kinds = [k for k in (get_args(self.kind) if is_union(self.kind) else (self.kind,)) if k is not NoneType]
-        if get_origin(kinds[0]) is Literal:
-            return "|".join(str(choice) for choice in get_args(kinds[0]))
-        return {int: "INT", float: "NUMBER", bool: "true|false", str: "TEXT"}.get(kinds[0], "VALUE")
-
-
 def changed(settings: Settings, changes: Mapping[str, Any], fixed: Collection[str] = ()) -> Settings:
     """The settings with single ones given by name; those of ``fixed`` cannot be.
 
     Raises:
         UserError: There is no such setting, or it is not of its type.
     """
-    every = {f.name for f in dataclasses.fields(Settings)}
-    changes = current_settings("run", changes, dict.fromkeys(every), lambda sentence: warn(sentence, 4))
-    known, of_data = every - set(fixed), {f.name for f in dataclasses.fields(DataSettings)} - every
+    every = fields_of(Settings).keys()
+    known, of_data = every - set(fixed), fields_of(DataSettings).keys() - every
     for name in changes:
         if name in of_data:
             raise UserError(f"'{name}' is a data setting; pass it to bpfed.data.load() and use the result as data=.")
@@ -142,9 +69,7 @@ def changed(settings: Settings, changes: Mapping[str, Any], fixed: Collection[st
             if why := constant("bpfed-recipe", name):
                 raise UserError(f"The recipe's {why}")
             raise unknown("setting", name, known)
-    found = dataclasses.replace(settings, **changes)
-    check_types(found)
-    return found
+    return replace(settings, **changes)
 
 
 def _of_methods(name: str) -> str:
@@ -154,25 +79,43 @@ def _of_methods(name: str) -> str:
     return next((cls.__name__ for cls in METHODS.values() if name in fields_of(cls)), "")
 
 
-def fields_of(settings: type) -> dict[str, Field]:
-    """The fields of a settings dataclass, by name, described as its docstrings do."""
-    kinds, about = get_type_hints(settings), descriptions(settings)
+def fields_of(settings: type) -> dict[str, FieldInfo]:
+    """The fields of a settings class, by name: of a method, a dataclass, described as its docstrings do."""
+    if settings in FIELDS:
+        return FIELDS[settings]
+    kinds, about = get_type_hints(settings), _attributes(settings)
     return {
-        f.name: Field(f.name, kinds[f.name], None if f.default is MISSING else f.default, about.get(f.name, ""))
-        for f in dataclasses.fields(settings)
+        f.name: FieldInfo.from_annotated_attribute(
+            kinds[f.name], Field(None if f.default is MISSING else f.default, description=about.get(f.name))
+        )
+        for f in fields(settings)
     }
 
 
-def descriptions(settings: type) -> dict[str, str]:
-    """What the ``Attributes`` of a class and its bases say of each field, as plain text."""
+def _attributes(settings: type) -> dict[str, str]:
+    """What the ``Attributes`` of a class and its bases say of each field."""
     found: dict[str, str] = {}
     for cls in reversed(settings.__mro__):
         _, _, entries = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")
         for entry in re.split(r"\n(?= {4}\S)", "\n" + entries):
             name, colon, text = entry.strip().partition(":")
             if colon and name.isidentifier():
-                found[name] = plain(" ".join(text.split()))
+                found[name] = text
     return found
+
+
+def about(field: FieldInfo) -> str:
+    """What a setting does, as plain text."""
+    return plain(" ".join((field.description or "").split()))
+
+
+def short(field: FieldInfo) -> str:
+    """What a setting may be, in a word, for tables and help."""
+    kind: Any = field.annotation
+    kind = next(k for k in get_args(kind) if k is not NoneType) if is_union(kind) else kind
+    if get_origin(kind) is Literal:
+        return "|".join(str(choice) for choice in get_args(kind))
+    return {int: "INT", float: "NUMBER", bool: "true|false", str: "TEXT"}.get(kind, "VALUE")
 
 
 def plain(text: str) -> str:
@@ -215,7 +158,8 @@ def differences(there: dict[str, Any], here: dict[str, Any], places: tuple[str, 
 
 def _usual() -> dict[str, Any]:
     """The default settings of a run: an older configuration may not have known some of them."""
-    return {f"run.{f.name}": f.default for f in fields(Settings) if f.default is not None} | {"run.hidden": HIDDEN}
+    usual = {f"run.{name}": field.default for name, field in fields_of(Settings).items()}
+    return {name: value for name, value in usual.items() if value is not None} | {"run.hidden": HIDDEN}
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 from bpfed.data.arrays import from_arrays, synthetic
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.load import fetch, from_frames, load, names, tables
@@ -31,10 +28,3 @@ __all__ = [
     "tables",
     "unescaped",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Preparation":
-        warnings.warn("bpfed.data.Preparation is now bpfed.data.Preprocessor.", FutureWarning, stacklevel=2)
-        return Preprocessor
-    raise AttributeError(f"module 'bpfed.data' has no attribute '{name}'")

@@ -17,7 +17,7 @@ from bpfed.data.partition import client_names, lay_out, streams
 from bpfed.data.tabular.statistics import MOST_WHOLE
 from bpfed.inference import inputs
 from bpfed.inference.inputs import Inputs
-from bpfed.inference.tasks import Classification, get_task, inferred
+from bpfed.inference.tasks import Classification, Task, get_task, inferred
 
 
 def from_arrays(
@@ -43,7 +43,9 @@ def from_arrays(
             each example, is what the module takes by name, and a tuple of arrays what it takes by position; whole
             numbers stay whole in them, and sequences of different lengths are filled up with 0 where there is a mask.
         y: Targets, ``[E]``: words and numbers of a whole type are classes, real ones (also 0.0 and 1.0) are a
-            regression.
+            regression. For ``task="survival"`` ``[E, 2]``, times and whether the event was observed (1) or not (0);
+            for ``"multilabel"`` ``[E, L]`` of 0 and 1; for ``"tokens"`` ``[E, T]`` whole numbers, -100 where a token does
+            not count.
         ids: Whom each example belongs to, ``[E]`` whole numbers or words. Each id is a client, named by it.
         name: What to call the dataset.
         task: What ``y`` is, where its type does not tell.
@@ -53,8 +55,16 @@ def from_arrays(
         test_fraction: That fraction, stratified by class.
         seed: Which examples are drawn.
     """
-    asked = get_task(task) if task is not None else None
+    asked, labelling = get_task(task) if task is not None else None, 0
     targets, who = _array(y, f"The targets of '{name}'"), _identities(ids, name)
+    if asked is not None and asked.packed_from != 1 and targets.ndim == 2:
+        labelling = targets.shape[1] if asked.labelled else 0
+        targets = _packed(targets, asked, name)
+    elif asked is not None and asked.labelled and not asked.has_classes and not asked.target_axes:
+        raise UserError(
+            f"The targets of '{name}' are one number each, but {asked.phrase} needs a 0 or 1 for each label."
+        )
+    axes = 1 + (asked.target_axes if asked is not None else 0)
     given: Inputs
     if (several := structured(x, name, len(targets) if targets.ndim else 0)) is not None:
         given, shapes = several, {part: array.shape for part, array in inputs.parts(several).items()}
@@ -62,7 +72,8 @@ def from_arrays(
         given = _numbers(x, f"The inputs of '{name}'")
         given = given[:, None] if given.ndim == 1 else given
         shapes = {"": given.shape}
-    if targets.ndim != 1 or targets.shape != who.shape or any(s[:1] != targets.shape for s in shapes.values()):
+    count = targets.shape[:1]
+    if targets.ndim != axes or count != who.shape or any(s[:1] != count for s in shapes.values()):
         shown = shapes[""] if "" in shapes else ", ".join(f"{shape} in '{part}'" for part, shape in shapes.items())
         raise UserError(
             f"'{name}' has inputs of shape {shown}, targets of {targets.shape} and ids of {who.shape}; "
@@ -74,6 +85,10 @@ def from_arrays(
     used = asked or inferred(targets.dtype.kind != "f")
     if used.has_classes:
         targets, words = _classes(targets, tuple(labels), name)
+    elif used.target_axes:
+        targets, words = _token_classes(targets, tuple(labels), name)
+    elif used.labelled:
+        targets, words = targets.astype(np.int64), tuple(labels) or tuple(str(k) for k in range(labelling))
     else:
         targets, words = _numbers(targets, f"The targets of '{name}'"), ()
     clients, owners = np.unique(who, return_inverse=True)
@@ -97,6 +112,29 @@ def from_arrays(
         labels=words,
     ).check()
     return replace(data, notes=(*doubt, *unscaled(data), *of_one_class(data)))
+
+
+def _packed(y: np.ndarray, task: Task, name: str) -> np.ndarray:
+    """Targets of several numbers each, ``[E, C]``, as one, ``[E]``."""
+    parts = _numbers(y, f"The targets of '{name}'").astype(np.float64)
+    names = tuple(f"y[:, {k}]" for k in range(parts.shape[1]))
+    truth = parts[:, 1:] if task.packed_from else parts
+    if task.packed_from not in (0, len(names)) or not np.isin(truth, (0.0, 1.0)).all():
+        raise UserError(
+            f"The targets of '{name}' are {parts.shape[1]} numbers each, but {task.phrase} needs "
+            f"{'a time and 0 or 1' if task.packed_from else 'a 0 or 1 for each label'}; correct them."
+        )
+    if fault := task.packing_fault(names, parts):
+        raise UserError(f"'{name}' has {fault}.")
+    return task.packed(parts)
+
+
+def _token_classes(y: np.ndarray, labels: tuple[str, ...], name: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Classes of tokens from 0, `IGNORED` where one does not count, ``[E, T]``, and a word for each."""
+    if y.dtype.kind not in "iu":
+        raise UserError(f"The targets of '{name}' are {y.dtype}, but classes of tokens must be whole numbers from 0.")
+    most = int(y.max(initial=0)) + 1
+    return y.astype(np.int64), labels or tuple(str(k) for k in range(max(2, most)))
 
 
 def structured(x: Any, name: str, count: int | None = None) -> Inputs | None:

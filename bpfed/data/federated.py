@@ -192,7 +192,7 @@ class FederatedData:
         return len(self.clients)
 
     def __repr__(self) -> str:
-        kinds = f"{self.classes} classes" if self.classes else self.task_type.targets
+        kinds = f"{self.classes} classes" if self.task_type.has_classes else self.task_type.targets
         return (
             f"<data {self.name!r}: {len(self)} clients, {len(self.train.y)} training and {len(self.test.y)} test "
             f"examples of {inputs.shapes(self.train.x)}, {kinds}>"

@@ -12,17 +12,18 @@ import numpy as np
 import torch
 
 from bpfed._util.errors import UserError
+from bpfed._util.files import DataDir
 from bpfed.config.registry import DATASETS, PREFIX, check_data
-from bpfed.data.benchmark_cells import CELLS, Cell, deal_cell
+from bpfed.config.settings import with_event
 from bpfed.data.checks.clients import of_one_class
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.holdout import Holdout, split
-from bpfed.data.partition import OWN, Partition, client_names, lay_out, parse_partition, streams
+from bpfed.data.partition import CELLS, OWN, Cell, Partition, client_names, deal_cell, lay_out, parse_partition, streams
 from bpfed.data.sources import pooled
-from bpfed.data.sources.download import DataDir
 from bpfed.data.sources.pooled import NATURAL, SOURCES, Natural, Source
 from bpfed.data.tabular import federate, frames
 from bpfed.data.tabular.preprocessing import Codes, Standardise
+from bpfed.data.tabular.recode import Recoding
 from bpfed.data.tabular.table import Table
 from bpfed.inference.tasks import Classification
 
@@ -50,6 +51,7 @@ def load(
     test_fraction: float | None = None,
     download: bool = True,
     target: str | None = None,
+    event: str | None = None,
     client_column: str | None = None,
     task: str | None = None,
     standardise: Standardise = "federated",
@@ -57,7 +59,13 @@ def load(
     missing: str | Iterable[str] | None = None,
     codes: Codes = "both",
     holdout: str | None = None,
+    rename: str | Iterable[str] | None = None,
+    map: str | Iterable[str] | None = None,
+    convert: str | Iterable[str] | None = None,
+    dates: str | Iterable[str] | None = None,
+    text: str | Iterable[str] | None = None,
     read: Mapping[str, Table] | None = None,
+    checked: bool = False,
 ) -> FederatedData:
     """Load a dataset as a federation of clients.
 
@@ -74,10 +82,13 @@ def load(
         test_fraction: Fraction of each client's examples held out for testing, stratified by class; default: 0.5, or
             0.3 for tables.
         download: Whether missing files may be downloaded.
-        target: For tables: the column to predict; default: the one called ``target``, ``label`` or ``y``.
+        target: For tables: the column to predict, or several with commas between them (task ``"multilabel"``); default:
+            the one called ``target``, ``label`` or ``y``.
+        event: For tables and the task ``"survival"``: the column that says whether the event was observed (1, yes) or
+            the time in ``target`` is censored (0, no).
         client_column: For a single table: the column that identifies the client.
-        task: For tables: ``"classification"`` or ``"regression"``; default: text and up to 20 distinct whole numbers
-            are classes.
+        task: For tables: what the target is, such as ``"classification"`` or ``"survival"``; default: text and up to 20
+            distinct whole numbers are classes.
         standardise: For tables: scale numbers by statistics of all clients (``"federated"``), by each client's own
             (``"local"``), or not at all (``"none"``).
         ignore: For tables: columns that are not inputs, as a list or as one text with commas between them.
@@ -87,15 +98,26 @@ def load(
         holdout: For tables: hold out the last rows of each client by a column of numbers or ISO dates
             (``"time:COLUMN"``), or whole groups of rows (``"group:COLUMN"``), for the test and wherever training rows
             are held out; the column is no input. Default: rows drawn at random.
+        rename: For tables: other names of columns, ``"OLD=NEW"`` or ``"OLD@CLIENT=NEW"`` each.
+        map: For tables: other words of a column, ``"sex:F=female,M=male"`` or ``"sex@CLIENT:..."`` each; in one text,
+            semicolons are between them.
+        convert: For tables: other units, ``"creatinine@CLIENT:/88.4"`` or ``"temperature:-32/1.8"`` each; steps are done
+            from left to right.
+        dates: For tables: columns whose dates become year, month, weekday and days since 2000.
+        text: For tables: columns whose words are counted in 256 hashed columns, or in as many as ``"COLUMN:NUMBER"``
+            says.
         read: For tables: what `tables` returned, where that has been called already.
+        checked: For tables: whether their columns need no check any more (`bpfed.data.checks.findings`).
 
     Raises:
         UserError: The name is unknown, the request cannot be met, or the files are missing or damaged.
     """
     if not isinstance(seed, Integral):
         raise UserError(f"seed is {seed!r}, but must be a whole number.")
+    said = {"rename": rename, "map": map, "convert": convert, "dates": dates, "text": text}
+    recoding = Recoding.of(**said)
     if in_memory := not isinstance(name, str):
-        read = frames.clients_of_frame(name, client_column, *_columns_of_frame(ignore, missing, holdout))
+        read = frames.clients_of_frame(name, client_column, *_columns_of_frame(ignore, missing, holdout), recoding)
         name = FRAMES
     if in_memory or is_table(name):
         _natural_only(name, partition)
@@ -109,10 +131,11 @@ def load(
                 ignore=ignore,
                 missing=missing,
                 holdout=holdout,
+                **said,
             )
             if read is None
             else read,
-            _target(name, target),
+            _target(name, with_event(target, event)),
             task=task,
             standardise=standardise,
             client_column=client_column,
@@ -120,8 +143,10 @@ def load(
             missing=federate.column_names(missing),
             codes=codes,
             holdout=holdout,
+            recoding=recoding,
             test_fraction=test_fraction,
             seed=seed,
+            checked=checked,
         )
         if clients not in (None, len(data)):
             raise UserError(f"'{name}' has its own clients ({len(data)}), so it cannot have {clients}; omit --clients.")
@@ -130,6 +155,7 @@ def load(
     _no_table(
         name,
         target=target,
+        event=event,
         client_column=client_column,
         task=task,
         standardise=None if standardise == "federated" else standardise,
@@ -137,6 +163,7 @@ def load(
         missing=missing,
         codes=None if codes == "both" else codes,
         holdout=holdout,
+        **said,
     )
     dealt = parse_partition(partition if partition is not None else PARTITION)
     if name in CELLS:
@@ -150,6 +177,7 @@ def from_frames(
     given: Mapping[str, Any],
     target: str | None = None,
     *,
+    event: str | None = None,
     name: str = FRAMES,
     task: str | None = None,
     standardise: Standardise = "federated",
@@ -157,6 +185,11 @@ def from_frames(
     missing: str | Iterable[str] | None = None,
     codes: Codes = "both",
     holdout: str | None = None,
+    rename: str | Iterable[str] | None = None,
+    map: str | Iterable[str] | None = None,
+    convert: str | Iterable[str] | None = None,
+    dates: str | Iterable[str] | None = None,
+    text: str | Iterable[str] | None = None,
     test_fraction: float | None = None,
     seed: int = 0,
 ) -> FederatedData:
@@ -173,16 +206,18 @@ def from_frames(
     """
     if not isinstance(seed, Integral):
         raise UserError(f"seed is {seed!r}, but must be a whole number.")
+    recoding = Recoding.of(rename=rename, map=map, convert=convert, dates=dates, text=text)
     return federate.federate(
         name,
-        frames.clients_of_frames(given, *_columns_of_frame(ignore, missing, holdout)),
-        target,
+        frames.clients_of_frames(given, *_columns_of_frame(ignore, missing, holdout), recoding),
+        with_event(target, event),
         task=task,
         standardise=standardise,
         ignore=federate.column_names(ignore),
         missing=federate.column_names(missing),
         codes=codes,
         holdout=holdout,
+        recoding=recoding,
         test_fraction=test_fraction,
         seed=int(seed),
     )
@@ -219,13 +254,19 @@ def tables(
     ignore: str | Iterable[str] | None = None,
     missing: str | Iterable[str] | None = None,
     holdout: str | None = None,
+    **said: str | Iterable[str] | None,
 ) -> dict[str, Table]:
     """The tables of ``folder:PATH`` or of a dataset that is tables, by client; for the arguments see `load`."""
+    recoding = Recoding.of(**said)
     if name.startswith(PREFIX):
         by = Holdout.of(holdout)
-        said = (federate.not_inputs(ignore, by), federate.column_names(missing))
         return federate.read_clients(
-            name.removeprefix(PREFIX), client_column, *said, by.words if by is not None else ()
+            name.removeprefix(PREFIX),
+            client_column,
+            federate.not_inputs(ignore, by),
+            federate.column_names(missing),
+            by.words if by is not None else (),
+            recoding,
         )
     if (known := _natural(name)) is None:
         check_data(name)
@@ -234,7 +275,7 @@ def tables(
         raise UserError(f"'{name}' has its own clients; omit --client-column.")
     if missing is not None:
         raise UserError(f"What is missing in '{name}' is known; omit --missing.")
-    return known.files.read(pooled.obtain(name, data_dir, download))
+    return federate.recoded(known.files.read(pooled.obtain(name, data_dir, download)), recoding)
 
 
 def fetch(name: str, data_dir: DataDir = None) -> Path | None:
@@ -265,6 +306,15 @@ def _target(name: str, target: str | None) -> str | None:
     if target not in (None, known.target):
         raise UserError(f"'{name}' predicts '{known.target}'; omit --target, or export it and use {PREFIX}PATH.")
     return known.target
+
+
+def target_of(name: str, read: Mapping[str, Table], target: str | None) -> str | None:
+    """The column to predict; None: nobody says, and no column of these tables is called so."""
+    wanted = _target(name, target)
+    try:
+        return wanted or federate.find_target(read)
+    except UserError:
+        return None
 
 
 def _no_table(name: str, **options: str | Iterable[str] | None) -> None:

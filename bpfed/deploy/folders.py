@@ -19,7 +19,7 @@ from bpfed.deploy.ops.certificates import KEYS, public_keys
 from bpfed.deploy.server.server import Server
 from bpfed.deploy.settings import Plan
 from bpfed.deploy.site.data import TOLD, Agreed, File, Part, Source
-from bpfed.deploy.site.local_privacy import LocalPrivacy
+from bpfed.deploy.site.limits import LocalPrivacy
 from bpfed.deploy.site.site import Site
 
 
@@ -53,7 +53,7 @@ def _checked(made: Preprocessor, config: Config, path: Path) -> Preprocessor:
     """The preparation, if it does what the configuration says."""
     asked = config.data
     for key, wanted, found in (
-        ("target", asked.target, made.target),
+        ("target", asked.targets, made.target),
         ("task", asked.task, made.task),
         ("standardise", asked.standardise, made.standardise),
     ):

@@ -39,7 +39,7 @@ class Plan:
         pause: Seconds between attempts.
         telemetry: Whether Flower may report its use to its makers and look for updates.
         clip: Of a site's own: with ``noise``, the norm that its update may have.
-        noise: Of a site's own: noise on its update before it is sent, in units of ``clip`` (`bpfed.deploy.site.local_privacy`).
+        noise: Of a site's own: noise on its update before it is sent, in units of ``clip`` (`bpfed.deploy.site.limits`).
         delta: With noise, the δ that ε is computed for.
         epsilon: With noise, the site takes part until this ε is spent; 0: always.
         bind: Of the server's own: the address of its machine to listen at; empty: that of the host in ``address``.

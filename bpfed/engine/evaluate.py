@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bpfed._util.errors import UserError
-from bpfed.config.settings import MOST_EVALUATED
-from bpfed.data.federated import Examples, untested
+from bpfed.config.settings import MOST_EVALUATED, Settings
+from bpfed.data.federated import Examples, FederatedData, untested
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import threads
 from bpfed.inference import inputs
-from bpfed.inference.calibration import Calibration, fewest, sorted_scores
+from bpfed.inference.calibration import Calibration, by_client, counted, fewest
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.predictive import How, Predictive
 from bpfed.inference.rng import Purpose, words
@@ -27,7 +28,9 @@ from bpfed.metrics import SURE, Evaluation
 #: Outputs and inputs of one draw that are held at a time, in numbers.
 BLOCK = 8_000_000
 #: Examples of a client that run at a time through a network with a frozen part.
-WIDE = 256
+WIDE = {"cpu": 256, "cuda": 2048}
+#: Calibration examples of each class that the clients must have together for sets that hold each class alike.
+EACH_CLASS = 20
 #: Below this many test examples times weights an evaluation runs on one thread (see `bpfed.engine.local`).
 SMALL = 200_000_000
 
@@ -83,10 +86,22 @@ def _evaluate(federation: Federation) -> tuple[Evaluation, Tensor]:
 
 
 def _bounds(calibration: Calibration, owner: Tensor) -> Bounds:
-    """What calibration says of the examples of these clients, ``[E]``."""
-    enough = calibration.offsets.diff() >= fewest(SURE)
-    parts = (calibration.thresholds(SURE), enough, calibration.temperatures)
+    """What calibration says of the examples of these clients, ``[E]``; the bounds ``[E, K]`` where they are by class."""
+    bounds = calibration.thresholds(SURE)
+    enough = calibration.offsets.diff() >= fewest(SURE) if calibration.pool is None else bounds.isfinite().any(1)
+    parts = (bounds if calibration.classes is not None else bounds[:, 0], enough, calibration.temperatures)
     return Bounds(*(part.to(owner.device)[owner] for part in parts))
+
+
+def sets_of(settings: Settings, data: FederatedData) -> Literal["class", "pooled", "client"]:
+    """How sets and intervals are bounded: as the settings say, and where they leave it open, as the data allow."""
+    if settings.sets != "auto":
+        return settings.sets
+    held = data.calibration
+    if not data.task_type.sets_by_class or held is None:
+        return "pooled"
+    counts = torch.bincount(held.y.cpu(), minlength=data.classes)
+    return "class" if int(counts.min()) >= EACH_CLASS else "pooled"
 
 
 def calibrate(
@@ -118,10 +133,17 @@ def _calibrate(
     found = _predict(federation, federation.data.calibration, clients, tuned, how, draws)
     ones = torch.ones(len(clients), dtype=torch.float64)
     task = federation.data.task_type
-    scores = task.conformal_scores(found)
+    scores = task.conformal_scores(found).cpu()
     if federation.settings.scaling == "client":
         ones = task.temperatures(found)
-    return Calibration(how, draws, ones, sorted_scores(scores.cpu(), found.offsets), found.offsets)
+    order, sets = by_client(scores, found.offsets), sets_of(federation.settings, federation.data)
+    scores, classes, pool = scores[order], None, None
+    if sets != "client":
+        classes = found.y.cpu()[order] if sets == "class" else None
+        rows = federation.data.classes if sets == "class" else 1
+        everyone = torch.tensor([0, len(scores)])
+        pool = counted(scores, classes, everyone, rows, task.regions)[0]
+    return Calibration(how, draws, ones, scores, found.offsets, classes, pool, task.regions)
 
 
 def _predict(
@@ -181,8 +203,8 @@ def _outputs(
     federation: Federation, predictive: Predictive, x: Inputs, y: Tensor, key: Tensor, draws: int, how: How
 ) -> tuple[Tensor, ...]:
     """What `Predicted` holds, for the examples of S clients, ``[S, B, ...]``."""
-    if federation.model.wide and y.shape[1] > WIDE:
-        some = [slice(start, start + WIDE) for start in range(0, y.shape[1], WIDE)]
+    if federation.model.wide and y.shape[1] > (wide := WIDE[y.device.type]):
+        some = [slice(start, start + wide) for start in range(0, y.shape[1], wide)]
         blocks = [
             _outputs(federation, predictive, inputs.take(x, (slice(None), own)), y[:, own], key, draws, how)
             for own in some

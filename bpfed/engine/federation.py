@@ -88,6 +88,8 @@ def check_run(
             f"{option}, but the server of {method.title} adds up what clients change, and needs each change as it is; "
             "set it to 'none'."
         )
+    if settings.sets == "class" and task is not None and not get_task(task).sets_by_class:
+        raise UserError(f"sets is 'class', but {get_task(task).phrase} has no sets of classes; use sets = 'pooled'.")
     if settings.scaling == "client" and task is not None and not get_task(task).scalable:
         raise UserError(
             f"scaling fits a temperature to class probabilities, but the targets here are {get_task(task).targets}; "

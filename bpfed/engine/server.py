@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from bpfed.aggregation.compression import travelled
 from bpfed.aggregation.privacy import Draw, private_mean
 from bpfed.aggregation.rules import middle
-from bpfed.aggregation.updates import clipped, distances
+from bpfed.aggregation.updates import clipped, distances, travelled
 from bpfed.config.settings import Settings
 from bpfed.methods.base import Method, State, rows
 

@@ -7,6 +7,9 @@ training.
 - *Split-conformal sets*: the k-th smallest score of n examples held back, k = ⌈(n + 1) · level⌉, bounds the score of a
   new example with probability of at least ``level``, whatever the model and however few the examples: those held back
   and the new one need only be exchangeable. Where k > n the bound is infinite and the set is every label (`threshold`).
+- *Pooled sets*: a client with few examples borrows from the others. Each counts its scores on a fixed grid, by class if
+  sets are to hold each class alike, and the counts of all clients are added. A client's bound is the quantile of its own
+  counts and of the sum, which weighs as much as `POOLED` examples of its own (`pooled_bounds`).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch import Tensor
 from bpfed._util.errors import UserError
 from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
 from bpfed.metrics import SMALLEST
-from bpfed.metrics.sums import owners, summed
+from bpfed.metrics.evaluation import owners, summed
 
 #: Strength of the prior that holds a temperature near 1: it weighs as much as about this many examples.
 PRIOR = 5.0
@@ -30,6 +33,42 @@ PRIOR = 5.0
 STEPS = 60
 #: Predicted standard deviations beyond which it makes no difference how far off a target is.
 FARTHEST = 10.0
+#: Cells of the grid on which scores are counted.
+CELLS = 1000
+#: Log odds of a score of sets, and logarithm of one of intervals, at the ends of the grid.
+GRID = {"sets": 12.0, "intervals": 6.0}
+#: The scores of all clients weigh as much in a client's bound as so many of its own.
+POOLED = 50.0
+#: Counts of scores that are held at a time.
+BLOCK = 20_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class Conformal:
+    """What bounds the scores of one client.
+
+    Attributes:
+        scores: Of its calibration examples, in rising order, ``[n]`` float32.
+        classes: The class of each of these, ``[n]`` int64; None: bounds are not by class.
+        pool: Scores of all clients counted on the grid, ``[R, CELLS]`` float64, R the number of classes or 1; None: the
+            client's own scores alone count.
+        regions: Which of the grids (`GRID`) it is.
+    """
+
+    scores: Tensor
+    classes: Tensor | None = None
+    pool: Tensor | None = None
+    regions: str = "sets"
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def bounds(self, level: float) -> Tensor:
+        """The scores that a new example's does not exceed at this level: of each class, ``[K]``, or one, ``[1]``; float64."""
+        if self.pool is None:
+            return torch.tensor([threshold(self.scores, level)], dtype=torch.float64)
+        own = counted(self.scores, self.classes, torch.tensor([0, len(self)]), len(self.pool), self.regions)
+        return pooled_bounds(own, self.pool, level, self.regions)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +82,9 @@ class Calibration:
         scores: Conformal scores end to end, each client's in rising order, ``[E]`` float32: 1 − p of the right label,
             or |target − mean| / predicted standard deviation.
         offsets: Client i owns ``scores[offsets[i]:offsets[i + 1]]``, ``[N + 1]``.
+        classes: The class of each score, ``[E]`` int64, where bounds are by class.
+        pool: Of all clients, where they borrow from each other; see `Conformal`.
+        regions: See `Conformal`.
     """
 
     how: str
@@ -50,27 +92,59 @@ class Calibration:
     temperatures: Tensor
     scores: Tensor
     offsets: Tensor
+    classes: Tensor | None = None
+    pool: Tensor | None = None
+    regions: str = "sets"
 
-    def client(self, index: int) -> tuple[float, Tensor]:
-        """One client's temperature and its scores in rising order, ``[n]``."""
-        return float(self.temperatures[index]), self.scores[int(self.offsets[index]) : int(self.offsets[index + 1])]
+    def client(self, index: int) -> tuple[float, Conformal]:
+        """One client's temperature and what bounds its scores."""
+        own = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        classes = None if self.classes is None else self.classes[own]
+        return float(self.temperatures[index]), Conformal(self.scores[own], classes, self.pool, self.regions)
+
+    @property
+    def unknown(self) -> Conformal | None:
+        """What bounds the scores of a client without calibration examples; None: nothing does."""
+        none = None if self.classes is None else self.classes[:0]
+        return None if self.pool is None else Conformal(self.scores[:0], none, self.pool, self.regions)
 
     def thresholds(self, level: float) -> Tensor:
-        """`threshold` of each client's scores, ``[N]``."""
+        """The bounds of each client's scores, ``[N, K]`` by class and else ``[N, 1]``."""
+        if self.pool is not None:
+            return torch.cat([self._pooled(self.pool, some, level) for some in self._blocks(len(self.pool))])
         sizes = self.offsets.diff()
         rank = _rank(sizes.double(), level).long()
         index = (self.offsets[:-1] + rank - 1).clamp(0, max(0, len(self.scores) - 1))
         found = self.scores[index] if len(self.scores) else self.scores.new_zeros(len(sizes))
-        return found.masked_fill(rank > sizes, math.inf)
+        return found.masked_fill(rank > sizes, math.inf)[:, None].double()
+
+    def _blocks(self, rows: int) -> list[Tensor]:
+        """Indices of clients whose counts are held at a time, so that these are not too many numbers."""
+        return list(torch.arange(len(self.temperatures)).split(max(1, BLOCK // (rows * CELLS))))
+
+    def _pooled(self, pool: Tensor, some: Tensor, level: float) -> Tensor:
+        """`pooled_bounds` of neighbouring clients, ``[S]``."""
+        offsets = self.offsets[int(some[0]) : int(some[-1]) + 2]
+        own = slice(int(offsets[0]), int(offsets[-1]))
+        classes = None if self.classes is None else self.classes[own]
+        counts = counted(self.scores[own], classes, offsets - offsets[0], len(pool), self.regions)
+        return pooled_bounds(counts, pool, level, self.regions)
 
     def record(self) -> dict[str, Any]:
         """As JSON holds it."""
+        more: dict[str, Any] = {}
+        if self.pool is not None:
+            row, cell = self.pool.nonzero(as_tuple=True)
+            kept = {"row": row.tolist(), "cell": cell.tolist(), "count": self.pool[row, cell].long().tolist()}
+            more = {"regions": self.regions, "pool": {"rows": len(self.pool), "cells": CELLS, **kept}}
+            more |= {} if self.classes is None else {"classes": self.classes.tolist()}
         return {
             "how": self.how,
             "draws": self.draws,
             "temperatures": self.temperatures.tolist(),
             "scores": self.scores.tolist(),
             "offsets": self.offsets.tolist(),
+            **more,
         }
 
     @classmethod
@@ -86,7 +160,17 @@ class Calibration:
             torch.tensor(record["temperatures"], dtype=torch.float64),
             torch.tensor(record["scores"], dtype=torch.float32),
             torch.tensor(record["offsets"], dtype=torch.int64),
+            torch.tensor(record["classes"], dtype=torch.int64) if "classes" in record else None,
+            _pool_of(record["pool"]) if "pool" in record else None,
+            str(record.get("regions", "sets")),
         )
+        if made.regions not in GRID:
+            raise ValueError(f"it is of '{made.regions[:20]}'")
+        rows = 1 if made.pool is None else len(made.pool)
+        if made.classes is not None and (
+            made.classes.shape != made.scores.shape or not bool(((made.classes >= 0) & (made.classes < rows)).all())
+        ):
+            raise ValueError("its classes do not fit its scores")
         clients = len(record["temperatures"]) if clients is None else clients
         if made.temperatures.shape != (clients,) or made.offsets.shape != (clients + 1,) or made.scores.ndim != 1:
             raise ValueError(f"it is not of {clients} clients")
@@ -102,16 +186,86 @@ class Calibration:
         return made
 
 
-def threshold(scores: Tensor, level: float) -> float:
+def _pool_of(record: Mapping[str, Any]) -> Tensor:
+    """The counts in a `Calibration.record`, ``[R, CELLS]``."""
+    rows, cells = int(record["rows"]), int(record["cells"])
+    if cells != CELLS or not 1 <= rows <= 1_000_000:
+        raise ValueError(f"its pool is {rows} x {cells} cells, not of {CELLS}")
+    row, cell = (torch.tensor(record[name], dtype=torch.int64) for name in ("row", "cell"))
+    count = torch.tensor(record["count"], dtype=torch.float64)
+    if not row.shape == cell.shape == count.shape or not bool((count > 0).all()):
+        raise ValueError("its pool is no table of counts")
+    if not bool(((row >= 0) & (row < rows) & (cell >= 0) & (cell < CELLS)).all()):
+        raise ValueError("its pool has a cell that there is not")
+    return torch.zeros(rows, CELLS, dtype=torch.float64).index_put_((row, cell), count)
+
+
+def ends(regions: str) -> Tensor:
+    """The upper end of each cell of the grid, ``[CELLS]`` float64, the last one infinite."""
+    inner = torch.linspace(-GRID[regions], GRID[regions], CELLS - 1, dtype=torch.float64)
+    return torch.cat([inner.sigmoid() if regions == "sets" else inner.exp(), torch.tensor([math.inf]).double()])
+
+
+def counted(scores: Tensor, classes: Tensor | None, offsets: Tensor, rows: int, regions: str) -> Tensor:
+    """Scores counted on the grid by client and class, ``[N, rows, CELLS]`` float64.
+
+    Args:
+        scores: ``[E]``.
+        classes: ``[E]``, each below ``rows``; None: there is one row.
+        offsets: Client i owns scores ``offsets[i]`` to ``offsets[i + 1]``, ``[N + 1]``.
+        rows: R.
+        regions: Which of the grids it is.
+    """
+    owner, clients = owners(offsets, scores)
+    cell = torch.bucketize(scores.double(), ends(regions)[:-1])
+    row = owner * rows if classes is None else owner * rows + classes
+    return torch.bincount(row * CELLS + cell, minlength=clients * rows * CELLS).view(clients, rows, CELLS).double()
+
+
+def pooled_bounds(own: Tensor, pool: Tensor, level: float, regions: str) -> Tensor:
+    """Bounds of clients' scores from their own counts and from those of all clients.
+
+    The n scores of a client weigh 1 each. The N of all clients, its own among them, weigh `POOLED` together, or N where
+    there are fewer. The bound is the smallest end of a cell up to which a share of level · (1 + 1/n') of the weight
+    lies. Here n' is the number of equally weighted scores that would be as precise, (Σ w)² / Σ w². So the bound of a
+    client without scores is the split-conformal one of all clients, and that of a client with many scores, or of the only
+    one, is its own. Ends of cells round up.
+
+    Args:
+        own: ``[N, R, CELLS]``.
+        pool: ``[R, CELLS]``.
+        level: Above 0 and below 1.
+        regions: Which of the grids it is.
+
+    Returns:
+        ``[N, R]`` float64; infinite where there are too few scores for the level.
+    """
+    _check(level)
+    size, total = own.sum(-1), pool.sum(-1)
+    borrowed = total.clamp(max=POOLED)
+    each = borrowed / total.clamp(min=1.0)
+    weight = size + borrowed
+    squares = size * (1.0 + 2.0 * each) + borrowed * each
+    wanted = torch.round(level * (1.0 + squares / weight.square().clamp(min=1e-300)), decimals=9)
+    reached = ((own + each[:, None] * pool).cumsum(-1) / weight.clamp(min=1e-300)[..., None]).contiguous()
+    cell = torch.searchsorted(reached, (wanted - 1e-9)[..., None])[..., 0]
+    infinite = (wanted > 1.0) | (total == 0)
+    return ends(regions)[cell.clamp(max=CELLS - 1)].masked_fill(infinite, math.inf)
+
+
+def threshold(scores: Tensor | Conformal, level: float) -> float:
     """The score that a new example's does not exceed with probability of at least ``level``.
 
     Args:
-        scores: In rising order, ``[n]``.
+        scores: In rising order, ``[n]``; or what bounds the scores of a client, not by class.
         level: Above 0 and below 1.
 
     Returns:
         The ⌈(n + 1) · level⌉-th smallest score; infinity if there are fewer.
     """
+    if isinstance(scores, Conformal):
+        (bound,) = scores.bounds(level).tolist()
+        return float(bound)
     rank = int(_rank(torch.tensor(float(len(scores)), dtype=torch.float64), level))
     return float(scores[rank - 1]) if rank <= len(scores) else math.inf
 
@@ -133,11 +287,11 @@ def _check(level: float) -> None:
         raise UserError(f"The level of a prediction set is {level}, but must be above 0 and below 1, such as 0.9.")
 
 
-def sorted_scores(scores: Tensor, offsets: Tensor) -> Tensor:
-    """Each client's scores in rising order, ``[E]``."""
+def by_client(scores: Tensor, offsets: Tensor) -> Tensor:
+    """The order in which each client's scores rise, ``[E]``."""
     order = scores.argsort(stable=True)
     owner, _ = owners(offsets, scores)
-    return scores[order[owner[order].argsort(stable=True)]]
+    return order[owner[order].argsort(stable=True)]
 
 
 def temperatures(probs: Tensor, y: Tensor, offsets: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ in a single pass). Its variance is the mean rate, which more data would not remo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -17,11 +18,19 @@ from bpfed._util.errors import UserError
 from bpfed.inference import inputs
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Likelihood, check_one_output
-from bpfed.inference.predictive import How, Prediction, Predictive, Regressed, drawn, members, moments
+from bpfed.inference.predictive import (
+    How,
+    Prediction,
+    Predictive,
+    Regressed,
+    drawn,
+    members,
+    moments,
+    posterior_outputs,
+)
 from bpfed.inference.tasks import Predicted, Scoring, TargetColumn, Task, mean_targets, no_label, written
 from bpfed.metrics import Evaluation, Form, Sums
-from bpfed.metrics.evaluation import evaluation
-from bpfed.metrics.sums import binomial_deviation, counting, nominal_levels, owners, summed, with_pool
+from bpfed.metrics.evaluation import binomial_deviation, counting, evaluation, nominal_levels, owners, summed, with_pool
 from bpfed.nn.model import Model
 
 #: Outputs are held below this, a rate of some hundred million, so that no first step is infinite.
@@ -49,6 +58,41 @@ class Poisson:
 
     def check(self, outputs: Tensor) -> None:
         check_one_output(outputs, "counts need")
+
+
+#: Name of the parameter of `NegativeBinomial`.
+DISPERSION = "likelihood.log_dispersion"
+
+
+@dataclass(frozen=True)
+class NegativeBinomial:
+    """A count that varies more than a Poisson one: its variance is m + a m² for the mean m.
+
+    Outputs are logarithms of the mean, ``[B, 1]`` (or ``[B]``); the logarithm of a is learnt, ``likelihood.log_dispersion``.
+
+    Attributes:
+        dispersion: a at the start.
+    """
+
+    dispersion: float = 0.5
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {DISPERSION: torch.tensor([math.log(self.dispersion)])}
+
+    def nll(self, outputs: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+        log_rate = outputs.reshape(y.shape).clamp(max=HIGHEST)
+        return -_log_negative_binomial(y, log_rate, torch.exp(-parameters[DISPERSION].clamp(-12.0, 12.0)))
+
+    def check(self, outputs: Tensor) -> None:
+        check_one_output(outputs, "counts need")
+
+
+def _log_negative_binomial(y: Tensor, log_rate: Tensor, size: Tensor) -> Tensor:
+    """log p of counts with this mean and size (1/a): all broadcast."""
+    log_size = size.log()
+    total = torch.logaddexp(log_rate, log_size)
+    start = torch.lgamma(y + size) - torch.lgamma(size) - torch.lgamma(y + 1.0)
+    return start + size * (log_size - total) + y * (log_rate - total)
 
 
 @dataclass(frozen=True)
@@ -128,13 +172,45 @@ def deviance(y: Tensor, mean: Tensor) -> Tensor:
     return 2.0 * (torch.xlogy(y, y / mean) - (y - mean))
 
 
+@dataclass(frozen=True)
+class Dispersed(Counted):
+    """Predicted counts of B examples: a mixture of D negative binomial distributions each.
+
+    Attributes:
+        sizes: 1/a of each, ``[..., B, D]`` float64.
+    """
+
+    sizes: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    @classmethod
+    def mixed(cls, rates: Tensor, sizes: Tensor) -> Dispersed:
+        """The mixture with these means and sizes, ``[..., B, D]``, all equally likely."""
+        mean = rates.mean(-1)
+        within = (rates + rates.square() / sizes).mean(-1)
+        weights = torch.full_like(rates, 1.0 / rates.shape[-1])
+        spread = rates.var(-1, correction=0)
+        return cls(mean.float(), spread.float(), within.float(), rates=rates, weights=weights, sizes=sizes)
+
+    def log_prob(self, y: Tensor) -> Tensor:
+        each = _log_negative_binomial(y.double()[..., None], self.rates.log(), self.sizes)
+        return torch.logsumexp(each + self.weights.log(), -1)
+
+    def cdf(self, y: Tensor) -> Tensor:
+        from scipy.special import betainc
+
+        at = y.double()[..., None].clamp(min=0.0).cpu()
+        sizes, rates = self.sizes.cpu(), self.rates.cpu()
+        each = torch.as_tensor(betainc(sizes.numpy(), (at + 1.0).numpy(), (sizes / (sizes + rates)).numpy()))
+        return torch.where(y < 0.0, 0.0, (self.weights * each.to(y.device)).sum(-1).clamp(max=1.0))
+
+
 class Counts(Task):
     """Whole numbers from 0, such as events in a period."""
 
     name = "counts"
     phrase = "counts"
     targets = "counts"
-    likelihoods = Poisson
+    likelihoods: ClassVar[type] = Poisson
 
     def likelihood(self, classes: int) -> Likelihood:
         return Poisson()
@@ -171,7 +247,7 @@ class Counts(Task):
         temperature: float,
     ) -> tuple[Tensor, ...]:
         """Mean, predictive standard deviation, −log p, and the probability of fewer and of at most ``y``, ``[S, B]`` each."""
-        found = predict_counts(model, predictive, x, key, draws, how)
+        found = self.predict(model, predictive, x, key, draws, how)
         return found.mean, found.scale, -found.log_prob(y), found.cdf(y - 1.0), found.cdf(y)
 
     def no_parts(self, classes: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -240,6 +316,25 @@ class Counts(Task):
         return columns
 
 
+class NegativeBinomialCounts(Counts):
+    """Whole numbers from 0 that vary more than Poisson counts do."""
+
+    name = "negative-binomial"
+    phrase = "overdispersed counts"
+    likelihoods: ClassVar[type] = NegativeBinomial
+
+    def likelihood(self, classes: int) -> Likelihood:
+        return NegativeBinomial()
+
+    def predict(
+        self, model: Model, predictive: Predictive, x: Inputs, key: Tensor, draws: int, how: How = "sample"
+    ) -> Dispersed:
+        values, parameters = posterior_outputs(model, predictive, x, key, draws, how)
+        rates = values[..., 0].double().clamp(max=HIGHEST).exp().movedim(0, -1)
+        sizes = torch.exp(-parameters[DISPERSION].double().clamp(-12.0, 12.0)).movedim(0, -1)  # [S, 1, D]
+        return Dispersed.mixed(rates, sizes.expand_as(rates))
+
+
 def evaluate_counts(
     mean: Tensor,
     scale: Tensor,
@@ -272,7 +367,7 @@ def evaluate_counts(
         offsets: ``[N + 1]``; client i owns rows ``offsets[i]`` to ``offsets[i + 1]``.
         bins: Sets the levels, as in `bpfed.metrics.evaluate_regression`.
         baseline: Mean that would be predicted without a model, ``[E]``.
-        interval: What `bpfed.metrics.sums.counting` gives of calibrated intervals; empty: there are none.
+        interval: What `bpfed.metrics.evaluation.counting` gives of calibrated intervals; empty: there are none.
     """
     owner, clients = owners(offsets, y)
     y, mean, scale, below, upto = (part.double() for part in (y, mean, scale, below, upto))

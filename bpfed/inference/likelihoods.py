@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bpfed._util.errors import UserError
 from bpfed.config import registry
+
+#: Name of the parameters of `Ordinal`.
+CUTS = "likelihood.cuts"
+#: Target of a token that does not count, such as padding; PyTorch's own.
+IGNORED = -100
 
 
 class Likelihood(Protocol):
@@ -83,6 +88,113 @@ class Normal:
 
     def check(self, outputs: Tensor) -> None:
         check_one_output(outputs, "regression needs")
+
+
+@dataclass(frozen=True)
+class Heteroscedastic:
+    """A real target whose noise depends on the inputs; outputs are its mean and the logarithm of its variance, ``[B, 2]``."""
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {}
+
+    def moments(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and logarithm of the standard deviation, ``[..., 2]`` to ``[...]`` each; held between e^-6 and e^6."""
+        return outputs[..., 0], 0.5 * outputs[..., 1].clamp(-12.0, 12.0)
+
+    def nll(self, outputs: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+        mean, log_scale = self.moments(outputs)
+        return 0.5 * (((y - mean) * torch.exp(-log_scale)).square() + math.log(2.0 * math.pi)) + log_scale
+
+    def check(self, outputs: Tensor) -> None:
+        _check_outputs(outputs, 2, "noise that depends on the inputs needs a mean and a log-variance")
+
+
+@dataclass(frozen=True)
+class Ordinal:
+    """One of ``classes`` labels in an order; the cumulative logit model, P(y ≤ k) = σ(c_k − output), outputs ``[B, 1]``.
+
+    The cuts c_k are learnt: the first is ``likelihood.cuts[0]``, and each next one is higher by the exponential of the
+    next number there. They start where all classes are equally probable.
+    """
+
+    classes: int
+
+    def parameters(self) -> dict[str, Tensor]:
+        shares = torch.arange(1, self.classes) / self.classes
+        cuts = torch.logit(shares)
+        return {CUTS: torch.cat([cuts[:1], cuts.diff().log()])}
+
+    def log_probs(self, outputs: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+        """Logarithms of the probabilities of all classes, ``[..., B, 1]`` and cuts ``[..., K - 1]`` to ``[..., B, K]``."""
+        first, gaps = parameters[CUTS][..., :1], parameters[CUTS][..., 1:].exp().clamp(min=1e-6)
+        cuts = torch.cat([first, first + gaps.cumsum(-1)], -1)
+        at = cuts[..., None, :] - outputs.reshape(*outputs.shape[:-1], 1)
+        below, above = nn.functional.logsigmoid(at), nn.functional.logsigmoid(-at)
+        # σ(b) − σ(a) = σ(b) σ(−a) (1 − e^(a − b)), with which nothing cancels.
+        between = below[..., 1:] + above[..., :-1] + torch.log(-torch.expm1(-gaps))[..., None, :]
+        return torch.cat([below[..., :1], between, above[..., -1:]], -1)
+
+    def nll(self, outputs: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+        chosen = y[:, None] == torch.arange(self.classes, device=y.device)
+        return -torch.where(chosen, self.log_probs(outputs.reshape(len(y), 1), parameters), 0.0).sum(-1)
+
+    def check(self, outputs: Tensor) -> None:
+        check_one_output(outputs, "classes in an order need")
+
+
+@dataclass(frozen=True)
+class Bernoulli:
+    """Any of ``labels`` labels, each present or not; outputs are logits ``[B, labels]``, targets bits of whole numbers."""
+
+    labels: int
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {}
+
+    def bits(self, y: Tensor) -> Tensor:
+        """Which labels are present, ``[...]`` int64 to ``[..., labels]`` int64."""
+        return (y[..., None] >> torch.arange(self.labels, device=y.device)) & 1
+
+    def nll(self, outputs: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+        return (nn.functional.softplus(outputs) - self.bits(y) * outputs).sum(-1)
+
+    def check(self, outputs: Tensor) -> None:
+        _check_outputs(outputs, self.labels, f"there are {self.labels} labels")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One of ``classes`` labels for each token of a sequence; outputs are logits ``[B, T, classes]``, targets ``[B, T]``.
+
+    Tokens whose target is `IGNORED` do not count. −log p of a sequence is the sum over its tokens.
+    """
+
+    classes: int
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {}
+
+    def nll(self, outputs: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+        chosen = y[..., None] == torch.arange(self.classes, device=y.device)
+        each = torch.logsumexp(outputs, -1) - torch.where(chosen, outputs, 0.0).sum(-1)
+        return torch.where(y == IGNORED, 0.0, each).sum(-1)
+
+    def check(self, outputs: Tensor) -> None:
+        _check_tensor(outputs)
+        if outputs.ndim != 3 or outputs.shape[2] != self.classes:
+            raise UserError(
+                f"The module's output has shape {_shape(outputs)} for a batch of {outputs.shape[0]}, but each token has "
+                f"one of {self.classes} classes; it must have the shape [batch, tokens, {self.classes}]."
+            )
+
+
+def _check_outputs(outputs: Tensor, count: int, why: str) -> None:
+    _check_tensor(outputs)
+    if outputs.ndim != 2 or outputs.shape[1] != count:
+        raise UserError(
+            f"The module's output has shape {_shape(outputs)} for a batch of {outputs.shape[0]}, but {why}; its last "
+            f"layer must give {count} numbers per example."
+        )
 
 
 def check_one_output(outputs: Tensor, who: str) -> None:

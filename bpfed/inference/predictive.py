@@ -15,10 +15,10 @@ from torch.func import vmap
 
 from bpfed._util.errors import UserError, unknown
 from bpfed.inference import inputs, rng
-from bpfed.inference.calibration import tempered, threshold
+from bpfed.inference.calibration import Conformal, tempered, threshold
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.inputs import Inputs
-from bpfed.inference.likelihoods import Normal
+from bpfed.inference.likelihoods import Heteroscedastic, Normal, Ordinal
 from bpfed.inference.moment_propagation import Propagation
 from bpfed.nn.kernels.conv import Convolutions
 from bpfed.nn.model import Model
@@ -205,16 +205,16 @@ STACKED = {"cpu": 1_000_000, "cuda": 100_000_000}
 class Prediction:
     """What is predicted for B examples (with a leading client axis where there is one), whatever the task.
 
-    A subclass is a frozen dataclass of tensors with the fields ``scores``, the conformal scores of the client's
-    calibration examples in rising order, ``[n]`` or None, and ``unscored``, why it can have none, in words or None.
+    A subclass is a frozen dataclass of tensors with the fields ``scores``, what bounds the conformal scores of the client
+    (`bpfed.inference.calibration.Conformal`) or None, and ``unscored``, why it can have none, in words or None.
     """
 
     @property
     @abstractmethod
-    def scores(self) -> Tensor | None:
-        """Conformal scores of the client's calibration examples in rising order, ``[n]``; None if it has none."""
+    def scores(self) -> Conformal | None:
+        """What bounds the conformal scores of the client; None if nothing does."""
 
-    def with_scores(self, scores: Tensor | None, unscored: str | None) -> Self:
+    def with_scores(self, scores: Conformal | None, unscored: str | None) -> Self:
         """The same with conformal scores, or with the reason why there are none."""
         return replace(self, scores=scores, unscored=unscored)  # type: ignore[call-arg]
 
@@ -241,7 +241,7 @@ class Classified(Prediction):
         entropy: Total uncertainty, the entropy of ``probs`` in nats, ``[..., B]``.
         aleatoric: What more data would not remove: the mean entropy of the single draws, ``[..., B]``.
         raw: ``probs`` before a temperature was applied; None if none was.
-        scores: Conformal scores of the client's calibration examples in rising order, ``[n]``; None if it has none.
+        scores: What bounds the conformal scores of the client; None if nothing does.
         unscored: Why it can have none, in words, if training with other settings would not help.
     """
 
@@ -249,7 +249,7 @@ class Classified(Prediction):
     entropy: Tensor
     aleatoric: Tensor
     raw: Tensor | None = None
-    scores: Tensor | None = None
+    scores: Conformal | None = None
     unscored: str | None = None
 
     @property
@@ -270,17 +270,23 @@ class Classified(Prediction):
     def prediction_set(self, level: float = 0.9) -> Tensor:
         """Split-conformal sets: each holds the right label with probability of at least ``level``.
 
-        That is so for the client's examples on average, whether or not the model is any good, as long as new examples
-        come from the same source as its calibration examples. A set may be empty: a model that is right more often than
-        ``level`` reaches it without an answer to the strangest examples. With too few calibration examples for the
-        level (8 or fewer for 0.9) a set is every label.
+        That is so whether or not the model is any good, as long as new examples come from the same source as the
+        calibration examples. For which examples it is so on average, the run's setting ``sets`` says:
+
+        - ``client``: for those of the client. With too few calibration examples for the level (8 or fewer for 0.9) a
+          set is every label.
+        - ``pooled``: for those of all clients together. A client with many calibration examples comes near to its own.
+        - ``class``: likewise for those of each class. A class with too few calibration examples is in every set.
+
+        A set may be empty: a model that is right more often than ``level`` reaches it without an answer to the strangest
+        examples. Then no label is as probable as it usually is when it is right; leave such rows to a person.
 
         Returns:
             ``[B, K]`` bool.
         """
         if self.scores is None:
-            raise _uncalibrated("prediction sets", self.unscored)
-        return 1.0 - (self.probs if self.raw is None else self.raw) <= threshold(self.scores, level)
+            raise uncalibrated("prediction sets", self.unscored)
+        return (1.0 - (self.probs if self.raw is None else self.raw)).double() <= self.scores.bounds(level)
 
     def at(self, temperature: Tensor | float) -> Classified:
         """The same at a temperature (see `bpfed.inference.calibration`); the aleatoric share of uncertainty stays the same."""
@@ -309,7 +315,7 @@ class Regressed(Prediction):
         epistemic: Variance of the mean over the weight draws, ``[..., B]``.
         aleatoric: Variance of the noise, averaged over the weight draws, ``[..., B]``.
         nll: −log of the predictive density at the targets, if they were given, ``[..., B]``.
-        scores: Conformal scores of the client's calibration examples in rising order, ``[n]``; None if it has none.
+        scores: What bounds the conformal scores of the client; None if nothing does.
         unscored: Why it can have none, in words, if training with other settings would not help.
     """
 
@@ -317,7 +323,7 @@ class Regressed(Prediction):
     epistemic: Tensor
     aleatoric: Tensor
     nll: Tensor | None = None
-    scores: Tensor | None = None
+    scores: Conformal | None = None
     unscored: str | None = None
 
     @property
@@ -344,12 +350,13 @@ class Regressed(Prediction):
         They are mean ± q · scale with one q for the client; with too few calibration examples they are infinite.
         """
         if self.scores is None:
-            raise _uncalibrated("intervals", self.unscored)
+            raise uncalibrated("intervals", self.unscored)
         half = threshold(self.scores, level) * self.scale
         return self.mean - half, self.mean + half
 
 
-def _uncalibrated(what: str, why: str | None) -> UserError:
+def uncalibrated(what: str, why: str | None) -> UserError:
+    """A `UserError` for sets or intervals of a prediction that is not calibrated."""
     if why is not None:
         return UserError(f"There are no {what}, since {why}.")
     return UserError(
@@ -382,6 +389,11 @@ def classify(
         draws: Number of draws (a point estimate uses one).
         how: ``single-pass``: the average is over Gaussian outputs instead, and no weight is drawn.
     """
+    if isinstance(model.likelihood, Ordinal):
+        values, parameters = posterior_outputs(model, predictive, x, key, draws, how)
+        logp = model.likelihood.log_probs(values, parameters)
+        probs = logp.exp().mean(0)
+        return Classified(probs, _entropy(probs), -(logp.exp() * logp).sum(-1).mean(0))
     if how == "single-pass":
         single = [gaussian_softmax(moments(model.one, member, x)) for member in members(model, predictive)]
         probs, aleatoric = (torch.stack(parts).mean(0) for parts in zip(*single, strict=True))
@@ -432,6 +444,55 @@ def drawn(model: Model, predictive: Predictive, x: Inputs, key: Tensor, draws: i
         yield weights, vmap(model.one.stacked_outputs, (0, None))(weights, x)
 
 
+class Outputs(NamedTuple):
+    """What the posterior says of a network's outputs for B examples of S clients: D equally likely draws.
+
+    Attributes:
+        values: ``[D, S, B, K]``.
+        parameters: Those of the likelihood, by name, ``[D, S, ...]`` each.
+    """
+
+    values: Tensor
+    parameters: dict[str, Tensor]
+
+
+def posterior_outputs(
+    model: Model, predictive: Predictive, x: Inputs, key: Tensor, draws: int, how: How = "sample"
+) -> Outputs:
+    """Outputs and the likelihood's parameters over weight draws; for the arguments see `classify`.
+
+    In a single pass, outputs are `POINTS` points of their Gaussian distribution, and parameters are at their mean.
+    """
+    names = list(model.likelihood.parameters())
+    values: list[Tensor] = []
+    parameters: dict[str, list[Tensor]] = {name: [] for name in names}
+    if how == "single-pass":
+        for member in members(model, predictive):
+            found, mean = moments(model.one, member, x), mean_weights(member)
+            values.append(_spread(found))
+            own = vmap(model.one.layout.unflatten)(member.draw(key, 0) if mean is None else mean)
+            for name in names:
+                parameters[name].append(own[name].expand(len(values[-1]), *own[name].shape))
+    else:
+        for weights, outputs in drawn(model, predictive, x, key, draws):
+            values.append(outputs.reshape(*outputs.shape[:3], -1))
+            own = vmap(vmap(model.one.layout.unflatten))(weights) if names else {}
+            for name in names:
+                parameters[name].append(own[name])
+    return Outputs(torch.cat(values), {name: torch.cat(parts) for name, parts in parameters.items()})
+
+
+def _spread(found: Moments) -> Tensor:
+    """Equally likely points of Gaussian outputs, ``[D, S, B, K]``; one where nothing is random."""
+    mean = found.mean.flatten(2)
+    if found.covariance is None:
+        return mean[None]
+    covariance = found.covariance
+    jitter = 1e-5 * covariance.diagonal(dim1=-2, dim2=-1).amax(-1) + 1e-12
+    factor, _ = torch.linalg.cholesky_ex(covariance + torch.diag_embed(jitter[..., None].expand_as(mean)))
+    return mean + torch.einsum("sbkl,dl->dsbk", factor, _points(mean.shape[-1]).to(mean.device))
+
+
 def regress(
     model: Model,
     predictive: Predictive,
@@ -449,6 +510,9 @@ def regress(
         calibration_temperature: Factor by which the predictive distribution is stretched around its mean.
     """
     likelihood = model.likelihood
+    if isinstance(likelihood, Heteroscedastic):
+        values = posterior_outputs(model, predictive, x, key, draws, how).values
+        return _regressed(*likelihood.moments(values), y, scale_factor)
     assert isinstance(likelihood, Normal)
     if how == "single-pass":
         return _regress_at_once(model, likelihood, predictive, x, key, y, scale_factor)
@@ -459,7 +523,11 @@ def regress(
         log_scale = torch.as_tensor(likelihood.log_scale(parameters), device=out.device).expand(*out.shape[:2], 1)
         means.append(out)
         log_scales.append(log_scale.expand_as(out))
-    stacked, log_scale = torch.cat(means), torch.cat(log_scales)
+    return _regressed(torch.cat(means), torch.cat(log_scales), y, scale_factor)
+
+
+def _regressed(stacked: Tensor, log_scale: Tensor, y: Tensor | None, scale_factor: float) -> Regressed:
+    """The mixture of Gaussians with these means and logarithms of standard deviations, ``[D, S, B]`` each."""
     mean, noise = stacked.mean(0), torch.exp(2.0 * log_scale)
     found = Regressed(mean, stacked.var(0, correction=0), noise.mean(0)).at(scale_factor)
     if y is None:

@@ -15,7 +15,9 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bpfed._util.errors import UserError, unknown
@@ -23,14 +25,13 @@ from bpfed.config.registry import TASKS
 from bpfed.inference import calibration
 from bpfed.inference.calibration import HeldOutSlopes
 from bpfed.inference.inputs import Inputs
-from bpfed.inference.likelihoods import Categorical, Likelihood, Normal
+from bpfed.inference.likelihoods import Categorical, Heteroscedastic, Likelihood, Normal
 from bpfed.inference.predictive import Classified, How, Prediction, Predictive, Regressed, classify, regress
 from bpfed.metrics import Evaluation, Form, Sums, evaluate, evaluate_regression, evaluate_sums
-from bpfed.metrics.classification import form_of_classes
-from bpfed.metrics.evaluation import with_means
+from bpfed.metrics.classification import by_class, form_of_classes
+from bpfed.metrics.evaluation import summed, with_means
 from bpfed.metrics.registry import of_examples
 from bpfed.metrics.regression import form_of_numbers
-from bpfed.metrics.sums import summed
 from bpfed.nn.model import Model
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Bounds(NamedTuple):
     """What calibration says of E examples.
 
     Attributes:
-        bound: Of the conformal score, ``[E]``.
+        bound: Of the conformal score, ``[E]``; of each class, ``[E, K]``, where the task has `Task.sets_by_class`.
         finite: Whether there are enough calibration examples for a finite bound, ``[E]`` bool.
         temperature: Of the example's client, ``[E]``.
     """
@@ -97,11 +98,13 @@ class TargetColumn(NamedTuple):
         labels: A word for each class.
         mean: Where 0 is in the target's own unit.
         unit: What 1 is in the target's own unit.
+        times: At which survival is asked for, in that unit; empty: at usual ones.
     """
 
     labels: Sequence[str] = ()
     mean: float = 0.0
     unit: float = 1.0
+    times: tuple[float, ...] = ()
 
 
 class Task(ABC):
@@ -115,10 +118,15 @@ class Task(ABC):
         standardised: Whether targets of tables are brought to mean 0 and standard deviation 1.
         dtype: Of the targets, ``[E]``.
         regions: What calibration examples give: ``sets`` of classes, or ``intervals``.
+        sets_by_class: Whether sets can have a bound for each class.
         tempered: Whether a common temperature can make predictions less sure, or surer.
         scalable: Whether a temperature can be fitted for each client.
         enough: Held-out examples below which a common temperature is uncertain by a tenth and more.
         likelihoods: The likelihoods that predictions can be made with: this class and its subclasses.
+        target_axes: Axes of a target; 0: it is one number.
+        labelled: Whether there is a list of labels, of which a target is one, or several.
+        packed_from: Number of columns that a target is made of; 0: two or more.
+        packed_hint: How these are given, where it is not one.
     """
 
     name: ClassVar[str]
@@ -128,10 +136,15 @@ class Task(ABC):
     standardised: ClassVar[bool] = False
     dtype: ClassVar[torch.dtype] = torch.float32
     regions: ClassVar[Literal["sets", "intervals"]] = "intervals"
+    sets_by_class: ClassVar[bool] = False
     tempered: ClassVar[bool] = False
     scalable: ClassVar[bool] = False
     enough: ClassVar[int] = 1000
     likelihoods: ClassVar[type]
+    target_axes: ClassVar[int] = 0
+    labelled: ClassVar[bool] = False
+    packed_from: ClassVar[int] = 1
+    packed_hint: ClassVar[str] = "--target COLUMN"
 
     @abstractmethod
     def likelihood(self, classes: int) -> Likelihood:
@@ -140,6 +153,22 @@ class Task(ABC):
     def outputs(self, classes: int) -> int:
         """Numbers that a network gives for each example."""
         return max(1, classes)
+
+    def label_fault(self, labels: Sequence[str]) -> str:
+        """Why these cannot be its labels, in a sentence; empty: they can."""
+        return ""
+
+    def packed(self, parts: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Targets that are made of several columns of numbers, ``[n, C]``, as one number each, ``[n]``."""
+        raise NotImplementedError(f"the targets of '{self.name}' are one column")
+
+    def packing_fault(self, names: tuple[str, ...], parts: NDArray[np.float64]) -> str:
+        """Why columns of these names cannot be `packed`, in words that follow "has"; empty: they can."""
+        return ""
+
+    def scaling(self, mean: float, scale: float) -> tuple[float, float]:
+        """Where 0 is and what 1 is, in the unit of targets of tables with this mean and standard deviation."""
+        return (mean, scale) if self.standardised else (0.0, 1.0)
 
     def fault(self, y: Tensor, classes: int, where: str) -> str:
         """Why these cannot be targets, ``[E]`` of at least one, in words that follow "has"; empty: they can.
@@ -274,11 +303,13 @@ class Classification(Task):
     phrase = "a classification"
     targets = "classes"
     has_classes = True
+    labelled = True
     dtype = torch.int64
     regions = "sets"
+    sets_by_class = True
     tempered = True
     scalable = True
-    likelihoods = Categorical
+    likelihoods: ClassVar[type] = Categorical
 
     def likelihood(self, classes: int) -> Likelihood:
         return Categorical(classes)
@@ -322,7 +353,8 @@ class Classification(Task):
         (probs,) = found.parts
         sets = bounded = None
         if (bounds := scoring.bounds) is not None:
-            sets, bounded = 1.0 - probs <= bounds.bound[:, None], bounds.finite
+            sets = (1.0 - probs).double() <= bounds.bound.reshape(len(probs), -1)
+            bounded = bounds.finite
             if scoring.scaling:
                 probs = calibration.tempered(probs, bounds.temperature)
         shares = class_shares(scoring.train, scoring.classes)[scoring.clients].to(probs.device)
@@ -330,6 +362,7 @@ class Classification(Task):
         return replace(
             scored,
             fitted_temperature=partial(calibration.common_temperature, probs, found.y),
+            by_class=partial(by_class, probs, found.y, sets, bounded),
             slopes=partial(calibration.slopes, probs, found.y),
         )
 
@@ -374,7 +407,7 @@ class Regression(Task):
     tempered = True
     #: Each example tells of the scale of errors, not only those that surprise.
     enough = 100
-    likelihoods = Normal
+    likelihoods: ClassVar[type] = Normal
 
     def likelihood(self, classes: int) -> Likelihood:
         return Normal()
@@ -458,6 +491,20 @@ class Regression(Task):
             ends = {"low": low.double() * unit + mean, "high": high.double() * unit + mean}
             columns |= {f"{name}({level:g})": written(end, unit) for name, end in ends.items()}
         return columns
+
+
+class HeteroscedasticRegression(Regression):
+    """A number with Gaussian noise whose size depends on the inputs."""
+
+    name = "heteroscedastic"
+    phrase = "a heteroscedastic regression"
+    likelihoods: ClassVar[type] = Heteroscedastic
+
+    def likelihood(self, classes: int) -> Likelihood:
+        return Heteroscedastic()
+
+    def outputs(self, classes: int) -> int:
+        return 2
 
 
 def no_label(abstain: float | None, task: Task) -> None:

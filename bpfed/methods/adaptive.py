@@ -45,8 +45,7 @@ from bpfed.inference.gaussian import Gaussian, softplus, softplus_inverse
 from bpfed.inference.optim import ADAM, Adam
 from bpfed.inference.predictive import GaussianPredictive
 from bpfed.methods.base import ADAPT, Finished, Initial, Method, RunShape, Weights
-from bpfed.methods.head_priors import NOISE_SIGMA
-from bpfed.methods.variational import RHO_FLOOR, Memory
+from bpfed.methods.variational import NOISE_SIGMA, RHO_FLOOR, Memory
 from bpfed.nn.model import Model
 from bpfed.nn.parameters import Personal as Split
 

@@ -34,8 +34,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bpfed._util.errors import UserError
-from bpfed._util.moved import old_classes
-from bpfed.config.migrations import old_method_names
 from bpfed.config.settings import check_types
 from bpfed.inference.estimators import Batch
 from bpfed.inference.predictive import CorrelatedPredictive as CorrelatedPredictive
@@ -171,7 +169,7 @@ class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
     weighting: ClassVar[str] = "equal"
     #: Network for flat inputs, where neither the run's settings nor ``network`` say which: ``mlp`` or ``skip``.
     flat_network: ClassVar[str] = "mlp"
-    #: How many such networks are trained, where the run's settings do not say (`bpfed.nn.ensemble`).
+    #: How many such networks are trained, where the run's settings do not say (`bpfed.nn.networks`).
     flat_members: ClassVar[int] = 1
     #: Fields of states that hold standard deviations: what arrives from elsewhere must be above 0 there.
     scales: ClassVar[tuple[str, ...]] = ("sigma",)
@@ -191,10 +189,6 @@ class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
 
     personal: Personal = "head"
     lr: float = 1e-3
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        old_method_names(cls)
 
     def check(self) -> None:
         """Raise a `UserError` if a setting is of another type or out of range, or settings contradict each other."""
@@ -322,10 +316,6 @@ class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
 
 #: A method of whatever states, as the engine sees it.
 AnyMethod = Method[Any, Any, Any, Any]
-
-
-old_method_names(Method)
-__getattr__ = old_classes(__name__)
 
 
 def unfit(kind: Any) -> str:

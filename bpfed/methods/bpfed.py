@@ -30,8 +30,17 @@ from bpfed.inference.gaussian import Gaussian, discounted, either, kl, kl_gradie
 from bpfed.inference.optim import IVON, FreeEnergyGradient, Momentum, Newton
 from bpfed.inference.predictive import GaussianPredictive
 from bpfed.methods.base import Finished, Initial, Method, Phase, State, frozen
-from bpfed.methods.head_priors import NOISE_SIGMA, of_likelihood, per_head
-from bpfed.methods.variational import Memory, Variational, beyond, join, kl_gradients_beyond, split
+from bpfed.methods.variational import (
+    NOISE_SIGMA,
+    Memory,
+    Variational,
+    beyond,
+    join,
+    kl_gradients_beyond,
+    of_likelihood,
+    per_head,
+    split,
+)
 from bpfed.nn.model import Model
 
 # --- Turns ------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor
 from bpfed.inference.estimators import Batch, mean_gradient
 from bpfed.inference.optim import ADAM, Adam
 from bpfed.methods.base import ADAPT, Finished, Weights
-from bpfed.methods.full_network import FullNetworkMethod, PersonalNetwork
+from bpfed.methods.point import FullNetworkMethod, PersonalNetwork
 from bpfed.nn.model import Model
 
 

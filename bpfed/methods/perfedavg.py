@@ -28,7 +28,7 @@ from bpfed.inference import inputs, rng
 from bpfed.inference.estimators import Batch, mean_gradient
 from bpfed.inference.optim import ADAM, Adam
 from bpfed.methods.base import TUNE, Finished, Phase, Weights
-from bpfed.methods.full_network import FullNetworkMethod, PersonalNetwork
+from bpfed.methods.point import FullNetworkMethod, PersonalNetwork
 from bpfed.nn.model import Model
 
 Order = Literal["first", "full"]

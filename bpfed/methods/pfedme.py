@@ -23,7 +23,7 @@ from bpfed.aggregation.rules import weighted_mean
 from bpfed.inference import rng
 from bpfed.inference.estimators import Batch, mean_gradient
 from bpfed.methods.base import ADAPT, Finished, Weights
-from bpfed.methods.full_network import FullNetworkMethod, PersonalNetwork
+from bpfed.methods.point import FullNetworkMethod, PersonalNetwork
 from bpfed.nn.model import Model
 
 

@@ -20,9 +20,69 @@ from bpfed.inference.estimators import Batch, mean_gradient
 from bpfed.inference.laplace import CURVATURE, Curvature, laplace
 from bpfed.inference.optim import Adam, Optimizer, Velocity, get_optimizer
 from bpfed.inference.predictive import PointPredictive, Predictive
-from bpfed.methods.base import ADAPT, TUNE, Finished, Initial, Method, Phase, Weights
-from bpfed.methods.full_network import PersonalNetwork
+from bpfed.methods.base import ADAPT, TUNE, Finished, Initial, LocalT, Method, Phase, Weights
 from bpfed.nn.model import Model
+from bpfed.nn.parameters import Personal
+
+
+class PersonalNetwork(NamedTuple):
+    """A network of the client's own, once it has one.
+
+    Attributes:
+        weights: ``[S, P]``.
+        known: 1 once there are such weights, 0 before, ``[S, 1]``.
+    """
+
+    weights: Tensor
+    known: Tensor
+
+    @classmethod
+    def none(cls, like: Tensor) -> PersonalNetwork:
+        """No such network yet, for weights like these ``[P]``."""
+        return cls(torch.zeros_like(like), like.new_zeros(1))
+
+    @classmethod
+    def of(cls, weights: Tensor) -> PersonalNetwork:
+        """With these weights, ``[S, P]``."""
+        return cls(weights, torch.ones_like(weights[:, :1]))
+
+    def over(self, shared: Tensor) -> Tensor:
+        """The client's own weights, or the shared ones if it has none, ``[S, P]``."""
+        return torch.where(self.known > 0, self.weights, shared)
+
+
+@dataclass(frozen=True)
+class FullNetworkMethod(Method[Weights, PersonalNetwork, LocalT, Weights]):
+    """Base of Ditto, Per-FedAvg and pFedMe: all weights are shared, and a client predicts with a network of its own.
+
+    A subclass says how both are trained: `begin`, `step` and `finish`. The server takes the mean of the uploads.
+
+    Attributes:
+        personal: Always ``none``: all weights are shared.
+    """
+
+    random_words: ClassVar[str] = "nothing"
+    sampled: ClassVar[bool] = False
+
+    personal: Personal = "none"
+
+    def check(self) -> None:
+        super().check()
+        if self.personal != "none":
+            raise UserError(f"personal is '{self.personal}', but {self.title} shares all weights; leave it at 'none'.")
+
+    def init(self, model: Model) -> Initial[Weights, PersonalNetwork]:
+        return Initial(Weights(model.initial), PersonalNetwork.none(model.initial))
+
+    def aggregate(self, shared: Weights, uploads: Weights, weights: Tensor, clients: int) -> Weights:
+        return Weights(weighted_mean(uploads.weights, weights))
+
+    def predictive(self, model: Model, shared: Weights, personal: PersonalNetwork) -> PointPredictive:
+        return PointPredictive(personal.over(shared.weights))
+
+
+# --- Shared and personal weights --------------------------------------------------------------------------------------
+
 
 Optimiser = Literal["adam", "sgd"]
 #: Whether the shared and whether the personal weights move, by phase.

@@ -25,9 +25,8 @@ from bpfed.config.migrations import refuses_constants
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.predictive import GaussianPredictive, PointPredictive
 from bpfed.methods.base import Finished, Initial
-from bpfed.methods.head_priors import biases
 from bpfed.methods.recipe import Local, Personal, Recipe
-from bpfed.methods.variational import join
+from bpfed.methods.variational import biases, join
 from bpfed.nn.model import Model
 
 #: Least variance of a head's prior.

@@ -16,7 +16,7 @@ either way. With ζ = (m, σ̄) from the server and q = (q_w, q_h) over shared a
    once for the run, the same for all, and never learnt. Heads that stay near a common one make features that mean the
    same everywhere, which is what a population of heads is for; but nothing of a head is uploaded for it. A bias says
    how frequent a class is here, not what it looks like: its prior is wide, and around what the client's own labels say
-   (`bpfed.methods.head_priors`).
+   (`bpfed.methods.variational`).
 4. T < 1, noise drawn per example (the ``local`` estimator), and a step size that falls along a cosine.
 5. The step size is bounded: with more rounds the steps are smaller, and training ends in the same place. (The prior of 2
    alone bounds networks with enough data; a convolutional one keeps growing for longer than anyone trains, with 125
@@ -30,7 +30,7 @@ with ``max_temperature_factor`` has a higher T for clients with few examples; λ
 clients take part less often than in every other round, the bounds of whole runs are larger by the same factor. A client
 that cannot get far in the whole run starts with a head nearer to its prior.
 
-A class that a client has never seen is predicted about as rarely as its labels say (`bpfed.methods.head_priors`). There is
+A class that a client has never seen is predicted about as rarely as its labels say (`bpfed.methods.variational`). There is
 no step on π (Eq. 10): η_i and the upload are taken from q. Settings were chosen on validation data cut from the
 training data of the three small cells, one set for all (docs/lab/recipe-search.md).
 
@@ -55,17 +55,20 @@ from bpfed.inference.gaussian import Gaussian, discounted, kl, kl_gradients_q
 from bpfed.inference.likelihoods import Categorical
 from bpfed.inference.predictive import GaussianPredictive, PointPredictive
 from bpfed.methods.base import ADAPT, Finished, Initial, Method, RunShape, frozen
-from bpfed.methods.head_priors import (
+from bpfed.methods.variational import (
     NOISE_SIGMA,
+    Memory,
+    Variational,
     biases,
     class_biases,
     class_log_prior,
     corrections,
+    join,
     noted,
     of_likelihood,
     per_head,
+    split,
 )
-from bpfed.methods.variational import Memory, Variational, join, split
 from bpfed.nn.model import Model
 
 #: The most clients, and the smallest share of rounds they took part in, where the settings were chosen.
@@ -256,6 +259,8 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
         return start._replace(head=Gaussian(prior.mean[0], sigma if self.sigma else torch.zeros_like(sigma)))
 
     def begin(self, model: Model, shared: Gaussian, personal: Personal, hparams: dict[str, Tensor]) -> Local:
+        if model.gains:
+            _ = model.centre  # made here, so that a traced step finds a constant
         fan_in = model.layout.split(model.layout.fan_in())[0].to(shared.mean.device)
         scale = hparams["prior_sigma"][:, None] * fan_in.rsqrt()
         body = discounted(shared, hparams["discount"][:, None], scale) if self.sigma else Gaussian(shared.mean, scale)
@@ -308,9 +313,9 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
         steps, q = local.steps + 1, local.q.gaussian
         data = self._data_term(model, q, batch)
         kl_mean, kl_sigma = kl_gradients_q(q, local.prior)
-        shared, personal = model.layout.split(q.mean)
-        around = shared - model.layout.split(model.centre())[0] if model.gains else shared
-        pull = pad(hparams["mean_precision"][:, None] * around, (0, personal.shape[-1]))
+        around = q.mean - model.centre if model.gains else q.mean
+        shared = torch.arange(q.mean.shape[-1], device=q.mean.device) < model.layout.shared
+        pull = torch.where(shared, hparams["mean_precision"][:, None] * around, 0.0)
         temperature = hparams["temperature"][:, None]
         on_mean = data.mean + temperature * (kl_mean + pull)
         on_sigma = data.sigma + temperature * kl_sigma if self.sigma else data.sigma

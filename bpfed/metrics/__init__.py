@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 from bpfed.metrics.registry import BEST_IS_HIGH, METRICS, Metric, get_metric, register_metric
 
 if TYPE_CHECKING:
-    from bpfed.metrics.classification import SMALLEST, SURE, aurc, evaluate, ood_auroc
-    from bpfed.metrics.evaluation import Evaluation, Reliability, Score
-    from bpfed.metrics.from_sums import evaluate_sums
+    from bpfed.metrics.classification import SMALLEST, aurc, evaluate, evaluate_sums, ood_auroc
+    from bpfed.metrics.evaluation import SURE, Evaluation, Form, Reliability, Score, Sums
     from bpfed.metrics.regression import evaluate_regression
-    from bpfed.metrics.sums import Form, Sums
 
 __all__ = [
     "BEST_IS_HIGH",
@@ -40,11 +38,9 @@ __all__ = [
 
 # Imported when first asked for: pages are made of the registry alone, and need no torch.
 _HOME = {
-    **dict.fromkeys(("SMALLEST", "SURE", "aurc", "evaluate", "ood_auroc"), "classification"),
-    **dict.fromkeys(("Evaluation", "Reliability", "Score"), "evaluation"),
-    "evaluate_sums": "from_sums",
+    **dict.fromkeys(("SMALLEST", "aurc", "evaluate", "evaluate_sums", "ood_auroc"), "classification"),
+    **dict.fromkeys(("SURE", "Evaluation", "Form", "Reliability", "Score", "Sums"), "evaluation"),
     "evaluate_regression": "regression",
-    **dict.fromkeys(("Form", "Sums"), "sums"),
 }
 
 

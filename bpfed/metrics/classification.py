@@ -1,15 +1,28 @@
-"""Scores of predicted class probabilities."""
+"""Scores of predicted class probabilities; and those of clients that never meet, from their sums."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bpfed.metrics.evaluation import Evaluation, evaluation
-from bpfed.metrics.sums import Form, Sums, binomial_deviation, counting, cumulative, owners, summed, with_pool
+from bpfed.metrics.evaluation import (
+    SURE,
+    Evaluation,
+    Form,
+    Sums,
+    binomial_deviation,
+    counting,
+    cumulative,
+    evaluation,
+    owners,
+    summed,
+    with_pool,
+)
+from bpfed.metrics.regression import regressed
 
 # --- Scores that are made of an order of examples, within each client -------------------------------------------------
 
@@ -64,8 +77,6 @@ def _ranked(score: Tensor, owner: Tensor, n_clients: int) -> tuple[Tensor, Tenso
     return order, tie.cumsum(0) - 1, place - (sizes.cumsum(0) - sizes)[owner]
 
 
-#: A prediction that is less sure than this counts as an abstention, and sets are tested at this level.
-SURE = 0.9
 #: A lower probability counts as this one, so that one wrong certainty costs 27.6 nats, not infinity. float32 holds it.
 SMALLEST = 1e-12
 
@@ -188,6 +199,33 @@ def classified(sums: Sums, bins: int, ordered: Mapping[str, Tensor]) -> Evaluati
     return evaluation(values, floor, total, pooled, bins, sums, more | sums.shares())
 
 
+def by_class(probs: Tensor, y: Tensor, sets: Tensor | None, bounded: Tensor | None = None) -> list[dict[str, Any]]:
+    """Of each class: its examples, the share that is predicted as it, and where there are sets, how they do; ready for JSON.
+
+    For the arguments see `evaluate`. ``coverage`` and ``set_size`` are those of the class's own examples, ``empty`` the
+    share of them with an empty set; None without any.
+    """
+    classes = probs.shape[1]
+    right = probs.argmax(1) == y
+    columns = [torch.ones_like(y, dtype=torch.bool), right]
+    if sets is not None:
+        known = torch.ones_like(right) if bounded is None else bounded
+        size = sets.sum(1)
+        held = sets.gather(1, y[:, None]).squeeze(1)
+        columns += [known, held & known, size.where(known, 0), (size == 0) & known]
+    test, hit, *rest = summed([column.double() for column in columns], y, classes).cpu().tolist()
+
+    def share(part: float, whole: float) -> float | None:
+        return part / whole if whole else None
+
+    found: list[dict[str, Any]] = [{"test": int(n), "recall": share(h, n)} for n, h in zip(test, hit, strict=True)]
+    if rest:
+        names = ("coverage", "set_size", "empty")
+        for row, whole, *parts in zip(found, *rest, strict=True):
+            row |= {name: share(part, whole) for name, part in zip(names, parts, strict=True)}
+    return found
+
+
 def form_of_classes(classes: int, bins: int, calibrated: bool) -> Form:
     """What the sums of so many classes and bins look like, with calibration examples or without."""
     pairs = ("positive", "positive_right", "in_order") if classes == 2 else ()
@@ -228,3 +266,19 @@ def ood_auroc(inside: Tensor, outside: Tensor) -> Tensor:
     familiar = inside.double().sort().values
     below, upto = (torch.searchsorted(familiar, outside.double(), right=side) for side in (False, True))
     return (below + upto).double().mean() / (2 * len(familiar))
+
+
+# --- Clients that never meet, scored together from their sums ---------------------------------------------------------
+
+
+def evaluate_sums(sums: Sums, bins: int = 10) -> Evaluation:
+    """What `evaluate` or `evaluate_regression` would give for all these clients' examples together.
+
+    But for the pooled ``aurc`` and ``auroc`` of several clients, which are NaN: they need all examples in one order.
+    """
+    if len(sums.cells) != 4:
+        return regressed(sums, bins)
+    ordered = {name: part for name, part in sums.further.items() if name in ("risk", "in_order")}
+    if sums.losses.shape[1] > 1:
+        ordered = {name: torch.full_like(part[:1], math.nan) for name, part in ordered.items()}
+    return classified(sums, bins, ordered)

@@ -7,8 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from bpfed.metrics.evaluation import Evaluation, evaluation
-from bpfed.metrics.sums import Form, Sums, binomial_deviation, counting, nominal_levels, owners, summed, with_pool
+from bpfed.metrics.evaluation import (
+    Evaluation,
+    Form,
+    Sums,
+    binomial_deviation,
+    counting,
+    evaluation,
+    nominal_levels,
+    owners,
+    summed,
+    with_pool,
+)
 
 
 def evaluate_regression(

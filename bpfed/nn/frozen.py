@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from bpfed._util.errors import UserError
 from bpfed.inference import inputs, rng
 from bpfed.inference.inputs import Inputs
-from bpfed.nn import pretrained, trial
+from bpfed.nn import function_modes, trial
 from bpfed.nn.function_modes import KeyedDropout
 from bpfed.nn.parameters import matching, no_parameters
 
@@ -128,7 +128,7 @@ class Backbone(NamedTuple):
 
         try:
             with torch.no_grad(), _hooked(module.eval().get_submodule(self.layer), self.call, stop):
-                pretrained.run(module, parameters, x)
+                function_modes.run(module, parameters, x)
         except _Reached as reached:
             return reached.output
         raise AssertionError("the layer was not reached")
@@ -225,16 +225,16 @@ def find_backbone(
         for name in constant:
             module.get_submodule(name).eval()
         with KeyedDropout(key) as dropout, _hooked(module.get_submodule(found.layer), found.call, look):
-            pretrained.run(module, parameters, x)
+            function_modes.run(module, parameters, x)
         module.eval()
         if seen[0][0]:
             return None, "it has dropout"
         if not trial.same(seen[0][1], features, rounding):
             return None, "it computes something else in training mode"
         try:
-            whole = pretrained.run(module, parameters, x)
+            whole = function_modes.run(module, parameters, x)
             with backbone.replaced(module, features):
-                rest = pretrained.run(module, parameters, backbone.example)
+                rest = function_modes.run(module, parameters, backbone.example)
         except Exception:  # what follows it asks the raw inputs for their number
             return None, "what follows it uses the size of the inputs"
         return (
@@ -276,7 +276,7 @@ def _frozen_calls(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs
     handles = [layer.register_forward_hook(watch(name)) for name, layer in module.eval().named_modules()]
     try:
         with trial.Functions(), origins:
-            pretrained.run(module, named, given)
+            function_modes.run(module, named, given)
     finally:
         for handle in handles:
             handle.remove()
@@ -294,5 +294,5 @@ def _passes_all(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs, 
         return fresh
 
     with _hooked(module.eval().get_submodule(found.layer), found.call, cut), trial.Functions(), origins:
-        outputs = pretrained.run(module, named, given)
+        outputs = function_modes.run(module, named, given)
     return all(not origins.get(t) & _RAW for t in tree_leaves(outputs) if isinstance(t, Tensor))

@@ -1,29 +1,40 @@
-"""Change what a plain module's calls do, without touching the module.
+"""Change what a plain module's calls do, without touching the module; and call modules of other libraries.
 
 Torch-function modes see every ``linear``, ``conv2d`` and ``dropout`` that runs inside them.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from bpfed._util.errors import UserError
 from bpfed.inference import rng
+from bpfed.inference.inputs import Inputs
 from bpfed.nn.kernels.conv import conv2d, fast, in_pairs, output_size
 
 #: Dropouts, and whether they drop whole channels.
 _DROPOUTS: dict[Callable[..., Any], bool] = {F.dropout: False, F.dropout1d: True, F.dropout2d: True, F.dropout3d: True}
 _UNKEYED = (F.alpha_dropout, F.feature_alpha_dropout)
+#: Weights of a convolution up to which each example gets a draw of its own. A batch of 32 draws of a wider one takes as
+#: long as the rest of a network, and many output positions average its noise already: it is drawn once for the batch.
+MOST_PER_EXAMPLE = 1 << 15
 
 
 def argument(args: Any, kwargs: Any, position: int, name: str) -> Any:
@@ -196,7 +207,8 @@ class LocalNoise(TorchFunctionMode):
     - ``linear``: the local reparameterisation trick. Outputs of a linear map of Gaussian weights are Gaussian, so draw
       those, independently for every example: mean x M^T + m, variance x² (S²)^T + s².
     - ``conv2d``: a weight draw for every example. Output positions share weights, so drawing outputs independently
-      would be wrong; drawing the (few) weights once per example is exact.
+      would be wrong; drawing the (few) weights once per example is exact. Not where there are more than
+      `MOST_PER_EXAMPLE`.
 
     Args:
         sigma: Standard deviation of each parameter handled here, by ``id`` of the tensor that holds its mean.
@@ -291,6 +303,8 @@ class LocalCalls(TorchFunctionMode):
             return False
         if func is F.linear:
             return True
+        if weight.numel() > MOST_PER_EXAMPLE:
+            return False
         lopsided = argument(args, kwargs, 4, "padding") == "same" and any(k % 2 == 0 for k in weight.shape[-2:])
         return argument(args, kwargs, 6, "groups") in (None, 1) and not lopsided
 
@@ -299,3 +313,102 @@ class LocalCalls(TorchFunctionMode):
         """Names of the parameters found; a layer's weight and bias are found together or not at all."""
         found = [call for call in self.calls if all(i in self.names and self.uses[i] == 1 for i in call)]
         return frozenset(self.names[i] for call in found for i in call)
+
+
+# --- Modules as their libraries make them: how they are called, and what transformers and peft need to run here -------
+
+
+def run(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs) -> Any:
+    """What a module gives for these inputs, with these parameters instead of its own.
+
+    A dict is taken by name, ``module(**x)``, a tuple by position. Of an object with ``logits``, as the models of
+    transformers return, it is these.
+    """
+    named = x if isinstance(x, dict) else {}
+    args = () if named else x if isinstance(x, tuple) else (x,)
+    with ExitStack() as changes:
+        changes.enter_context(_whole_masks())
+        changes.enter_context(_uncheckpointed())
+        if any(isinstance(part, nn.RNNBase | nn.LSTMCell) for part in module.modules()):
+            changes.enter_context(Recurrence())
+        outputs = functional_call(module, dict(parameters), args, named)
+    logits = getattr(outputs, "logits", None)
+    return logits if isinstance(logits, Tensor) else outputs
+
+
+class _Direct:
+    """In place of the autograd.Function that checkpoints: it just calls."""
+
+    @staticmethod
+    def apply(function: Any, preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """In place of what surrounds a checkpointed call: it does nothing before and after."""
+    yield
+
+
+@contextmanager
+def _uncheckpointed() -> Iterator[None]:
+    """Inside, gradient checkpointing is off: torch.func cannot follow it, and results are the same without it."""
+    names = {"_checkpoint_without_reentrant_generator": _nothing, "CheckpointFunction": _Direct}
+    before = {name: getattr(checkpoint, name) for name in names if hasattr(checkpoint, name)}
+    for name in before:
+        setattr(checkpoint, name, names[name])
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            setattr(checkpoint, name, own)
+
+
+@contextmanager
+def _whole_masks() -> Iterator[None]:
+    """Inside, transformers uses every attention mask as it is.
+
+    Otherwise it looks whether a mask hides anything at all, which cannot be decided for many clients at once. It does
+    not look while it is traced.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    if masks is None or not hasattr(masks, "is_tracing"):
+        yield
+        return
+    before = masks.is_tracing
+    masks.is_tracing = lambda tensor=None: True
+    try:
+        yield
+    finally:
+        masks.is_tracing = before
+
+
+def save_adapter(module: nn.Module, parameters: Mapping[str, Tensor], folder: Path) -> None:
+    """Write a peft model with these parameters to a new folder, as peft does: ``PeftModel.from_pretrained`` reads it.
+
+    Raises:
+        UserError: It is no peft model, or trains what peft would not write, or the folder is there already.
+    """
+    peft: Any = sys.modules.get("peft")
+    if peft is None or not isinstance(module, peft.PeftModel):
+        raise UserError(
+            f"The model is a {type(module).__name__}, but only a model of peft has an adapter to export; make one with "
+            "peft.get_peft_model, or keep the whole run with out."
+        )
+    if folder.exists():
+        raise UserError(f"'{folder}' is there already; give a new folder.")
+    own = copy.deepcopy(module).cpu()
+    named = dict(own.named_parameters())
+    with torch.no_grad():
+        for name, value in parameters.items():
+            named[name].copy_(value)
+    saved = {t.data_ptr() for t in peft.get_peft_model_state_dict(own, save_embedding_layers=False).values()}
+    lost = [name for name in parameters if named[name].data_ptr() not in saved]
+    if lost:
+        raise UserError(
+            f"Parameter '{lost[0]}' was trained, but is no part of the adapter that peft writes ({len(lost)} such in "
+            "all); name its layer in modules_to_save when you make the peft model."
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as part:
+        own.save_pretrained(Path(part) / "adapter", save_embedding_layers=False)
+        (Path(part) / "adapter").rename(folder)

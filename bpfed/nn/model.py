@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.func import grad, grad_and_value, vjp, vmap
 
 from bpfed._util.errors import UserError
-from bpfed.config.migrations import old_attribute
 from bpfed.inference import inputs, rng
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.nn import frozen as constants
-from bpfed.nn import pretrained, trial
+from bpfed.nn import function_modes, trial
 from bpfed.nn.function_modes import KeyedDropout, LocalCalls, LocalNoise
 from bpfed.nn.kernels.conv import Convolutions
 from bpfed.nn.parameters import ParameterLayout, Personal, without_running_statistics
@@ -66,8 +65,6 @@ class Model:
     constant: tuple[str, ...] = ()
     backbone: constants.Backbone | None = None
     rounding: float = trial.ROUNDING
-
-    factors = old_attribute("factors", "layout")
 
     @classmethod
     def of(
@@ -139,7 +136,7 @@ class Model:
 
     @property
     def members(self) -> int:
-        """Networks it consists of; several in a `bpfed.nn.ensemble.Ensemble`."""
+        """Networks it consists of; several in a `bpfed.nn.networks.Ensemble`."""
         return self.layout.members
 
     @property
@@ -147,6 +144,7 @@ class Model:
         """One of them: a function of ``P / members`` weights."""
         return self
 
+    @cached_property
     def centre(self) -> Tensor:
         """What weights are around where nothing is known, ``[P]``: 1 for gains of normalisations, else 0."""
         ones = torch.tensor([float(name in self.gains) for name in self.layout.names])
@@ -229,9 +227,9 @@ class Model:
             self.module.get_submodule(name).eval()
         own = self._own(parameters)
         if self.backbone is None:
-            return pretrained.run(self.module, own, x)
+            return function_modes.run(self.module, own, x)
         with self.backbone.replaced(self.module, x):
-            return pretrained.run(self.module, own, self.backbone.example)
+            return function_modes.run(self.module, own, self.backbone.example)
 
     def _own(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         """Those of the module."""
@@ -257,7 +255,6 @@ class Model:
         Returns:
             ``[S]`` and ``[S, P]``.
         """
-
         gradient, value = vmap(grad_and_value(self._loss))(weights, x, y, mask, key)
         return value, gradient
 
@@ -301,10 +298,10 @@ class Model:
         return vmap(self.outputs)(weights, x)
 
     def save_adapter(self, weights: Tensor, folder: Path) -> None:
-        """Write the adapter of a peft model with weights ``[P]``; see `bpfed.nn.pretrained.save_adapter`."""
+        """Write the adapter of a peft model with weights ``[P]``; see `bpfed.nn.function_modes.save_adapter`."""
         if self.members > 1:
             raise UserError("An adapter is of one network, but members is above 1; train with members = 1.")
-        pretrained.save_adapter(self.module, self._own(self.layout.unflatten(weights)), folder)
+        function_modes.save_adapter(self.module, self._own(self.layout.unflatten(weights)), folder)
 
     def to(self, device: torch.device | str) -> Model:
         """The same model with its constants on that device."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from bpfed._util.errors import UserError
-from bpfed._util.moved import old_classes
 
 Personal = str | Sequence[str]
 
@@ -31,7 +30,7 @@ class ParameterLayout:
         names: Parameter names, shared ones first.
         shapes: Their shapes in one network, in the same order.
         shared: Number of shared weights; ``vector[..., :shared]`` are the shared factors.
-        members: Networks of the same kind whose weights are in the vector (`bpfed.nn.ensemble`), parameter by parameter.
+        members: Networks of the same kind whose weights are in the vector (`bpfed.nn.networks`), parameter by parameter.
         inputs: Of each parameter how many numbers a unit sums over; 0: it is no part of a matrix. Nothing: not known,
             and taken from the shapes.
     """
@@ -242,6 +241,3 @@ def without_running_statistics(module: nn.Module, constant: Collection[str] = ()
             setattr(parent, name.rpartition(".")[2], group)
             replaced.append(name)
     return module, replaced
-
-
-__getattr__ = old_classes(__name__)

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from bpfed._util.errors import UserError
 from bpfed.inference import inputs
 from bpfed.inference.inputs import Inputs
-from bpfed.nn import pretrained
+from bpfed.nn import function_modes
 
 #: Numbers of examples of two trials: what follows both follows the number of examples.
 FEW, MORE = 3, 5
@@ -301,7 +301,7 @@ def find(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs) -> Foun
     """
     named, given = {n: p.clone() for n, p in parameters.items()}, inputs.each(torch.clone, x)
     with torch.no_grad(), Functions() as functions, Trace(given, named) as trace:
-        outputs = pretrained.run(module.eval(), named, given)
+        outputs = function_modes.run(module.eval(), named, given)
     if not all(map(torch.equal, tree_leaves(given), tree_leaves(x))):
         raise UserError("The module changes its inputs in place, which would change the data; let it work on a copy.")
     order = tuple(dict.fromkeys((*trace.order, *parameters)))

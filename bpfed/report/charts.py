@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from markupsafe import Markup
+
 from bpfed._util import text
+from bpfed.metrics.registry import Metric
 from bpfed.report import svg
-from bpfed.report.measures import Measure
 from bpfed.report.record import value
 from bpfed.report.svg import Scale
 
@@ -42,10 +44,10 @@ def wilson(share: float, n: float, z: float = 1.96) -> tuple[float, float]:
 def curves(
     rounds: Sequence[int],
     lines: Sequence[Curve],
-    measure: Measure,
+    measure: Metric,
     best: tuple[int, float] | None = None,
     level: tuple[str, float] | None = None,
-) -> str:
+) -> Markup:
     """Values over rounds, each line named at its end; ``best`` is ringed, ``level`` a dotted horizontal line."""
     per_cent = measure.show is text.percent
     lines = [curve for curve in lines if any(math.isfinite(v) for v in curve.values)]
@@ -107,7 +109,7 @@ def settled(
     return scale([*every, *included]), False
 
 
-def reliability(reliability: dict[str, Any], bins: int, intervals: bool) -> str:
+def reliability(reliability: dict[str, Any], bins: int, intervals: bool) -> Markup:
     """Observed against claimed with 95 % intervals; below it, for classification, how often each confidence occurs.
 
     Args:
@@ -160,7 +162,7 @@ def reliability(reliability: dict[str, Any], bins: int, intervals: bool) -> str:
     return svg.drawing(WIDTH, height, f"Reliability diagram: {told}", shapes)
 
 
-def clients(rows: Sequence[dict[str, Any]], measure: Measure, worst: frozenset[str]) -> str:
+def clients(rows: Sequence[dict[str, Any]], measure: Metric, worst: frozenset[str]) -> Markup:
     """One dot per tested client: the metric against its training examples, or by rank where all have equally many.
 
     Args:

@@ -1,39 +1,121 @@
-"""The parts of the page, from the run's title down to its settings."""
+"""What the page of a run says, from its title down to its settings; ``templates/run.html.j2`` lays it out."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
 
 from bpfed._util import text
-from bpfed._util.files import to_toml, write_whole
-from bpfed.report import charts, client_table
+from bpfed._util.files import to_toml
+from bpfed.metrics.registry import METRICS, Metric
+from bpfed.report import charts, html, svg
 from bpfed.report.charts import Curve, wilson
-from bpfed.report.html import document, figure
-from bpfed.report.measures import MEASURES, Measure
-from bpfed.report.record import RunRecord, value
+from bpfed.report.html import Figure, Row, Table
+from bpfed.report.record import JUDGED, RunRecord, judged, value
 
-_KL = Measure("train_kl", "KL to the prior", text.decimal, "How far training moved the weights from their prior.")
+_KL = Metric("train_kl", "KL to the prior", text.decimal, "How far training moved the weights from their prior.")
+_FACTS: tuple[tuple[str, Callable[[Any], str]], ...] = (
+    ("protocol", "{} protocol".format),
+    ("partition", text.dealt),
+    ("device", "on {}".format),
+)
+#: With more columns than this, each has less room; and with more than that, much less.
+ROOMY, CROWDED = 9, 13
+#: With more clients than this, only the worst and the best halves of this number are in the table.
+LONGEST = 200
 
 
-def headline(run: RunRecord) -> str:
-    """The title, where and how it ran, and the figures of the last round."""
+class Tile(NamedTuple):
+    """A figure in large type: its heading, itself, what it is, and lines of further figures."""
+
+    title: str
+    figure: str
+    explain: str
+    lines: list[tuple[str, str]]
+
+
+class Column(NamedTuple):
+    """A column of a table that can be sorted.
+
+    Attributes:
+        key: Of its numbers in a client's row.
+        title: Its heading.
+        show: Number to text.
+        explain: What it is, in one sentence.
+        sort: How rows are sorted by it at first; empty: they are not.
+    """
+
+    key: str
+    title: str
+    show: Callable[[float], str] = text.count
+    explain: str = ""
+    sort: str = ""
+
+
+class Cell(NamedTuple):
+    """A cell of such a table: its text, the number it is sorted by, its class, a bar before it and what is after it."""
+
+    text: str
+    value: str | None = None
+    style: str = ""
+    meter: str = ""
+    beside: str = ""
+
+
+class Line(NamedTuple):
+    """A row of such a table: its heading, a word beside it, its cells and its class."""
+
+    name: str
+    cells: list[Cell]
+    tag: str = ""
+    style: str = ""
+
+
+def render(run: RunRecord) -> str:
+    """The whole page as text. The same record gives the same page, byte for byte."""
+    return html.page(
+        "run.html.j2",
+        title=run.title,
+        facts=facts(run),
+        tiles=tiles(run),
+        basis=basis(run),
+        baselines=baselines(run),
+        training=training(run),
+        calibration=calibration(run),
+        further=[(heading, said) for heading, section in run.task.sections if (said := section(run))],
+        clients=clients(run),
+        weights=run.summary.get("factors", ""),
+        settings=[("The full configuration of this run", to_toml(run.config).strip())],
+    )
+
+
+def write(run: RunRecord, path: str | os.PathLike[str]) -> Path:
+    """Render to a file, whole or not at all."""
+    return html.write_page(render(run), path)
+
+
+def facts(run: RunRecord) -> list[str]:
+    """Where and how it ran."""
     known = {key: v for key, v in run.summary.items() if v not in (None, "") and (key, v) != ("protocol", "own")}
-    facts = [words(known[key]) for key, words in _FACTS if key in known]
+    found = [words(known[key]) for key, words in _FACTS if key in known]
     if 0 < (seconds := value(run.summary, "seconds")) < math.inf:
-        facts.append(text.duration(seconds))
-    line = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
-    top = f'<header><h1>{escape(run.title)}</h1><p class="facts">{line}</p></header>'
-    if not run.history or not run.measures:
-        return top + "<p>No round of this run was evaluated, so there are no figures.</p>"
+        found.append(text.duration(seconds))
+    return found
+
+
+def basis(run: RunRecord) -> str:
+    """What the large figures are of."""
+    if not run.history:
+        return ""
     tested = [row for row in run.rows if row.get("test")]
-    total = sum(row["test"] for row in tested)
-    basis = f", over {text.plural(total, 'test example')} of {text.plural(len(tested), 'client')}" if tested else ""
-    tiles = [_tile(run, measure, total) for measure in run.measures if measure.prominent]
+    over = (
+        f", over {text.plural(_total(run), 'test example')} of {text.plural(len(tested), 'client')}" if tested else ""
+    )
     guessing = (
         " Guessing means always predicting the most frequent class (accuracy) or the class shares (NLL) of a client's "
         "own training examples."
@@ -41,18 +123,25 @@ def headline(run: RunRecord) -> str:
         else ""
     )
     return (
-        f'{top}<div class="tiles">{"".join(tiles)}{_worst_tile(run)}</div>'
-        f'<p class="note">The large figures are those of the last round ({run.history[-1]["round"]}){basis}, all '
-        f"examples pooled.{guessing} The best round was picked by looking at the test data, so it is "
-        "optimistic; it is given because papers often report it.</p>"
+        f"The large figures are those of the last round ({run.history[-1]['round']}){over}, all examples pooled."
+        f"{guessing} The best round was picked by looking at the test data, so it is optimistic; it is given because "
+        "papers often report it."
     )
 
 
-_FACTS = (("protocol", "{} protocol".format), ("partition", text.dealt), ("device", "on {}".format))
+def _total(run: RunRecord) -> int:
+    return sum(row.get("test") or 0 for row in run.rows)
 
 
-def _tile(run: RunRecord, measure: Measure, total: int) -> str:
-    fine, in_units = total >= 1000, run.in_units(measure)
+def tiles(run: RunRecord) -> list[Tile]:
+    """The figures of the last round."""
+    if not run.history or not run.measures:
+        return []
+    return [*(_tile(run, measure) for measure in run.measures if measure.prominent), *_worst_tile(run)]
+
+
+def _tile(run: RunRecord, measure: Metric) -> Tile:
+    fine, in_units = _total(run) >= 1000, run.in_units(measure)
     shown = in_units or measure
 
     def show(x: float) -> str:
@@ -73,67 +162,47 @@ def _tile(run: RunRecord, measure: Measure, total: int) -> str:
     # A round's calibration error alone ranks nothing: an untrained model that says so is calibrated.
     if measure.has_best_round and (best := run.best(measure.name)):
         lines.append((f"best, round {best[0]}", show(best[1])))
-    return _card(shown.full, shown.explain, show(run.last(measure.name)), lines)
+    return Tile(shown.full, show(run.last(measure.name)), shown.explain, lines)
 
 
-def _worst_tile(run: RunRecord) -> str:
+def _worst_tile(run: RunRecord) -> list[Tile]:
     main = run.measures[0]
-    ranking = client_table.ranked(run.rows, main)
+    ranking = ranked(run.rows, main)
     if len(run.rows) < 2 or math.isnan(value(ranking[0], main.name)):
-        return ""
+        return []
     row = ranking[0]
     lines = [("name", text.short(str(row["name"]), 40)), ("tested on", text.count(row["test"]))]
     if main.proportion:
         low, high = wilson(row[main.name], row["test"])
         lines.append(("95 % interval", f"{100 * low:.0f}–{text.percent(high, 0)}"))
     lines.append(("NLL", text.decimal(value(row, "nll"))))
-    explain = f"The client whose {main.label} is the worst at the last round."
-    return _card("Worst client", explain, (run.in_units(main) or main).show(value(row, main.name)), lines)
+    explain = f"The client whose {main.in_words} is the worst at the last round."
+    return [Tile("Worst client", (run.in_units(main) or main).show(value(row, main.name)), explain, lines)]
 
 
-def _card(title: str, explain: str, figure: str, lines: Sequence[tuple[str, str]]) -> str:
-    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(shown)}</dd>" for name, shown in lines)
-    return (
-        f'<section class="tile" title="{escape(explain)}"><h3>{escape(title)}</h3>'
-        f'<p class="big">{escape(figure)}</p><dl>{items}</dl></section>'
-    )
-
-
-def baselines(run: RunRecord) -> str:
+def baselines(run: RunRecord) -> dict[str, Any] | None:
     """The run beside plain models on the same test rows."""
     said = " ".join(filter(None, (run.verdict, run.skipped_baselines)))
-    if not said:
-        return ""
-    top = f"<section><h2>Baselines</h2><p>{escape(said)}</p>"
-    if not run.baselines:
-        return f"{top}</section>"
+    if not said or not run.baselines:
+        return {"said": said, "table": None} if said else None
     shown = [m for m in run.measures if m.name in run.baselines[0]["scores"]]
-    heads = ["", *((run.in_units(m) or m).full for m in shown), "NLL, client mean", "Clients with a lower NLL"]
+    heads = ["Model", *((run.in_units(m) or m).full for m in shown), "NLL, client mean", "Clients with a lower NLL"]
     title = str(run.summary.get("title") or run.summary.get("method", "This run"))
     own = {m.name: {part: run.last(m.name, part) for part in ("pooled", "mean")} for m in shown}
-    rows = [(value(own, "nll", "pooled"), title, own, text.MISSING, " class=own")]
+    rows = [(value(own, "nll", "pooled"), title, own, text.MISSING, "own")]
     for row, rival in zip(run.baselines, run.rivals, strict=True):
         rows.append((rival.nll, row["title"], row["scores"], f"{rival.lower} of {rival.pairs}", ""))
-    body = ""
+    lines = []
     for _, name, scores, lower, style in sorted(rows, key=lambda row: (math.isnan(row[0]), row[0])):
         cells = [(run.in_units(m) or m).show(value(scores, m.name, "pooled")) for m in shown]
-        cells += [text.decimal(value(scores, "nll", "mean")), lower]
-        filled = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        body += f'<tr{style}><th scope="row">{escape(name)}</th>{filled}</tr>'
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in heads)
-    return (
-        f'{top}<div class="scroll" tabindex="0" role="region" aria-label="Baselines"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-        '<p class="note">Plain models of scikit-learn with fixed settings, fitted to the same prepared inputs and scored '
-        "on the same test examples, all pooled; lowest NLL first. Per site: each client alone, from its own rows. Pooled: "
-        "one model of all rows together, which a federation is meant to avoid.</p></section>"
-    )
+        lines.append(Row(name, [*cells, text.decimal(value(scores, "nll", "mean")), lower], style))
+    return {"said": said, "table": Table(heads, lines, "Baselines")}
 
 
-def training(run: RunRecord) -> str:
+def training(run: RunRecord) -> list[Figure]:
     """How the metrics moved over the rounds."""
     if not run.history or not run.measures:
-        return ""
+        return []
     main = run.measures[0]
     figures = [_main_curves(run, main)]
     if main.name != "nll":
@@ -142,8 +211,8 @@ def training(run: RunRecord) -> str:
             "Low is good. Training is measured with single weight draws while learning, test with their average; "
             "test rising while training falls means overfitting."
         )
-        drawn = charts.curves(run.rounds, lines, MEASURES["nll"])
-        figures.append(figure("Negative log-likelihood (nats per example)", drawn, read))
+        drawn = charts.curves(run.rounds, lines, METRICS["nll"])
+        figures.append(Figure("Negative log-likelihood (nats per example)", drawn, read))
     if any(map(math.isfinite, run.over("ece"))):
         floor = value(run.evaluation, "ece_floor")
         level = ("floor", floor) if math.isfinite(floor) else None
@@ -151,17 +220,17 @@ def training(run: RunRecord) -> str:
             "The gap between claimed and observed. At the dotted floor it is what chance alone gives perfectly "
             "calibrated predictions on these test examples; a difference of that size means nothing."
         )
-        drawn = charts.curves(run.rounds, [Curve("pooled", run.over("ece"), "first")], MEASURES["ece"], level=level)
-        figures.append(figure(f"Calibration error (ECE, {run.evaluation.get('bins', '?')} bins)", drawn, read))
+        drawn = charts.curves(run.rounds, [Curve("pooled", run.over("ece"), "first")], METRICS["ece"], level=level)
+        figures.append(Figure(f"Calibration error (ECE, {run.evaluation.get('bins', '?')} bins)", drawn, read))
     kl = run.over("train_kl", None)
     if any(math.isfinite(v) and v != 0 for v in kl):
         read = "How far local training moved each client’s posterior from its prior in that round; it should settle."
         drawn = charts.curves(run.rounds, [Curve("training", kl, "second")], _KL)
-        figures.append(figure("KL to the prior (nats per example)", drawn, read))
-    return f'<section><h2>Training</h2><div class="panels">{"".join(figures)}</div></section>'
+        figures.append(Figure("KL to the prior (nats per example)", drawn, read))
+    return figures
 
 
-def _main_curves(run: RunRecord, main: Measure) -> str:
+def _main_curves(run: RunRecord, main: Metric) -> Figure:
     lines, read = [Curve("pooled", run.over(main.name), "first")], main.explain
     if len(run.rows) != 1:
         lines.append(Curve("worst client", run.over(main.name, "worst"), "second"))
@@ -169,14 +238,14 @@ def _main_curves(run: RunRecord, main: Measure) -> str:
     best = run.best(main.name)
     if best:
         read += f" The ring is the best round ({best[0]})."
-    return figure(main.full, charts.curves(run.rounds, lines, main, best=best), read)
+    return Figure(main.full, charts.curves(run.rounds, lines, main, best=best), read)
 
 
-def calibration(run: RunRecord) -> str:
+def calibration(run: RunRecord) -> dict[str, Any] | None:
     """Whether the stated certainty can be believed, over all clients."""
     found = run.evaluation.get("reliability")
     if not found or not any(found["count"]) or not run.measures:
-        return ""
+        return None
     bins = int(run.evaluation.get("bins", len(found["count"])))
     intervals = run.task.regions == "intervals"
     if intervals:
@@ -184,14 +253,26 @@ def calibration(run: RunRecord) -> str:
     else:
         read = "Each bar is a bin of confidence: as high as the share that was right, its dot at the mean confidence. "
     read += "Dots on the dotted line are perfectly calibrated; a whisker (95 % interval) that crosses it may be."
-    diagram = figure("Claimed against observed", charts.reliability(found, bins, intervals), read)
-    numbers = f"<figure><h3>The same in numbers</h3>{client_table.reliability(found, bins, intervals)}"
-    gap = "Gap is observed minus mean claimed: below zero is over-confident, above zero under-confident."
-    numbers += f"<figcaption>{gap}</figcaption></figure>"
-    return (
-        f"<section><h2>Calibration</h2><p>{_verdict(found, intervals)}{_temperature(run)}{_in_use(run)}</p>"
-        f'<div class="panels">{diagram}{numbers}</div></section>'
-    )
+    return {
+        "said": f"{_verdict(found, intervals)}{_temperature(run)}{_in_use(run)}",
+        "diagram": Figure("Claimed against observed", charts.reliability(found, bins, intervals), read),
+        "table": _bins_table(found, bins, intervals),
+    }
+
+
+def _bins_table(found: dict[str, Any], bins: int, intervals: bool) -> Table:
+    """The numbers behind the reliability diagram, one line per bin (or per level of a predictive interval)."""
+    first, heads = ("Level", ["Inside"]) if intervals else ("Confidence", ["Examples", "Right"])
+    lines = []
+    for b, (n, claimed, seen) in enumerate(zip(found["count"], found["confidence"], found["accuracy"], strict=True)):
+        if not n or claimed is None or seen is None:
+            continue
+        low, high = wilson(seen, n)
+        gap = ("+" if seen > claimed else "") + text.decimal(100 * (seen - claimed), 1)
+        label = text.percent(claimed, 0) if intervals else f"{100 * b / bins:.3g}–{100 * (b + 1) / bins:.3g}\u202f%"
+        middle = [] if intervals else [text.count(n)]
+        lines.append(Row(label, [*middle, text.percent(seen), f"{100 * low:.0f}–{text.percent(high, 0)}", gap]))
+    return Table([first, *heads, "95 % interval", "Gap, points"], lines, "Claimed against observed")
 
 
 def _verdict(found: dict[str, Any], intervals: bool) -> str:
@@ -254,72 +335,111 @@ def _in_use(run: RunRecord) -> str:
         words += f" and have {text.decimal(size, 2)} labels on average."
     elif math.isfinite(held):
         unit = " standard deviations" if run.standardised else ""
-        own = run.in_units(MEASURES["interval_width"])
+        own = run.in_units(METRICS["interval_width"])
         shown = own.show(width) if own else f"{text.decimal(width, 2)}{unit}"
         wide = f" and are {shown} wide on average" if math.isfinite(width) else ""
         words += (
             f" The calibrated 90 % intervals, widened or narrowed by what examples held back say, hold "
             f"{text.percent(held)} of the targets{wide}; the diagram and the numbers below are of the models’ own intervals."
         )
-    return f"{words} {run.uncovered}" if run.uncovered else words
+    more = (run.sets_words, run.uncovered)
+    return " ".join(filter(None, (words, *more)))
 
 
-def clients(run: RunRecord) -> str:
-    """Who is served well and who is not."""
+def clients(run: RunRecord) -> dict[str, Any] | None:
+    """Who is served well and who is not: the worst first, cut in the middle where the table would be endless."""
     if not run.rows or not run.measures:
-        return ""
+        return None
     main = run.measures[0]
-    ranking = client_table.ranked(run.rows, main)
-    worst = client_table.worst_names(ranking, main)
+    ranking = ranked(run.rows, main)
+    worst = worst_names(ranking, main)
     untested = sum(not row.get("test") for row in run.rows)
     intro = "".join(f"{sentence} " for sentence in (run.untested, run.participation_note, run.no_use) if sentence)
     if worst:
         who = "The client" if len(worst) == 1 else f"The {len(worst)} clients"
         intro += f"{who} with the worst {main.in_words} {'is' if len(worst) == 1 else 'are'} marked. "
     intro += "Click a column’s head to sort."
-    chart = ""
+    figures = []
     if len(run.rows) - untested > 1:
         read = "One dot per client, the marked ones filled."
         if main.proportion and len(run.rows) <= charts.WITH_INTERVALS:
             read += " Thin lines are 95 % intervals: small test sets scatter widely by chance."
-        figures = [figure(main.full, charts.clients(run.rows, main, worst), read)]
+        figures = [Figure(main.full, charts.clients(run.rows, main, worst), read)]
         if main.name != "nll":
             note = "Clients high up are the ones whose predictions cost most: wrong, and sure of it."
-            figures.append(figure("Negative log-likelihood", charts.clients(run.rows, MEASURES["nll"], worst), note))
-        chart = f'<div class="panels">{"".join(figures)}</div>'
-    shown = [run.in_units(measure) or measure for measure in run.measures]
-    return (
-        f"<section><h2>Clients</h2><p>{escape(intro)}</p>{chart}{client_table.clients(ranking, shown, worst)}</section>"
-    )
+            figures.append(Figure("Negative log-likelihood", charts.clients(run.rows, METRICS["nll"], worst), note))
+    shown, notes = list(ranking), []
+    if len(ranking) > LONGEST:
+        half = LONGEST // 2
+        shown = [*ranking[:half], *ranking[-half:]]
+        notes.append(
+            f"The {half} worst and the {half} best of {text.count(len(ranking))} clients; the "
+            f"{text.count(len(ranking) - LONGEST)} between them are not shown."
+        )
+    columns = _columns([run.in_units(m) or m for m in run.measures], any("calibration" in row for row in ranking))
+    longest = max((v for row in ranking if math.isfinite(v := value(row, main.name))), default=1.0)
+    full = 1.0 if main.show is text.percent else longest
+    many = len(columns) > ROOMY
+    if many:
+        notes.append("Scroll right for more columns.")
+    return {
+        "intro": intro,
+        "figures": figures,
+        "notes": notes,
+        "wide": many,
+        "kind": " many most" if len(columns) > CROWDED else " many" if many else "",
+        "columns": columns,
+        "rows": [_line(row, columns, main, full, row["name"] in worst) for row in shown],
+        "definitions": [(column.title, column.explain) for column in columns if column.explain],
+    }
 
 
-def settings(run: RunRecord) -> str:
-    """Every setting of the run, folded."""
-    lines = escape(to_toml(run.config).strip())
-    whose = f"<p>Weights: {escape(run.summary['factors'])}.</p>" if "factors" in run.summary else ""
-    return (
-        f"<section><h2>Settings</h2>{whose}<details><summary>The full configuration of this run</summary>"
-        f"<pre>{lines}</pre></details></section>"
-    )
+def ranked(rows: Sequence[dict[str, Any]], main: Metric) -> list[dict[str, Any]]:
+    """The rows from the worst client to the best by the main metric (ties by NLL); untested clients last."""
+
+    def badness(row: dict[str, Any]) -> tuple[bool, float, float]:
+        v, nll = value(row, main.name), value(row, "nll")
+        return math.isnan(v), v if main.high_is_good else -v, -nll if math.isfinite(nll) else 0.0
+
+    return sorted(rows, key=badness)
 
 
-# --- The report -------------------------------------------------------------------------------------------------------
-#
-# One HTML page that needs nothing beside itself.
+def worst_names(ranking: Sequence[dict[str, Any]], main: Metric) -> frozenset[str]:
+    """Names of the worst tenth of the tested clients: at least one and at most ten, none if all are alike."""
+    tested = [row for row in ranking if math.isfinite(value(row, main.name))]
+    if len({value(row, main.name) for row in tested}) < 2:
+        return frozenset()
+    return frozenset(row["name"] for row in tested[: min(10, max(1, len(tested) // 10))])
 
 
-def render(run: RunRecord) -> str:
-    """The whole page as text. The same record gives the same page, byte for byte."""
-    parts = [headline(run), baselines(run), training(run), calibration(run)]
-    parts += [section(run) for section in run.task.sections]
-    parts += [clients(run), settings(run)]
-    parts.append("<footer>Made by bpfed from the run's own records.</footer>")
-    return document(run.title, parts)
+def _columns(measures: Sequence[Metric], held_back: bool) -> list[Column]:
+    columns = [Column("name", "Client"), Column("train", "Train", explain="Training examples.")]
+    if held_back:
+        columns.append(Column("calibration", "Held back", explain="Examples held back to calibrate predictions."))
+    columns.append(Column("test", "Test", explain="Test examples."))
+    for measure in measures:
+        more = f" A dash: fewer than {JUDGED} test examples." if measure.calibrates else ""
+        more = " In brackets its 95 % interval, by the number of test examples." if measure.name == "coverage" else more
+        first = "ascending" if measure.high_is_good else "descending"
+        sort = first if measure is measures[0] else ""
+        columns.append(Column(measure.name, measure.label, measure.show, measure.explain + more, sort))
+        if measure.name == "ece":
+            floor = "What perfect calibration would show on so few examples, on average."
+            columns.append(Column("ece_floor", "ECE floor", text.percent, floor))
+    return columns
 
 
-def write(run: RunRecord, path: str | os.PathLike[str]) -> Path:
-    """Render to a file, whole or not at all: an interrupted write leaves what was there before."""
-    target = Path(path)
-    # A name that was once a file's may hold what is no UTF-8.
-    write_whole(target, render(run).encode("utf-8", "replace"))
-    return target
+def _line(row: dict[str, Any], columns: Sequence[Column], main: Metric, full: float, bad: bool) -> Line:
+    cells = []
+    for column in columns[1:]:
+        v = judged(row, column.key)
+        known, number, meter = math.isfinite(v), column.show(v), ""
+        if column.key == main.name and known:
+            bar = svg.box(0, 0, 100 * max(0.0, min(1.0, v / full if full else 0.0)), 8, "fill")
+            meter = Markup(f'<svg class="meter" viewBox="0 0 100 8" aria-hidden="true">{bar}</svg>')
+        elif column.key == "coverage" and known and row.get("test"):
+            low, high = wilson(v, row["test"])
+            number += f" ({100 * low:.0f}–{100 * high:.0f})"
+        # A measured number sorts by itself, not by how it is printed.
+        cells.append(Cell(number, f"{v:.6g}" if known else None, meter=meter))
+    return Line(str(row["name"]), cells, "worst" if bad else "", "bad" if bad else "")

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from bpfed._util import text
 from bpfed._util.errors import UserError
 from bpfed._util.files import from_json, from_toml
-from bpfed._util.paths import CONFIG, EVALUATION, METRICS, PILOTS, SUMMARY
+from bpfed._util.paths import CONFIG, EVALUATION, PILOTS, SUMMARY
+from bpfed._util.paths import METRICS as METRICS_FILE
 from bpfed.config.migrations import current_config, current_record
 from bpfed.config.settings import MOST_EVALUATED, Settings
-from bpfed.metrics.registry import AS_GIVEN, get_metric
+from bpfed.metrics.registry import AS_GIVEN, METRICS, Metric, get_metric
 from bpfed.report.manifest import Manifest
-from bpfed.report.measures import MEASURES, Measure, measures
-from bpfed.report.tasks import REPORTS, TaskReport, task_of
+from bpfed.report.tasks import REPORTS, TaskReport, measures, task_of
 
 #: A calibration error of a client with fewer test examples than this is what it shows by chance alone.
 JUDGED = 10
@@ -54,10 +54,10 @@ class RunRecord:
         if not (folder / SUMMARY).exists() or (manifest is not None and SUMMARY not in manifest.files):
             raise UserError(f"The run in '{folder}' is not finished; resume it with: bpfed run --out {folder} --resume")
         if manifest is not None:
-            manifest.check(folder, (CONFIG, METRICS, EVALUATION, SUMMARY))
+            manifest.check(folder, (CONFIG, METRICS_FILE, EVALUATION, SUMMARY))
         return cls(
             _parsed(folder / CONFIG, lambda text: current_config(from_toml(text))),
-            _parsed(folder / METRICS, lambda text: [_table(line, "round") for line in text.splitlines()]),
+            _parsed(folder / METRICS_FILE, lambda text: [_table(line, "round") for line in text.splitlines()]),
             _parsed(folder / EVALUATION, lambda text: current_record(_table(text, "clients"))),
             _parsed(folder / SUMMARY, lambda text: current_record(_table(text, "device"))),
         )
@@ -77,17 +77,17 @@ class RunRecord:
         return ", ".join(facts)
 
     @property
-    def measures(self) -> list[Measure]:
+    def measures(self) -> list[Metric]:
         """The metrics this run was scored with, the main one first."""
         labels, noted = self.evaluation.get("labels", ()), self.evaluation.get("metrics", {})
-        described = {name: Measure.from_record(name, record) for name, record in noted.items()}
+        described = {name: Metric.from_record(name, record) for name, record in noted.items()}
         return measures(self._present, self.standardised, *self.target, labels, described)
 
     @property
     def _present(self) -> set[str]:
         """Names of the metrics that this run was scored with."""
         found = {name for entry in self.history for name, v in entry.items() if isinstance(v, dict) and "pooled" in v}
-        return found | {name for row in self.rows for name in row if name in MEASURES}
+        return found | {name for row in self.rows for name in row if name in METRICS}
 
     @property
     def task(self) -> TaskReport:
@@ -106,12 +106,12 @@ class RunRecord:
         known = self.evaluation.get("target", {})
         return str(known.get("name") or self.config.get("data", {}).get("target") or ""), value(known, "scale")
 
-    def in_units(self, measure: Measure) -> Measure | None:
+    def in_units(self, measure: Metric) -> Metric | None:
         """A regression's measure in the target's own unit; None: it is in that anyway, has none, or it is not known."""
         name, scale = self.target
         if not measure.in_units or not self.standardised or not math.isfinite(scale):
             return None
-        own = MEASURES[measure.name]
+        own = METRICS[measure.name]
         title = f"{own.full} of '{name}'" if name and measure.name == "rmse" else own.full
         explain = own.explain.replace(AS_GIVEN, f"of '{name}'" if name else "of the target")
         return replace(own, show=lambda x: text.figure(scale * x), explain=explain, title=title)
@@ -159,6 +159,38 @@ class RunRecord:
         start = text.few_calibration(short, len(sizes), least, kind, "tested client" if self.untested else "client")
         own = f"{'their' if short > 1 else 'its'} {kind} hold everything"
         return f"{start}; {own}{' and are left out of the coverage' if short < len(sizes) else ', so coverage says nothing'}."
+
+    @property
+    def sets_words(self) -> str:
+        """Sentences on how often sets or intervals hold the truth, of each class and by client; empty without any."""
+        found, kind = self.evaluation.get("sets", {}), self.task.regions
+        if not found.get("clients"):
+            return ""
+        rows = [r for r in self.evaluation.get("classes", []) if r.get("coverage") is not None]
+        said = []
+        if 1 < len(rows) <= NAMED:
+            shares = [
+                f"{text.percent(r['coverage'])} of the {text.count(r['test'])} of {text.short(str(r['label']), 30)}"
+                for r in rows
+            ]
+            said.append(f"By class they hold the right label in {', '.join(shares)}.")
+        elif rows:
+            worst = min(rows, key=lambda r: r["coverage"])
+            said.append(
+                f"Of the classes {text.short(str(worst['label']), 30)} is held least often, in {text.percent(worst['coverage'])}."
+            )
+        empty = sum(r["empty"] * r["test"] for r in rows)
+        if round(empty):
+            said.append(f"{text.plural(round(empty), 'set')} {'is' if round(empty) == 1 else 'are'} empty.")
+        if found["clients"] > 1:
+            what = f"{text.count(found['within'])} of {text.plural(found['clients'], 'client')}"
+            said.append(f"At {what} their share is within what chance allows at {text.percent(found['level'])}.")
+        how = {
+            "class": "They are calibrated by class with examples of all clients, so that the level holds for each class over all clients.",
+            "pooled": f"The {kind} of a client are calibrated with its own examples and, as if 50, those of all clients; the level holds over all clients.",
+        }
+        said.append(how.get(found.get("by", ""), ""))
+        return " ".join(filter(None, said))
 
     @property
     def calibration_words(self) -> str:
@@ -245,7 +277,7 @@ class RunRecord:
         return [value(entry, metric, part) for entry in self.history]
 
     def last(self, metric: str, part: str = "pooled") -> float:
-        """A metric at the last evaluated round (NaN if it was not measured); AUROC is the mean of clients, see `MEASURES`."""
+        """A metric at the last evaluated round (NaN if it was not measured); AUROC is the mean of clients, see `METRICS`."""
         part = "mean" if (metric, part) == ("auroc", "pooled") else part
         return value(self.history[-1], metric, part) if self.history else math.nan
 
@@ -374,7 +406,7 @@ def _table(text: str, needed: str) -> dict[str, Any]:
 
 def temperature_name(task: str) -> str:
     """What a calibration temperature is called where targets are classes, and where they are numbers."""
-    return "scale factor" if task == "regression" else "calibration temperature"
+    return "scale factor" if task in ("regression", "heteroscedastic") else "calibration temperature"
 
 
 def temperature_words(temperature: float) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from markupsafe import Markup
+
 Point = tuple[float, float]
 
 
@@ -75,10 +77,10 @@ def fit(
     return Scale(max(low - air, floor), min(high + air, ceiling), start, stop)
 
 
-def drawing(width: int, height: int, label: str, shapes: Iterable[str]) -> str:
+def drawing(width: int, height: int, label: str, shapes: Iterable[str], style: str = "plot") -> Markup:
     """A figure of this size that scales with the page; ``label`` is read aloud in its place."""
-    body = "".join(shapes)
-    return f'<svg class="plot" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">{body}</svg>'
+    body, size = "".join(shapes), f"0 0 {width} {height}"
+    return Markup(f'<svg class="{style}" viewBox="{size}" role="img" aria-label="{escape(label)}">{body}</svg>')
 
 
 def window(x: Scale, y: Scale, shapes: Iterable[str]) -> str:

@@ -54,7 +54,7 @@ class NewClient(Client):
     def __repr__(self) -> str:
         count, data = sum(self.examples), self.run.data
         learnt = f"{count} example{'' if count == 1 else 's'}" if count else "no example yet"
-        if count and data.classes:
+        if count and data.task_type.has_classes:
             learnt += f" of {sum(n > 0 for n in self.examples)} of {data.classes} classes"
         return f"<newcomer '{self.name}' to '{data.name}': {learnt}>"
 
@@ -63,7 +63,7 @@ class NewClient(Client):
         """A sentence on what it cannot know; empty if there is nothing to say."""
         federation = self.run.federation
         method, head = federation.method, federation.model.layout.personal
-        if any(self.examples) or self.run.data.classes or method.population or not head:
+        if any(self.examples) or self.run.data.task_type.labelled or method.population or not head:
             return ""
         return (
             f"'{self.name}' has no example, and of {self.run.data.task_type.targets} that is hardly more than their mean: the layers that clients "
@@ -112,7 +112,7 @@ def adapt(
         if not all(bool(t.isfinite().all()) for t in tree_flatten(personal)[0]):
             raise UserError(f"The adaptation of '{name}' diverged; lower the step size, or look for extreme values.")
     alone.store.put(torch.tensor([0]), personal)
-    classes = torch.bincount(data.train.y, minlength=data.classes).tolist() if data.classes else [count]
+    classes = torch.bincount(data.train.y, minlength=data.classes).tolist() if data.task_type.has_classes else [count]
     return NewClient(Run(alone), classes)
 
 

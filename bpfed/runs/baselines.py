@@ -4,7 +4,9 @@ Each baseline is fitted to the same prepared inputs that a run trains on and is 
 
 - per-site logistic regression (ridge regression for numbers): each client alone, from its own rows;
 - pooled logistic (ridge) regression and pooled gradient boosting: one model of all clients' rows together. These need
-  all rows in one place, which is so in a simulation and not in a deployment.
+  all rows in one place, which is so in a simulation and not in a deployment;
+- for times to an event, the Kaplan-Meier curve and Cox's model with a ridge penalty, per site and pooled. Scikit-learn has
+  neither, so they are fitted here.
 
 Settings are fixed, seeded and scikit-learn's own. Only the number of trees is chosen, on a tenth of the training rows
 where there are enough, and then that many are fitted to all rows.
@@ -25,8 +27,10 @@ from torch import Tensor
 
 from bpfed._util import text
 from bpfed.data.federated import Examples, FederatedData
+from bpfed.inference.survival import edges, time_grid
 from bpfed.metrics import Evaluation, evaluate, evaluate_regression
 from bpfed.metrics.registry import shown_at
+from bpfed.metrics.survival import evaluate_survival, left_at, product_limit
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -76,10 +80,21 @@ _NUMBERS = (
     Baseline("pooled-ridge", "Pooled ridge regression", "ridge, pooled", True, "linear"),
     Baseline("pooled-boosting", "Pooled gradient boosting", "boosting, pooled", True, "boosting"),
 )
-
+_TIMES = (
+    Baseline("site-kaplan-meier", "Per-site Kaplan-Meier curve", "Kaplan-Meier, per site", False, "curve"),
+    Baseline("pooled-kaplan-meier", "Pooled Kaplan-Meier curve", "Kaplan-Meier, pooled", True, "curve"),
+    Baseline("site-cox", "Per-site Cox regression", "Cox, per site", False, "linear"),
+    Baseline("pooled-cox", "Pooled Cox regression", "Cox, pooled", True, "linear"),
+)
 
 #: By the name of the task; others have none.
-BASELINES = {"classification": _CLASSES, "regression": _NUMBERS}
+BASELINES = {
+    "classification": _CLASSES,
+    "ordinal": _CLASSES,
+    "regression": _NUMBERS,
+    "heteroscedastic": _NUMBERS,
+    "survival": _TIMES,
+}
 
 
 def wanted(data: FederatedData) -> bool:
@@ -138,8 +153,8 @@ def baselines(data: FederatedData, clients: Tensor, bins: int = 10, most_rows: i
 def _too_much(kind: str, rows: int, columns: int, classes: int) -> bool:
     """Whether a fit would take too long for a report."""
     outputs = classes if classes > 2 else 1
-    if kind == "linear":
-        return rows * columns * outputs > MOST_WORK[kind]
+    if kind in ("linear", "curve"):
+        return rows * columns * outputs > MOST_WORK["linear"]
     fits = 1 if classes else FOLDS + 1
     return max(rows, FEW_ROWS) * columns * outputs * fits > MOST_WORK[kind] or ITERATIONS * outputs > MOST_TREES
 
@@ -148,6 +163,8 @@ def _scored(
     baseline: Baseline, data: FederatedData, parts: list[Examples], test: Examples, clients: Tensor, bins: int
 ) -> Evaluation:
     """The metrics of one baseline on the test rows of these clients."""
+    if data.task == "survival":
+        return _scored_times(baseline, parts, test, clients, bins)
     if data.task_type.has_classes:
         probs = np.concatenate(
             _predicted(
@@ -161,6 +178,29 @@ def _scored(
     y = test.y.cpu().double()
     nll = 0.5 * ((y - mean) / scale).square() + scale.log() + 0.5 * math.log(2 * math.pi)
     return evaluate_regression(mean=mean, scale=scale, nll=nll, y=y, offsets=test.offsets.cpu(), bins=bins)
+
+
+def _scored_times(baseline: Baseline, parts: list[Examples], test: Examples, clients: Tensor, bins: int) -> Evaluation:
+    y = np.concatenate([part.y.cpu().double().numpy() for part in parts])
+    rate = (float((~np.signbit(y)).sum()) + 0.5) / max(float(np.abs(y).sum()), 1e-12)
+    grid = time_grid()
+    found = _predicted(
+        baseline, parts, test, clients, lambda x, y, new: times(baseline.kind, x, y, new, rate, grid.numpy())
+    )
+    risk, survival, hazard = (torch.from_numpy(np.concatenate(column)) for column in zip(*found, strict=True))
+    truth = test.y.cpu().double()
+    at = truth.abs().clamp(max=float(grid[-1]))
+    place = torch.searchsorted(grid, at, right=True).clamp(1, len(grid) - 1)[:, None]
+    low, high = survival.gather(1, place - 1)[:, 0], survival.gather(1, place)[:, 0]
+    part = ((at - grid[place[:, 0] - 1]) / (grid[place[:, 0]] - grid[place[:, 0] - 1])).clamp(0.0, 1.0)
+    left = low + part * (high - low)
+    logs = hazard.gather(1, place - 1)[:, 0].clamp(min=1e-30).log()
+    # The Kaplan-Meier curve falls in steps, so no time between them has a density.
+    nll = -left.clamp(min=1e-30).log() - torch.where(torch.signbit(truth), 0.0, logs)
+    nll = torch.full_like(nll, math.nan) if baseline.kind == "curve" else nll
+    reference = [parts[0].client(client)[1] for client in clients.tolist()]
+    reference = [own if len(own) else parts[0].y for own in reference]
+    return evaluate_survival(risk, nll, left, survival, test.y.cpu(), test.offsets.cpu(), bins, grid, reference)
 
 
 def _predicted(
@@ -227,6 +267,60 @@ def number(kind: str, x: Floats, y: NDArray[Any], new: Floats, spread: float) ->
     model, errors = _regressor(kind, x, y)
     variance = (float(np.square(errors).sum()) + spread) / (len(y) + 1)
     return model.predict(new), np.full(len(new), math.sqrt(variance))
+
+
+def times(kind: str, x: Floats, y: Floats, new: Floats, rate: float, grid: Floats) -> tuple[Floats, Floats, Floats]:
+    """Log hazard ratios of new rows ``[E]``, and their survival and hazard at the times of ``grid``, ``[E, G]`` each.
+
+    Args:
+        kind: ``linear`` is Cox's model with hazards that are constant in each of some intervals, ``curve`` is the
+            Kaplan-Meier curve.
+        x: Inputs, ``[n, D]``.
+        y: Times, with a minus sign where they are censored, ``[n]``.
+        new: Inputs to predict for, ``[E, D]``.
+        rate: Events of all clients over the time of all clients. One more event at this rate counts in each interval, so
+            that no hazard is 0.
+        grid: Times.
+    """
+    time, event = np.abs(y).astype(np.float64), ~np.signbit(y)
+    if kind == "curve":
+        plain = left_at(product_limit(time, event), grid)
+        return np.zeros(len(new)), np.tile(plain, (len(new), 1)), np.zeros((len(new), len(grid)))
+    beta = cox(x, time, event)
+    centre = x.mean(0)
+    ratio, ends = np.exp((x - centre) @ beta), np.append(edges(torch.zeros(1, dtype=torch.float64)).numpy(), np.inf)
+    starts = np.append(0.0, ends[:-1])
+    spent = (np.clip(time[:, None], starts, ends) - starts) * ratio[:, None]
+    inside = ((time[:, None] > starts) & (time[:, None] <= ends) & event[:, None]).sum(0)
+    hazard = (inside + 1.0) / (spent.sum(0) + 1.0 / rate)
+    baseline = ((np.clip(grid[:, None], starts, ends) - starts) * hazard).sum(1)
+    now = hazard[np.searchsorted(ends, grid, side="right").clip(max=len(hazard) - 1)]
+    risk = (new - centre) @ beta
+    each = np.exp(np.clip(risk, -30.0, 30.0))[:, None]
+    return risk, np.exp(-each * baseline), each * now
+
+
+def cox(x: Floats, time: Floats, event: NDArray[np.bool_], penalty: float = 1.0) -> Floats:
+    """Coefficients of Cox's model, ``[D]``: the partial likelihood (ties by Breslow) and half the penalty times ‖β‖²."""
+    from scipy.optimize import minimize
+
+    order = np.argsort(-time, kind="stable")
+    x, time, event = x[order], time[order], event[order]
+    last = np.searchsorted(-time, -time, side="right") - 1  # the last row that is at risk when this one has its event
+
+    def loss(beta: Floats) -> tuple[float, Floats]:
+        output = x @ beta
+        top = output.max(initial=0.0)
+        weight = np.exp(output - top)
+        risk = np.cumsum(weight)[last]
+        value = float((np.log(risk) + top - output)[event].sum()) + 0.5 * penalty * float(beta @ beta)
+        # A row counts in the risk set of every event that is not later than its own time.
+        counted = np.zeros(len(time) + 1)
+        np.add.at(counted, last[event], 1.0 / risk[event])
+        share = weight * counted[:-1][::-1].cumsum()[::-1]
+        return value, x.T @ (share - event) + penalty * beta
+
+    return np.asarray(minimize(loss, np.zeros(x.shape[1]), jac=True, method="L-BFGS-B").x)
 
 
 def _classifier(kind: str, x: Floats, y: Whole) -> Any:

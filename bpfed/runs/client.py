@@ -13,8 +13,9 @@ from torch import Tensor
 from bpfed._util.errors import UserError, check_count
 from bpfed.data.arrays import fitted
 from bpfed.data.tabular.rows import Rows, read_rows
-from bpfed.engine.evaluate import BLOCK, WIDE, calibrate
+from bpfed.engine.evaluate import BLOCK, WIDE
 from bpfed.inference import inputs
+from bpfed.inference.calibration import Conformal
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.predictive import How, Prediction, check_how, mean_weights
 from bpfed.inference.rng import Purpose
@@ -33,7 +34,6 @@ class Client:
 
     def __init__(self, run: Run, index: int) -> None:
         self.run, self.index = run, index
-        self._calibrated: dict[tuple[int, How, int], tuple[float, Tensor]] = {}
 
     def __repr__(self) -> str:
         data = self.run.data
@@ -101,7 +101,7 @@ class Client:
             ask = federation.data.task_type.predict
             x, device = federation.model.features(x), federation.device
             size = max(1, BLOCK // max(1, inputs.numbers(inputs.take(x, slice(1)))))
-            size = min(size, WIDE) if federation.model.wide else size
+            size = min(size, WIDE[device.type]) if federation.model.wide else size
             parts = [
                 ask(federation.model, predictive, inputs.move(inputs.take(block, None), device), key, count, how)
                 for block in inputs.blocks(x, size)
@@ -149,17 +149,14 @@ class Client:
             raise UserError("The inputs hold NaN or infinite values; clean or drop those rows.")
         return x
 
-    def _calibration(self, how: How, draws: int) -> tuple[float, Tensor | None]:
-        """Temperature and conformal scores for predictions made in this way; 1 and None where there are none."""
+    def _calibration(self, how: How, draws: int) -> tuple[float, Conformal | None]:
+        """Temperature and what bounds conformal scores for predictions made in this way; 1 and None where there are none."""
         federation, kept = self.run.federation, self.run.calibration
         if kept is not None and (kept.how, kept.draws) == (how, draws):
             return kept.client(self.index)
         if federation.data.calibration is None:
             return (1.0 if kept is None else kept.client(self.index)[0]), None
-        at = (federation.round, how, draws)
-        if at not in self._calibrated:
-            self._calibrated[at] = calibrate(federation, torch.tensor([self.index]), how, draws).client(0)
-        return self._calibrated[at]
+        return self.run.calibrated(how, draws).client(self.index)
 
 
 def as_numbers(values: Any, what: str, kind: torch.dtype | None = None) -> Tensor:

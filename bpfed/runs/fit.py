@@ -9,12 +9,13 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from bpfed import methods
 from bpfed._util import text
 from bpfed._util.console import to_stderr
-from bpfed._util.errors import UserError
+from bpfed._util.errors import UserError, quoted
 from bpfed.callbacks.base import Callback
 from bpfed.callbacks.progress import Progress
 from bpfed.config.registry import PREFIX
@@ -24,6 +25,7 @@ from bpfed.data import FederatedData, load
 from bpfed.data.checks.clients import unscaled
 from bpfed.data.federated import untested
 from bpfed.data.tabular.frames import is_named
+from bpfed.engine.evaluate import sets_of
 from bpfed.engine.federation import Federation, check_data
 from bpfed.inference.calibration import fewest
 from bpfed.inference.likelihoods import Likelihood, named
@@ -214,11 +216,28 @@ def prepare(
         say(note)
     if doubt := data.task_type.doubt(data.train.y):
         say(doubt)
-    held, least = run.data.calibration, fewest(SURE)
-    if held is not None and (short := int((held.sizes < least).sum())):
-        kind = data.task_type.regions
-        say(
-            f"{text.few_calibration(short, len(data), least, kind)}; raise the setting calibration or give them "
-            f"more examples, or ask for {kind} at a lower level."
-        )
+    for note in _calibration_notes(run):
+        say(note)
     return run
+
+
+def _calibration_notes(run: Run) -> list[str]:
+    """What is to be known of the sets or intervals before training, in sentences."""
+    held, least, kind = run.data.calibration, fewest(SURE), run.data.task_type.regions
+    if held is None:
+        return []
+    sets, short = sets_of(run.settings, run.data), int((held.sizes < least).sum())
+    few = text.few_calibration(short, len(run.data), least, kind) if short else ""
+    if sets == "client":
+        more = f"raise the setting calibration, use sets = 'pooled', or ask for {kind} at a lower level"
+        return [f"{few}; {more}."] if short else []
+    if sets == "pooled":
+        borrow = f"{few}; their {kind} are calibrated with those of all clients too, and hold the truth as often on average over clients"
+        return [f"{borrow}."] if short and len(run.data) > 1 else []
+    counts = torch.bincount(held.y.cpu(), minlength=run.data.classes).tolist()
+    rare = [name for name, n in zip(run.data.class_names, counts, strict=True) if n < least]
+    if not rare:
+        return []
+    return [
+        f"There are fewer than {least} calibration examples of {quoted(rare)}, so 90 % sets hold it always; raise the setting calibration."
+    ]

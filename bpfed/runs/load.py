@@ -199,7 +199,7 @@ def rows_of(run: LoadedRun, data_dir: Path | None = None) -> list[Tested]:
     fraction = federate.TEST_FRACTION if asked.data.test_fraction is None else asked.data.test_fraction
     found = []
     for client in run.data.clients:
-        table = read[client]
+        table = federate.gathered(read[client], made.target, made.task)
         held = federate.held_out(
             table,
             made.target,

@@ -24,6 +24,7 @@ from bpfed.config.registry import PREFIX, located, shown
 from bpfed.config.schema import PLACE
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.tabular.preprocessing import Preprocessor
+from bpfed.engine.evaluate import sets_of
 from bpfed.engine.federation import Federation
 from bpfed.inference import inputs
 from bpfed.inference.calibration import fewest
@@ -93,8 +94,14 @@ def detail(
     found = evaluation.detail(
         federation.round, list(clients), list(train), None if calibration is None else list(calibration)
     )
+    for row, label in zip(found.get("classes", ()), data.class_names, strict=False):
+        row["label"] = label
     if calibration is not None:
-        found["fewest_calibration"] = fewest(SURE)
+        sets = sets_of(federation.settings, data)
+        if sets == "client":
+            found["fewest_calibration"] = fewest(SURE)
+        if "sets" in found:
+            found["sets"]["by"] = sets
     if task_of(evaluation.scores) != data.task:
         found["task"] = data.task
     own = {name: METRICS[name].record() for name in METRICS if name not in BUILT_IN}
@@ -264,7 +271,7 @@ def _check(record: dict[str, Any]) -> None:
         raise ValueError("there is no such task")
     if type(classes) is not int or not 0 <= classes <= LARGEST or (labels and len(labels) != classes):
         raise ValueError("'classes' is not the number of labels")
-    if get_task(record["task"]).has_classes != (classes > 0):
+    if get_task(record["task"]).labelled != (classes > 0):
         raise ValueError("'classes' does not fit the task")
     if not isinstance(shape, list | tuple) or not all(type(n) is int and 0 < n <= LARGEST for n in shape):
         raise ValueError("'input_shape' is no shape")

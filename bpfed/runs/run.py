@@ -16,15 +16,15 @@ from bpfed._util.console import to_stderr
 from bpfed._util.errors import Diverged, UserError, unknown
 from bpfed._util.files import to_toml
 from bpfed.callbacks.base import Callback
-from bpfed.config.migrations import old_attribute
 from bpfed.config.settings import Settings
 from bpfed.data import FederatedData
 from bpfed.data.tabular.rows import read_rows
-from bpfed.engine.evaluate import evaluate_clients, tested_clients
+from bpfed.engine.evaluate import calibrate, evaluate_clients, tested_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.simulator import RoundInfo, Simulator
 from bpfed.inference.calibration import Calibration
 from bpfed.inference.likelihoods import Likelihood
+from bpfed.inference.predictive import How
 from bpfed.metrics import Evaluation, Score
 from bpfed.metrics.registry import BUILT_IN
 from bpfed.report import RunRecord, write
@@ -68,6 +68,7 @@ class Run:
         self.calibration: Calibration | None = None
         self.deployed = federation.data.protocol == metadata.DEPLOYED
         self.fitted: dict[Any, dict[str, Any]] = {}
+        self._calibrated: tuple[tuple[int, How, int], Calibration] | None = None
 
     def __repr__(self) -> str:
         federation = self.federation
@@ -89,7 +90,12 @@ class Run:
         """Of all its predictions, learnt or given (`bpfed.config.settings`); 1: as they are, above: less confident."""
         return self.federation.calibration_temperature
 
-    softness = old_attribute("softness", "calibration_temperature")
+    def calibrated(self, how: How, draws: int) -> Calibration:
+        """The calibration of all clients for predictions made in this way after the last round, from their examples."""
+        wanted = (self.federation.round, how, draws)
+        if self._calibrated is None or self._calibrated[0] != wanted:
+            self._calibrated = wanted, calibrate(self.federation, None, how, draws)
+        return self._calibrated[1]
 
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
         """Run the rounds that are left."""

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
 from bpfed._util.errors import UserError
-from bpfed.aggregation.compression import GREATEST, compress, dequantise, expand, quantise, travelled
 from bpfed.aggregation.rules import left_out, middle, trimmed_mean
-from bpfed.aggregation.updates import updates
+from bpfed.aggregation.updates import GREATEST, compress, dequantise, expand, quantise, travelled, updates
 from bpfed.config.settings import Settings
 from bpfed.engine.server import combined
 from bpfed.inference.gaussian import Gaussian

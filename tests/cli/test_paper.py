@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from command import Command
 
-from bpfed.cli import paper
+from bpfed.cli import methods as paper
 
 
 def test_it_says_where_the_experiments_are(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

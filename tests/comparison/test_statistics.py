@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bpfed.comparison.statistics import difference
+from bpfed.comparison.record import difference
 
 
 def made_up(seeds: int, clients: int, seed: int = 0) -> dict[int, dict[str, float]]:

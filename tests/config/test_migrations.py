@@ -1,4 +1,4 @@
-"""Old names of settings, keys and functions: they still work, say the new one, and old run folders can be read."""
+"""Run folders of earlier versions can be read; who gives an old name himself is told the new one."""
 
 from __future__ import annotations
 
@@ -6,44 +6,31 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
-import torch
 from scenarios import classification
 
 import bpfed
 from bpfed._util.errors import UserError
-from bpfed._util.moved import CLASSES
 from bpfed.config.migrations import ATTRIBUTES, CONSTANTS, FORMER, RENAMED, current_config
 from bpfed.config.reader import Override, read
 from bpfed.config.settings import Settings
-from bpfed.methods import FedAvg, Recipe
-from bpfed.methods.base import RunShape
+from bpfed.methods import Recipe
 from bpfed.methods.population import Population
 from bpfed.report.manifest import Manifest
 
 TINY = {"rounds": 1, "epochs": 1, "progress": False}
 
 
-def test_old_settings_are_the_new_ones_in_python() -> None:
-    with pytest.warns(FutureWarning, match=r"rehearsals is now calibrate = pilot:3"):
-        settings = Settings(rehearsals=3)  # type: ignore[call-arg]
-    assert settings == Settings(calibrate="pilot:3")
-    with pytest.warns(FutureWarning, match="rehearsals is now calibration_pilots"):
-        assert settings.rehearsals == 3  # type: ignore[attr-defined]
-    with pytest.warns(FutureWarning):
-        assert Settings(rehearsals=0) == Settings()  # type: ignore[call-arg]
+def test_settings_that_are_constants_now_are_refused_in_python() -> None:
     for kind in (Recipe, Population):
         for old, new in FORMER.items():
             with pytest.raises(
                 UserError, match=f"^{old} is a constant since bpfed 0.10 .* {ATTRIBUTES.get(new, new)} in"
             ):
                 kind(**{old: 1.5})
-    with pytest.raises(UserError, match=r"run\.softness is now run\.calibration_temperature, and both are given"):
-        Settings(softness=2.0, calibration_temperature=3.0)  # type: ignore[call-arg]
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        Settings().nothing  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(TypeError, match=r"^Settings\(\) got an unexpected keyword argument 'softness'"):
+        Settings(softness=2.0)  # type: ignore[call-arg]
 
 
 OLD = """
@@ -54,17 +41,19 @@ rehearsals = 2
 """
 
 
-def test_old_keys_of_a_file_are_the_new_ones_and_named(tmp_path: Path) -> None:
+def test_an_old_key_is_read_where_a_run_wrote_it_and_else_refused_with_its_new_name(tmp_path: Path) -> None:
     path = tmp_path / "old.toml"
     path.write_text(OLD)
-    found = read(path)
-    assert (found.method, found.run) == (Recipe(), Settings(calibrate="pilot:2"))
-    assert [note.partition("is now ")[2].partition(";")[0] for note in found.notes] == ["calibrate = pilot:2"]
-    path.write_text(OLD.replace("rehearsals = 2", 'rehearsals = "many"'))
-    with pytest.raises(UserError, match="calibrate is 'pilot:many'"):
-        read(path).run.check(5)
-    path.write_text(OLD + 'calibrate = "none"\n')
-    with pytest.raises(UserError, match=r"run\.rehearsals is now run\.calibrate, and both are given"):
+    with pytest.raises(UserError, match=r"old.toml', line 5: run.rehearsals is called run.calibrate since bpfed 0.10;"):
+        read(path)
+    with pytest.raises(
+        UserError, match=r"^--set: run.softness is called run.calibration_temperature since bpfed 0.10;"
+    ):
+        read(None, [Override("run.softness", "2")])
+    path.write_text('bpfed = "0.9.0"\n' + OLD)
+    assert read(path).run == Settings(calibrate="pilot:2")
+    path.write_text('bpfed = "0.9.0"\n' + OLD.replace("rehearsals = 2", 'softness = "many"'))
+    with pytest.raises(UserError, match=r"line 6: run.calibration_temperature is 'many', but must be a number"):
         read(path)
 
 
@@ -98,7 +87,7 @@ def test_a_run_folder_with_old_names_is_read(tmp_path: Path) -> None:
     run = bpfed.fit(
         Recipe(temperature=0.2), classification(sizes=(20, 30)), calibrate="pilot:1", out=folder, say=str, **TINY
     )
-    names = {new: old for old, new in (RENAMED["run"] | FORMER).items()}
+    names = {new: old for old, new in (RENAMED | FORMER).items()}
     old = re.sub(r"(?m)^(\w+)(?= = )", lambda m: names.get(m[1], m[1]), (folder / "config.toml").read_text())
     old = re.sub(r'(?m)^bpfed = ".*"', 'bpfed = "0.9.0"', old).replace("sigma = true\n", "", 1)
     constants = CONSTANTS["bpfed-recipe"] | {"mean_precision": 2.5}  # times T = 0.2 as strong as 10 times 0.05
@@ -134,50 +123,3 @@ def test_a_run_folder_with_old_names_is_read(tmp_path: Path) -> None:
     ours = run.record()
     assert loaded.record() == replace(ours, config=ours.config | {"bpfed": "0.9.0"})
     assert current_config(loaded.config()) == loaded.config()
-    with pytest.warns(FutureWarning, match=r"softness is now calibration_temperature"):
-        assert loaded.softness == run.calibration_temperature  # type: ignore[attr-defined]
-
-
-def test_a_method_written_for_an_earlier_version_is_run_as_it_was() -> None:
-    with pytest.warns(FutureWarning, match="is now"):
-
-        class Old(Recipe):
-            numbers: ClassVar[tuple[str, ...]] = ("lr", *Recipe.stackable)
-
-            def hyper_in(self, course: RunShape, sizes: torch.Tensor) -> dict[str, torch.Tensor]:
-                return {**super().hyper_in(course, sizes), "mine": torch.zeros(len(sizes))}  # type: ignore[misc]
-
-            def structure(self) -> tuple[object, ...]:
-                return (*super().structure(), "mine")  # type: ignore[misc]
-
-    shape, sizes = RunShape(10, 10, 300, 10, 50), torch.tensor([100.0])
-    found, usual = Old().hparams_for_run(shape, sizes), Recipe().hparams_for_run(shape, sizes)
-    assert found.keys() == {*usual, "mine"}
-    assert all(torch.equal(found[name], usual[name]) for name in usual)  # not those of Method, which are others
-    assert Old().trace_key()[-1] == "mine"
-    assert Old.stackable[1:] == Recipe.stackable
-    with pytest.raises(TypeError, match="defines both numbers and stackable"):
-        type("Both", (FedAvg,), {"numbers": ("lr",), "stackable": ("lr",)})
-
-
-@pytest.mark.parametrize("module", CLASSES)
-def test_old_classes_are_the_new_ones(module: str) -> None:
-    there = __import__(module, fromlist=["_"])
-    for old, new in CLASSES[module].items():
-        with pytest.warns(FutureWarning, match=f"{old} is now {new}"):
-            assert getattr(there, old) is getattr(there, new)
-
-
-def test_old_flags_say_the_new_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    from bpfed.cli.run import overrides
-
-    found = overrides(None, [], {"rehearsals": "3", "softness": "0.8"})
-    assert [(one.key, one.text) for one in found] == [
-        ("run.calibration_temperature", "0.8"),
-        ("run.calibrate", "pilot:3"),
-    ]
-    said = capsys.readouterr().err
-    assert "--rehearsals 3 is now --calibrate pilot:3" in said
-    assert "--softness 0.8 is now --calibration-temperature 0.8" in said
-    with pytest.raises(UserError, match="both are given; leave out --rehearsals"):
-        overrides(None, [], {"rehearsals": "3", "calibrate": "pilot:2"})

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bpfed.config.migrations import FORMER, RENAMED, RENAMED_IN_METHODS
+from bpfed.config.migrations import FORMER, RENAMED
 
 ROOT = Path(__file__).parents[2]
 #: Where old names are listed, or were the names of what is described.
-LISTED = ("bpfed/config/migrations.py", "bpfed/_util/moved.py", "CHANGELOG.md")
+LISTED = ("bpfed/config/migrations.py", "CHANGELOG.md")
 #: Words that have no other meaning, anywhere; then as names in code, and as code in prose.
 WORDS = re.compile(
     r"softness|soften|rehears|\bhyper(_in)?\b(?!-)|rows_of_numbers|lookalike|\bentrants?\b|\bEntrants?\b|common_stretch"
@@ -21,7 +21,8 @@ CODE = re.compile(
     r"|\b(SUREST|SOFTEST|GridPost|OwnNetwork|_Sitting)\b|\b(Factors|Blanks|Separators|Keeper|Rehearsal|Meeting|Guard|Preparation|Ask|Answer|Refused|Course)\(|\bcourse\b|\bcrowd\b"
     r"|\bwarmer\b|\bholders\b",
 )
-TICKED = re.compile(rf"`(method\.)?({'|'.join((*FORMER, *RENAMED['run'], *RENAMED_IN_METHODS))})`")
+IN_METHODS = ("numbers", "hyper", "hyper_in", "rows_of_numbers", "structure", "counting")
+TICKED = re.compile(rf"`(method\.)?({'|'.join((*FORMER, *RENAMED, *IN_METHODS))})`")
 
 
 def files() -> list[Path]:
@@ -36,7 +37,6 @@ def test_old_words_are_listed_and_used_nowhere_else() -> None:
         rules = (WORDS, CODE) if path.suffix == ".py" else (WORDS, TICKED)
         rules += (TICKED,) if path.parent.name == "methods" else ()
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            line = re.sub(r'\w+ = old_attribute\("\w+"', "", line)
             found += [f"{path.relative_to(ROOT)}:{number}: {m[0]}" for rule in rules for m in rule.finditer(line)]
     assert not found, "\n".join(found)
 
@@ -44,9 +44,7 @@ def test_old_words_are_listed_and_used_nowhere_else() -> None:
 def test_every_old_setting_has_a_new_name_that_exists() -> None:
     from bpfed.config.schema import fields_of
     from bpfed.config.settings import Settings
-    from bpfed.methods import Recipe
 
-    for table, kind in (("run", Settings), ("method", Recipe)):
-        known = fields_of(kind)
-        assert set(RENAMED[table].values()) <= known.keys()
-        assert not RENAMED[table].keys() & known.keys()
+    known = fields_of(Settings).keys()
+    assert set(RENAMED.values()) <= known
+    assert not RENAMED.keys() & known

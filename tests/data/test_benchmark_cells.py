@@ -8,8 +8,7 @@ import torch
 
 from bpfed._util.errors import UserError
 from bpfed.data import inspect, load
-from bpfed.data.benchmark_cells import CELLS, deal_cell
-from bpfed.data.partition import parse_partition
+from bpfed.data.partition import CELLS, deal_cell, parse_partition
 
 # How many images of each class there are: MNIST's differ, the others' are equal.
 SUPPLY = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bpfed.data import load
-from bpfed.data.checks.leakage import _hashes
+from bpfed.data.checks.leakage import row_hashes
 from bpfed.data.tabular.table import Categorical, Table
 
 ROWS = 60
@@ -90,7 +90,7 @@ def test_a_column_that_gives_the_answer_away_is_told(folder: Path) -> None:
 def test_a_row_is_the_same_whatever_the_codes_of_its_words() -> None:
     one = Table("one", 2, {"x": np.array([1.0, np.nan]), "w": Categorical(np.array([0, 1]), ("a", "b"))})
     other = Table("other", 2, {"w": Categorical(np.array([0, -1]), ("b",)), "x": np.array([np.nan, 1.0])})
-    first, second = _hashes(one), _hashes(other)
+    first, second = row_hashes(one), row_hashes(other)
     assert first[1] == second[0]
     assert len({*first.tolist(), *second.tolist()}) == 3
 

@@ -37,7 +37,8 @@ def test_columns_labels_and_words_are_named_where_runs_and_inspect_look(
     )
     assert check_spelling(made) == said
     command = Command(capsys)
-    assert set(said) <= set(command.ok("data", "inspect", f"folder:{sites}").out.splitlines())
+    shown = " ".join(command.ok("data", "inspect", f"folder:{sites}").out.split())
+    assert all(entry in shown for entry in ("--rename 'Age=age'", "--map 'y:yes=Yes'", "--map 'by:"))
     small = [a for a in PLAIN if a not in ("--clients", "3")]
     run = command.ok(*small, "--data", f"folder:{sites}", "--rounds", "1", "--out", tmp_path / "run").err
     assert set(said) <= set(run.splitlines())

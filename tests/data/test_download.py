@@ -14,10 +14,9 @@ import pytest
 from data_files import cifar_batches, write_idx, write_tar
 
 from bpfed._util.errors import UserError
-from bpfed._util.files import whole
+from bpfed._util.files import DownloadError, Remote, cache, download, whole
 from bpfed.data import fetch, load
 from bpfed.data.sources import images, pooled
-from bpfed.data.sources.download import DownloadError, Remote, cache, download
 from bpfed.data.sources.images import ARCHIVE, NAMES
 
 Serve = Callable[[Path], str]
@@ -148,7 +147,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(mnist_server: Path, tmp
 
 
 def test_without_download_nothing_is_asked_of_the_net(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bpfed.data.sources.download.urlopen", lambda *_, **__: pytest.fail("asked the net"))
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("asked the net"))
     with pytest.raises(UserError, match="Dataset 'fmnist' is not in"):
         load("fmnist", download=False)
 

@@ -281,7 +281,7 @@ def test_records_keep_it_and_files_of_all_sites_do_not(tmp_path: Path) -> None:
     del record["holdout"]  # as earlier versions wrote it
     assert Preprocessor.from_record(record).holdout is None
     write_preparation(tmp_path / "p.json", made)
-    assert read_preparation(tmp_path / "p.json")[0] == replace(made, holdout=None)
+    assert read_preparation(tmp_path / "p.json")[0] == replace(made, holdout=None, own={})
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,7 @@ from loopgrid import LoopGrid, node_of
 from scenarios import classification
 
 from bpfed.config.reader import Config, Document
-from bpfed.config.schema import DataSettings
-from bpfed.config.settings import Settings
+from bpfed.config.settings import DataSettings, Settings
 from bpfed.deploy.protocol.transport import GridTransport
 from bpfed.deploy.server.server import Server
 from bpfed.deploy.settings import Plan
@@ -90,7 +89,7 @@ class Deployed:
 
     def personal(self, name, run):
         """The newest state on a site's disk."""
-        from bpfed.deploy.site.states import States
+        from bpfed.deploy.site.site import States
 
         return States(self.folder / name, name, run).at(10**6)
 

@@ -11,8 +11,10 @@ from flwr.app import ConfigRecord, Message
 from scenarios import classification
 
 from bpfed._util.errors import UserError
-from bpfed.config.schema import DataSettings
+from bpfed.config.settings import DataSettings
 from bpfed.data.tabular.preprocessing import Feature, Preprocessor
+from bpfed.data.tabular.statistics import ColumnStatistics
+from bpfed.deploy.protocol.messages import fingerprint
 from bpfed.deploy.protocol.state_schema import RejectedMessage
 from bpfed.deploy.server.roster import read_facts
 from bpfed.deploy.site.data import File, agreed
@@ -122,6 +124,30 @@ def test_a_site_has_its_own_words_for_what_is_missing(tmp_path):
     assert site.table.missing("age").sum() == 4
     told = Preprocessor("sick", "classification", (Feature("age", "number"),), ("0", "1"), missing=("41",))
     assert site.data({"preparation": told.record()}).preparation.missing == ("unknown",)
+
+
+def test_a_site_recodes_its_own_file_and_tells_nobody(tmp_path):
+    path = tmp_path / "a.csv"
+    rows = "".join(f"{88.4 * (1 + k / 9):.3f},{'FM'[k % 2]},2024-0{1 + k % 3}-11,{k % 2}\n" for k in range(40))
+    path.write_text("Creatinine,sex,seen,sick\n" + rows)
+    config = Deployed(tmp_path, FedAvg()).config
+    said = {"rename": "Creatinine=creatinine", "map": "sex:F=female,M=male", "convert": "creatinine@a:/88.4"}
+    asked = DataSettings(name="x", target="sick", dates="seen", **said)
+    site = File("a", path, replace(config, data=asked), OPEN)
+    told = ColumnStatistics.from_record(site.facts()["summary"])
+    assert told.columns["creatinine"].mean == pytest.approx(1 + 19.5 / 9, rel=0.2)
+    assert told.columns["sex"].levels == ("female", "male")
+    assert set(told.columns) == {"creatinine", "sex", "seen year", "seen month", "seen weekday", "seen days"}
+    common = agreed({"a": site.facts()}, replace(config, data=asked))
+    assert "88.4" not in json.dumps(common)
+    assert "Creatinine" not in json.dumps(common)
+    made = site.data(common).preparation
+    assert made.recoding.settings() == asked.recoding
+    assert set(made.own) == {"a"}
+    # A site may say so in its own config.toml alone, and still has the same configuration as the server.
+    assert fingerprint(replace(config, data=asked)) == fingerprint(
+        replace(config, data=DataSettings(name="x", target="sick", dates="seen"))
+    )
 
 
 def test_a_table_that_no_message_could_tell_of_is_refused_at_the_site(tmp_path):

@@ -16,12 +16,12 @@ from federations import Deployed
 from loopgrid import LoopGrid, node_of
 
 from bpfed._util.errors import UserError
+from bpfed.deploy import apps
 from bpfed.deploy.folders import open_server, open_site
 from bpfed.deploy.ops import admin, flower, supervise
 from bpfed.deploy.protocol.messages import Request, fingerprint
 from bpfed.deploy.protocol.transport import GridTransport
 from bpfed.deploy.settings import Plan
-from bpfed.deploy.site import client_app
 from bpfed.methods import FedAvg
 from bpfed.runs.run import Run
 
@@ -37,7 +37,7 @@ def test_without_a_server_run_soon_says_where_it_looked(bpfed, tmp_path, monkeyp
     bpfed.ok("deploy", "init", fed, "--sites", "north,south", "--address", address)
     assert admin.STARTING <= 20.0
     monkeypatch.setattr(admin, "STARTING", 1.0)
-    monkeypatch.setattr("bpfed.deploy.ops.watch.SILENCE", (0.1, 60.0))
+    monkeypatch.setattr("bpfed.deploy.server.status.SILENCE", (0.1, 60.0))
     outcome = bpfed("deploy", "run", fed)
     waits, *_, refuses = outcome.err.splitlines()
     assert (outcome.code, outcome.out) == (2, "")
@@ -257,14 +257,14 @@ def test_the_fingerprint_follows_what_is_computed_and_not_where(tmp_path):
 )
 def test_a_sites_log_calls_a_message_what_it_is(bpfed, tmp_path, round_, pilot, words):
     bpfed.ok("deploy", "init", tmp_path / "fed", "--sites", "north,south", "--rounds", "4", "--calibrate", "pilot:3")
-    rounds = client_app.rounds_of(tmp_path / "fed" / "site-north")
+    rounds = apps.rounds_of(tmp_path / "fed" / "site-north")
     ask = Request("ab", "cd", round_, pilot=pilot).write()["request"]
-    assert client_app.called(ask, rounds) == words
-    assert client_app.called({}, rounds) == "A message"
+    assert apps.called(ask, rounds) == words
+    assert apps.called({}, rounds) == "A message"
 
 
 def test_without_a_configuration_a_round_is_called_by_its_number(tmp_path):
-    assert client_app.called({"round": 5, "pilot": 0}, client_app.rounds_of(tmp_path)) == "Round 5"
+    assert apps.called({"round": 5, "pilot": 0}, apps.rounds_of(tmp_path)) == "Round 5"
 
 
 def test_a_process_that_has_ended_is_not_alive_though_nobody_has_buried_it():
@@ -277,7 +277,7 @@ def test_a_process_that_has_ended_is_not_alive_though_nobody_has_buried_it():
 
 @pytest.mark.parametrize("how", ["its time is over", "its parent has ended"])
 def test_an_app_that_waits_for_good_ends_all_the_same(how):
-    wait = "import time; from bpfed._util.processes import end_in_time; end_in_time(%s, 0.1); "
+    wait = "import time; from bpfed.deploy.apps import end_in_time; end_in_time(%s, 0.1); "
     wait += "print(flush=True); time.sleep(600)"
     if how == "its time is over":
         assert subprocess.run([sys.executable, "-c", wait % 0.1], timeout=120).returncode == 1

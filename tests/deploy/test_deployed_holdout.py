@@ -73,7 +73,7 @@ def test_sites_hold_out_what_a_simulation_does(tmp_path, files, holdout):
 
 def test_calibration_examples_are_held_out_by_time_and_not_by_group(tmp_path, files):
     made, data = deployed(tmp_path, files, "time:seen", calibration=0.2)
-    as_simulated(made.serve(), *simulated(FedAvg(), data, **TINY, calibration=0.2))
+    as_simulated(made.serve(), *simulated(FedAvg(), data, **TINY, calibration=0.2, sets="client"))
     config = replace(made.config, data=replace(made.config.data, holdout="group:patient"))
     with pytest.raises(UserError, match="nobody is told how large the groups of a site are, so calibration examples"):
         check_deployment(config, 2)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from bpfed._util.errors import UserError
 from bpfed.data.federated import held_out
 from bpfed.deploy.protocol.messages import Reply, Request
-from bpfed.deploy.site.local_privacy import LocalPrivacy
+from bpfed.deploy.site.limits import LocalPrivacy
 from bpfed.engine.federation import Federation
 from bpfed.engine.simulator import Simulator
 from bpfed.inference.calibration import PLACES, common_temperature
@@ -48,7 +48,7 @@ def wanted():
     ("method", "options"),
     [
         (Recipe(), {"members": 2, "hidden": 7}),
-        (FedPer(), {"calibration": 0.3}),
+        (FedPer(), {"calibration": 0.3, "sets": "client"}),
         (PerFedAvg(), {"batch": 50}),  # its clients tune before they predict, in batches wider than any has examples
         (METHODS["bpfed-population"](), {"weighting": "size", "participants": 2, "eval_clients": 2}),
         (FedAvg(), {"compression": "half", "clip": 0.5}),

@@ -14,7 +14,7 @@ from flwr.app import Message
 from loopgrid import LoopGrid
 
 from bpfed._util.errors import UserError
-from bpfed.config.schema import DataSettings
+from bpfed.config.settings import DataSettings
 from bpfed.data.tabular.federate import federate
 from bpfed.data.tabular.preprocessing import Preprocessor, digest, read_preparation, write_preparation
 from bpfed.data.tabular.statistics import OTHER, client_summary, released

@@ -230,7 +230,7 @@ def test_our_bundle_is_one_that_flower_accepts_and_always_the_same(tmp_path):
     place = install_from_fab(launch.bundle(), tmp_path / "apps", skip_prompt=True)
     assert {name: (place / name).read_text() for name in launch.FILES} == launch.FILES
     # Of another bpfed it may be another; then server and sites refuse each other.
-    assert launch.fingerprint(launch.bundle()) == "0e7affb5af0b6da97dbbd22a0704da9af0905354159b6c4cd1c469bfe93a2850"
+    assert launch.fingerprint(launch.bundle()) == "88e9fa9d6f35da9817da198579bd90cd17c1fdec5d6bb7bc5cb8a60ada7897d8"
     assert launch.is_ours(launch.bundle())
     assert not launch.is_ours(launch.bundle() + b" ")
 
@@ -333,7 +333,7 @@ def put_back(monkeypatch):
 def test_the_process_of_a_sites_app_executes_the_installed_package(put_back, capsys):
     from flwr.supercore.runtime import RuntimeHttpClient
 
-    from bpfed.deploy.site import client_app
+    from bpfed.deploy import apps
 
     runtime = importlib.import_module("flwr.supernode.runtime.run_clientapp")
     put_back(runtime, "install_from_fab", "get_load_client_app_fn")
@@ -344,19 +344,19 @@ def test_the_process_of_a_sites_app_executes_the_installed_package(put_back, cap
         runtime.install_from_fab(strangers_bundle(), skip_prompt=True)
     assert "Refused an app" in capsys.readouterr().err
     load = runtime.get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)
-    assert load("stranger/app", "1.0.0", "0" * 64) is client_app.app
+    assert load("stranger/app", "1.0.0", "0" * 64) is apps.client
 
 
 def test_the_process_of_the_servers_app_executes_the_installed_package(put_back, monkeypatch):
     from flwr.supercore.runtime import RuntimeHttpClient
 
-    from bpfed.deploy.server import server_app
+    from bpfed.deploy import apps
 
     runtime = importlib.import_module("flwr.superlink.runtime.run_serverapp")
     put_back(runtime, "install_from_fab", "get_project_config", "get_fused_config_from_dir", "run_")
     put_back(RuntimeHttpClient, "_send")
     ran = []
-    monkeypatch.setattr(server_app, "app", lambda **given: ran.append(given["grid"]))
+    monkeypatch.setattr(apps, "server", lambda **given: ran.append(given["grid"]))
     launch.guard_serverapp(LOCAL)
     with pytest.raises(launch.ForeignApp):
         runtime.install_from_fab(strangers_bundle(), skip_prompt=True)

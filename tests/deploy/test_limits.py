@@ -20,7 +20,7 @@ from bpfed.deploy.protocol.transport import GridTransport
 from bpfed.deploy.server.rounds import server_side
 from bpfed.deploy.site.data import File, agreed
 from bpfed.deploy.site.limits import ASKED, Limits
-from bpfed.deploy.site.states import previous
+from bpfed.deploy.site.site import previous
 from bpfed.methods import BPFed, FedAvg
 from bpfed.runs.run import Run
 

@@ -16,7 +16,7 @@ from bpfed.deploy.ops import admin
 from bpfed.deploy.protocol.messages import Request
 from bpfed.deploy.protocol.state_schema import Upload
 from bpfed.deploy.settings import Plan
-from bpfed.deploy.site.local_privacy import FILE, LocalPrivacy
+from bpfed.deploy.site.limits import FILE, LocalPrivacy
 from bpfed.methods import BPFed, FedAvg
 from bpfed.methods.base import Weights
 

@@ -21,8 +21,8 @@ from bpfed.report import RunRecord
 #: A simulation cannot have a deployment's protocol, a server sees no example to take a hash of, and what was neither
 #: asked for nor dealt out by us (which rows a site tests on, who owns what) it does not know.
 CONFIG = {"data.protocol", "data.fingerprint", "data.test_fraction", "data.partition"}
-#: What takes the probability of every example, and sites send sums.
-EVALUATION = {"fitted_temperature"}
+#: What takes the probability of every example or counts by class, and sites send sums over their examples.
+EVALUATION = {"classification": {"fitted_temperature", "classes"}, "regression": {"fitted_temperature"}}
 
 
 def tables(folder, task):
@@ -61,7 +61,7 @@ def test_a_deployed_run_has_the_keys_of_a_simulated_one(task, options, tmp_path)
         site = Site(tmp_path / name, name, deployed.config, File(name, path, deployed.config, OPEN), limits=OPEN)
         deployed.grid.clients[100 + i] = node_of(site)
     told = RunRecord.read(deployed.serve().journal.folder)
-    run = bpfed.fit(FedAvg(), data, progress=False, **{**SETTINGS, **settings})
+    run = bpfed.fit(FedAvg(), data, progress=False, **{**SETTINGS, **settings, "sets": "client"})
     assert keys(told.config) ^ keys(tomllib.loads(to_toml(run.config()))) == CONFIG
     assert told.config["model"] == run.config()["model"]  # the hash of the first weights too
     assert (told.config["data"]["target"], told.config["data"]["task"]) == ("target", task)
@@ -70,7 +70,7 @@ def test_a_deployed_run_has_the_keys_of_a_simulated_one(task, options, tmp_path)
     same = wanted.keys() - {"seconds", "protocol", "partition", "nll", "brier", "ece", "mce", "rmse", "accuracy"}
     assert {key: told.summary[key] for key in same} == {key: wanted[key] for key in same}
     assert (told.summary["protocol"], told.summary["partition"]) == ("deployed", "sites")
-    assert told.evaluation.keys() ^ run.detail().keys() == EVALUATION
+    assert told.evaluation.keys() ^ run.detail().keys() == EVALUATION[task]
     for row, theirs in zip(told.rows, run.detail()["clients"], strict=True):
         assert row.keys() == theirs.keys()
 

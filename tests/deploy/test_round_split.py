@@ -6,8 +6,8 @@ import time
 import pytest
 
 from benchmarks import rounds
+from bpfed.deploy import apps
 from bpfed.deploy.ops.supervise import stamp
-from bpfed.deploy.site import client_app
 
 #: Seconds after the server has sent, for each mark in a site's log.
 LOG = (
@@ -69,9 +69,9 @@ def test_a_round_that_a_site_missed_is_not_measured(tmp_path):
 
 
 def test_the_age_of_a_process_grows_with_the_clock():
-    before, start = client_app.age(), time.monotonic()
+    before, start = apps.age(), time.monotonic()
     time.sleep(0.2)
-    assert client_app.age() - before == pytest.approx(time.monotonic() - start, abs=0.1)
+    assert apps.age() - before == pytest.approx(time.monotonic() - start, abs=0.1)
 
 
 def test_a_log_has_the_time_of_day_before_each_line():

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from federations import Deployed, configured, simulated
-from scenarios import classification, counts, images, regression
+from scenarios import classification, counts, images, packed, regression, survival
 from torch.utils._pytree import tree_leaves
 
 from bpfed._util.errors import UserError
@@ -63,7 +63,9 @@ def test_the_width_of_the_network_is_the_same_everywhere(name, data, tmp_path):
     server = deployed.serve()
     same(server, federation, history)
     own, x = Run.load(tmp_path / "own").client(site), data.test.client(1)[0]
-    torch.testing.assert_close(own.predict(x).scores, Run(federation).client(site).predict(x).scores, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        own.predict(x).numbers, Run(federation).client(site).predict(x).numbers, rtol=0, atol=1e-5
+    )
 
 
 def test_images_that_have_a_network_of_their_own_are_refused(tmp_path):
@@ -115,7 +117,7 @@ def test_a_site_without_test_examples_trains_all_the_same(make, tmp_path):
     name = data.clients[1]
     deployed.sites[name].own = tmp_path / "own"
     server = deployed.serve()
-    same(server, *simulated(FedAvg(), data, rounds=2, calibration=0.3))
+    same(server, *simulated(FedAvg(), data, rounds=2, calibration=0.3, sets="client"))
     assert [(r["participants"], r["tested"], r["untested"]) for r in server.history] == [(3, 2, 1)] * 2
     assert Run.load(tmp_path / "own").client(name).predict(data.train.x[:2]).scores is not None
 
@@ -147,18 +149,21 @@ def test_regression_weighted_by_size(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "data", [make(sizes=(60, 70)) for make in (classification, regression, counts)], ids=lambda data: data.task
+    "data",
+    [make(sizes=(60, 70)) for make in (classification, regression, counts, survival, partial(packed, "multilabel"))],
+    ids=lambda data: data.task,
 )
 def test_calibrated_sets_and_intervals(data, tmp_path):
     deployed = Deployed(tmp_path, FedAvg(), data, rounds=2, calibration=0.3)
     server = deployed.serve()
-    federation, history = simulated(FedAvg(), data, rounds=2, calibration=0.3)
+    federation, history = simulated(FedAvg(), data, rounds=2, calibration=0.3, sets="client")
     same(server, federation, history)
     assert server.history[-1]["coverage"]["pooled"] > 0.5
     told, wanted = RunRecord.read(server.journal.folder).evaluation, Run(federation).detail()
     assert told.keys() == wanted.keys() - {
-        "fitted_temperature"
-    }  # which takes every probability, and sites tell sums alone
+        "fitted_temperature",
+        "classes",
+    }  # which take every probability, and sites tell sums alone
     assert told["fewest_calibration"] == wanted["fewest_calibration"]
     for row, theirs in zip(told["clients"], wanted["clients"], strict=True):
         assert row == pytest.approx(theirs, abs=1e-6)

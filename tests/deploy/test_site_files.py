@@ -1,6 +1,7 @@
 """Sites with files of their own: scaled alike by sums alone, and the same numbers as a simulation of all tables."""
 
 import csv
+import html
 import json
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from loopgrid import node_of
 from test_same_numbers import same
 
 from bpfed._util.errors import UserError
-from bpfed.config.schema import DataSettings
+from bpfed.config.settings import DataSettings
 from bpfed.data.sources.pooled import ATTRIBUTES, HOSPITALS
 from bpfed.data.tabular.federate import federate
 from bpfed.data.tabular.table import read_table
@@ -100,9 +101,7 @@ def test_the_target_of_a_regression_is_named_with_its_spread_and_what_its_mean_w
     record = RunRecord.read(server.journal.folder)
     assert record.target == ("target", pytest.approx(data.preparation.target_scale))
     assert [row["baseline"] > 0 for row in record.rows] == [True] * 3
-    assert "RMSE in SD of 'target' (1 SD = " in (server.journal.folder / "report.html").read_text().replace(
-        "&#x27;", "'"
-    )
+    assert "RMSE in SD of 'target' (1 SD = " in html.unescape((server.journal.folder / "report.html").read_text())
 
 
 def test_the_server_says_which_columns_differ_only_in_case(tmp_path, files):

@@ -20,7 +20,7 @@ from bpfed.deploy.ops.certificates import KEYS
 from bpfed.deploy.ops.launch import FILES
 from bpfed.deploy.settings import Plan
 from bpfed.deploy.site import worker
-from bpfed.deploy.site.states import States
+from bpfed.deploy.site.site import States
 
 pytestmark = pytest.mark.skipif(os.environ.get("BPFED_TEST_DEPLOY") != "1", reason="run by 'make test-deploy'")
 

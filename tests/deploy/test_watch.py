@@ -5,9 +5,7 @@ import time
 
 from rich.console import Console
 
-from bpfed.deploy.ops import watch
-from bpfed.deploy.ops.watch import StatusDisplay, waited_for
-from bpfed.deploy.server.status import done
+from bpfed.deploy.server.status import StatusDisplay, done, waited_for
 
 
 def status(state, round_, metrics=None, **sites):
@@ -64,7 +62,7 @@ def test_what_is_noted_of_the_data_is_said_once():
 
 
 def test_silence_is_broken_with_what_is_waited_for_and_since_when(monkeypatch):
-    monkeypatch.setattr(watch, "SILENCE", (0.0, 0.0))
+    monkeypatch.setattr("bpfed.deploy.server.status.SILENCE", (0.0, 0.0))
     console = shown()
     with StatusDisplay(console) as watched:
         watched.status(status("waiting for sites", 0, a="yes", b="no"))

@@ -11,8 +11,7 @@ from scenarios import classification, regression
 
 from bpfed.deploy.protocol.messages import SHARES, Reply
 from bpfed.deploy.protocol.state_schema import RAW, RejectedMessage, Upload, schemas
-from bpfed.deploy.site.site import Site
-from bpfed.deploy.site.states import States
+from bpfed.deploy.site.site import Site, States
 from bpfed.methods import BPFed, FedAvg
 from bpfed.metrics import Sums
 

@@ -14,10 +14,10 @@ from command import Command
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from bpfed._util.errors import UserError
+from bpfed.deploy import apps
 from bpfed.deploy.folders import open_site
-from bpfed.deploy.protocol import codec
 from bpfed.deploy.protocol.messages import Reply, Request
-from bpfed.deploy.site import client_app, worker
+from bpfed.deploy.site import worker
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_records_pass_between_app_and_worker_unchanged(tmp_path):
             ),
         }
     )
-    there = codec.from_bytes(codec.to_bytes(record))
+    there = worker.from_bytes(worker.to_bytes(record))
     assert dict(there["a"]) == dict(record["a"])
     assert type(there["a"]["flag"]) is bool
     assert dict(there["m"]) == dict(record["m"])
@@ -55,7 +55,7 @@ def test_an_app_asks_its_worker(bpfed, tmp_path):
         pass
     own = open_site(site, print)
     ask = Request(own.fingerprint, "ab", 0).write()
-    answer = Reply.read(codec.from_bytes(worker.ask(site, codec.to_bytes(ask), 30.0)), None, None)
+    answer = Reply.read(worker.from_bytes(worker.ask(site, worker.to_bytes(ask), 30.0)), None, None)
     assert (answer.site, answer.refused) == ("client-00", "")
     assert '"classes": 10' in answer.facts
 
@@ -91,8 +91,8 @@ def test_a_worker_outlives_whatever_its_socket_brings(working):
     ):
         with contextlib.suppress(TimeoutError):
             worker.ask(site, spoilt, 30.0)
-    answer = worker.ask(site, codec.to_bytes(Request(own.fingerprint, "ab", 0).write()), 30.0)
-    assert Reply.read(codec.from_bytes(answer), None, None).site == "client-00"
+    answer = worker.ask(site, worker.to_bytes(Request(own.fingerprint, "ab", 0).write()), 30.0)
+    assert Reply.read(worker.from_bytes(answer), None, None).site == "client-00"
     silent.close()
     assert any("could not be handed over (timed out)" in sentence for sentence in said)
     assert sum("A message could not be read" in sentence for sentence in said) == 3
@@ -109,7 +109,7 @@ def test_an_app_says_nothing_to_the_server_of_what_went_wrong(tmp_path, monkeypa
     now = time.time()
     message = SimpleNamespace(metadata=SimpleNamespace(created_at=now, ttl=60.0), content=RecordDict())
     context = SimpleNamespace(node_config={"folder": str(tmp_path / "secret")})
-    monkeypatch.setattr(client_app, "end_in_time", lambda left: None)
+    monkeypatch.setattr(apps, "end_in_time", lambda left: None)
     for error in (PermissionError(13, "no", "secret"), UserError("secret"), KeyError("secret"), TimeoutError("secret")):
 
         def fails(*given, error=error):
@@ -117,7 +117,7 @@ def test_an_app_says_nothing_to_the_server_of_what_went_wrong(tmp_path, monkeypa
 
         monkeypatch.setattr(worker, "ask", fails)
         with pytest.raises((RuntimeError, TimeoutError)) as raised:
-            client_app._answered(message, context)
+            apps._answered(message, context)
         assert "secret" not in str(raised.value)
         assert raised.value.__suppress_context__ or raised.value.__context__ is None
         assert "secret" in capsys.readouterr().err

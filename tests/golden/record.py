@@ -102,7 +102,7 @@ def pilots(folder: Path) -> Outcome:
 def calibrated(folder: Path) -> Outcome:
     """Each client keeps examples to calibrate its own predictions."""
     data = scenarios.classification(sizes=(30, 40, 25))
-    return outcome(fit("fedper", data, calibration=0.3, scaling="client"))
+    return outcome(fit("fedper", data, calibration=0.3, scaling="client", sets="client"))
 
 
 def private(folder: Path) -> Outcome:

@@ -16,8 +16,23 @@ from scipy.special import log_softmax
 import bpfed
 from bpfed._util.errors import UserError
 from bpfed.cli import terminal
+from bpfed.data.federated import Examples, FederatedData
 from bpfed.engine.evaluate import calibrate, evaluate_clients
-from bpfed.inference.calibration import PRIOR, Calibration, fewest, sorted_scores, temperatures, tempered, threshold
+from bpfed.inference.calibration import (
+    CELLS,
+    POOLED,
+    PRIOR,
+    Calibration,
+    Conformal,
+    by_client,
+    counted,
+    ends,
+    fewest,
+    pooled_bounds,
+    temperatures,
+    tempered,
+    threshold,
+)
 from bpfed.inference.predictive import Classified, Regressed
 from bpfed.methods import BPFed, FedAvg
 from bpfed.metrics import SURE
@@ -27,6 +42,10 @@ from bpfed.runs.run import Run
 
 def offsets_of(*sizes):
     return torch.tensor([0, *sizes]).cumsum(0)
+
+
+def sorted_scores(scores, offsets):
+    return scores[by_client(scores, offsets)]
 
 
 # --- temperature ------------------------------------------------------------------------------------------------------
@@ -124,11 +143,11 @@ def test_too_few_examples_give_every_label_and_infinite_intervals():
     probs = torch.tensor([[0.98, 0.01, 0.01]])
     few, enough = torch.zeros(8), torch.zeros(9)
     entropy = torch.zeros(1)
-    assert Classified(probs, entropy, entropy, None, few).prediction_set(0.9).all()
+    assert Classified(probs, entropy, entropy, None, Conformal(few)).prediction_set(0.9).all()
     assert (
-        not Classified(probs, entropy, entropy, None, enough).prediction_set(0.9).any()
+        not Classified(probs, entropy, entropy, None, Conformal(enough)).prediction_set(0.9).any()
     )  # none is as typical as those
-    assert Classified(probs, entropy, entropy, None, torch.zeros(0)).prediction_set(0.5).all()
+    assert Classified(probs, entropy, entropy, None, Conformal(torch.zeros(0))).prediction_set(0.5).all()
     low, high = Regressed(entropy, entropy, entropy + 1, None, few).interval(0.9)
     assert (low == -math.inf).all()
     assert (high == math.inf).all()
@@ -137,7 +156,7 @@ def test_too_few_examples_give_every_label_and_infinite_intervals():
 def test_sets_are_those_of_untempered_probabilities():
     probs = torch.tensor([[0.6, 0.3, 0.1]])
     entropy = torch.special.entr(probs).sum(-1)
-    found = Classified(probs, entropy, entropy, None, torch.linspace(0.05, 0.75, 19))
+    found = Classified(probs, entropy, entropy, None, Conformal(torch.linspace(0.05, 0.75, 19)))
     assert found.prediction_set(0.9).tolist() == [[True, True, False]]
     assert torch.equal(found.at(5.0).prediction_set(0.9), found.prediction_set(0.9))
 
@@ -173,7 +192,7 @@ def test_all_thresholds_at_once_are_the_single_ones_and_a_record_gives_them_back
     for i, own in enumerate(scores):
         expected = threshold(torch.tensor(sorted(own)), level)
         assert made.thresholds(level)[i].item() == again.thresholds(level)[i].item() == pytest.approx(expected)
-        assert again.client(i)[1].tolist() == sorted(torch.tensor(own).tolist())
+        assert again.client(i)[1].scores.tolist() == sorted(torch.tensor(own).tolist())
     assert (again.how, again.draws) == ("sample", 20)
 
 
@@ -242,7 +261,7 @@ def fitted(data=None, method=None, **changes):
 
 @pytest.fixture(scope="module")
 def run():
-    return fitted(calibration=0.3, scaling="client")
+    return fitted(calibration=0.3, scaling="client", sets="client")
 
 
 def test_a_calibrated_run_predicts_with_sets_and_temperatures(run):
@@ -253,7 +272,7 @@ def test_a_calibrated_run_predicts_with_sets_and_temperatures(run):
         found = client.predict(x)
         temperature, scores = made.client(i)
         raw = 1.0 - found.raw.gather(1, y[:, None]).squeeze(1)
-        torch.testing.assert_close(raw.sort().values, scores, rtol=0, atol=1e-6)
+        torch.testing.assert_close(raw.sort().values, scores.scores, rtol=0, atol=1e-6)
         torch.testing.assert_close(found.probs, tempered(found.raw, temperature))
         assert temperature != 1.0
         assert torch.equal(found.prediction_set(0.9), 1.0 - found.raw <= threshold(found.scores, 0.9))
@@ -279,7 +298,7 @@ def test_evaluation_uses_temperatures_and_counts_its_sets(run):
 @pytest.mark.parametrize("how", ["sample", "single-pass"])
 def test_sets_of_a_run_hold_the_truth_as_often_as_they_should(how):
     data = scenarios.classification((60,) * 8, test=300, seed=3)
-    run = fitted(data, calibration=0.5)
+    run = fitted(data, calibration=0.5, sets="client")
     inside = []
     for i, client in enumerate(run.clients()):
         x, y = run.data.test.client(i)
@@ -312,7 +331,7 @@ def test_the_fewest_examples_are_those_with_which_a_threshold_becomes_finite(lev
 def test_clients_with_too_few_calibration_examples_count_in_no_coverage(task, tmp_path, capsys):
     sizes, said = (40, 8, 60, 9), []
     data = getattr(scenarios, task)(sizes, test=40)
-    run = fitted(data, calibration=0.3, say=said.append, out=tmp_path / "run")
+    run = fitted(data, calibration=0.3, sets="client", say=said.append, out=tmp_path / "run")
     kind, size = ("sets", "set_size") if task == "classification" else ("intervals", "interval_width")
     start = f"2 of 4 clients have fewer than the 9 calibration examples that 90 % {kind} need"
     assert [sentence for sentence in said if sentence.startswith(start)]
@@ -336,7 +355,7 @@ def test_clients_with_too_few_calibration_examples_count_in_no_coverage(task, tm
 
 @pytest.mark.parametrize("task", ["classification", "regression"])
 def test_where_all_clients_have_too_few_there_is_no_coverage(task, capsys, tmp_path):
-    run = fitted(getattr(scenarios, task)((12, 8, 20), test=6), calibration=0.2)
+    run = fitted(getattr(scenarios, task)((12, 8, 20), test=6), calibration=0.2, sets="client")
     kind, size = ("sets", "set_size") if task == "classification" else ("intervals", "interval_width")
     for metric in ("coverage", size):
         assert run.history[-1][metric] == {"pooled": None, "mean": None, "worst": None}
@@ -390,3 +409,95 @@ def test_numbers_have_no_temperature():
         fitted(scenarios.regression(), calibration=0.2, scaling="client")
     with pytest.raises(UserError, match="calibration"):
         calibrate(scenarios.start(FedAvg(), scenarios.classification()))
+
+
+# --- sets that borrow from all clients --------------------------------------------------------------------------------
+
+
+def weighted_bound(own, everyone, level, grid):
+    """The bound as it is documented, written apart: scores and weights, one by one."""
+    borrowed = min(POOLED, len(everyone))
+    scores = [*own, *everyone]
+    weights = np.array([1.0] * len(own) + [borrowed / len(everyone)] * len(everyone))
+    # An example of the client's own is in both, as one with the sum of both weights.
+    mine = [1.0 + borrowed / len(everyone)] * len(own)
+    single = np.array(mine + [borrowed / len(everyone)] * (len(everyone) - len(own)))
+    effective = single.sum() ** 2 / (single**2).sum()
+    wanted = level * (1.0 + 1.0 / effective)
+    if wanted > 1.0:
+        return math.inf
+    cells = np.searchsorted(grid[:-1], scores)
+    share = np.cumsum(np.bincount(cells, weights, minlength=CELLS)) / weights.sum()
+    return grid[np.flatnonzero(share >= wanted - 1e-9)[0]]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**31), st.lists(st.integers(0, 40), min_size=1, max_size=6), st.sampled_from([0.5, 0.8, 0.9]))
+def test_pooled_bounds_are_weighted_quantiles(seed, sizes, level):
+    scores = np.random.default_rng(seed).beta(0.6, 2.0, sum(sizes)).astype(np.float32)
+    offsets, grid = offsets_of(*sizes), ends("sets").numpy()
+    own = counted(torch.from_numpy(scores), None, offsets, 1, "sets")
+    found = pooled_bounds(own, own.sum(0), level, "sets")[:, 0]
+    for i in range(len(sizes)):
+        mine = scores[int(offsets[i]) : int(offsets[i + 1])]
+        wanted = weighted_bound(mine, scores, level, grid) if len(scores) else math.inf
+        assert found[i].item() == pytest.approx(wanted)
+        one = Conformal(torch.from_numpy(np.sort(mine)), None, own.sum(0), "sets")
+        assert one.bounds(level).item() == found[i].item()
+    if len(sizes) == 1 and sizes[0]:  # nobody to borrow from: the client's own bound, rounded up to the end of a cell
+        exact = threshold(torch.from_numpy(scores).sort().values, level)
+        assert found[0].item() == (math.inf if math.isinf(exact) else grid[np.searchsorted(grid[:-1], exact)])
+
+
+def test_a_pool_by_class_survives_its_record():
+    scores, classes = torch.tensor([0.1, 0.2, 0.7, 0.3]), torch.tensor([0, 1, 1, 0])
+    pool = counted(scores, classes, torch.tensor([0, 4]), 2, "sets")[0]
+    made = Calibration("sample", 20, torch.ones(2).double(), scores, offsets_of(3, 1), classes, pool)
+    again = Calibration.from_record(json.loads(json.dumps(made.record())), 2)
+    assert torch.equal(again.pool, pool)
+    assert torch.equal(again.thresholds(0.5), made.thresholds(0.5))
+    assert torch.equal(made.thresholds(0.5)[1], made.client(1)[1].bounds(0.5))
+    for part, wrong in (("classes", [0, 1, 2, 0]), ("pool", {**made.record()["pool"], "cell": [CELLS] * 4})):
+        with pytest.raises(ValueError, match="its"):
+            Calibration.from_record({**made.record(), part: wrong}, 2)
+
+
+@pytest.fixture(scope="module")
+def small_clients():
+    """133 clients with 20 calibration examples, of which one in eight is of the rare class, and 40 test examples each."""
+    g = np.random.default_rng(0)
+    names, train, test = [], [], []
+    for i in range(133):
+        shift = 0.4 * g.normal()
+        x = g.normal(size=(80, 3)).astype(np.float32)
+        y = (x[:, 0] + 0.5 * x[:, 1] + shift + g.logistic(size=80) * 0.6 > 1.6).astype(np.int64)
+        names.append(f"class-{i}")
+        train.append((torch.from_numpy(x[:40]), torch.from_numpy(y[:40])))
+        test.append((torch.from_numpy(x[40:]), torch.from_numpy(y[40:])))
+    return FederatedData("schools", tuple(names), Examples.of(train), Examples.of(test), "classification", 2)
+
+
+def test_sets_of_133_small_clients_hold_each_class_alike_and_leave_out_labels(small_clients):
+    run = fitted(small_clients, "bpfed-linear", calibration=0.5, rounds=5, epochs=1)
+    found, rare = run.detail(), float((small_clients.train.y == 1).float().mean())
+    assert 0.1 < rare < 0.2
+    assert found["sets"]["by"] == "class"
+    assert 0.88 <= run.history[-1]["coverage"]["pooled"] <= 0.92
+    assert all(0.85 <= row["coverage"] <= 0.95 for row in found["classes"])
+    assert found["sets"]["clients"] == 133  # all have bounds
+    assert found["sets"]["within"] >= 0.95 * 133
+    # With one bound for both classes the rare one is left out far more often.
+    plain = fitted(small_clients, "bpfed-linear", calibration=0.5, rounds=5, epochs=1, sets="pooled")
+    assert 0.88 <= plain.history[-1]["coverage"]["pooled"] <= 0.92
+    assert plain.detail()["classes"][1]["coverage"] < 0.75
+
+
+def test_intervals_of_small_clients_are_finite_and_hold_the_target():
+    said = []
+    run = fitted(scenarios.regression((12,) * 30, test=40), calibration=0.4, say=said.append)
+    assert [s for s in said if s.startswith("All 30 clients have fewer than the 9 calibration examples")]
+    assert run.history[-1]["interval_width"]["worst"] < math.inf
+    assert run.history[-1]["coverage"]["pooled"] == pytest.approx(0.9, abs=0.06)
+    assert "calibrated with its own examples and, as if 50, those of all clients" in run.record().sets_words
+    with pytest.raises(UserError, match=r"sets is 'class', but a regression has no sets of classes"):
+        fitted(scenarios.regression(), calibration=0.2, sets="class")

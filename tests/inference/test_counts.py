@@ -18,7 +18,7 @@ from bpfed._util.errors import UserError
 from bpfed.inference.counts import Counted, Counts, Poisson, deviance, evaluate_counts, predict_counts
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.predictive import GaussianPredictive
-from bpfed.metrics.sums import nominal_levels
+from bpfed.metrics.evaluation import nominal_levels
 from bpfed.nn.model import Model
 
 RATES, WEIGHTS = np.array([0.3, 2.0, 40.0]), np.array([0.5, 0.3, 0.2])

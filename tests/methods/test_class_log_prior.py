@@ -15,7 +15,7 @@ from bpfed.config.settings import Settings
 from bpfed.data.federated import Examples
 from bpfed.engine.federation import Federation
 from bpfed.methods import Population, Recipe, recipe
-from bpfed.methods.head_priors import class_biases, class_log_prior
+from bpfed.methods.variational import class_biases, class_log_prior
 
 SETTINGS = Settings(rounds=3, epochs=2, batch=5, eval_draws=50, device="cpu", compile="off")
 METHODS = pytest.mark.parametrize("method", [Recipe, Population])

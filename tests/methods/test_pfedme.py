@@ -13,7 +13,7 @@ from bpfed.inference.estimators import Batch
 from bpfed.inference.likelihoods import Normal
 from bpfed.methods import PFedMe
 from bpfed.methods.base import ADAPT, Weights, rows
-from bpfed.methods.full_network import PersonalNetwork
+from bpfed.methods.point import PersonalNetwork
 from bpfed.nn.model import Model
 
 CLIENTS, STEPS = 2, 5

@@ -18,7 +18,7 @@ from bpfed.engine.simulator import Simulator
 from bpfed.inference.likelihoods import Categorical, Normal
 from bpfed.methods import Population, Recipe
 from bpfed.methods.base import RunShape, rows
-from bpfed.methods.head_priors import NOISE_SIGMA, biases, of_likelihood
+from bpfed.methods.variational import NOISE_SIGMA, biases, of_likelihood
 from bpfed.nn.model import Model
 from bpfed.runs.fit import prepare
 

@@ -21,7 +21,7 @@ from bpfed.engine.federation import Federation
 from bpfed.inference.likelihoods import Categorical, Normal
 from bpfed.methods import Population, Recipe
 from bpfed.methods.base import rows
-from bpfed.methods.head_priors import class_biases, corrections, noted
+from bpfed.methods.variational import class_biases, corrections, noted
 from bpfed.nn.model import Model
 
 SETTINGS = Settings(rounds=4, epochs=2, batch=5, eval_draws=50, device="cpu", compile="off")

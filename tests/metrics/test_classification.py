@@ -15,7 +15,7 @@ from scipy.stats import binom
 from sklearn.metrics import accuracy_score, brier_score_loss, log_loss
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from bpfed.metrics import aurc, evaluate, sums
+from bpfed.metrics import aurc, evaluate, evaluation
 
 
 def test_by_hand() -> None:
@@ -183,7 +183,7 @@ def test_binomial_deviation_is_exact() -> None:
     for n in (0, 1, 2, 7, 50, 3000):
         for p in (0.0, 1e-9, 0.2, 0.5, 0.95, 1 - 1e-12, 1.0):
             exact = float(np.sum(np.abs(np.arange(n + 1) - n * p) * binom.pmf(np.arange(n + 1), n, p)))
-            mine = sums.binomial_deviation(*torch.tensor([n, p], dtype=torch.float64))
+            mine = evaluation.binomial_deviation(*torch.tensor([n, p], dtype=torch.float64))
             assert float(mine) == pytest.approx(exact, rel=1e-6, abs=1e-12)
 
 

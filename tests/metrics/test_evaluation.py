@@ -11,7 +11,7 @@ from predictions import METRICS, MORE, made
 
 from bpfed.inference.calibration import temperatures
 from bpfed.metrics import Evaluation, evaluate
-from bpfed.metrics.sums import _summed_in_order, summed
+from bpfed.metrics.evaluation import _summed_in_order, summed
 
 
 def strict_json(value: object) -> object:

@@ -21,8 +21,8 @@ from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.likelihoods import Categorical, Normal
 from bpfed.inference.predictive import GaussianPredictive, PointPredictive, classify, regress
 from bpfed.methods import METHODS, BPFed, FedAvg, FedPer, Recipe
-from bpfed.nn.ensemble import Ensemble, make_ensemble
 from bpfed.nn.model import Model
+from bpfed.nn.networks import Ensemble, make_ensemble
 from bpfed.nn.parameters import ParameterLayout
 
 SETTINGS = Settings(rounds=2, epochs=2, batch=5, eval_draws=6, members=2, device="cpu", compile="off")

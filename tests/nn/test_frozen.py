@@ -79,7 +79,7 @@ def test_a_run_on_features_trains_predicts_calibrates_and_adapts_as_one_without(
     assert (cached.federation.model.backbone is None, whole.federation.model.backbone) == (False, None)
     assert cached.history[-1]["nll"]["pooled"] == pytest.approx(whole.history[-1]["nll"]["pooled"], rel=1e-4)
     one, other = (run.clients()[1].predict(X[:7]) for run in (cached, whole))
-    torch.testing.assert_close((one.probs, one.scores), (other.probs, other.scores), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close((one.probs, one.scores.scores), (other.probs, other.scores.scores), rtol=1e-4, atol=1e-5)
     one, other = (run.adapt(X[:6], Y[:6], steps=1).predict(X[:7]).probs for run in (cached, whole))
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 

@@ -22,6 +22,7 @@ from bpfed.cli.predict import table
 from bpfed.data import FederatedData, Preprocessor, load
 from bpfed.data.federated import Examples
 from bpfed.data.tabular.rows import read_rows
+from bpfed.inference.calibration import Conformal
 from bpfed.inference.predictive import Classified, Regressed
 
 
@@ -230,7 +231,7 @@ def test_an_empty_set_does_not_look_like_a_missing_value() -> None:
     entropy = torch.special.entr(probs).sum(-1)
     held = torch.full((4,), 0.2)  # each example held back had 0.8 for its label
     data = replace(load("digits", clients=2), labels=("ill", "well"), classes=2)
-    text = table(data, Classified(probs, entropy, entropy, scores=held), 0.5, None)
+    text = table(data, Classified(probs, entropy, entropy, scores=Conformal(held)), 0.5, None)
     assert [row["set(0.5)"] for row in read(text)] == ["ill", "(empty)"]
 
 
@@ -256,7 +257,8 @@ def test_intervals_without_end_are_explained(command: Command, numbers: Path) ->
     outcome = command.ok(*rows, "0.99")
     assert {row["high(0.99)"] for row in read(outcome.out)} == {"inf"}
     assert (
-        f"The intervals are infinite: 'bern' has {held} calibration examples, and a level of 0.99 needs" in outcome.err
+        f"The intervals are infinite: all clients together have {len(run.calibration.scores)} calibration examples, and a "
+        "level of 0.99 needs" in outcome.err
     )
     assert "needs at least 99;" in outcome.err
 

@@ -14,7 +14,8 @@ from bpfed.comparison import Comparison, charts
 from bpfed.comparison.charts import pooled
 from bpfed.comparison.page import render
 from bpfed.metrics import evaluate
-from bpfed.report.measures import MEASURES
+from bpfed.metrics.registry import METRICS
+from bpfed.report.html import TEMPLATES
 
 
 def comparison(
@@ -86,7 +87,8 @@ def test_lines_differ_without_colour() -> None:
     kinds = re.findall(r'<g class="method c(\d) d(\d)', drawn)[:20]
     assert len(set(kinds)) == 20
     assert all(one[1] != two[1] for one, two in pairwise(kinds))
-    assert charts.STYLE.count("stroke-dasharray") == charts.DASHES - 1
+    style = (TEMPLATES / "style.css").read_text()
+    assert len(re.findall(r"\.d\d \.curve \{ stroke-dasharray", style)) == charts.DASHES - 1
 
 
 def test_reliability_of_several_runs_is_that_of_all_their_examples() -> None:
@@ -112,7 +114,7 @@ def test_names_of_variants_have_room_and_are_told_apart():
     names = ["BPFed recipe + members", "BPFed recipe + members + calibrated"]
     rows = [charts.Row(name, 0.4, 0.3, 0.5) for name in names]
     lines = [charts.Line(name, [1, 2], [0.5, 0.4]) for name in names]
-    for drawn in (charts.bars(rows, MEASURES["nll"]), charts.convergence(lines, MEASURES["nll"])):
+    for drawn in (charts.bars(rows, METRICS["nll"]), charts.convergence(lines, METRICS["nll"])):
         width = int(re.search(r'viewBox="0 0 (\d+) ', drawn).group(1))
         for name in names:
             style, x = re.search(rf'<text class="([^"]*)" x="([\d.]+)"[^>]*>{re.escape(name)}[< ]\d?', drawn).groups()

@@ -45,7 +45,7 @@ def test_the_error_is_given_in_the_targets_own_unit() -> None:
     run.evaluation["target"] = {"name": "chol", "scale": 1000.0}
     page = render(run)
     worst = max(row["rmse"] for row in run.evaluation["clients"] if row["rmse"] is not None)
-    assert f'<h3>RMSE of &#x27;chol&#x27;</h3><p class="big">{text.figure(1000 * sd)}</p>' in page
+    assert f'<h3>RMSE of &#39;chol&#39;</h3><p class="big">{text.figure(1000 * sd)}</p>' in page
     assert f"<dt>in standard deviations</dt><dd>{sd:.3f}</dd>" in page
     assert f'<h3>Worst client</h3><p class="big">{text.figure(1000 * worst)}</p>' in page
 

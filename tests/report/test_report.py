@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import re
 import subprocess
@@ -16,8 +18,8 @@ from pages import Page, plain, record
 import bpfed
 from bpfed._util.errors import UserError
 from bpfed.cli import terminal
+from bpfed.metrics.registry import METRICS
 from bpfed.report import RunRecord, render, write
-from bpfed.report.measures import MEASURES
 
 
 def test_the_figures_of_the_last_round_are_on_the_page() -> None:
@@ -245,6 +247,18 @@ def test_nothing_is_loaded_from_anywhere(task: str) -> None:
     assert "default-src 'none'" in page
 
 
+def test_a_browser_runs_our_script_and_style_alone() -> None:
+    page = render(record())
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page).group(1)
+    for tag, rule in (("style", "style-src"), ("script", "script-src")):
+        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{rule} 'sha256-{digest}';" in policy
+    assert "unsafe" not in policy
+    assert ' style="' not in page  # which the policy would leave without effect
+    assert ' title="' not in page  # which only a mouse could find
+
+
 def test_the_same_record_gives_the_same_page() -> None:
     assert render(record(30)) == render(record(30))
 
@@ -301,7 +315,7 @@ def test_auroc_is_the_mean_of_clients_and_not_of_all_their_examples_together(tmp
     own = [row["auroc"] for row in found.rows if row["auroc"] is not None]
     assert found.last("auroc") == pytest.approx(sum(own) / len(own))
     assert found.history[-1]["auroc"]["pooled"] != pytest.approx(found.last("auroc"))
-    assert MEASURES["auroc"].full == "AUROC, mean of clients"
+    assert METRICS["auroc"].full == "AUROC, mean of clients"
 
 
 def test_the_report_needs_neither_comparisons_nor_numerics() -> None:

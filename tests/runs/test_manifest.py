@@ -180,7 +180,7 @@ def test_a_kill_between_any_two_files_at_the_end_leaves_a_run_that_resuming_fini
         real(path, content)
 
     with monkeypatch.context() as patch:
-        for module in (folder_module, bpfed.report.manifest, bpfed.runs.checkpoint, bpfed.report.page):
+        for module in (folder_module, bpfed.report.manifest, bpfed.runs.checkpoint, bpfed.report.html):
             if hasattr(module, "write_whole"):
                 patch.setattr(module, "write_whole", dying)
         try:

@@ -57,7 +57,7 @@ def test_sets_are_calibrated_at_the_calibration_temperature_they_are_made_with()
     x, y = run.data.calibration.client(0)
     made = run.client(data.clients[0]).predict(x)
     right = 1.0 - made.probs.gather(1, y[:, None]).squeeze(1)
-    assert torch.allclose(made.scores, right.sort().values, atol=1e-6)
+    assert torch.allclose(made.scores.scores, right.sort().values, atol=1e-6)
 
 
 def test_what_a_test_would_prefer_is_told_and_not_used():

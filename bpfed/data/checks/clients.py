@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -131,12 +131,10 @@ COUNTED = 6
 RARE = 0.1
 #: How many times as wide as another's the targets of a client are, from which on one scale does not suit both.
 WIDER = 5.0
-#: How many times as large a column's mean is where its unit is another one, and how many times its deviation at least.
-UNIT, SPREAD = 100.0, 10.0
 
 
 def check_clients(data: FederatedData, summaries: Sequence[ColumnStatistics], guessed: bool) -> tuple[str, ...]:
-    """A sentence each for a lone client, counts taken as classes, labels that nobody shares, and units that differ.
+    """A sentence each for a lone client, counts taken as classes, and labels that nobody shares.
 
     Args:
         data: Of tables.
@@ -154,8 +152,6 @@ def check_clients(data: FederatedData, summaries: Sequence[ColumnStatistics], gu
     if sentence := unshared_labels(summaries):
         found.append(sentence)
     made = data.preparation
-    if made is not None and made.shape is None and made.standardise != "local":
-        found += other_units(summaries)
     if data.task_type.standardised and made is not None and (sentence := uneven_targets(summaries, made.target)):
         found.append(sentence)
     return tuple(found)
@@ -212,32 +208,3 @@ def uneven_targets(summaries: Sequence[ColumnStatistics], target: str) -> str:
         "and one scale serves all, so small clients are predicted poorly; consider a ratio as target, such as "
         f"'{target}' over each client's own mean."
     )
-
-
-def other_units(summaries: Sequence[ColumnStatistics]) -> list[str]:
-    """What to say of numbers that are far larger or smaller at one client than at all others; a sentence per column."""
-    found = []
-    for name in sorted({name for s in summaries for name in s.columns}):
-        told = {s.client: s.columns[name] for s in summaries if name in s.columns}
-        sizes = {c: (abs(t.mean), t.scale) for c, t in told.items() if t.count > 1 and not t.words and t.scale}
-        for client, here in sizes.items():
-            others = {c: size for c, size in sizes.items() if c != client}
-            if others and (_apart(here, others) or _apart(here, others, smaller=True)):
-                nearest = min(others, key=lambda c: abs(others[c][0] - here[0]))
-                found.append(
-                    f"The mean of '{name}' is {told[client].mean:.3g} at '{client}' but {told[nearest].mean:.3g} at "
-                    f"'{nearest}'{', the nearest of the others' if len(others) > 1 else ''}; if the unit is another one, "
-                    "convert it."
-                )
-                break
-    return found
-
-
-def _apart(here: tuple[float, float], others: Mapping[str, tuple[float, float]], smaller: bool = False) -> bool:
-    """Whether mean and deviation are that much larger (or smaller) than all others'."""
-
-    def factors(there: tuple[float, float]) -> tuple[float, float]:
-        low, high = (here, there) if smaller else (there, here)
-        return (high[0] / low[0] if low[0] else 0.0), high[1] / low[1]
-
-    return all(mean >= UNIT and spread >= SPREAD for mean, spread in map(factors, others.values()))

@@ -171,13 +171,14 @@ def doubts(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str,
         held = [table.columns[feature.name] for table in tables.values() if feature.name in table.columns]
         if feature.kind == "words" and (as_text(feature.levels) or marks_split(feature.levels)):
             continue  # of which `check_column_types` speaks
-        named = _IDENTITY.fullmatch(feature.name) is not None
-        dated, identity = _of_words(held) if feature.kind == "words" else _of_numbers(held, named)
+        dated, identity = (
+            _of_words(held) if feature.kind == "words" else _of_numbers(held, named_identity(feature.name))
+        )
         if dated:
             dates.append(feature.name)
         elif identity:
             identities.append(feature.name)
-        elif _whose(held):
+        elif names_client(held):
             owners.append(feature.name)
         elif len(feature.levels) > MANY:
             wordy.append(feature.name)
@@ -241,7 +242,18 @@ def _of_numbers(held: Sequence[Column], named: bool) -> tuple[bool, bool]:
     return False, _different(len(pooled), _distinct(pooled), sum(map(_distinct, values)), len(held))
 
 
-def _whose(held: Sequence[Column]) -> bool:
+def named_identity(name: str) -> bool:
+    """Whether a column is called like an identifier."""
+    return _IDENTITY.fullmatch(name) is not None
+
+
+def is_identity(held: Sequence[Column], name: str) -> tuple[bool, bool]:
+    """Whether the columns of all clients are dates, and whether they are identifiers."""
+    words = any(isinstance(column, Categorical) and column.levels for column in held)
+    return _of_words(held) if words else _of_numbers(held, named_identity(name))
+
+
+def names_client(held: Sequence[Column]) -> bool:
     """Whether words or whole numbers name the client: one for all rows of a client, different ones for others."""
     seen: set[str | float] = set()
     several = 0

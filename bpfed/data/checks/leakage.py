@@ -67,7 +67,7 @@ def _far(training: Mapping[str, Table], preparation: Preprocessor) -> str:
 
 def _copies(tables: Mapping[str, Table]) -> str:
     clients = list(tables)
-    rows = [np.unique(_hashes(tables[client])) for client in clients]
+    rows = [np.unique(row_hashes(tables[client])) for client in clients]
     whose = np.repeat(np.arange(len(clients)), [len(r) for r in rows])
     every = np.concatenate(rows)
     order = np.lexsort((whose, every))
@@ -86,7 +86,7 @@ def _copies(tables: Mapping[str, Table]) -> str:
     return ""
 
 
-def _hashes(table: Table) -> np.ndarray:
+def row_hashes(table: Table) -> np.ndarray:
     """A word for each row, ``[n]`` uint64: the same for the same values in columns of the same names."""
     total = np.zeros(table.rows, dtype=np.uint64)
     for name in sorted(table.columns.keys() - {SPLIT}):
@@ -110,7 +110,7 @@ def _answers(training: Mapping[str, Table], preparation: Preprocessor) -> str:
     if not preparation.task_type.has_classes or rows < JUDGED:
         return ""
     classes = [preparation.targets(table).numpy() for table in training.values()]
-    told = [f.name for f in preparation.features if _tells(f.name, list(training.values()), classes, rows // OFTEN)]
+    told = [f.name for f in preparation.features if tells(f.name, list(training.values()), classes, rows // OFTEN)]
     if not told:
         return ""
     return (
@@ -119,7 +119,7 @@ def _answers(training: Mapping[str, Table], preparation: Preprocessor) -> str:
     )
 
 
-def _tells(name: str, tables: Sequence[Table], classes: Sequence[np.ndarray], most: int) -> bool:
+def tells(name: str, tables: Sequence[Table], classes: Sequence[np.ndarray], most: int) -> bool:
     """Whether each word of a column, and none, has one class, and not all the same; numbers count as one word.
 
     Of columns with more than ``most`` words it is not.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from bpfed._util.errors import first_of, quoted
-from bpfed.data.checks.spelling import spelling
+from bpfed.data.checks.spelling import letters
 from bpfed.data.tabular.combine import UNITS_APART
 from bpfed.data.tabular.preprocessing import Feature, Preprocessor
 from bpfed.data.tabular.statistics import of_channels
@@ -26,6 +25,7 @@ class Unusual:
         rows: Number of rows n.
         words: Where a word is one that training never saw, ``[n]`` bool by column.
         numbers: Where a number is far off, likewise.
+        own: Where a number is not, but is far off the client's own, likewise.
         missing: Where there is no value though training had one in every row, likewise.
         codes: Where a whole number that may be a code is one that training never saw, likewise.
     """
@@ -35,16 +35,17 @@ class Unusual:
     numbers: dict[str, np.ndarray]
     missing: dict[str, np.ndarray] = field(default_factory=dict)
     codes: dict[str, np.ndarray] = field(default_factory=dict)
+    own: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def far(self) -> np.ndarray:
         """Rows with some number that is far off, ``[n]`` bool."""
-        return np.logical_or.reduce([np.zeros(self.rows, dtype=bool), *self.numbers.values()])
+        return np.logical_or.reduce([np.zeros(self.rows, dtype=bool), *self.numbers.values(), *self.own.values()])
 
     def names(self) -> list[list[str]]:
         """The columns that are unusual in each row."""
         found: list[list[str]] = [[] for _ in range(self.rows)]
-        for places in (self.numbers, self.words, self.codes, self.missing):
+        for places in (self.numbers, self.own, self.words, self.codes, self.missing):
             for name, where in places.items():
                 for row in np.flatnonzero(where).tolist():
                     found[row].append(name)
@@ -53,7 +54,8 @@ class Unusual:
 
 def unusual(preparation: Preprocessor, table: Table, client: str) -> Unusual:
     """Which rows have unseen words or codes, numbers far off, or no value where training had one; see `check_new_rows`."""
-    words, numbers, missing, codes = {}, {}, {}, {}
+    words, numbers, missing, codes, far_off = {}, {}, {}, {}, {}
+    mine = preparation.own.get(client, {})
     for feature in (f for f in preparation.features if f.scale):
         # Without an indicator a missing value is an average one, and nothing of the model can tell.
         if not feature.indicator and (gaps := table.missing(feature.name)).any():
@@ -68,9 +70,12 @@ def unusual(preparation: Preprocessor, table: Table, client: str) -> Unusual:
             far = far_numbers(table, feature.name, *own.get(feature.name, (feature.mean, feature.scale)))
             if far.any():
                 numbers[feature.name] = far
+            if feature.name in mine and (here := far_numbers(table, feature.name, *mine[feature.name]) & ~far).any():
+                far_off[feature.name] = here
+                far = far | here
             if feature.coded and (new := _new_words(feature, table) & ~far).any():
                 codes[feature.name] = new
-    return Unusual(table.rows, words, numbers, missing, codes)
+    return Unusual(table.rows, words, numbers, missing, codes, far_off)
 
 
 def check_new_rows(preparation: Preprocessor, table: Table, client: str) -> list[str]:
@@ -84,9 +89,9 @@ def check_new_rows(preparation: Preprocessor, table: Table, client: str) -> list
     if preparation.shape is not None:
         return _unlike(preparation, table, client)
     found = []
-    known = {_letters(f.name): f.name for f in preparation.features if f.name not in table.columns}
+    known = {letters(f.name): f.name for f in preparation.features if f.name not in table.columns}
     used = {preparation.target, *preparation.left_out, *(f.name for f in preparation.features)}
-    other = {name: known[_letters(name)] for name in table.columns if name not in used and _letters(name) in known}
+    other = {name: known[letters(name)] for name in table.columns if name not in used and letters(name) in known}
     if other:
         told = first_of([f"'{name}' (training had '{was}')" for name, was in other.items()])
         found.append(
@@ -104,6 +109,12 @@ def check_new_rows(preparation: Preprocessor, table: Table, client: str) -> list
         found.append(
             f"'{table.name}' has numbers more than {FAR:g} standard deviations from the training mean in "
             f"{first_of(numbers)}; the predictions there may mean little."
+        )
+    own = [_told(table, name, where, number=True) for name, where in strange.own.items()]
+    if own:
+        found.append(
+            f"'{table.name}' has numbers more than {FAR:g} standard deviations from the training mean of '{client}' itself in "
+            f"{first_of(own)}; check their unit, the predictions there may mean little."
         )
     codes = [_told(table, name, where, number=True) for name, where in strange.codes.items()]
     if codes:
@@ -139,11 +150,6 @@ def _unlike(preparation: Preprocessor, table: Table, client: str) -> list[str]:
                 "predictions mean nothing."
             ]
     return []
-
-
-def _letters(name: str) -> str:
-    """A column's name without what is written differently most often: ``Heart Rate`` and ``heart_rate`` are one."""
-    return re.sub(r"[\W_]+", "", name).casefold() or spelling(name)
 
 
 def _told(table: Table, name: str, where: np.ndarray, number: bool) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import unicodedata
+import re
 from collections.abc import Iterable
 
 from bpfed._util.errors import first_of, quoted
+from bpfed._util.text import spelling
 from bpfed.data.tabular.preprocessing import Preprocessor
 
 DIFFER = (
@@ -14,28 +15,28 @@ DIFFER = (
 )
 
 
-def spelling(word: str) -> str:
-    """A word without what similar spellings differ in."""
-    return " ".join(unicodedata.normalize("NFC", word).split()).casefold()
+def letters(name: str) -> str:
+    """A column's name without what is written differently most often: ``Heart Rate`` and ``heart_rate`` are one."""
+    return re.sub(r"[\W_]+", "", name).casefold() or spelling(name)
 
 
 def check_spelling(preparation: Preprocessor, clients: Iterable[str] = ()) -> tuple[str, ...]:
     """What to say of clients, columns, labels, and the words of columns: a sentence for each where there are some."""
     found = []
-    if alike := _alike(clients):
+    if alike := alike_words(clients):
         found.append(f"Clients {_listed(alike)} {DIFFER}")
-    if alike := _alike((preparation.target, *(f.name for f in preparation.features))):
+    if alike := alike_words((preparation.target, *(f.name for f in preparation.features))):
         found.append(f"Columns {_listed(alike)} {DIFFER}")
-    if alike := _alike(preparation.labels):
+    if alike := alike_words(preparation.labels):
         found.append(f"Labels {_listed(alike)} of '{preparation.target}' {DIFFER}")
-    words = {f.name: alike for f in preparation.features if (alike := _alike(f.levels))}
+    words = {f.name: alike for f in preparation.features if (alike := alike_words(f.levels))}
     if words:
         first = next(iter(words.values()))[:1]
         found.append(f"Words of {quoted(list(words))}, such as {_listed(first)}, {DIFFER}")
     return tuple(found)
 
 
-def _alike(words: Iterable[str]) -> list[list[str]]:
+def alike_words(words: Iterable[str]) -> list[list[str]]:
     """Those of one spelling, where they are several."""
     found: dict[str, list[str]] = {}
     for word in words:

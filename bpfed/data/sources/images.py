@@ -17,8 +17,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from bpfed._util.errors import UserError
-from bpfed._util.files import whole
-from bpfed.data.sources.download import DownloadError, Remote, download
+from bpfed._util.files import DownloadError, Remote, download, whole
 
 PARTS = (
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),

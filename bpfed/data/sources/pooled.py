@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from bpfed._util.errors import UserError
+from bpfed._util.files import DataDir, DownloadError, Remote, destination, download, roots
 from bpfed.config import registry
-from bpfed.data.sources.download import DataDir, DownloadError, Remote, destination, download, roots
 from bpfed.data.sources.images import CIFAR10, FMNIST, MNIST
 from bpfed.data.tabular.federate import TEST_FRACTION, by_column
 from bpfed.data.tabular.statistics import SPLIT

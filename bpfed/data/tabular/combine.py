@@ -58,6 +58,8 @@ def combine(
     labels: tuple[str, ...] = ()
     if decided.has_classes:
         labels = ordered(_classes(summaries, target))
+        if why := decided.label_fault(labels):
+            raise UserError(f"The target '{target}' {why}")
     elif aim.words:
         where = next(s for s in summaries if s.target.words and s.target.levels)
         raise UserError(
@@ -69,6 +71,9 @@ def combine(
             f"The target '{target}' is the same in all rows, so there is nothing to learn; predict another column."
         )
 
+    if decided.labelled and not decided.has_classes:
+        labels = tuple(name.strip() for name in target.split(","))
+    centre, unit = decided.scaling(aim.mean, aim.scale)
     shapes = {s.shape: s.client for s in summaries}
     if len(shapes) > 1:
         one, two = [
@@ -93,8 +98,8 @@ def combine(
         task=decided.name,
         features=tuple(f for f in features if f.inputs),
         labels=labels,
-        target_mean=aim.mean if decided.standardised else 0.0,
-        target_scale=aim.scale if decided.standardised else 1.0,
+        target_mean=centre,
+        target_scale=unit,
         standardise=standardise,
         client_column=client_column,
         ignore=tuple(ignore),

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -201,6 +201,13 @@ def escaped(cell: str) -> str:
 def unescaped(cell: str) -> str:
     """The text that `escaped` gave this cell for."""
     return cell[1:] if cell.startswith("'") and escaped(cell[1:]) == cell else cell
+
+
+def delimiter_of(path: Path) -> str | None:
+    """What separates the columns of a file that was read before; None: it is no CSV file."""
+    if path.is_dir() or not path.name.lower().endswith((".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst")):
+        return None
+    return next(delimiter for _, delimiter, _ in _rows(path))
 
 
 def read_cells(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
@@ -412,24 +419,44 @@ def check_slips(columns: Mapping[str, Column], path: Path | str, delimiter: str)
         if isinstance(column, Categorical):
             percent = [_percentage(level, delimiter) is not None for level in column.levels]
             numeric = [_number(_pointed(level, delimiter)) for level in column.levels]
-            slips += _slip(column, numeric, f"'{name}' of '{path}' is numeric")
-            slips += _slip(column, percent, f"'{name}' of '{path}' is percentages")
+            slips += _slip(column, numeric, name, "numeric")
+            slips += _slip(column, percent, name, "percentages")
     if slips:
-        raise UserError(
-            f"Column {first_of(slips, ', and ', OTHERS)}; correct it, leave the cell blank, or name the word with "
-            "--missing if it stands for no value."
+        told = [f"'{slip.column}' of '{path}' is {slip.sentence}" for slip in slips]
+        raise WordsAmongNumbers(
+            f"Column {first_of(told, ', and ', OTHERS)}; correct it, leave the cell blank, or name the word with "
+            "--missing if it stands for no value.",
+            slips,
         )
 
 
-def _slip(column: Categorical, such: list[bool], what: str) -> list[str]:
-    """The first row that is not such, in words, where most are."""
+class Slip(NamedTuple):
+    """A few words in a column of numbers: which, the first row (from 1) with one, and both in words."""
+
+    column: str
+    words: tuple[str, ...]
+    row: int
+    sentence: str
+
+
+class WordsAmongNumbers(UserError):
+    """Columns of a file are numbers but for a few words."""
+
+    def __init__(self, sentence: str, slips: Sequence[Slip]) -> None:
+        super().__init__(sentence)
+        self.slips = tuple(slips)
+
+
+def _slip(column: Categorical, such: list[bool], name: str, what: str) -> list[Slip]:
+    """The rows that are not such, where most are."""
     number = np.array([*such, False])[column.codes]
     known = column.codes != UNKNOWN
     if not number.sum() * 2 > np.count_nonzero(known) or _categories(column, such):
         return []
     rows = np.flatnonzero(known & ~number)
     more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-    return [f"{what} except for '{column.levels[column.codes[rows[0]]][:40]}' in row {rows[0] + 1}{more}"]
+    words = tuple(dict.fromkeys(column.levels[code] for code in column.codes[rows].tolist()))
+    return [Slip(name, words, int(rows[0]) + 1, f"{what} except for '{words[0][:40]}' in row {rows[0] + 1}{more}")]
 
 
 def _categories(column: Categorical, such: list[bool]) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from bpfed._util.errors import UserError, hint, quoted
+from bpfed.data.checks.agreement import disagreements
 from bpfed.data.checks.clients import check_clients, of_one_class, rare_classes
 from bpfed.data.checks.column_types import PARTS, check_column_types, coded, doubts
 from bpfed.data.checks.leakage import check_leakage
@@ -20,7 +21,8 @@ from bpfed.data.holdout import Holdout, split
 from bpfed.data.partition import check_seed
 from bpfed.data.tabular.combine import combine
 from bpfed.data.tabular.missing_values import MissingValues
-from bpfed.data.tabular.preprocessing import Codes, Preprocessor, Standardise
+from bpfed.data.tabular.preprocessing import Codes, Preprocessor, Standardise, words_for_numbers
+from bpfed.data.tabular.recode import NOTHING, Recoding
 from bpfed.data.tabular.statistics import MOST_WHOLE, SPLIT, check_words, client_summary
 from bpfed.data.tabular.table import IN_PARTS, Categorical, Table, any_of, ending_of, endings, read_table
 from bpfed.inference.rng import client_ids
@@ -41,11 +43,12 @@ def read_clients(
     ignore: Sequence[str] = (),
     missing: Sequence[str] = (),
     words: Sequence[str] = (),
+    recoding: Recoding = NOTHING,
 ) -> dict[str, Table]:
     """The tables of all clients, by name, from a folder with a file for each, or from one file and its client column.
 
     ``ignore`` are columns that are not inputs, ``missing`` words that stand for no value, ``words`` columns that are
-    words (see `read_table`).
+    words (see `read_table`), ``recoding`` what is done to columns then.
 
     Raises:
         UserError: There is no such place, or a file of it cannot be used.
@@ -63,19 +66,27 @@ def read_clients(
                 f"'{path}' is a folder with one file per client, so no column identifies the client; omit "
                 "--client-column, or give a single file."
             )
+        words = [*words, *recoding.words]
         found = {name: read_table(file, words, ignore=ignore, missing=missing) for name, file in _files(path).items()}
-        MissingValues.of(missing).check(column for table in found.values() for column in table.columns)
-        return found
+        return recoded(found, recoding, missing)
     # Names are words even if they are digits: 007 is not 7, and long numbers would be rounded to the same one.
-    words = [*words, *([client_column] if client_column else ())]
+    words = [*words, *recoding.words, *([client_column] if client_column else ())]
     table = read_table(path, words, ignore=ignore, missing=missing)
-    MissingValues.of(missing).check(table.columns)
     if client_column is None:
         raise UserError(
             f"'{path}' is a single file; use --client-column to name the column that identifies the client: "
             f"{quoted(list(table.columns), SHOWN)}."
         )
-    return by_column(table, client_column)
+    return recoded(by_column(table, client_column), recoding, missing)
+
+
+def recoded(tables: Mapping[str, Table], recoding: Recoding, missing: Sequence[str] = ()) -> dict[str, Table]:
+    """The clients' tables with everything done that is said of their columns."""
+    recoding.check(tables)
+    found = {client: recoding.apply(table, client, missing) for client, table in tables.items()}
+    every = [*tables.values(), *found.values()]
+    MissingValues.of(missing).check(column for table in every for column in table.columns)
+    return found
 
 
 def by_column(table: Table, client_column: str) -> dict[str, Table]:
@@ -110,16 +121,19 @@ def federate(
     missing: Sequence[str] = (),
     codes: Codes = "both",
     holdout: str | None = None,
+    recoding: Recoding = NOTHING,
     test_fraction: float | None = None,
     seed: int = 0,
+    checked: bool = False,
 ) -> FederatedData:
-    """Make a federation from the clients' tables; for the arguments see `load`.
+    """Make a federation from the clients' tables, to which ``recoding`` has been done; for the arguments see `load`.
 
     Each client's part is made by itself (`held_out`, `client_summary`, `Preprocessor.inputs`), as a deployed site would.
     """
     check_seed(seed)
     if target is not None and target == client_column:
         raise UserError(f"Column '{target}' identifies the client, so it cannot be predicted; choose another target.")
+    tables = {client: gathered(table, target, task) for client, table in tables.items()}
     target = find_target(tables, target)
     marked = [client for client, table in tables.items() if SPLIT in table.columns and target != SPLIT]
     if marked and len(marked) < len(tables):
@@ -163,6 +177,7 @@ def federate(
         codes=codes,
         holdout=None if by is None else str(by),
     )
+    preparation = replace(preparation, recoding=recoding).judged_by(summaries)
     data = FederatedData(
         name=name,
         clients=tuple(clients),
@@ -176,17 +191,82 @@ def federate(
         preparation=preparation,
     ).check()
     notes = (
-        *check_spelling(preparation, clients),
-        *check_column_types(tables, preparation),
-        *doubts(tables, preparation),
+        *(() if checked else check_columns(tables, preparation)),
         *coded(preparation),
         *(() if by is None else by.notes(tables)),
         *of_one_class(data),
         *rare_classes(data),
         *check_clients(data, summaries, guessed),
-        *check_leakage(tables, {client: train for client, train, _ in parts}, preparation),
+        *(() if checked else check_leakage(tables, {client: train for client, train, _ in parts}, preparation)),
     )
     return replace(data, notes=notes)
+
+
+#: Words of a column that is true or false, in small letters.
+TRUTH_VALUES = {"true": 1.0, "yes": 1.0, "y": 1.0, "t": 1.0, "false": 0.0, "no": 0.0, "n": 0.0, "f": 0.0}
+
+
+def gathered(table: Table, target: str | None, task: str | None) -> Table:
+    """The table with one column, named ``target``, in place of the several that its name lists with commas between them.
+
+    It is unchanged if it has a column of that name. What the numbers in the new column say is the task's matter
+    (`bpfed.inference.tasks.Task.packed`); a row that lacks one of the columns lacks it.
+    """
+    kind = get_task(task) if task is not None else None
+    names = tuple(column_names(target))
+    if target is None or target in table.columns:
+        if kind is not None and kind.packed_from != 1 and target is not None and "," not in target:
+            raise UserError(f"--task {task} predicts from several columns; name them with {kind.packed_hint}.")
+        return table
+    if len(names) < 2:
+        return table
+    several = f"{quoted(names)} are {len(names)} columns"
+    if kind is None or kind.packed_from == 1:
+        raise UserError(f"{several}, but one is predicted; name one as --target, or use --task survival or multilabel.")
+    if kind.packed_from not in (0, len(names)):
+        raise UserError(f"{several}, but --task {task} needs {kind.packed_from}; use {kind.packed_hint}.")
+    # All columns of a set of labels are truth values; of a time to event the second is.
+    parts = np.column_stack(
+        [_truth(table, name) if i or not kind.packed_from else _times(table, name) for i, name in enumerate(names)]
+    )
+    if fault := kind.packing_fault(names, parts):
+        raise UserError(f"'{table.name}' has {fault}.")
+    packed = np.where(np.isnan(parts).any(1), np.nan, kind.packed(parts))
+    kept = {name: column for name, column in table.columns.items() if name not in names}
+    return replace(table, columns={**kept, target: packed})
+
+
+def _times(table: Table, name: str) -> np.ndarray:
+    column = table.column(name)
+    if isinstance(column, Categorical):
+        raise words_for_numbers(name, table.name, column.levels[0] if column.levels else "")
+    return column
+
+
+def _truth(table: Table, name: str) -> np.ndarray:
+    """A column of truth values as 1 and 0, NaN where it is missing."""
+    column = table.column(name)
+    if isinstance(column, Categorical):
+        values = np.array([*(TRUTH_VALUES.get(level.casefold(), 2.0) for level in column.levels), np.nan])[column.codes]
+    else:
+        values = column
+    strange = np.flatnonzero(~np.isnan(values) & (values != 0.0) & (values != 1.0))
+    if len(strange):
+        raise UserError(
+            f"Column '{name}' of '{table.name}' must be 0 or 1 (or no and yes), but has '{table.words(name)[strange[0]]}' "
+            f"in row {strange[0] + 1}; correct it."
+        )
+    return values
+
+
+def check_columns(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str, ...]:
+    """What to say of columns that are probably not what they are taken for, in sentences."""
+    return (
+        *check_spelling(preparation, sorted(tables)),
+        *check_column_types(tables, preparation),
+        *doubts(tables, preparation),
+        *disagreements(tables, preparation),
+    )
 
 
 def find_target(tables: Mapping[str, Table], target: str | None = None) -> str:
@@ -304,6 +384,11 @@ def examples(
 
 def _generator(seed: int, client: str, purpose: int) -> np.random.Generator:
     return np.random.default_rng([seed, int(client_ids((client,))[0]), purpose])
+
+
+def client_files(path: Path) -> dict[str, Path] | None:
+    """The file of each client, by its name, of a folder with one for each; None: it is one table of all clients."""
+    return _files(path) if path.is_dir() and ending_of(path) != IN_PARTS else None
 
 
 def _files(folder: Path) -> dict[str, Path]:

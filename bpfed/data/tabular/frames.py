@@ -16,8 +16,9 @@ from torch import Tensor
 
 from bpfed._util.errors import UserError, quoted
 from bpfed.data.tabular.csvfile import check_slips, column_of
-from bpfed.data.tabular.federate import SHOWN, by_column, check_client_name
+from bpfed.data.tabular.federate import SHOWN, by_column, check_client_name, recoded
 from bpfed.data.tabular.missing_values import MissingValues
+from bpfed.data.tabular.recode import NOTHING, Recoding
 from bpfed.data.tabular.table import Categorical, Column, Table, as_text, check_range, column_name, written
 
 #: How pandas calls what is not known, beside NaN and None.
@@ -183,29 +184,34 @@ def clients_of_frame(
     ignore: Sequence[str] = (),
     missing: Sequence[str] = (),
     words: Sequence[str] = (),
+    recoding: Recoding = NOTHING,
 ) -> dict[str, Table]:
     """The tables of all clients in one data frame, cut by its client column.
 
-    ``ignore`` are columns of any type, which are not read; ``missing`` and ``words`` are as for `table_of`.
+    ``ignore`` are columns of any type, which are not read; ``missing`` and ``words`` are as for `table_of`; ``recoding``
+    is done to columns then.
     """
     if not isinstance(frame, Table) and not is_named(frame):
         raise UserError(
             f"The data are a {type(frame).__name__}; give the name of a dataset, 'folder:PATH', or a data frame."
         )
     # As in a file, names are words even if they are digits.
-    words = [*words, *([client_column] if client_column else ())]
+    words = [*words, *recoding.words, *([client_column] if client_column else ())]
     table = training_table(frame, "data frame", ignore, missing, words)
     if client_column is None:
         raise UserError(
             "The data are a single data frame; use client_column to name the column that identifies the client: "
             f"{quoted(list(table.columns), SHOWN)}; or give one data frame for each client with from_frames."
         )
-    MissingValues.of(missing).check(table.columns)
-    return by_column(table, client_column)
+    return recoded(by_column(table, client_column), recoding, missing)
 
 
 def clients_of_frames(
-    frames: Mapping[str, Any], ignore: Sequence[str] = (), missing: Sequence[str] = (), words: Sequence[str] = ()
+    frames: Mapping[str, Any],
+    ignore: Sequence[str] = (),
+    missing: Sequence[str] = (),
+    words: Sequence[str] = (),
+    recoding: Recoding = NOTHING,
 ) -> dict[str, Table]:
     """The table of each client, from a data frame for each, by name; for the arguments see `clients_of_frame`."""
     if not isinstance(frames, Mapping) or not frames:
@@ -216,9 +222,9 @@ def clients_of_frames(
         check_client_name(name, "the data frames")
         if not isinstance(frame, Table) and not is_named(frame):
             raise UserError(f"The rows of client '{name}' are a {type(frame).__name__}; give a data frame.")
+    words = [*words, *recoding.words]
     found = {name: training_table(frame, name, ignore, missing, words) for name, frame in frames.items()}
-    MissingValues.of(missing).check(column for table in found.values() for column in table.columns)
-    return found
+    return recoded(found, recoding, missing)
 
 
 def training_table(

@@ -24,7 +24,16 @@ from torch import Tensor
 from bpfed._util.errors import UserError, quoted, unknown
 from bpfed._util.files import to_json, write_whole
 from bpfed.data.holdout import Holdout
-from bpfed.data.tabular.statistics import MOST_CODES, MOST_LEVELS, OTHER, ColumnSummary, of_channels, of_numbers
+from bpfed.data.tabular.recode import NOTHING, Recoding
+from bpfed.data.tabular.statistics import (
+    MOST_CODES,
+    MOST_LEVELS,
+    OTHER,
+    ColumnStatistics,
+    ColumnSummary,
+    of_channels,
+    of_numbers,
+)
 from bpfed.data.tabular.table import LARGEST, Categorical, Column, Table, written
 from bpfed.inference.tasks import Task, get_task, is_task
 
@@ -33,6 +42,8 @@ Codes = Literal["both", "number"]
 VERSION = 1
 #: Columns or labels that an error lists.
 SHOWN = 8
+#: Values of a column that a client must have for new ones to be judged by.
+ENOUGH_VALUES = 20
 
 
 @dataclass(frozen=True)
@@ -87,8 +98,11 @@ class Preprocessor:
         missing: Words that stand for no value, beside those that always do, ``WORD`` or ``COLUMN=WORD`` each.
         holdout: How rows are held out, ``time:COLUMN`` or ``group:COLUMN`` of a column that is no input; None: at random.
         codes: Whether columns of few whole numbers could become coded ones (``"both"``) or not (``"number"``).
+        recoding: What is done to the columns of a table before anything else.
         shape: Shape of an image, ``(c, h, w)``; None for tables.
         local: Mean and scale of each number, by client and column; only with ``"local"``.
+        own: Mean and standard deviation of each client's own numbers, by client and column, of those that it has enough
+            of: by these, new rows are judged.
     """
 
     target: str
@@ -103,8 +117,10 @@ class Preprocessor:
     missing: tuple[str, ...] = ()
     holdout: str | None = None
     codes: Codes = "both"
+    recoding: Recoding = NOTHING
     shape: tuple[int, ...] | None = None
     local: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    own: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
 
     @property
     def task_type(self) -> Task:
@@ -158,7 +174,7 @@ class Preprocessor:
         if not self.task_type.has_classes:
             if isinstance(column, Categorical):
                 raise words_for_numbers(target, table.name, column.levels[0])
-            made = torch.from_numpy(((column - self.target_mean) / self.target_scale).astype(np.float32))
+            made = torch.from_numpy((column - self.target_mean) / self.target_scale).to(self.task_type.dtype)
             if len(made) and (fault := self.task_type.fault(made, 0, f"in its column '{target}'")):
                 raise UserError(f"'{table.name}' has {fault}.")
             return made
@@ -199,11 +215,25 @@ class Preprocessor:
             known[client] = own
         return replace(self, local=known)
 
+    def judged_by(self, summaries: Iterable[ColumnStatistics]) -> Preprocessor:
+        """The preparation with what these clients' own numbers are like, to judge new rows of theirs by."""
+        numbers = {f.name for f in self.features if f.kind == "number" and f.scale}
+        own = {
+            s.client: {
+                name: (told.mean, told.scale)
+                for name, told in s.columns.items()
+                if name in numbers and told.count >= ENOUGH_VALUES and told.scale
+            }
+            for s in summaries
+        }
+        return replace(self, own={**self.own, **own})
+
     def alone(self, client: str) -> Preprocessor:
         """What one client needs: of the clients' own statistics only its own, or everybody's where it has none."""
+        mine = replace(self, own={client: self.own[client]} if client in self.own else {})
         if self.standardise != "local":
-            return self
-        known = self if client in self.local else self.with_clients([(client, {})])
+            return mine
+        known = mine if client in self.local else mine.with_clients([(client, {})])
         return replace(known, local={client: known.local[client]})
 
     def settings(self) -> dict[str, Any]:
@@ -217,6 +247,7 @@ class Preprocessor:
             "holdout": self.holdout,
             "ignore": ",".join(self.ignore) or None,
             "missing": ",".join(self.missing) or None,
+            **self.recoding.settings(),
         }
 
     def record(self) -> dict[str, Any]:
@@ -250,18 +281,22 @@ class Preprocessor:
             given[key] = tuple(given[key])
         given["missing"] = tuple(given.get("missing", ()))  # since 0.7
         given.setdefault("codes", "number")  # since 0.9
+        said = given.get("recoding", {})  # since 0.11
+        given["recoding"] = Recoding(**{key: tuple(value) for key, value in said.items()})
         given["shape"] = None if given["shape"] is None else tuple(given["shape"])
         given["features"] = tuple(Feature(**{**f, "levels": tuple(f["levels"])}) for f in given["features"])
-        given["local"] = {
-            client: {name: (float(mean), float(scale)) for name, (mean, scale) in own.items()}
-            for client, own in given["local"].items()
-        }
+        for key in ("local", "own"):
+            given[key] = {
+                client: {name: (float(mean), float(scale)) for name, (mean, scale) in own.items()}
+                for client, own in given.get(key, {}).items()
+            }
         return cls(**given)
 
     def _check_numbers(self) -> None:
         """Raise a `ValueError` unless everything can be scaled with these numbers."""
         pairs = [(f"'{f.name}'", f.mean, f.scale) for f in self.features]
-        pairs += [(f"'{name}' of '{who}'", *pair) for who, own in self.local.items() for name, pair in own.items()]
+        known = [*self.local.items(), *self.own.items()]
+        pairs += [(f"'{name}' of '{who}'", *pair) for who, own in known for name, pair in own.items()]
         for what, mean, scale in [*pairs, (f"'{self.target}'", self.target_mean, self.target_scale)]:
             if not (math.isfinite(mean) and math.isfinite(scale) and scale >= 0.0):
                 raise ValueError(f"{what} has mean {mean} and standard deviation {scale}")
@@ -283,7 +318,7 @@ class Preprocessor:
         if self.target in names:
             return f"the target '{self.target}' is among its columns"
         classes = len(self.labels)
-        if classes > len(set(self.labels)) or (2 <= classes <= MOST_LEVELS) is not self.task_type.has_classes:
+        if classes > len(set(self.labels)) or (2 <= classes <= MOST_LEVELS) is not self.task_type.labelled:
             return (
                 f"its {classes} classes are not 2 to {MOST_LEVELS} different ones, or none where targets are no classes"
             )
@@ -361,7 +396,7 @@ def write_preparation(path: Path, preparation: Preprocessor) -> str:
     Nothing of single clients is in it: neither their own statistics nor the column that names them.
     """
     record = preparation.record()
-    left_out = ("local", "client_column", "missing", "codes", "holdout")
+    left_out = ("local", "client_column", "missing", "codes", "holdout", "recoding", "own")
     content = to_json({key: value for key, value in record.items() if key not in left_out})
     write_whole(path, content)
     return digest(content.encode())
@@ -381,8 +416,8 @@ def read_preparation(path: Path) -> tuple[Preprocessor, str]:
         found = json.loads(content)
         defaults = {"version": VERSION, "labels": (), "ignore": (), "codes": "both", "shape": None}
         features = [{"levels": (), **feature} for feature in found["features"]]
-        if any(key in found for key in ("local", "client_column", "missing", "holdout")):
-            raise ValueError("local, client_column, missing and holdout are not for all sites")
+        if any(key in found for key in ("local", "client_column", "missing", "holdout", "recoding", "own")):
+            raise ValueError("local, client_column, missing, holdout, recoding and own are not for all sites")
         made = Preprocessor._parsed({**defaults, **found, "features": features, "local": {}})
     except OSError as error:
         raise UserError(f"'{path}' cannot be read ({error.strerror}); give a preparation file.") from error

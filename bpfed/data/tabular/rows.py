@@ -16,6 +16,7 @@ from bpfed.data.checks.new_rows import Unusual, check_new_rows, unusual
 from bpfed.data.federated import FederatedData
 from bpfed.data.load import names, source_of
 from bpfed.data.sources.pooled import Entry, entry
+from bpfed.data.tabular.federate import column_names, gathered
 from bpfed.data.tabular.frames import column_table, is_named, table_of
 from bpfed.data.tabular.npz import read_arrays
 from bpfed.data.tabular.preprocessing import SHOWN, Preprocessor
@@ -74,17 +75,25 @@ def read_rows(
             raise UserError(f"'{data.name}' was trained on arrays, not on a table; give an array without column names.")
         return _arrays(data, Path(source), labelled)
     wanted = target or preparation.target
-    needed = {f.name for f in preparation.features} | ({wanted} if labelled else set())
+    needed = {f.name for f in preparation.features} | ({wanted, *column_names(wanted)} if labelled else set())
     if in_file:
-        table = read_table(source, preparation.words, used=needed, missing=preparation.missing)
+        recoding = preparation.recoding
+        table = read_table(
+            source,
+            [*preparation.words, *recoding.words],
+            used=needed | recoding.columns,
+            missing=preparation.missing,
+        )
     else:
-        table = _in_memory(preparation, source, columns, needed, say)
+        table = _in_memory(preparation, source, client, columns, needed, say)
         if y is not None:
             if wanted in table.columns:
                 raise UserError(f"The targets are given twice, as y and in the column '{wanted}'; omit one of them.")
             table = column_table(table, wanted, y, preparation.missing)
+    table = preparation.recoding.apply(table, client, preparation.missing, preparation.words)
     found = None
     if labelled:
+        table = gathered(table, wanted, preparation.task)
         found = preparation.targets(table, wanted)
         kept = table.without({wanted, preparation.target} - {wanted}).columns
         named = {preparation.target if name == wanted else name: column for name, column in kept.items()}
@@ -105,6 +114,7 @@ def read_rows(
 def _in_memory(
     preparation: Preprocessor,
     source: Any,
+    client: str,
     columns: Sequence[str] | None,
     needed: set[str],
     say: Callable[[str], None],
@@ -125,14 +135,28 @@ def _in_memory(
     if isinstance(source, Table) and columns is None:
         table = source
     else:
-        table = table_of(source, columns, words=preparation.words, used=needed, missing=preparation.missing)
-    if lost := [name for name in used if name not in table.columns]:
+        table = table_of(
+            source,
+            columns,
+            words=[*preparation.words, *preparation.recoding.words],
+            used=needed | preparation.recoding.columns,
+            missing=preparation.missing,
+        )
+    made = preparation.recoding.apply(table, client, preparation.missing).columns
+    if lost := [name for name in used if name not in made]:
         what = "column" if len(lost) == 1 else "columns"
         raise UserError(
             f"The {table.name} has no {what} {quoted(lost, SHOWN)}; give every column that training used"
             f"{', with NaN where a value is not known' if len(lost) < len(used) else f' ({quoted(used, SHOWN)})'}."
         )
-    known = {*needed, preparation.target, *preparation.left_out, preparation.client_column}
+    known = {
+        *needed,
+        preparation.target,
+        *column_names(preparation.target),
+        *preparation.left_out,
+        preparation.client_column,
+        *preparation.recoding.columns,
+    }
     if extra := [name for name in table.columns if name not in known]:
         many = len(extra) > 1
         say(
@@ -194,7 +218,7 @@ def _targets(data: FederatedData, path: Path, y: Any) -> Any:
     if not data.task_type.has_classes:
         if y.dtype.kind not in "fiu":
             raise UserError(f"y of '{path}' is {y.dtype}, but must be numbers.")
-        return y.astype(np.float32)
+        return torch.from_numpy(y).to(data.task_type.dtype).numpy()
     named = bool(data.labels) and all(label.removeprefix("-").isdecimal() for label in data.labels)
     if y.dtype.kind in "iu" and not named:  # else a number is the class of that name, wherever it stands among them
         return y.astype(np.int64)

@@ -80,8 +80,8 @@ FILES = {
     "pyproject.toml": PROJECT,
     "LICENSE": "Apache-2.0: https://www.apache.org/licenses/LICENSE-2.0\n",
     f"{PACKAGE}/__init__.py": '"""See bpfed.deploy."""\n',
-    f"{PACKAGE}/client_app.py": 'from bpfed.deploy.site.client_app import app\n\n__all__ = ["app"]\n',
-    f"{PACKAGE}/server_app.py": 'from bpfed.deploy.server.server_app import app\n\n__all__ = ["app"]\n',
+    f"{PACKAGE}/client_app.py": 'from bpfed.deploy.apps import client as app\n\n__all__ = ["app"]\n',
+    f"{PACKAGE}/server_app.py": 'from bpfed.deploy.apps import server as app\n\n__all__ = ["app"]\n',
 }
 #: Flower's list of a bundle's files.
 CONTENT = ".info/CONTENT"
@@ -319,17 +319,17 @@ def _launch(self: Any, side: str, spec: Any) -> Any:
 
 
 def guard_serverapp(local: Local) -> None:
-    """The process of the server's app, which is `bpfed.deploy.server.server_app`."""
+    """The process of the server's app, which is `bpfed.deploy.apps.server`."""
     identify(local)
     runtime = importlib.import_module("flwr.superlink.runtime.run_serverapp")
 
     def run(grid: Any, context: Any, **more: Any) -> Any:
-        from bpfed.deploy.server.server_app import app
+        from bpfed.deploy import apps
 
-        app(grid=grid, context=context)
+        apps.server(grid=grid, context=context)
         return context
 
-    components = {"tool": {"flwr": {"app": {"components": {"serverapp": "bpfed.deploy.server.server_app:app"}}}}}
+    components = {"tool": {"flwr": {"app": {"components": {"serverapp": "bpfed.deploy.apps:server"}}}}}
     replace(
         runtime,
         install_from_fab=_not_installed,
@@ -340,14 +340,14 @@ def guard_serverapp(local: Local) -> None:
 
 
 def guard_clientapp(local: Local) -> None:
-    """The process of a site's app, which is `bpfed.deploy.site.client_app`."""
+    """The process of a site's app, which is `bpfed.deploy.apps.client`."""
     identify(local)
     runtime = importlib.import_module("flwr.supernode.runtime.run_clientapp")
 
     def load(*given: Any) -> Any:
-        from bpfed.deploy.site.client_app import app
+        from bpfed.deploy.apps import client
 
-        return app
+        return client
 
     replace(runtime, install_from_fab=_not_installed, get_load_client_app_fn=lambda **more: load)
 

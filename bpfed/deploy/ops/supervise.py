@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -17,10 +18,26 @@ from types import FrameType
 from bpfed._util.console import Say
 from bpfed._util.errors import UserError
 from bpfed._util.files import writing
-from bpfed._util.processes import tied
 from bpfed.deploy.logs import fail, warn
 from bpfed.deploy.settings import Plan
 from bpfed.deploy.site.worker import listens
+
+
+def tied() -> Callable[[], None]:
+    """What a child is to do before its program starts, as ``preexec_fn``: ask to be ended with its parent (Linux).
+
+    The parent is the *thread* that starts it, which has to wait for it.
+    """
+    parent = os.getpid()
+
+    def ask() -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+            if os.getppid() != parent:
+                os._exit(1)
+
+    return ask
+
 
 # --- Processes of a deployment ----------------------------------------------------------------------------------------
 #

@@ -41,12 +41,15 @@ LOCAL_SETTINGS = (
     *("device", "tf32", "compile", "chunk", "memory", "store"),
     *("baselines", "checkpoints", "max_update_ratio", "max_sigma_ratio"),
 )
+#: Settings of the data that a site may have for its own file alone, in its own ``config.toml``.
+LOCAL_COLUMNS = ("missing", "rename", "map", "convert")
 
 
 def fingerprint(config: Config) -> str:
     """A short hash of all that server and sites must agree on: protocol, version, data's settings, method and run."""
     run = {k: v for k, v in vars(config.run).items() if k not in LOCAL_SETTINGS}
-    agreed = [PROTOCOL, __version__, vars(config.data), config.method.name, config.method.settings(), run]
+    data = {k: v for k, v in vars(config.data).items() if k not in LOCAL_COLUMNS}
+    agreed = [PROTOCOL, __version__, data, config.method.name, config.method.settings(), run]
     agreed += config.plugins  # nothing where all is of bpfed itself
     return hashlib.blake2b(json.dumps(agreed, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
@@ -324,6 +327,8 @@ def _excess(sums: Sums, form: Form) -> str:
     }
     if "in_order" in total:
         most["in_order"] = total["positive"] * (sums.examples - total["positive"])
+    if "in_order_pairs" in total:  # of a time to event: each event with all other examples, at most
+        most |= {"in_order_pairs": total["pairs"], "pairs": total["events"] * sums.examples}
     return next((name for name, limit in most.items() if total[name] > limit + ROUNDING * (1.0 + limit)), "")
 
 

@@ -2,7 +2,7 @@
 
 Only `Upload.of` makes one, of what `Method.finish` gives to the server; there is no way from a personal state or an
 example into it. Tensors travel as plain little-endian numbers: float32, or with ``compression = "half"`` as in
-`bpfed.aggregation.compression`.
+`bpfed.aggregation.updates`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_map, tree
 
 from bpfed._util.errors import UserError, quoted
 from bpfed._util.text import plain
-from bpfed.aggregation.compression import Quantised, dequantise, quantise
-from bpfed.aggregation.updates import leaf_name
+from bpfed.aggregation.updates import Quantised, dequantise, leaf_name, quantise
 from bpfed.methods.base import Finished, Method, State, untrained
 from bpfed.nn.model import Model
 
@@ -28,7 +27,7 @@ from bpfed.nn.model import Model
 RAW = "bpfed.raw"
 #: Letters of a sentence on a message that are shown.
 SHOWN = 500
-#: Of a tensor of levels (see `bpfed.aggregation.compression`), the end of the name of their bounds.
+#: Of a tensor of levels (see `bpfed.aggregation.updates`), the end of the name of their bounds.
 BOUNDS = ".bounds"
 
 

@@ -453,7 +453,7 @@ def server_side(
         fold: In a selection pilot, which part of their training examples sites hold out, from 1; 0: it is none.
     """
     method, data = with_candidates(config.method, candidate), _known(config, sites, facts)
-    asked = replace(config.run, adapt="off") if candidate else config.run
+    asked = replace(config.run, sets="client", adapt="off" if candidate else config.run.adapt)
     settings = suited(method, selection_settings(asked, fold - 1) if fold else asked, len(sites))
     check_run(method, settings, len(sites), facts["task"])
     model = make_model(torch.zeros(2, *data.input_shape), data.task_type, data.classes, method, settings)

@@ -69,6 +69,11 @@ def check_deployment(config: Config, sites: int, data: FederatedData | None = No
     task = config.data.task if data is None else data.task
     check_run(method, settings, sites, task)
     check_selection(method, settings)
+    if settings.sets not in ("auto", "client"):
+        raise UserError(
+            f"sets is '{settings.sets}', but in a deployment each site calibrates its sets alone, and nobody is told its "
+            "scores; leave sets out, or use 'client'."
+        )
     by = Holdout.of(config.data.holdout)
     if by is not None and by.kind == "group" and settings.calibration > 0.0:
         raise UserError(
@@ -79,7 +84,7 @@ def check_deployment(config: Config, sites: int, data: FederatedData | None = No
         return  # which parameters there are to name depends on the network, and that on the data
     shape = SHAPE if data is None else data.input_shape
     used = get_task(task) if task is not None else inferred(classes=True)
-    classes = data.classes if data is not None else CLASSES if used.has_classes else 0
+    classes = data.classes if data is not None else CLASSES if used.labelled else 0
     model = make_model(torch.zeros(2, *shape), used, classes, method, settings)
     check_layout(method, model)
     if settings.clip > 0.0:

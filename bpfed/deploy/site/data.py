@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from bpfed._util.errors import UserError, first_of, quoted
-from bpfed._util.files import to_json, write_whole
+from bpfed._util.files import DataDir, to_json, write_whole
+from bpfed._util.text import spelling
 from bpfed.config.reader import Config
 from bpfed.data import FederatedData
 from bpfed.data.checks.column_types import coded, doubts, telling
-from bpfed.data.checks.spelling import check_spelling, spelling
+from bpfed.data.checks.spelling import check_spelling
 from bpfed.data.holdout import Holdout
 from bpfed.data.load import names
-from bpfed.data.sources.download import DataDir
 from bpfed.data.tabular.combine import combine, ordered
 from bpfed.data.tabular.federate import (
     TEST_FRACTION,
@@ -31,10 +31,12 @@ from bpfed.data.tabular.federate import (
     column_names,
     examples,
     find_target,
+    gathered,
     held_out,
     not_inputs,
 )
 from bpfed.data.tabular.preprocessing import Preprocessor, meant
+from bpfed.data.tabular.recode import NOTHING, Recoding
 from bpfed.data.tabular.statistics import MOST_WHOLE, SPLIT, ColumnStatistics, client_summary, released
 from bpfed.data.tabular.table import Categorical, Table, read_table
 from bpfed.deploy.protocol.messages import BESIDE
@@ -139,14 +141,17 @@ class File:
     ) -> None:
         self.site, self.config, self.limits, self.agreed = site, config, limits, agreed
         asked, self.by = config.data, Holdout.of(config.data.holdout)
-        words = (*(agreed.preparation.words if agreed else ()), *(self.by.words if self.by else ()))
+        self.recoding, known = Recoding.of(**asked.recoding), agreed.preparation.words if agreed else ()
+        words = (*known, *(self.by.words if self.by else ()), *self.recoding.words)
         ignore, missing = not_inputs(asked.ignore, self.by), column_names(asked.missing)
-        self.table = read_table(path, words, ignore=ignore, missing=missing)
+        self.table = self.recoding.apply(read_table(path, words, ignore=ignore, missing=missing), site, missing, known)
         self.seed = config.data_seed
         self.task = asked.task
         self.ignore = tuple(ignore)
         self.notes: list[str] = []
-        self.target = find_target({site: self.table}, agreed.preparation.target if agreed else asked.target)
+        aim = agreed.preparation.target if agreed else asked.targets
+        self.table = gathered(self.table, aim, agreed.preparation.task if agreed else asked.task)
+        self.target = find_target({site: self.table}, aim)
         if self.by is not None:
             check_column(self.by, self.target)
             self.by.keys(self.table)  # says what does not suit it
@@ -211,7 +216,8 @@ class File:
         except (UserError, TypeError, ValueError):
             raise RejectedMessage("its preparation cannot be read.") from None
         if self.agreed is not None:
-            if replace(found, local={}, missing=()).record() != replace(self.agreed.preparation, missing=()).record():
+            here = replace(self.agreed.preparation, missing=())
+            if replace(found, local={}, missing=(), recoding=NOTHING).record() != here.record():
                 raise RejectedMessage(
                     "its preparation is not the one that this site has agreed to ('preparation' of its deploy.toml)."
                 )
@@ -222,7 +228,11 @@ class File:
             except (TypeError, ValueError, AttributeError):  # what should be a name, a number or a list is none
                 raise RejectedMessage("its preparation cannot be read.") from None
             train, test = self._known(found)
-        preparation = replace(found, local={}, missing=said, holdout=None if self.by is None else str(self.by))
+        by = None if self.by is None else str(self.by)
+        preparation = replace(found, local={}, own={}, missing=said, recoding=self.recoding, holdout=by)
+        if preparation.shape is None:
+            mine = client_summary(train, self.target, client=self.site, task=preparation.task, ignore=self.ignore)
+            preparation = preparation.judged_by([mine])
         if preparation.standardise == "local":
             preparation = preparation.joined(self.site, train)
         return FederatedData(

@@ -1,4 +1,4 @@
-"""What a site lets a server ask of it: limits that are its own, and a count of what was asked, on its own disk.
+"""What a site lets a server ask of it: limits, a count of what was asked, and a privacy of its own.
 
 No message changes any of it: limits are in the site's ``deploy.toml``, rounds, pilots and what is tested in its
 ``config.toml``. What goes beyond them is refused in a sentence that names the setting.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -16,13 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.utils._pytree import tree_map
+
 from bpfed._util.errors import UserError
 from bpfed._util.files import to_json, write_whole, writing
+from bpfed.aggregation.privacy import gaussian_epsilon, noised, secret_normal
 from bpfed.config.migrations import OLD_PILOT
 from bpfed.config.reader import Config
 from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, Settings
 from bpfed.deploy.protocol.messages import Request
-from bpfed.deploy.protocol.state_schema import RejectedMessage
+from bpfed.deploy.protocol.state_schema import RejectedMessage, Upload
+from bpfed.methods.base import Method, State
 from bpfed.runs.pilot import FOLDS, candidate_count, offers_choice
 
 # --- What is said of a full disk in a deployment, where nothing is continued with ``--resume`` ------------------------
@@ -213,3 +218,68 @@ class Requests:
 
 def _beyond(what: str, setting: str) -> RejectedMessage:
     return RejectedMessage(f"it asks for {what}; '{setting}' of this site's deploy.toml is the limit.")
+
+
+# --- A site's own privacy: it clips the site's update and adds noise before it is sent, and counts what that has cost ---
+
+
+FILE = "released.json"
+
+
+class LocalPrivacy:
+    """Changes every upload before it is sent (a `bpfed.deploy.site.site.UploadTransform`).
+
+    What is counted is answers, not rounds: a server that asks for a round twice gets two noisy updates, and pays for
+    two. The count outlives runs, as the examples do. It is on the disk before the upload is sent.
+
+    Args:
+        folder: Where the count is kept.
+        method: Whose uploads they are.
+        clip: C, the norm that an update may have.
+        noise: z, the noise in units of C.
+        delta: δ of the ε that is told.
+        epsilon: The site takes part until this is spent; 0: always.
+        say: Called with a message on what has been spent.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        method: Method,
+        clip: float,
+        noise: float,
+        delta: float,
+        epsilon: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self.path, self.method, self.clip, self.noise = folder / FILE, method, clip, noise
+        self.delta, self.epsilon, self.say = delta, epsilon, say
+
+    def __call__(self, upload: Upload, shared: State, round_: int) -> Upload:
+        count, squares = self._released()
+        # Releases of noise z1, z2, ... are together one of sensitivity over noise sqrt(sum of 1/z^2).
+        squares += self.noise**-2
+        spent = gaussian_epsilon(1.0 / math.sqrt(squares), 1, self.delta)
+        if 0.0 < self.epsilon < spent:
+            raise UserError(
+                f"Round {round_} would spend epsilon {spent:.3f} of this site's {self.epsilon:g}, so it does not take "
+                "part; raise epsilon in its deploy.toml to go on."
+            )
+        with when_full(self.path, "and the site rejoins by itself"):
+            write_whole(self.path, to_json({"releases": count + 1, "squares": squares}))
+        stacked = tree_map(lambda leaf: leaf[None], upload.state)
+        sent = noised(self.method, shared, stacked, self.clip, self.noise, secret_normal)
+        self.say(f"Round {round_}: epsilon of what this site has sent is {spent:.3f} now, delta {self.delta:g}.")
+        return Upload(tree_map(lambda leaf: leaf[0], sent))
+
+    def _released(self) -> tuple[int, float]:
+        """Uploads sent so far, and the sum of their 1/z²."""
+        if not self.path.exists():
+            return 0, 0.0
+        try:
+            found = json.loads(self.path.read_text())
+            return int(found["releases"]), float(found["squares"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UserError(
+                f"'{self.path}' counts what this site has sent, and cannot be read; restore it from a backup."
+            ) from None

@@ -11,6 +11,7 @@ Shapes: ``S`` clients, ``B`` images of each, ``C`` channels in and ``O`` out. A 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -30,6 +31,9 @@ _TRITON = find_spec("triton") is not None
 MOST = 8192
 #: The same for the gradient in the images, at stride 1; with fewer than the first a tile is mostly empty.
 LEAST_INPUT, MOST_INPUT = 64, 2048
+#: The same from which on a convolution is a product of matrices, one for each client: cuDNN's grouped convolution takes
+#: several times as long as reading the weights does.
+WIDE = sys.maxsize
 
 
 @torch.library.custom_op("bpfed::convolve", mutates_args=())
@@ -46,6 +50,8 @@ def convolve(
         from bpfed.nn.kernels import conv_triton
 
         return conv_triton.convolve(x, weight, bias, stride, padding, dilation)
+    if x.is_cuda and weight.shape[1] * weight.shape[2] >= WIDE:
+        return by_matrices(x, weight, bias, stride, padding, dilation)
     y = F.conv2d(_groups(x), weight.flatten(0, 1), bias.flatten(), stride, padding, dilation, groups=len(x))
     return y.unflatten(1, (len(x), -1)).transpose(0, 1).contiguous()
 
@@ -64,6 +70,8 @@ def input_gradient(
         from bpfed.nn.kernels import conv_triton
 
         return conv_triton.input_gradient(gradient, weight, size, stride, padding, dilation)
+    if gradient.is_cuda and weight.shape[1] * weight.shape[2] >= WIDE:
+        return input_gradient_by_matrices(gradient, weight, size, stride, padding, dilation)
     s, b, c = len(gradient), gradient.shape[1], weight.shape[2]
     shape = (b, s * c, *size)
     x = conv2d_input(shape, weight.flatten(0, 1), _groups(gradient), stride, padding, dilation, s)
@@ -84,10 +92,68 @@ def weight_gradient(
         from bpfed.nn.kernels import conv_triton
 
         return conv_triton.weight_gradient(x, gradient, kernel, stride, padding, dilation)
+    if x.is_cuda and x.shape[2] * gradient.shape[2] >= WIDE:
+        return weight_gradient_by_matrices(x, gradient, kernel, stride, padding, dilation)
     s, o, c = len(x), gradient.shape[2], x.shape[2]
     shape = (s * o, c, *kernel)
     w = conv2d_weight(_groups(x), shape, _groups(gradient), stride, padding, dilation, s)
     return torch.cat([w.reshape(s, o, -1), gradient.sum((1, 3, 4))[..., None]], -1)
+
+
+def _patches(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """``[S, B, C, H, W]`` to what each position of the result sees, ``[S, B H' W', C kh kw]``."""
+    size = output_size(x.shape[3:], kernel, stride, padding, dilation)
+    x = F.pad(x, (padding[1], padding[1], padding[0], padding[0])).contiguous()
+    s, b, c, h, w = x.stride()
+    shape = (*x.shape[:2], *size, x.shape[2], *kernel)
+    steps = (s, b, h * stride[0], w * stride[1], c, h * dilation[0], w * dilation[1])
+    return x.as_strided(shape, steps).reshape(len(x), x.shape[1] * size[0] * size[1], -1)
+
+
+def by_matrices(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """`convolve` as a product of two matrices for each client."""
+    size = output_size(x.shape[3:], weight.shape[3:], stride, padding, dilation)
+    patches = _patches(x, weight.shape[3:], stride, padding, dilation)
+    y = torch.baddbmm(bias[:, None], patches, weight.flatten(2).mT)  # [S, B H' W', O]
+    return y.unflatten(1, (x.shape[1], *size)).permute(0, 1, 4, 2, 3).contiguous()
+
+
+def input_gradient_by_matrices(
+    gradient: Tensor,
+    weight: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """`input_gradient` as a product of two matrices for each client, and the sum of where patches overlap."""
+    s, b = gradient.shape[:2]
+    rows = gradient.permute(0, 1, 3, 4, 2).reshape(s, -1, gradient.shape[2])  # [S, B H' W', O]
+    patches = (rows @ weight.flatten(2)).view(s * b, -1, weight[0, 0].numel())
+    x = F.fold(patches.mT, tuple(size), weight.shape[3:], tuple(dilation), tuple(padding), tuple(stride))
+    return x.unflatten(0, (s, b))
+
+
+def weight_gradient_by_matrices(
+    x: Tensor,
+    gradient: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """`weight_gradient` as a product of two matrices for each client."""
+    rows = gradient.transpose(1, 2).flatten(2)  # [S, O, B H' W']
+    return torch.cat([rows @ _patches(x, kernel, stride, padding, dilation), rows.sum(-1, keepdim=True)], -1)
 
 
 def fast(x: Tensor) -> bool:

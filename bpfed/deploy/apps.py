@@ -1,12 +1,16 @@
-"""The Flower app of a site. Its folder is named by the SuperNode's configuration, ``--node-config 'folder="..."'``.
+"""The two Flower apps of a deployment: the server's, and a site's.
 
-Flower runs it in a process of its own for every message, so it only hands the message on to the site's worker. Where
-none is running (a SuperNode that was started by hand), it does the work itself.
+The folder of the server is named by `SERVER_FOLDER` in the environment of the SuperLink, that of a site by the
+SuperNode's configuration, ``--node-config 'folder="..."'``. Flower runs a site's app in a process of its own for every
+message, so it only hands the message on to the site's worker. Where none is running (a SuperNode that was started by
+hand), it does the work itself. Nothing here needs torch before a message asks for it.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import threading
 import time
 import tomllib
 import traceback
@@ -16,25 +20,47 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
 
 from bpfed._util.console import Say
 from bpfed._util.errors import UserError
 from bpfed._util.paths import CONFIG
-from bpfed._util.processes import end_in_time
 from bpfed.deploy import logs
-from bpfed.deploy.protocol import codec
 from bpfed.deploy.site import worker
 
-app = ClientApp()
+#: What the server says of a run, line by line.
+LOG = "run.log"
+
+server, client = ServerApp(), ClientApp()
 
 
-@app.train()
+@server.main()
+def serve(grid: Grid, context: Context) -> None:
+    """Run the rounds that are left."""
+    from bpfed.deploy.folders import open_server
+    from bpfed.deploy.ops.supervise import SERVER_FOLDER
+    from bpfed.deploy.protocol.transport import GridTransport
+
+    folder = os.environ.get(SERVER_FOLDER)
+    if not folder:
+        raise RuntimeError(f"{SERVER_FOLDER} is not set; start the server with 'bpfed deploy server'.")
+    end_in_time()
+    # Flower keeps what this process prints to itself (``flwr log``), so a file of the server's has it too.
+    say = logs.to_parent(logs.ToFile(Path(folder) / LOG), one_line=True)  # sites' names of columns are in some
+    try:
+        open_server(Path(folder), say).serve(GridTransport(grid))
+    except UserError as error:
+        logs.fail(say, str(error))
+        raise
+
+
+@client.train()
 def train(message: Message, context: Context) -> Message:
     """One exchange: test what the server sends, train from it, answer."""
     return _answered(message, context)
 
 
-@app.query()
+@client.query()
 def query(message: Message, context: Context) -> Message:
     """Before the first round: say what data there is."""
     return _answered(message, context)
@@ -65,9 +91,9 @@ def _answer(message: Message, context: Context, say: Say) -> Message:
     request = message.content.get("request")
     what = called(request if isinstance(request, ConfigRecord) else {}, rounds_of(folder))
     say(f"{what}: asked, {age():.2f} s after the start of the process.")
-    done = worker.ask(folder, codec.to_bytes(message.content), left)
+    done = worker.ask(folder, worker.to_bytes(message.content), left)
     if done is not None:
-        reply = Message(codec.from_bytes(done), reply_to=message)
+        reply = Message(worker.from_bytes(done), reply_to=message)
         say(f"{what}: answered.")
         return reply
 
@@ -108,3 +134,24 @@ def age() -> float:
         return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return 0.0
+
+
+# --- The end of Flower's app processes --------------------------------------------------------------------------------
+#
+# They mean to end with what started them, but may wait for a lost peer for good.
+
+#: Seconds that a process has to end by itself.
+GRACE = 10.0
+
+
+def end_in_time(seconds: float = math.inf, grace: float = GRACE) -> None:
+    """End this process soon after its parent has ended or so many seconds are over, whatever it waits for."""
+    parent, until = os.getppid(), time.monotonic() + seconds
+
+    def watch() -> None:
+        while os.getppid() == parent and time.monotonic() < until:
+            time.sleep(0.5)
+        time.sleep(grace)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
