@@ -1,4 +1,4 @@
-"""The parts of ``docs/results.md`` that are made from results: tables, and links to the figures.
+"""The parts of the pages in ``docs/results/`` that are made from results: tables, and links to the figures.
 
 What stands between ``<!-- name -->`` and ``<!-- /name -->`` is overwritten, all else is left as it is.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from experiments.published import CELLS, METHODS, TABLES, published
 from experiments.records import CellRecord
 from experiments.results import Results
 from experiments.sweeps import Sweep
-from experiments.typeset import NOTHING, figures, placed, signed, strong, table, unit
+from experiments.typeset import NOTHING, figures, opens, placed, signed, strong, table, unit
 
 MISSING = "Not run yet."
 #: Decimals of the paper's own numbers.
@@ -29,21 +30,24 @@ PRINTED = {"accuracy": 2, "ece": 1}
 Cells = Mapping[str, Mapping[str, CellRecord]]
 
 
-def fill(page: str, found: Results, pictures: Mapping[str, Sequence[str]]) -> str:
-    """A page with all its parts written again.
+def fill(pages: Mapping[Path, str], found: Results, pictures: Mapping[str, Sequence[str]]) -> dict[Path, str]:
+    """Pages with all their parts written again; those without a part are left out.
 
     Args:
-        page: The page.
+        pages: The pages, by any name.
         found: What there is.
         pictures: For each part the Markdown of its figures.
 
     Raises:
-        UserError: A part has no place on the page.
+        UserError: A part has no place on the pages, or more than one.
     """
+    filled: dict[Path, str] = {}
     for name, part in PARTS.items():
         text = "\n\n".join([t for t in (part(found), *pictures.get(name, ())) if t]) or MISSING
-        page = placed(page, name, text)
-    return page
+        homes = [path for path, page in pages.items() if opens(name) in page]
+        page = filled.get(homes[0], pages[homes[0]]) if len(homes) == 1 else ""
+        filled[homes[0] if homes else Path()] = placed(page, name, text)
+    return filled
 
 
 def blank() -> str:

@@ -11,7 +11,7 @@ cuts a small cell out of the training examples of its dataset's large one, and s
     bpfed paper search --cells small --method bpfed-recipe --rounds 300
 
 Some searches of `docs/lab/recipe-search.md` varied what are constants of the methods' classes since 0.10. To repeat one,
-subclass the method and register the subclass (`docs/add-a-method.md`).
+subclass the method and register the subclass (`docs/how-to/plug-ins.md`).
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Personal(NamedTuple):
 
 @dataclass(frozen=True)
 class BPFed(Method[Gaussian, Personal, Local, Gaussian]):
-    """BPFed. The defaults are the paper's method; what it leaves open was chosen on validation data (docs/gotchas.md).
+    """BPFed. The defaults are the paper's method; what it leaves open was chosen on validation data (docs/explanation/gotchas.md).
 
     η_i is the distribution of a client's personal factors, ζ that of the shared factors, q a client's posterior and π
     its prior during a round.

@@ -27,7 +27,7 @@ from bpfed._util.errors import UserError
 _TRITON = find_spec("triton") is not None
 
 #: Channels in times channels out up to which the kernels are faster than PyTorch's grouped convolution on an H200 (see
-#: docs/benchmarks.md): beyond, PyTorch's larger tiles pay.
+#: docs/results/benchmarks.md): beyond, PyTorch's larger tiles pay.
 MOST = 8192
 #: The same for the gradient in the images, at stride 1; with fewer than the first a tile is mostly empty.
 LEAST_INPUT, MOST_INPUT = 64, 2048
