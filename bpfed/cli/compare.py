@@ -16,7 +16,8 @@ from bpfed._util.errors import UserError, hint
 from bpfed._util.text import typed
 from bpfed.cli import terminal
 from bpfed.cli.flags import DataDir, Quiet, argument, flag, schema_fields, with_schema
-from bpfed.cli.run import PATIENCE, RUNS, data_word, loading, override, overrides
+from bpfed.cli.run import RUNS, data_word, loading, override, overrides
+from bpfed.cli.terminal import PATIENCE
 from bpfed.config.registry import check_data, check_method
 from bpfed.config.schema import ROUNDS
 

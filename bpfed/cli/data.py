@@ -16,8 +16,8 @@ from bpfed._util import text
 from bpfed._util.console import Console
 from bpfed.cli import terminal
 from bpfed.cli.flags import DataDir, schema_fields, with_schema
-from bpfed.cli.run import PATIENCE, loading, overrides
-from bpfed.cli.terminal import Group
+from bpfed.cli.run import loading, overrides
+from bpfed.cli.terminal import PATIENCE, Group
 from bpfed.config.registry import PARTITIONS, PREFIX, check_data
 
 if TYPE_CHECKING:

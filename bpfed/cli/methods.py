@@ -57,9 +57,6 @@ def _one(name: str) -> terminal.Table:
     return shown
 
 
-ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-
 def paper(context: typer.Context) -> None:
     """The paper's experiments: run them, and make their tables and figures."""
     found = find_spec("experiments")

@@ -15,7 +15,7 @@ from bpfed._util.console import Console
 from bpfed._util.errors import UserError, quoted, unknown
 from bpfed._util.text import many, percent
 from bpfed.cli.flags import DataDir
-from bpfed.cli.run import PATIENCE
+from bpfed.cli.terminal import PATIENCE
 
 if TYPE_CHECKING:
     from bpfed.callbacks.progress import Progress

@@ -35,8 +35,6 @@ EXAMPLE = "Example: bpfed run --data digits --rounds 30 --seed 0 --set method.te
 REPORT_EXAMPLE = "Example: bpfed report runs/first"
 RUNS = Path("runs")
 TRACKERS = ("mlflow", "tensorboard")
-#: Seconds that a command may be silent where there is no terminal to show a display on.
-PATIENCE = 2.0
 
 
 @with_schema
@@ -81,7 +79,7 @@ def run(
     if out is None and (resume or overwrite or back_to is not None):
         given = "resume" if resume else "overwrite" if overwrite else "back-to"
         raise UserError(f"--{given} needs the run folder, such as --out {_latest()}.")
-    progress = Progress(patience=PATIENCE)
+    progress = Progress(patience=terminal.PATIENCE)
     try:
         if not quiet:
             progress.doing("starting")

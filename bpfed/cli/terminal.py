@@ -1,4 +1,4 @@
-"""Tables on the terminal, and Ctrl-C while torch is being imported."""
+"""Tables on the terminal, commands that are imported when called, and Ctrl-C while torch is being imported."""
 
 from __future__ import annotations
 
@@ -6,28 +6,36 @@ import io
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import TYPE_CHECKING
+from types import FrameType, MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import typer
+from click import Command
 from rich import box
 from rich.cells import cell_len
 from rich.table import Table
 from typer.core import TyperGroup
+from typer.main import get_command, get_group
 
 from bpfed._util import text
 from bpfed._util.console import Console
 from bpfed._util.errors import unknown
-from bpfed.metrics.registry import METRICS, Metric
-from bpfed.report import RunRecord
-from bpfed.report.record import value
 
 if TYPE_CHECKING:
-    from click import Command, Context
+    from click import Context, HelpFormatter
+
+    from bpfed.metrics.registry import Metric
+    from bpfed.report import RunRecord
+
+#: Seconds that a command may be silent where there is no terminal to show a display on.
+PATIENCE = 2.0
 
 
 def table(*columns: str, title: str | None = None, right: int = 0) -> Table:
@@ -76,6 +84,9 @@ def _figures(run: RunRecord, measure: Metric) -> list[str]:
 
 def result(run: RunRecord, report: Path | None = None) -> None:
     """What came out of a run, and where its report is; None: there is none."""
+    from bpfed.metrics.registry import METRICS
+    from bpfed.report.record import value
+
     shown = table("", "last round", "worst client", "best round", title=run.title, right=3)
     for measure in run.measures:
         name = measure.full
@@ -127,6 +138,80 @@ class Group(TyperGroup):
         if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             raise unknown("command", args[0], self.commands)
         return super().resolve_command(ctx, args)
+
+
+class LazyCommand(NamedTuple):
+    """A command, or a group of some, whose module is imported when it is called.
+
+    Attributes:
+        place: Its module in `bpfed.cli`, and the name of its function or of its group there.
+        summary: The first paragraph of its help.
+        epilog: The name in the module of the example below its help; None: there is none.
+        options: How it is registered beside that.
+    """
+
+    place: str
+    summary: str
+    epilog: str | None = "EXAMPLE"
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def load(self, name: str) -> Command:
+        """The command under its name."""
+        module, _, own = self.place.partition(":")
+        found = import_module(f"bpfed.cli.{module}")
+        made = getattr(found, own)
+        if isinstance(made, typer.Typer):
+            group = get_group(made)
+            group.name = name
+            return group
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        alone.command(name, epilog=getattr(found, self.epilog) if self.epilog else None, **self.options)(made)
+        return get_command(alone)
+
+
+class LazyGroup(Group):
+    """A group of commands that are imported when they are called; its help shows their summaries."""
+
+    lazy: ClassVar[Mapping[str, LazyCommand]] = {}
+
+    @classmethod
+    def of(cls, lazy: Mapping[str, LazyCommand]) -> type[LazyGroup]:
+        """The group of these commands, for ``typer.Typer(cls=...)``."""
+        return type("LazyGroup", (cls,), {"lazy": lazy})
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Loading(self.lazy, self.commands)
+        self._shown = False
+
+    def list_commands(self, ctx: Context) -> list[str]:
+        return list(self.commands)
+
+    def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
+        if self._shown and cmd_name in self.lazy:
+            return Command(cmd_name, help=self.lazy[cmd_name].summary)
+        return super().get_command(ctx, cmd_name)
+
+    def format_help(self, ctx: Context, formatter: HelpFormatter) -> None:
+        self._shown = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._shown = False
+
+
+class _Loading(UserDict[str, Command]):
+    """Commands by name; a lazy one is loaded when it is asked for."""
+
+    def __init__(self, lazy: Mapping[str, LazyCommand], given: Mapping[str, Command]) -> None:
+        super().__init__()
+        self.data = {**lazy, **given}  # type: ignore[dict-item]
+
+    def __getitem__(self, name: str) -> Command:
+        found = self.data[name]
+        if isinstance(found, LazyCommand):
+            found = self.data[name] = found.load(name)
+        return found
 
 
 # --- Ctrl-C while torch is being imported: its libraries would abort the process, so it has to wait until they are there ---

@@ -74,6 +74,7 @@ class Model:
         example: Inputs,
         personal: Personal = "head",
         trainable: str | None = None,
+        tried: bool = False,
     ) -> Model:
         """Take a user's module over.
 
@@ -84,6 +85,8 @@ class Model:
                 them.
             personal: See `ParameterLayout.of`.
             trainable: Patterns of the parameters that are trained; None: those whose ``requires_grad`` is True.
+            tried: Whether it is known to run under ``torch.func`` and not to mix examples, as networks of this package;
+                to try that imports torch's compiler, which takes as long as torch itself.
         """
         if not isinstance(module, nn.Module):
             raise UserError(f"The model is {module!r}, but must be a torch.nn.Module (an object, not a class).")
@@ -124,7 +127,8 @@ class Model:
             frozen=sum(p.numel() for p in module.parameters() if not p.requires_grad),
             constant=constant,
         )
-        model._try(example)
+        if not tried:
+            model._try(example)
         if changed := kept.changed():
             notes.append(
                 f"The module sets its attribute '{changed[0]}' while it runs. All clients use one module, and a step is "

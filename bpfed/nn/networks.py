@@ -283,11 +283,12 @@ def make_model(
         raise UserError(
             f"The inputs are {inputs.shapes(example)}, which no network that is made here takes; give one as model."
         )
-    members = members_of(method, settings, flat=module is None and inputs.first(example).ndim == 2)
+    ours = module is None
+    members = members_of(method, settings, flat=ours and inputs.first(example).ndim == 2)
     if module is None:
         network = method.flat_network if settings.network == "auto" and example.ndim == 2 else settings.network
         module = default(tuple(example.shape[1:]), task.outputs(classes), settings.seed, settings.hidden, network)
-    model = Model.of(module, likelihood, example, method.personal, settings.trainable)
+    model = Model.of(module, likelihood, example, method.personal, settings.trainable, tried=ours)
     if settings.cache_features == "auto":
         model = model.on_features(example)
     return make_ensemble(model, members, settings.seed)

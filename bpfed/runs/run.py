@@ -27,7 +27,7 @@ from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.predictive import How
 from bpfed.metrics import Evaluation, Score
 from bpfed.metrics.registry import BUILT_IN
-from bpfed.report import RunRecord, write
+from bpfed.report import RunRecord
 from bpfed.report.record import temperature_name, temperature_words
 from bpfed.runs import metadata
 from bpfed.runs.baselines import baselines, wanted
@@ -314,6 +314,8 @@ class Run:
 
     def report(self, path: str | Path) -> Path:
         """Write the report, one self-contained HTML page."""
+        from bpfed.report import write  # what makes pages is imported for them alone
+
         return write(self.record(), Path(path))
 
 

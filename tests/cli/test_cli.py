@@ -15,7 +15,7 @@ import pytest
 from command import PLAIN, SMALL, Command, files, metrics
 
 from bpfed._util.errors import UserError
-from bpfed.cli import terminal
+from bpfed.cli import COMMANDS, terminal
 from bpfed.config.schema import fields_of
 from bpfed.config.settings import Settings
 from bpfed.engine.simulator import Simulator
@@ -422,8 +422,16 @@ def test_the_package_has_the_version_that_the_command_says(bpfed: Command) -> No
 
 
 def test_help_needs_none_of_what_is_slow_to_import() -> None:
-    code = "import sys, bpfed.cli; print(*{'torch', 'numpy', 'sklearn'} & {*sys.modules})"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "\n"
+    slow = {"torch", "numpy", "sklearn", "scipy", "matplotlib", "pydantic", "jinja2", "bpfed.cli.run"}
+    code = f"import sys, bpfed.cli\ntry: bpfed.cli.main(['--help'])\nfinally: print(*{slow} & {{*sys.modules}}, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "predict" in done.stdout
+    assert done.stderr == "\n"
+
+
+def test_the_help_shows_the_first_paragraph_of_each_commands_own() -> None:
+    for name, lazy in COMMANDS.items():
+        assert " ".join((lazy.load(name).help or "").partition("\n\n")[0].split()) == lazy.summary
 
 
 def test_the_installed_command_ends_with_the_right_code(tmp_path: Path) -> None:
