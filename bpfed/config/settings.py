@@ -245,10 +245,11 @@ class Settings(Checked):
     """Networks whose predictions are averaged, each with its own initial weights; multiplies computation and
     traffic. 0: three for flat inputs where the method is ``bpfed-adaptive``, whose networks are small, and else
     one."""
-    network: Literal["auto", "mlp", "skip", "linear"] = "auto"
-    """Network that is built when none is given: ``auto``, a LeNet for 32 x 32 images, what the method prefers for
-    tables (``mlp`` or ``skip``), and else an MLP with one hidden layer; ``mlp``; ``skip``, that MLP and a linear
-    path from inputs to outputs beside it; ``linear``, logistic or linear regression."""
+    network: Literal["auto", "mlp", "skip", "linear", "conv1d"] = "auto"
+    """Network that is built when none is given: ``auto``, a LeNet for 32 x 32 images, ``conv1d`` for sequences, what
+    the method prefers for tables (``mlp`` or ``skip``), and else an MLP with one hidden layer; ``mlp``; ``skip``,
+    that MLP and a linear path from inputs to outputs beside it; ``linear``, logistic or linear regression;
+    ``conv1d``, two convolutions along time and the mean over time."""
     hidden: Annotated[int | None, Field(ge=1, le=1_000_000)] = None
     """Units in the hidden layer of the network that is built when none is given; None: 100. Noisy labels may need
     fewer. Not for 32 x 32 images, whose network is fixed."""

@@ -91,7 +91,7 @@ def test_images_are_resized_when_asked(tmp_path: Path) -> None:
     images = folders(tmp_path / "png")
     x, y = pixels(2, (12, 16, 12))
     by_class(images / "c", x, y)
-    with pytest.raises(UserError, match="different kinds of inputs: .* images of"):
+    with pytest.raises(UserError, match=r"different kinds of inputs: .* images of"):
         data.load(f"folder:{images}")
     assert data.load(f"folder:{images}", image_size="6x4").input_shape == (1, 6, 4)
     for wrong in ("6", "0x4", "6x4x3", "axb"):
@@ -167,4 +167,7 @@ def test_a_run_on_images_and_its_predictions(command: Command, tmp_path: Path) -
     one = command("predict", "r", "--client", "a", "--input", "new/n1.png").out.splitlines()
     assert one == [folder[0], folder[2]]
     Image.new("RGB", (8, 8)).save(new / "n3.png")
-    assert "is a colour image, but training was on greyscale" in command("predict", "r", "--client", "a", "--input", "new").err
+    assert (
+        "is a colour image, but training was on greyscale"
+        in command("predict", "r", "--client", "a", "--input", "new").err
+    )
