@@ -171,10 +171,17 @@ def _examined(chosen: Config, data_dir: Path | None) -> tuple[dict[str, Table], 
     from bpfed.data.checks.findings import Asked, examine, survey
     from bpfed.data.load import target_of
     from bpfed.data.tabular.recode import Recoding
+    from bpfed.data.tabular.table import ArrayOptions
 
     data = chosen.data
     asked = Asked(
-        data.targets, data.client_column, data.ignore, data.missing, data.holdout, Recoding.of(**data.recoding)
+        data.targets,
+        data.client_column,
+        data.ignore,
+        data.missing,
+        data.holdout,
+        Recoding.of(**data.recoding),
+        ArrayOptions.of(data.input, data.image_size),
     )
     if not data.name.startswith(PREFIX):
         read = chosen.tables(data_dir)

@@ -36,7 +36,11 @@ def predict(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
     rows: Annotated[
         Path | None,
-        typer.Option("--input", help="Rows to predict: a table as in training, or NPZ with x.", show_default=False),
+        typer.Option(
+            "--input",
+            help="Rows to predict: a table as in training, NPZ with x, or an image or a folder of them.",
+            show_default=False,
+        ),
     ] = None,
     test: Annotated[
         bool, typer.Option("--test", help="The run's own test rows instead, of all clients or of --client.")
@@ -125,7 +129,7 @@ def predict(
         data = who.run.data
         taken = read_rows(data, rows, who.name, progress.say)
         x = taken.x
-        kept = _copied(rows, keep, len(x))
+        kept = _named(rows) | _copied(rows, keep, len(x))
         progress.doing(f"predicting {many(len(x), 'row')}")
         found = who.predict(taken, draws=draws)
         if found.scores is None:
@@ -350,6 +354,14 @@ def _another_site(folder: Path, name: str) -> UserError | None:
         f"'{folder}' has only the model of site '{plan.site}'; the model of '{name}' is in that site's own folder, so "
         "predict there."
     )
+
+
+def _named(path: Path) -> dict[str, list[str]]:
+    """The file of each row, where rows are images."""
+    from bpfed.data.tabular.image_folder import FILE, FORMAT, file_names
+    from bpfed.data.tabular.table import array_format
+
+    return {FILE: file_names(path)} if array_format(path) is FORMAT else {}
 
 
 def _copied(path: Path, keep: str | None, rows: int) -> dict[str, list[str]]:

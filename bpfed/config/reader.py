@@ -204,6 +204,8 @@ class Config:
             ignore=asked.ignore,
             missing=asked.missing,
             holdout=asked.holdout,
+            input=asked.input,
+            image_size=asked.image_size,
             **asked.recoding,
         )
 
@@ -234,6 +236,8 @@ class Config:
             missing=self.data.missing,
             codes=self.data.codes,
             holdout=self.data.holdout,
+            input=self.data.input,
+            image_size=self.data.image_size,
             **self.data.recoding,
             read=read,
             checked=checked,

@@ -201,6 +201,7 @@ FORMATS = Registry(
         "feather": "bpfed.data.tabular.parquet:FEATHER",
         "arrow": "bpfed.data.tabular.parquet:FEATHER",
         "npz": "bpfed.data.tabular.npz:FORMAT",
+        "npy": "bpfed.data.tabular.npz:NPY",
     },
 )
 #: Metrics: the group is reserved, and nothing reads it yet.

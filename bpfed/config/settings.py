@@ -121,7 +121,7 @@ class DataSettings(Checked):
     """Which data, and how it is distributed over clients."""
 
     name: str = "digits"
-    """Name of the dataset (see ``bpfed data list``), or ``folder:PATH`` for your own tables."""
+    """Name of the dataset (see ``bpfed data list``), or ``folder:PATH`` for your own tables or images."""
     clients: int | None = None
     """Number of clients; None: the dataset's own."""
     partition: str | None = None
@@ -156,6 +156,11 @@ class DataSettings(Checked):
     """For tables: hold out the last rows of each client by a column of numbers or ISO dates (``time:COLUMN``), or
     whole groups of rows (``group:COLUMN``), for the test and wherever training rows are held out; None: rows drawn
     at random."""
+    input: Literal["image", "sequence"] | None = None
+    """For arrays of three axes in your own files: images ``[n, height, width]`` or sequences ``[n, steps, channels]``;
+    None: sequences if the last axis is short and the other long, and they are not bytes."""
+    image_size: str | None = None
+    """For folders of images: resize all to HEIGHTxWIDTH pixels, such as ``64x64``; None: all have the same size."""
     rename: str | None = None
     """For tables: other names of columns, ``OLD=NEW`` or ``OLD@CLIENT=NEW``, separated by commas."""
     map: str | None = None
@@ -240,10 +245,11 @@ class Settings(Checked):
     """Networks whose predictions are averaged, each with its own initial weights; multiplies computation and
     traffic. 0: three for flat inputs where the method is ``bpfed-adaptive``, whose networks are small, and else
     one."""
-    network: Literal["auto", "mlp", "skip", "linear"] = "auto"
-    """Network that is built when none is given: ``auto``, a LeNet for 32 x 32 images, what the method prefers for
-    tables (``mlp`` or ``skip``), and else an MLP with one hidden layer; ``mlp``; ``skip``, that MLP and a linear
-    path from inputs to outputs beside it; ``linear``, logistic or linear regression."""
+    network: Literal["auto", "mlp", "skip", "linear", "conv1d"] = "auto"
+    """Network that is built when none is given: ``auto``, a LeNet for 32 x 32 images, ``conv1d`` for sequences, what
+    the method prefers for tables (``mlp`` or ``skip``), and else an MLP with one hidden layer; ``mlp``; ``skip``,
+    that MLP and a linear path from inputs to outputs beside it; ``linear``, logistic or linear regression;
+    ``conv1d``, two convolutions along time and the mean over time."""
     hidden: Annotated[int | None, Field(ge=1, le=1_000_000)] = None
     """Units in the hidden layer of the network that is built when none is given; None: 100. Noisy labels may need
     fewer. Not for 32 x 32 images, whose network is fixed."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from bpfed.data.sources.pooled import NATURAL, SOURCES, Natural, Source
 from bpfed.data.tabular import federate, frames
 from bpfed.data.tabular.preprocessing import Codes, Standardise
 from bpfed.data.tabular.recode import Recoding
-from bpfed.data.tabular.table import Table
+from bpfed.data.tabular.table import ArrayOptions, Table
 from bpfed.inference.tasks import Classification
 
 PARTITION = "groups"
@@ -64,6 +64,8 @@ def load(
     convert: str | Iterable[str] | None = None,
     dates: str | Iterable[str] | None = None,
     text: str | Iterable[str] | None = None,
+    input: Literal["image", "sequence"] | None = None,
+    image_size: str | None = None,
     read: Mapping[str, Table] | None = None,
     checked: bool = False,
 ) -> FederatedData:
@@ -106,6 +108,9 @@ def load(
         dates: For tables: columns whose dates become year, month, weekday and days since 2000.
         text: For tables: columns whose words are counted in 256 hashed columns, or in as many as ``"COLUMN:NUMBER"``
             says.
+        input: For arrays of three axes in files: images ``[n, height, width]`` or sequences ``[n, steps, channels]``;
+            None: as their shape suggests, which a note says.
+        image_size: For folders of images: ``"HEIGHTxWIDTH"`` that all are resized to; None: all have the same size.
         read: For tables: what `tables` returned, where that has been called already.
         checked: For tables: whether their columns need no check any more (`bpfed.data.checks.findings`).
 
@@ -131,6 +136,8 @@ def load(
                 ignore=ignore,
                 missing=missing,
                 holdout=holdout,
+                input=input,
+                image_size=image_size,
                 **said,
             )
             if read is None
@@ -144,6 +151,7 @@ def load(
             codes=codes,
             holdout=holdout,
             recoding=recoding,
+            arrays=ArrayOptions.of(input, image_size),
             test_fraction=test_fraction,
             seed=seed,
             checked=checked,
@@ -163,6 +171,8 @@ def load(
         missing=missing,
         codes=None if codes == "both" else codes,
         holdout=holdout,
+        input=input,
+        image_size=image_size,
         **said,
     )
     dealt = parse_partition(partition if partition is not None else PARTITION)
@@ -254,6 +264,8 @@ def tables(
     ignore: str | Iterable[str] | None = None,
     missing: str | Iterable[str] | None = None,
     holdout: str | None = None,
+    input: Literal["image", "sequence"] | None = None,
+    image_size: str | None = None,
     **said: str | Iterable[str] | None,
 ) -> dict[str, Table]:
     """The tables of ``folder:PATH`` or of a dataset that is tables, by client; for the arguments see `load`."""
@@ -267,6 +279,7 @@ def tables(
             federate.column_names(missing),
             by.words if by is not None else (),
             recoding,
+            ArrayOptions.of(input, image_size),
         )
     if (known := _natural(name)) is None:
         check_data(name)

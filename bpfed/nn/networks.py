@@ -167,6 +167,32 @@ class LeNet(nn.Module):
         return self.fc3(torch.relu(self.fc2(x)))
 
 
+class SequenceNet(nn.Module):
+    """For sequences: two convolutions along time with pooling between, the mean over time, and a linear layer.
+
+    Where something happens in a sequence makes little difference. Inputs are ``[B, C, 1, T]``: as convolutions in two
+    dimensions those along time run for many clients at once.
+    """
+
+    #: Units of both layers, and steps that a kernel spans.
+    WIDTHS, SPAN = (16, 32), 9
+
+    def __init__(self, channels: int, steps: int, outputs: int) -> None:
+        super().__init__()
+        first, second = self.WIDTHS
+        around = (0, self.SPAN // 2)
+        self.steps = steps
+        self.conv1 = nn.Conv2d(channels, first, (1, self.SPAN), padding=around)
+        self.conv2 = nn.Conv2d(first, second, (1, self.SPAN), padding=around)
+        self.output = nn.Linear(second, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pool = min(2, self.steps)
+        x = nn.functional.max_pool2d(torch.relu(self.conv1(x)), (1, pool))
+        x = torch.relu(self.conv2(x))
+        return self.output(nn.functional.avg_pool2d(x, (1, self.steps // pool)).flatten(1))
+
+
 def mlp(inputs: int, outputs: int, hidden: tuple[int, ...] = (HIDDEN,)) -> nn.Sequential:
     """Linear layers with ReLU between; the paper's network for MNIST is ``mlp(784, 10)``. 79 510 weights."""
     layers: list[nn.Module] = [nn.Flatten()]
@@ -217,11 +243,24 @@ def default(
         outputs: Numbers for each example.
         seed: Of the first weights.
         hidden: Units in the hidden layer; None: 100.
-        network: ``auto``: LeNet for 32 x 32 images, else an MLP; ``mlp``; ``skip``: see `SkipMLP`; ``linear``.
+        network: ``auto``: LeNet for 32 x 32 images, `SequenceNet` for inputs of ``(C, 1, T)``, else an MLP; ``conv1d``: a
+            `SequenceNet`; ``mlp``; ``skip``: see `SkipMLP`; ``linear``.
 
     Raises:
-        UserError: ``hidden`` is given, and there is no such layer.
+        UserError: ``hidden`` is given, and there is no such layer; or inputs are no sequences.
     """
+    sequences = len(input_shape) == 3 and input_shape[1] == 1
+    if network == "conv1d" and not sequences:
+        raise UserError(
+            f"network is 'conv1d', which is for sequences, but inputs have shape {list(input_shape)}; leave it out, or if "
+            "they are sequences [n, steps, channels] in a file, use --input sequence."
+        )
+    if sequences and network in ("auto", "conv1d"):
+        if hidden is not None:
+            raise UserError(
+                "hidden is for a network with one hidden layer, but sequences get convolutions; leave it out."
+            )
+        network = "conv1d"
     images = len(input_shape) == 3 and input_shape[1:] == (32, 32) and network == "auto"
     if network == "linear" and hidden is not None:
         raise UserError("hidden is for a network with a hidden layer, but network is 'linear'; leave one of them out.")
@@ -234,6 +273,8 @@ def default(
         torch.manual_seed(int(words(seed, 0, Purpose.INIT, np.zeros(1, dtype=np.uint64))[0] >> np.uint64(1)))
         if images:
             return LeNet(input_shape[0], outputs)
+        if network == "conv1d":
+            return SequenceNet(input_shape[0], input_shape[2], outputs)
         inputs, width = math.prod(input_shape), HIDDEN if hidden is None else hidden
         if network == "linear":
             return linear(inputs, outputs)

@@ -32,10 +32,10 @@ from bpfed.data.checks.leakage import DISTINCT, FEWEST, row_hashes, tells
 from bpfed.data.checks.spelling import alike_words, letters
 from bpfed.data.holdout import Holdout
 from bpfed.data.tabular.csvfile import WordsAmongNumbers, delimiter_of
-from bpfed.data.tabular.federate import client_files, column_names, not_inputs, read_clients
+from bpfed.data.tabular.federate import alike, client_files, column_names, not_inputs, read_clients
 from bpfed.data.tabular.recode import NOTHING, Recoding
 from bpfed.data.tabular.statistics import MOST_LEVELS, SPLIT
-from bpfed.data.tabular.table import UNKNOWN, Categorical, Column, Table, read_table
+from bpfed.data.tabular.table import AS_THEY_ARE, UNKNOWN, ArrayOptions, Categorical, Column, Table, read_table
 
 #: Quartile ranges from the median beyond which a number is a slip of the pen, and the same of logarithms plus a bit.
 FAR, LOG_FAR, LOG_MORE = 12.0, 3.0, 0.5
@@ -59,6 +59,7 @@ class Asked:
     missing: str | None = None
     holdout: str | None = None
     recoding: Recoding = NOTHING
+    arrays: ArrayOptions = AS_THEY_ARE
 
     @property
     def unused(self) -> list[str]:
@@ -76,7 +77,8 @@ def survey(path: str | Path, asked: Asked) -> tuple[dict[str, Table], list[Findi
     missing, words = column_names(asked.missing), [*(by.words if by else ()), *asked.recoding.words]
     files = client_files(path)
     if files is None:
-        return read_clients(path, asked.client_column, asked.unused, missing, words, asked.recoding), [], ""
+        read = read_clients(path, asked.client_column, asked.unused, missing, words, asked.recoding, asked.arrays)
+        return read, [], ""
     if asked.client_column is not None:
         read_clients(path, asked.client_column)  # which refuses it
     tables: dict[str, Table] = {}
@@ -86,7 +88,8 @@ def survey(path: str | Path, asked: Asked) -> tuple[dict[str, Table], list[Findi
         more: list[str] = []
         for _ in range(2):
             try:
-                table = read_table(file, words, ignore=asked.unused, missing=[*missing, *more])
+                said = [*missing, *more]
+                table = read_table(file, words, ignore=asked.unused, missing=said, arrays=asked.arrays)
                 tables[client] = asked.recoding.apply(table, client, [*missing, *more])
                 break
             except WordsAmongNumbers as error:
@@ -106,7 +109,7 @@ def survey(path: str | Path, asked: Asked) -> tuple[dict[str, Table], list[Findi
                 )
                 break
     found += _separators({client: files[client] for client in tables})
-    return tables, found, why
+    return alike(tables), found, why
 
 
 def examine(tables: Mapping[str, Table], asked: Asked) -> list[Finding]:

@@ -8,7 +8,7 @@ from functools import reduce
 from typing import get_args
 
 from bpfed._util.errors import OTHERS, UserError, first_of, unknown
-from bpfed.data.tabular.preprocessing import Codes, Feature, Preprocessor, Standardise, meant
+from bpfed.data.tabular.preprocessing import Codes, Feature, Preprocessor, Standardise, array_words, meant
 from bpfed.data.tabular.statistics import (
     FEWEST_CODES,
     MOST_CODES,
@@ -77,7 +77,7 @@ def combine(
     shapes = {s.shape: s.client for s in summaries}
     if len(shapes) > 1:
         one, two = [
-            f"'{who}' has {'a table' if shape is None else f'images of {shape}'}" for shape, who in shapes.items()
+            f"'{who}' has {'a table' if shape is None else array_words(shape)}" for shape, who in shapes.items()
         ][:2]
         raise UserError(f"Clients have different kinds of inputs: {one}, {two}; give all of them the same kind.")
     (shape,) = shapes

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from bpfed._util.errors import UserError, hint, quoted
+from bpfed._util.text import many
 from bpfed.data.checks.agreement import disagreements
 from bpfed.data.checks.clients import check_clients, of_one_class, rare_classes
 from bpfed.data.checks.column_types import PARTS, check_column_types, coded, doubts
@@ -20,11 +21,23 @@ from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.holdout import Holdout, split
 from bpfed.data.partition import check_seed
 from bpfed.data.tabular.combine import combine
+from bpfed.data.tabular.image_folder import in_colour, is_image, is_image_folder
 from bpfed.data.tabular.missing_values import MissingValues
 from bpfed.data.tabular.preprocessing import Codes, Preprocessor, Standardise, words_for_numbers
 from bpfed.data.tabular.recode import NOTHING, Recoding
 from bpfed.data.tabular.statistics import MOST_WHOLE, SPLIT, check_words, client_summary
-from bpfed.data.tabular.table import IN_PARTS, Categorical, Table, any_of, ending_of, endings, read_table
+from bpfed.data.tabular.table import (
+    AS_THEY_ARE,
+    IN_PARTS,
+    ArrayOptions,
+    Categorical,
+    Table,
+    any_of,
+    array_format,
+    ending_of,
+    endings,
+    read_table,
+)
 from bpfed.inference.rng import client_ids
 from bpfed.inference.tasks import get_task, inferred
 
@@ -44,11 +57,13 @@ def read_clients(
     missing: Sequence[str] = (),
     words: Sequence[str] = (),
     recoding: Recoding = NOTHING,
+    arrays: ArrayOptions = AS_THEY_ARE,
 ) -> dict[str, Table]:
-    """The tables of all clients, by name, from a folder with a file for each, or from one file and its client column.
+    """The tables of all clients, by name, from a folder with a file or folder for each, or from one file and its client
+    column.
 
     ``ignore`` are columns that are not inputs, ``missing`` words that stand for no value, ``words`` columns that are
-    words (see `read_table`), ``recoding`` what is done to columns then.
+    words (see `read_table`), ``recoding`` what is done to columns then, ``arrays`` how images and sequences are read.
 
     Raises:
         UserError: There is no such place, or a file of it cannot be used.
@@ -67,17 +82,34 @@ def read_clients(
                 "--client-column, or give a single file."
             )
         words = [*words, *recoding.words]
-        found = {name: read_table(file, words, ignore=ignore, missing=missing) for name, file in _files(path).items()}
-        return recoded(found, recoding, missing)
+        found = {
+            name: read_table(file, words, ignore=ignore, missing=missing, arrays=arrays)
+            for name, file in _files(path).items()
+        }
+        return recoded(alike(found), recoding, missing)
     # Names are words even if they are digits: 007 is not 7, and long numbers would be rounded to the same one.
     words = [*words, *recoding.words, *([client_column] if client_column else ())]
-    table = read_table(path, words, ignore=ignore, missing=missing)
+    table = read_table(path, words, ignore=ignore, missing=missing, arrays=arrays)
     if client_column is None:
         raise UserError(
             f"'{path}' is a single file; use --client-column to name the column that identifies the client: "
             f"{quoted(list(table.columns), SHOWN)}."
         )
     return recoded(by_column(table, client_column), recoding, missing)
+
+
+def alike(tables: Mapping[str, Table]) -> dict[str, Table]:
+    """The clients' tables with all images in colour, where those of some folders are and those of others are not."""
+    folders = {client: table for client, table in tables.items() if is_image_folder(Path(table.name))}
+    channels = {table.images.shape[1] for table in folders.values() if table.images is not None}
+    if len(channels) < 2:
+        return dict(tables)
+    return {
+        client: replace(table, images=in_colour(table.images[:, 0]))
+        if client in folders and table.images is not None and table.images.shape[1] == 1
+        else table
+        for client, table in tables.items()
+    }
 
 
 def recoded(tables: Mapping[str, Table], recoding: Recoding, missing: Sequence[str] = ()) -> dict[str, Table]:
@@ -122,6 +154,7 @@ def federate(
     codes: Codes = "both",
     holdout: str | None = None,
     recoding: Recoding = NOTHING,
+    arrays: ArrayOptions = AS_THEY_ARE,
     test_fraction: float | None = None,
     seed: int = 0,
     checked: bool = False,
@@ -177,7 +210,7 @@ def federate(
         codes=codes,
         holdout=None if by is None else str(by),
     )
-    preparation = replace(preparation, recoding=recoding).judged_by(summaries)
+    preparation = replace(preparation, recoding=recoding, resized=arrays.size is not None).judged_by(summaries)
     data = FederatedData(
         name=name,
         clients=tuple(clients),
@@ -191,6 +224,7 @@ def federate(
         preparation=preparation,
     ).check()
     notes = (
+        *about_arrays(preparation, arrays),
         *(() if checked else check_columns(tables, preparation)),
         *coded(preparation),
         *(() if by is None else by.notes(tables)),
@@ -200,6 +234,25 @@ def federate(
         *(() if checked else check_leakage(tables, {client: train for client, train, _ in parts}, preparation)),
     )
     return replace(data, notes=notes)
+
+
+def about_arrays(preparation: Preprocessor, asked: ArrayOptions) -> tuple[str, ...]:
+    """What inputs that are no columns are taken for, in a sentence.
+
+    Raises:
+        UserError: The inputs are columns, of which ``asked`` says something.
+    """
+    if preparation.shape is None:
+        if asked.kind is not None or asked.size is not None:
+            flag = f"--input {asked.kind}" if asked.kind is not None else "--image-size"
+            raise UserError(f"{flag} is for images and sequences, but the inputs are columns of numbers; omit it.")
+        return ()
+    channels, high, wide = preparation.shape
+    if preparation.array_kind == "sequence":
+        other = "" if asked.kind is not None else "; if they are images, use --input image"
+        return (f"The inputs are sequences of {wide} steps with {many(channels, 'channel')}{other}.",)
+    what = {1: "greyscale images", 3: "colour images (RGB)"}.get(channels, f"images with {channels} channels")
+    return (f"The inputs are {what} of {high} x {wide} pixels{', resized' if preparation.resized else ''}.",)
 
 
 #: Words of a column that is true or false, in small letters.
@@ -402,6 +455,14 @@ def _files(folder: Path) -> dict[str, Path]:
     for path in paths:
         if path.name.startswith(".") or path.suffix.lower() == ".md":
             continue
+        if path.is_dir() and ending_of(path) is None and array_format(path) is not None:
+            found[check_client_name(path.name, str(folder))] = path
+            continue
+        if is_image(path):
+            raise UserError(
+                f"'{path}' is an image that belongs to no client; use a folder for each client, and in it a folder for each "
+                "class or a CSV file with the label of each image."
+            )
         if (ending := ending_of(path)) is None:
             what = "a folder" if path.is_dir() else f"not a {any_of(known)} file"
             raise UserError(f"'{path}' is {what}, but everything there must be a client's file; move it elsewhere.")

@@ -1,4 +1,4 @@
-"""NPZ: numpy arrays in a zip file, read without trusting it: no pickles, and no more memory than the file admits to."""
+"""NPZ and NPY: numpy arrays, read without trusting the file: no pickles, and no more memory than it admits to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import IO, cast
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from bpfed.data.tabular.table import Categorical, Column, ReadOptions, Table, Ta
 #: GiB that the arrays of one file may have unpacked, and the environment variable that says otherwise.
 LIMIT, LIMIT_NAME = 2.0, "BPFED_NPZ_GIB"
 INPUTS, TARGET = "x", "y"
+#: Channels that a sequence may have, and how many times as many steps, to be recognised as one.
+MOST_CHANNELS, LONGER = 16, 4
 
 
 def read_npz(path: Path, asked: ReadOptions) -> Table:
@@ -25,7 +27,25 @@ def read_npz(path: Path, asked: ReadOptions) -> Table:
 
     Whole numbers in columns of words are words.
     """
-    arrays = read_arrays(path)
+    return _table(read_arrays(path), path, asked)
+
+
+def read_npy(path: Path, asked: ReadOptions) -> Table:
+    """Read one array, the inputs ``x``: new rows, whose targets are not known."""
+    return _table({INPUTS: _npy(path)}, path, asked)
+
+
+def read_folder(path: Path, asked: ReadOptions) -> Table:
+    """Read the arrays of a folder, a file ``NAME.npy`` each, as those of an NPZ file."""
+    return _table(_folder(path), path, asked)
+
+
+def is_array_folder(path: Path) -> bool:
+    """Whether a folder holds inputs as ``x.npy``."""
+    return (path / f"{INPUTS}.npy").is_file()
+
+
+def _table(arrays: dict[str, np.ndarray], path: Path, asked: ReadOptions) -> Table:
     if not arrays:
         raise UserError(f"'{path}' contains no arrays; give it '{INPUTS}' and '{TARGET}'.")
     inputs = arrays.pop(INPUTS, None)
@@ -49,13 +69,14 @@ def read_npz(path: Path, asked: ReadOptions) -> Table:
             )
         columns |= {name: _column(part, name, path) for name, part in parts.items()}
     elif inputs is not None:
-        images = _images(inputs, path)
+        images = _images(inputs, path, asked.arrays.kind)
     return Table(str(path), rows, columns, images)
 
 
 def read_cells(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
     """The entries of these arrays ``[n]`` as text."""
-    arrays = {name: array for name, array in read_arrays(path).items() if array.ndim == 1}
+    read = _folder(path) if path.is_dir() else {} if path.suffix.lower() == ".npy" else read_arrays(path)
+    arrays = {name: array for name, array in read.items() if array.ndim == 1}
     check_columns(path, names, arrays)
     return {name: [str(entry) for entry in arrays[name].tolist()] for name in names}
 
@@ -70,9 +91,13 @@ def _column(array: np.ndarray, name: str, path: Path, words: bool = False) -> Co
     return Categorical.of(array.tolist()) if array.dtype.kind == "U" else array.astype(np.float64)
 
 
-def _images(x: np.ndarray, path: Path) -> np.ndarray:
-    """As ``[n, c, h, w]``; channels may be last, or first where only that can be."""
-    if x.ndim == 3:
+def _images(x: np.ndarray, path: Path, kind: str | None) -> np.ndarray:
+    """As ``[n, c, h, w]``; channels may be last, or first where only that can be. Sequences are ``[n, c, 1, t]``."""
+    if kind == "sequence" and x.ndim != 3:
+        raise UserError(f"'{INPUTS}' in '{path}' has shape {x.shape}, but sequences must be [n, steps, channels].")
+    if x.ndim == 3 and (kind or array_kind(x)) == "sequence":
+        x = x.transpose(0, 2, 1)[:, :, None]
+    elif x.ndim == 3:
         x = x[:, None]
     elif x.ndim == 4 and x.shape[3] <= 4:
         x = x.transpose(0, 3, 1, 2)
@@ -83,9 +108,20 @@ def _images(x: np.ndarray, path: Path) -> np.ndarray:
         )
     if x.dtype.kind == "U" or not x[0:1].size:
         raise UserError(
-            f"'{INPUTS}' in '{path}' must be images of numbers, but has shape {x.shape} and type {x.dtype}."
+            f"'{INPUTS}' in '{path}' must be images or sequences of numbers, but has shape {x.shape} and type {x.dtype}."
         )
     return np.ascontiguousarray(x)
+
+
+def array_kind(x: np.ndarray) -> str:
+    """What an array of three axes most likely is, ``"image"`` or ``"sequence"``.
+
+    Bytes are images. Other numbers are sequences if their last axis is short and the one before at least four times as
+    long, as of 128 steps in 9 channels.
+    """
+    _, steps, channels = x.shape
+    long = channels <= MOST_CHANNELS and steps >= LONGER * channels and steps > 1
+    return "sequence" if x.dtype != np.uint8 and long else "image"
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -125,20 +161,50 @@ def unpacked_limit() -> float:
 
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, path: Path) -> np.ndarray:
     with archive.open(info) as file:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(file)
-        if dtype.hasobject:
-            raise UserError(
-                f"'{name}' in '{path}' contains pickled objects, which can run code; save it as numbers or text."
-            )
-        if dtype.kind not in "biufU" or dtype.fields is not None:
-            raise UserError(f"'{name}' in '{path}' has type {dtype}; save it as numbers or text.")
-        # What the header promises must be there, or a small file could ask for any amount of memory.
-        if math.prod(shape) * dtype.itemsize != info.file_size - file.tell():
-            raise UserError(f"'{name}' in '{path}' is not as long as its header says; save it again with numpy.savez.")
-        flat = np.frombuffer(file.read(), dtype)
+        return _parsed(file, info.file_size, name, path)
+
+
+def _npy(path: Path) -> np.ndarray:
+    """The array of one file."""
+    size = path.stat().st_size
+    if size > (most := unpacked_limit()) * 2**30:
+        raise UserError(
+            f"'{path}' has {size / 2**30:.1f} GiB, but at most {most:g} are read; split it, or allow more with the "
+            f"environment variable {LIMIT_NAME}={math.ceil(size / 2**30)}."
+        )
+    try:
+        with path.open("rb") as file:
+            return _parsed(file, size, path.stem, path)
+    except (ValueError, EOFError) as error:
+        raise UserError(f"'{path}' is not a valid NPY file ({error}); save it again with numpy.save.") from error
+
+
+def _folder(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a folder by name."""
+    files = [file for file in sorted(path.iterdir()) if not file.name.startswith(".")]
+    if strange := next((file for file in files if file.suffix != ".npy"), None):
+        raise UserError(f"'{strange}' is not a .npy file, as the others of that folder are; move it elsewhere.")
+    return {file.stem: _npy(file) for file in files}
+
+
+def _parsed(file: IO[bytes], size: int, name: str, path: Path) -> np.ndarray:
+    """The array in a file that is open, of so many bytes."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    if dtype.hasobject:
+        raise UserError(
+            f"'{name}' in '{path}' contains pickled objects, which can run code; save it as numbers or text."
+        )
+    if dtype.kind not in "biufU" or dtype.fields is not None:
+        raise UserError(f"'{name}' in '{path}' has type {dtype}; save it as numbers or text.")
+    # What the header promises must be there, or a small file could ask for any amount of memory.
+    if math.prod(shape) * dtype.itemsize != size - file.tell():
+        raise UserError(f"'{name}' in '{path}' is not as long as its header says; save it again with numpy.savez.")
+    flat = np.frombuffer(file.read(), dtype)
     return cast(np.ndarray, flat.reshape(shape, order="F" if fortran else "C"))
 
 
 FORMAT = TableFormat(read_npz, read_cells)
+NPY = TableFormat(read_npy, read_cells)
+FOLDER = TableFormat(read_folder, read_cells)

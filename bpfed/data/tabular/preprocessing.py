@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -34,7 +34,7 @@ from bpfed.data.tabular.statistics import (
     of_channels,
     of_numbers,
 )
-from bpfed.data.tabular.table import LARGEST, Categorical, Column, Table, written
+from bpfed.data.tabular.table import AS_THEY_ARE, LARGEST, ArrayOptions, Categorical, Column, Table, written
 from bpfed.inference.tasks import Task, get_task, is_task
 
 Standardise = Literal["federated", "local", "none"]
@@ -99,7 +99,8 @@ class Preprocessor:
         holdout: How rows are held out, ``time:COLUMN`` or ``group:COLUMN`` of a column that is no input; None: at random.
         codes: Whether columns of few whole numbers could become coded ones (``"both"``) or not (``"number"``).
         recoding: What is done to the columns of a table before anything else.
-        shape: Shape of an image, ``(c, h, w)``; None for tables.
+        shape: Shape of an image, ``(c, h, w)``, or of a sequence, ``(c, 1, t)``; None for tables.
+        resized: Whether images of files are resized to that shape.
         local: Mean and scale of each number, by client and column; only with ``"local"``.
         own: Mean and standard deviation of each client's own numbers, by client and column, of those that it has enough
             of: by these, new rows are judged.
@@ -119,6 +120,7 @@ class Preprocessor:
     codes: Codes = "both"
     recoding: Recoding = NOTHING
     shape: tuple[int, ...] | None = None
+    resized: bool = False
     local: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     own: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
 
@@ -137,6 +139,19 @@ class Preprocessor:
         """Columns of the tables that are no inputs: those to ignore, and the one by which rows are held out."""
         by = Holdout.of(self.holdout)
         return self.ignore if by is None else (*self.ignore, by.column)
+
+    @property
+    def array_kind(self) -> Literal["image", "sequence"] | None:
+        """What the inputs are, where they are no columns."""
+        return None if self.shape is None else "sequence" if self.shape[1] == 1 else "image"
+
+    @property
+    def arrays(self) -> ArrayOptions:
+        """How new images or sequences are read."""
+        if self.shape is None:
+            return AS_THEY_ARE
+        high, wide = self.shape[1:]
+        return ArrayOptions(self.array_kind, (high, wide) if self.resized else None, self.shape[0])
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -247,6 +262,8 @@ class Preprocessor:
             "holdout": self.holdout,
             "ignore": ",".join(self.ignore) or None,
             "missing": ",".join(self.missing) or None,
+            "input": self.array_kind,
+            "image_size": "x".join(map(str, self.shape[1:])) if self.shape is not None and self.resized else None,
             **self.recoding.settings(),
         }
 
@@ -378,10 +395,11 @@ class Preprocessor:
         return found
 
     def _images(self, table: Table, local: Mapping[str, tuple[float, float]]) -> Tensor:
+        assert self.shape is not None
         if table.images is None or tuple(table.images.shape[1:]) != self.shape:
-            held = "a table" if table.images is None else f"images of {table.images.shape[1:]}"
+            held = "a table" if table.images is None else array_words(table.images.shape[1:])
             raise UserError(
-                f"'{table.name}' contains {held}, but training was on images of {self.shape}; give such images."
+                f"'{table.name}' contains {held}, but training was on {array_words(self.shape)}; give such ones."
             )
         scaling = np.array([local[f.name] for f in self.features], dtype=np.float32)
         if self.standardise == "none" and table.images.dtype == np.uint8:
@@ -390,13 +408,19 @@ class Preprocessor:
         return torch.from_numpy((table.images.astype(np.float32) - centre) / spread)
 
 
+def array_words(shape: Sequence[int]) -> str:
+    """Images or sequences of this shape, in words."""
+    channels, high, wide = shape
+    return f"sequences of [{wide}, {channels}]" if high == 1 else f"images of {(channels, high, wide)}"
+
+
 def write_preparation(path: Path, preparation: Preprocessor) -> str:
     """Write a preparation as a file that people can read and sites can agree on; gives back its `digest`.
 
     Nothing of single clients is in it: neither their own statistics nor the column that names them.
     """
     record = preparation.record()
-    left_out = ("local", "client_column", "missing", "codes", "holdout", "recoding", "own")
+    left_out = ("local", "client_column", "missing", "codes", "holdout", "recoding", "own", "resized")
     content = to_json({key: value for key, value in record.items() if key not in left_out})
     write_whole(path, content)
     return digest(content.encode())

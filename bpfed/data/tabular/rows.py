@@ -83,6 +83,7 @@ def read_rows(
             [*preparation.words, *recoding.words],
             used=needed | recoding.columns,
             missing=preparation.missing,
+            arrays=preparation.arrays,
         )
     else:
         table = _in_memory(preparation, source, client, columns, needed, say)
@@ -122,7 +123,7 @@ def _in_memory(
     """Rows in memory as a table that has every column of training; others are ignored with a word."""
     if preparation.shape is not None:
         raise UserError(
-            "The run was trained on images of files, which it scales; give the path of an NPZ file, or inputs that are "
+            "The run was trained on images or sequences of files, which it scales; give the path of one, or inputs that are "
             "scaled as run.data is, with prepared=True."
         )
     used = [f.name for f in preparation.features if f.inputs]

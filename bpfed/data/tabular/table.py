@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date, datetime, time
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -77,7 +77,8 @@ class Table:
         name: Where it is from, for errors.
         rows: Number of rows n.
         columns: Its columns, by name.
-        images: Images, ``[n, c, h, w]`` numbers, where the inputs are images; then the columns only say what they show.
+        images: Images, ``[n, c, h, w]`` numbers, where the inputs are images, or sequences, ``[n, c, 1, t]``; then the
+            columns only say what they show.
     """
 
     name: str
@@ -173,6 +174,35 @@ def column_name(text: str) -> str:
 
 
 @dataclass(frozen=True)
+class ArrayOptions:
+    """How inputs that are no columns are read: images, and arrays with three axes or more.
+
+    Attributes:
+        kind: What an array of three axes is, images ``[n, h, w]`` or sequences ``[n, t, c]``; None: as its shape suggests.
+        size: Height and width that images of files are resized to; None: they stay as they are.
+        channels: Channels that images of files must have; None: 1 if all are shades of grey, else 3.
+    """
+
+    kind: Literal["image", "sequence"] | None = None
+    size: tuple[int, int] | None = None
+    channels: int | None = None
+
+    @classmethod
+    def of(cls, kind: Literal["image", "sequence"] | None = None, image_size: str | None = None) -> ArrayOptions:
+        """What ``--input`` and ``--image-size`` say; a size is ``HEIGHTxWIDTH``."""
+        if image_size is None:
+            return cls(kind)
+        found = re.fullmatch(r"\s*([1-9]\d{0,3})\s*[xX×]\s*([1-9]\d{0,3})\s*", image_size)
+        if found is None:
+            raise UserError(f"The image size is '{image_size}', but must be HEIGHTxWIDTH in pixels, such as 64x64.")
+        return cls(kind, (int(found[1]), int(found[2])))
+
+
+#: Nothing is said of them.
+AS_THEY_ARE = ArrayOptions()
+
+
+@dataclass(frozen=True)
 class ReadOptions:
     """How the columns of a file are read; see `read_table`."""
 
@@ -180,6 +210,7 @@ class ReadOptions:
     ignore: Sequence[str]
     used: frozenset[str] | None
     missing: MissingValues
+    arrays: ArrayOptions = AS_THEY_ARE
 
 
 @dataclass(frozen=True)
@@ -202,13 +233,15 @@ def read_table(
     ignore: Sequence[str] = (),
     used: Iterable[str] | None = None,
     missing: Iterable[str] = (),
+    arrays: ArrayOptions = AS_THEY_ARE,
 ) -> Table:
-    """Read a file of rows: CSV or TSV with a header, also compressed, Excel, ARFF, Parquet, Feather, or NPZ.
+    """Read a file of rows: CSV or TSV with a header, also compressed, Excel, ARFF, Parquet, Feather, NPZ or NPY.
 
-    A folder that is called ``NAME.parquet`` is one table in parts.
+    A folder that is called ``NAME.parquet`` is one table in parts. A folder of PNG or JPEG images is one table
+    (`bpfed.data.tabular.image_folder`), as is one with ``x.npy`` and ``y.npy``.
 
-    An NPZ file holds ``x`` ``[n, F]`` numbers or ``[n, h, w]`` or ``[n, h, w, c]`` images, and ``y`` ``[n]``; or one
-    array ``[n]`` for each column. Pickled objects are refused.
+    An NPZ file holds ``x`` ``[n, F]`` numbers, ``[n, h, w]`` or ``[n, h, w, c]`` images or ``[n, t, c]`` sequences, and
+    ``y`` ``[n]``; or one array ``[n]`` for each column. Pickled objects are refused.
 
     Args:
         path: The file.
@@ -216,6 +249,7 @@ def read_table(
         ignore: Columns that are not inputs, and may have a type that is not read otherwise, such as dates in Parquet.
         used: The only columns that are needed; others may have such a type too. None: all but those of ``ignore``.
         missing: What else stands for no value, ``WORD`` or ``COLUMN=WORD`` each (`bpfed.data.tabular.missing_values`).
+        arrays: How images and sequences are read.
 
     Raises:
         UserError: It cannot be read, or is not what its ending says.
@@ -223,16 +257,17 @@ def read_table(
     from bpfed.data.tabular.missing_values import MissingValues
 
     path = Path(path)
-    asked = ReadOptions(frozenset(words), ignore, None if used is None else frozenset(used), MissingValues.of(missing))
-    ending = ending_of(path)
-    if ending is None:
+    needed = None if used is None else frozenset(used)
+    asked = ReadOptions(frozenset(words), ignore, needed, MissingValues.of(missing), arrays)
+    ending, several = ending_of(path), array_format(path)
+    if ending is None and several is None:
         raise UserError(f"'{path}' is not a {any_of(endings())} file; convert it to one of these.")
     try:
         mode = path.stat().st_mode
-        if not stat.S_ISREG(mode) and not (ending == IN_PARTS and stat.S_ISDIR(mode)):
+        if several is None and not stat.S_ISREG(mode) and not (ending == IN_PARTS and stat.S_ISDIR(mode)):
             raise UserError(f"'{path}' is a {_kind(mode)}, not a file; put a file there or remove it.")
-        own = _own_format(ending)
-        table = own.read(path, asked) if own is not None else _of_plugin(path, ending, asked.words)
+        own = several or _own_format(ending or "")
+        table = own.read(path, asked) if own is not None else _of_plugin(path, ending or "", asked.words)
     except FileNotFoundError as error:
         if path.is_symlink():
             raise UserError(f"'{path}' is a link to a file that does not exist; fix it or remove it.") from error
@@ -261,6 +296,15 @@ def ending_of(path: Path) -> str | None:
         if found:
             return max(found, key=len)
     return None
+
+
+def array_format(path: Path) -> TableFormat | None:
+    """What reads a folder of images or arrays, or an image; None: it is none."""
+    from bpfed.data.tabular import image_folder, npz
+
+    if image_folder.is_image(path) or image_folder.is_image_folder(path):
+        return image_folder.FORMAT
+    return npz.FOLDER if npz.is_array_folder(path) else None
 
 
 def _own_format(ending: str) -> TableFormat | None:
@@ -346,7 +390,7 @@ def passthrough(path: Path, names: Sequence[str]) -> dict[str, list[str]]:
         UserError: There is no such column.
     """
     ending = ending_of(path)
-    own = _own_format(ending) if ending is not None else None
+    own = array_format(path) or (_own_format(ending) if ending is not None else None)
     if own is None:
         raise UserError(f"Columns of '{path}' cannot be copied as they are written there; convert it to a .csv file.")
     return own.read_cells(path, names)

@@ -38,7 +38,7 @@ from bpfed.data.tabular.federate import (
 from bpfed.data.tabular.preprocessing import Preprocessor, meant
 from bpfed.data.tabular.recode import NOTHING, Recoding
 from bpfed.data.tabular.statistics import MOST_WHOLE, SPLIT, ColumnStatistics, client_summary, released
-from bpfed.data.tabular.table import Categorical, Table, read_table
+from bpfed.data.tabular.table import ArrayOptions, Categorical, Table, read_table
 from bpfed.deploy.protocol.messages import BESIDE
 from bpfed.deploy.protocol.state_schema import RejectedMessage
 from bpfed.deploy.site.limits import Limits, when_full
@@ -144,7 +144,9 @@ class File:
         self.recoding, known = Recoding.of(**asked.recoding), agreed.preparation.words if agreed else ()
         words = (*known, *(self.by.words if self.by else ()), *self.recoding.words)
         ignore, missing = not_inputs(asked.ignore, self.by), column_names(asked.missing)
-        self.table = self.recoding.apply(read_table(path, words, ignore=ignore, missing=missing), site, missing, known)
+        arrays = ArrayOptions.of(asked.input, asked.image_size)
+        table = read_table(path, words, ignore=ignore, missing=missing, arrays=arrays)
+        self.table = self.recoding.apply(table, site, missing, known)
         self.seed = config.data_seed
         self.task = asked.task
         self.ignore = tuple(ignore)
@@ -230,6 +232,7 @@ class File:
             train, test = self._known(found)
         by = None if self.by is None else str(self.by)
         preparation = replace(found, local={}, own={}, missing=said, recoding=self.recoding, holdout=by)
+        preparation = replace(preparation, resized=self.config.data.image_size is not None)
         if preparation.shape is None:
             mine = client_summary(train, self.target, client=self.site, task=preparation.task, ignore=self.ignore)
             preparation = preparation.judged_by([mine])
