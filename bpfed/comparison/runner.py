@@ -200,7 +200,7 @@ class _Runner:
         self.tell = once(say)
         self.records: dict[str, dict[int, RunRecord]] = {candidate.name: {} for candidate in who}
         self.trained = 0
-        self.fitted: dict[Any, dict[str, Any]] = {}  # baselines, once for all methods of a seed
+        self.fitted: dict[Any, Any] = {}  # baselines, once for all methods of a seed
 
     def look(self, dealt: Mapping[int, FederatedData]) -> list[list[Cell]]:
         """Read the cells of these seeds that are finished; a list for each candidate of those that are not."""
@@ -255,7 +255,7 @@ def _cell(
     likelihood: Likelihood | None,
     out: Path | None,
     say: Callable[[str], None],
-    fitted: dict[Any, dict[str, Any]],
+    fitted: dict[Any, Any],
 ) -> Cell | RunRecord:
     """A cell that is ready to run, or the record of one that is finished."""
     settings = replace(candidate.settings, seed=seed)

@@ -181,6 +181,13 @@ def _predict(
     return Predicted(tuple(torch.cat(parts)[back] for parts in zip(*found, strict=True)), y, offsets)
 
 
+def predict_examples(federation: Federation, examples: Examples, clients: Tensor, draws: int) -> Predicted:
+    """What these clients predict for examples that are laid out as the federation's are, ``[C]`` of them."""
+    return _predict(
+        federation, examples, clients, federation.tuned(clients) if federation.untuned else None, draws=draws
+    )
+
+
 def _groups(examples: Examples, sizes: Tensor, weights: int) -> Iterator[Tensor]:
     """Places of clients that are predicted for side by side; those of like sizes together, so that little is padded.
 

@@ -257,6 +257,9 @@ class Counts(Task):
         mean, scale, *_ = found.parts
         return (found.y - mean).abs() / scale
 
+    def example_nll(self, found: Predicted) -> Tensor | None:
+        return found.parts[2]
+
     def score(self, found: Predicted, scoring: Scoring) -> Evaluation:
         """See `evaluate_counts`; without a model, the mean of a client's counts with half an event more."""
         mean, scale, nll, below, upto = found.parts

@@ -323,6 +323,9 @@ class TokenClassification(Classification):
         right = probs.gather(-1, found.y.clamp(min=0)[..., None])[..., 0]
         return torch.where(found.y == IGNORED, 0.0, 1.0 - right).flatten(1).amax(-1)
 
+    def example_nll(self, found: Predicted) -> Tensor | None:
+        return None
+
     def score(self, found: Predicted, scoring: Scoring) -> Evaluation:
         """`bpfed.metrics.evaluate` of the tokens that count, and ``exact``, the sequences whose tokens are all right."""
         (probs,) = found.parts

@@ -237,6 +237,9 @@ class Survival(Task):
         """One over the predicted cumulative hazard at the observed time: high for one that is early."""
         return _earliness(found.parts[2])
 
+    def example_nll(self, found: Predicted) -> Tensor | None:
+        return found.parts[1]
+
     def score(self, found: Predicted, scoring: Scoring) -> Evaluation:
         """See `evaluate_survival`; without a model, the Kaplan-Meier curve of a client's own training examples."""
         train = scoring.train

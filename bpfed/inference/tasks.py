@@ -27,7 +27,7 @@ from bpfed.inference.calibration import HeldOutSlopes
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Categorical, Heteroscedastic, Likelihood, Normal
 from bpfed.inference.predictive import Classified, How, Prediction, Predictive, Regressed, classify, regress
-from bpfed.metrics import Evaluation, Form, Sums, evaluate, evaluate_regression, evaluate_sums
+from bpfed.metrics import Evaluation, Form, Sums, diagnostics, evaluate, evaluate_regression, evaluate_sums
 from bpfed.metrics.classification import by_class, form_of_classes
 from bpfed.metrics.evaluation import summed, with_means
 from bpfed.metrics.registry import of_examples
@@ -228,6 +228,10 @@ class Task(ABC):
     def score(self, found: Predicted, scoring: Scoring) -> Evaluation:
         """The task's own metrics of these predictions."""
 
+    def example_nll(self, found: Predicted) -> Tensor | None:
+        """The NLL of each example, ``[E]``; None: it is not the mean over these, so nothing is said of single columns."""
+        return None
+
     @abstractmethod
     def form(self, classes: int, bins: int, calibrated: bool) -> Form:
         """What the sums of its own metrics look like, with calibration examples or without."""
@@ -349,6 +353,9 @@ class Classification(Task):
         (probs,) = found.parts
         return calibration.temperatures(probs, found.y, found.offsets.to(probs.device)).cpu()
 
+    def example_nll(self, found: Predicted) -> Tensor | None:
+        return diagnostics.losses_of_classes(found.parts[0], found.y)
+
     def score(self, found: Predicted, scoring: Scoring) -> Evaluation:
         (probs,) = found.parts
         sets = bounded = None
@@ -358,9 +365,12 @@ class Classification(Task):
             if scoring.scaling:
                 probs = calibration.tempered(probs, bounds.temperature)
         shares = class_shares(scoring.train, scoring.classes)[scoring.clients].to(probs.device)
-        scored = evaluate(probs, found.y, found.offsets.to(probs.device), scoring.bins, sets, bounded, shares)
+        offsets = found.offsets.to(probs.device)
+        scored = evaluate(probs, found.y, offsets, scoring.bins, sets, bounded, shares)
         return replace(
             scored,
+            losses=partial(diagnostics.losses_of_classes, probs, found.y),
+            diagnose=partial(diagnostics.of_classes, probs, found.y, offsets, shares, sets, bounded),
             fitted_temperature=partial(calibration.common_temperature, probs, found.y),
             by_class=partial(by_class, probs, found.y, sets, bounded),
             slopes=partial(calibration.slopes, probs, found.y),
@@ -440,6 +450,9 @@ class Regression(Task):
         mean, scale, _ = found.parts
         return (found.y - mean).abs() / scale
 
+    def example_nll(self, found: Predicted) -> Tensor | None:
+        return found.parts[2]
+
     def score(self, found: Predicted, scoring: Scoring) -> Evaluation:
         mean, scale, nll = found.parts
         inside = width = bounded = None
@@ -447,20 +460,24 @@ class Regression(Task):
             half = bounds.bound * scale
             inside, width, bounded = (found.y - mean).abs() <= half, 2.0 * half, bounds.finite
         squares = calibration.squared_errors(mean, scale, found.y)
+        offsets = found.offsets.to(mean.device)
+        without = mean_targets(scoring.train)[scoring.clients].to(mean.device)[scoring.owner]
         scored = evaluate_regression(
             mean=mean,
             scale=scale,
             nll=nll,
             y=found.y,
-            offsets=found.offsets.to(mean.device),
+            offsets=offsets,
             bins=scoring.bins,
             inside=inside,
             width=width,
             bounded=bounded,
-            baseline=mean_targets(scoring.train)[scoring.clients].to(mean.device)[scoring.owner],
+            baseline=without,
         )
         return replace(
             scored,
+            losses=partial(diagnostics.losses_of_numbers, mean, found.y),
+            diagnose=partial(diagnostics.of_numbers, mean, scale, found.y, offsets, without),
             fitted_temperature=partial(calibration.common_scale_factor, squares),
             slopes=partial(calibration.slopes_of_numbers, squares),
         )

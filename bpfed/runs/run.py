@@ -32,6 +32,7 @@ from bpfed.report.record import temperature_name, temperature_words
 from bpfed.runs import metadata
 from bpfed.runs.baselines import baselines, wanted
 from bpfed.runs.client import Client
+from bpfed.runs.diagnostics import diagnostics
 
 if TYPE_CHECKING:
     from bpfed.runs.adapt import NewClient
@@ -55,7 +56,8 @@ class Run:
         calibration: What the run's folder says of its calibration, where the data are not at hand (see `calibrate`).
         say: Called with each message for the user.
         deployed: Whether it is a site's part of a deployment, where only its own rows are.
-        fitted: Baselines by what they are fitted to; runs on the same data may share them.
+        fitted: Baselines by what they are fitted to, with the losses of each test row; runs on the same data may share
+            them.
     """
 
     def __init__(self, federation: Federation, say: Callable[[str], None] = lambda sentence: None) -> None:
@@ -67,8 +69,9 @@ class Run:
         self.compiled = False
         self.calibration: Calibration | None = None
         self.deployed = federation.data.protocol == metadata.DEPLOYED
-        self.fitted: dict[Any, dict[str, Any]] = {}
+        self.fitted: dict[Any, tuple[dict[str, Any], dict[str, Tensor]]] = {}
         self._calibrated: tuple[tuple[int, How, int], Calibration] | None = None
+        self._diagnosed: tuple[int, dict[str, Any]] | None = None
 
     def __repr__(self) -> str:
         federation = self.federation
@@ -272,13 +275,26 @@ class Run:
 
         Empty where they are off or the inputs are no flat vectors, and for a deployed site, which has its own rows alone.
         """
+        return self._baselines()[0]
+
+    def _baselines(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if self.settings.baselines == "off" or self.deployed or not wanted(self.data):
-            return {}
+            return {}, {}
         clients, bins = tested_clients(self.federation), self.settings.bins
         key = (metadata.fingerprint(self.data), tuple(clients.tolist()), bins)
         if key not in self.fitted:
-            self.fitted[key] = baselines(self.data, clients, bins)
+            losses: dict[str, Tensor] = {}
+            self.fitted[key] = baselines(self.data, clients, bins, losses=losses), losses
         return self.fitted[key]
+
+    def diagnostics(self) -> dict[str, Any]:
+        """What the report says beyond metrics, as in ``evaluation.json`` (see `bpfed.runs.diagnostics`)."""
+        if self.evaluation is None:
+            self.evaluation = evaluate_clients(self.federation)
+        if self._diagnosed is None or self._diagnosed[0] != self.federation.round:
+            found = diagnostics(self.federation, *self.evaluation, self._baselines()[1])
+            self._diagnosed = self.federation.round, found
+        return self._diagnosed[1]
 
     def summary_record(self) -> dict[str, Any]:
         """The run in figures, as in ``summary.json``; accuracy and ECE as fractions."""
@@ -308,8 +324,9 @@ class Run:
     def record(self) -> RunRecord:
         """The run in plain data, as its folder holds it."""
         config = tomllib.loads(to_toml(self.config()))
-        plain = self.baselines()
-        evaluation = {**self.detail(), **({"baselines": plain} if plain else {})}
+        evaluation = self.detail()
+        more = {"baselines": self.baselines(), "diagnostics": self.diagnostics()}
+        evaluation |= {name: found for name, found in more.items() if found}
         return RunRecord(config, self.history, evaluation, self.summary_record())
 
     def report(self, path: str | Path) -> Path:

@@ -18,3 +18,23 @@ for (const table of document.querySelectorAll("table.sortable")) {
   }));
 }
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach(d => { d.open = true; }));
+const named = [...document.querySelectorAll("[data-name]")];
+for (const label of document.querySelectorAll("label.filter")) {
+  const field = label.querySelector("input");
+  label.hidden = false;
+  field.addEventListener("input", () => {
+    const wanted = field.value.trim().toLocaleLowerCase();
+    named.forEach(one => { one.hidden = wanted !== "" && !one.dataset.name.toLocaleLowerCase().includes(wanted); });
+    if (wanted) document.querySelectorAll("details.more").forEach(d => { d.open = true; });
+  });
+}
+const boxes = [...document.querySelectorAll(".scroll, .fits")].map(box => {
+  const hint = document.createElement("p");
+  hint.className = "hint";
+  hint.textContent = "Scroll sideways to see all columns";
+  box.before(hint);
+  return [box, hint];
+});
+const look = () => boxes.forEach(([box, hint]) => { hint.hidden = box.scrollWidth <= box.clientWidth + 1; });
+addEventListener("resize", look);
+look();
