@@ -1,20 +1,34 @@
-"""The table of the README: the recipe, beside what the paper prints and the best of all others, in the six cells."""
+"""The recipe beside others: four datasets on the README; and, with what the paper prints, the six cells in one table."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
+
+from bpfed._util.scores import deviation
 from bpfed.metrics.registry import BEST_IS_HIGH
 from experiments import lineup
 from experiments.markdown import PRINTED, Cells
 from experiments.paired import RECIPE, nearest
 from experiments.published import CELLS, TABLES, published
+from experiments.records import read
 from experiments.results import Results
 from experiments.typeset import figures, strong, table
 
-#: The part's name on the page.
-PART = "headline"
+#: The parts' names on their pages.
+PART, README_PART = "headline", "measured"
+#: The rows of the README: of `results/other`, a file; of the cells, a name. With words for the data.
+ROWS = {
+    "heart-disease": "4 hospitals, heart disease",
+    "wisdm-later": "36 phone users, activity",
+    "cifar10-small": "20 clients, CIFAR-10 small",
+    "digits": "10 clients, digits",
+}
+#: Its columns: one network each, no calibration, on the seeds that all of them have.
+COLUMNS = {RECIPE: "bpfed-recipe", "fedper": "FedPer", "fedavg": "FedAvg", "local": "alone"}
 #: Ours, by what they are called in this table.
 OURS = {"recipe": RECIPE, "recipe, two members, calibrated": f"{RECIPE}+members+calibrated"}
 
@@ -42,6 +56,34 @@ def markdown(found: Results) -> str:
             columns.append(strong(values, [_shown(value, measure) for value in values], measure))
         rows += [[f"{word}: {title}", *(column[i] for column in columns)] for i, title in enumerate(numbers)]
     return table(["last round", *map(lineup.cell_title, CELLS)], rows)
+
+
+def readme(found: Results, results: Path) -> str:
+    """NLL on four datasets, mean ± standard deviation over seeds; the lowest of a row is bold."""
+    rows = []
+    for name, words in ROWS.items():
+        seeds, version, rounds = _scores(found, results, name)
+        if not seeds:
+            continue
+        means = [float(np.mean(values)) for values in seeds]
+        texts = [figures(m, "nll", deviation(list(v))) for m, v in zip(means, seeds, strict=True)]
+        rows.append([words, *strong(means, texts, "nll"), f"{rounds}, {len(seeds[0])}", version])
+    return table(["test NLL", *COLUMNS.values(), "rounds, seeds", "version"], rows) if rows else ""
+
+
+def _scores(found: Results, results: Path, name: str) -> tuple[list[list[float]], str, int]:
+    """The NLL of each seed for each column, the versions and the rounds of a row; no columns: it was not run."""
+    path = results / "other" / f"{name}.json"
+    if path.exists():
+        told = read(path)
+        return [told["methods"][method]["nll"]["seeds"] for method in COLUMNS], told["bpfed"], told["rounds"]
+    cell = found.of("paper", "groups").get(name, {})
+    if not all(method in cell for method in COLUMNS):
+        return [], "", 0
+    records = [cell[method] for method in COLUMNS]
+    common = sorted(set.intersection(*(set(record.seeds) for record in records)))
+    values = [record.only(common).last("nll").tolist() for record in records]
+    return values, ", ".join(sorted({r.version for r in records if r.version})), records[0].rounds
 
 
 def _of(cells: Cells, name: str) -> Number:

@@ -48,12 +48,13 @@ def read_pages(docs: Path) -> dict[Path, str]:
 
 
 def tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
-    """README and the pages on the recipe and on the public code with their tables, where they have a place for them."""
+    """README and pages beside those of the parts with their tables, where they have a place for them."""
     from experiments import audit, headline, recipe, search
 
     readme, cells = docs.resolve().parent / README, results / "paper"
     parts: tuple[tuple[Path, str, Path, Callable[[], str]], ...] = (
-        (readme, headline.PART, cells, lambda: headline.markdown(found)),
+        (readme, headline.README_PART, cells, lambda: headline.readme(found, results)),
+        (docs / PAGES / "headline.md", headline.PART, cells, lambda: headline.markdown(found)),
         *(
             (docs / "lab" / "recipe-details.md", part, cells, partial(made, found))
             for part, made in recipe.PARTS.items()

@@ -9,13 +9,15 @@ import pytest
 from paper_records import put, row, seed_result
 
 from experiments import headline, paired
+from experiments.markdown import blank
 from experiments.render import render
 from experiments.results import Results
 
 
-def test_readme_has_ours_beside_the_best_of_others(tmp_path: Path) -> None:
+def test_a_page_has_ours_beside_the_best_of_others(tmp_path: Path) -> None:
     """Two seeds each; the population, which uploads moments of personal factors, is none of the others."""
-    results, docs, readme = tmp_path / "results", tmp_path / "docs", tmp_path / "README.md"
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    ours = docs / "results/headline.md"
     for method, accuracy in (
         ("bpfed-recipe", 0.95),
         ("bpfed", 0.90),
@@ -27,10 +29,11 @@ def test_readme_has_ours_beside_the_best_of_others(tmp_path: Path) -> None:
         put(results, "mnist-small", method, [seed_result(s, [0.1, 0.2, 0.3, accuracy]) for s in (0, 1)])
     diverged = seed_result(0, [0.1, 0.1, 0.1, 0.1])
     put(results, "mnist-small", "bpfed", [diverged | {"last": diverged["last"] | {"nll": None}}])
-    docs.mkdir()
-    readme.write_text("# Mine\n\n<!-- headline -->\nold\n<!-- /headline -->\n\nStays.\n")
-    assert readme.resolve() in [path.resolve() for path in render(results, docs)]
-    page = readme.read_text()
+    ours.parent.mkdir(parents=True)
+    (ours.parent / "index.md").write_text(blank())
+    ours.write_text("# Mine\n\n<!-- headline -->\nold\n<!-- /headline -->\n\nStays.\n")
+    assert ours.resolve() in [path.resolve() for path in render(results, docs)]
+    page = ours.read_text()
     assert page.startswith("# Mine\n")
     assert page.endswith("\nStays.\n")
     assert "old" not in page
