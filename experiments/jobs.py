@@ -41,12 +41,14 @@ class Job:
         work: Makes the record; a function of a module, since it is called in another process.
         asked: Its arguments by name, ready for JSON; they are part of the record.
         cost: About how long it takes, in seconds on one core; the longest is begun first.
+        where: The device, given to ``work`` too; a record of one device is not made again on another.
     """
 
     path: str
     work: Callable[..., dict[str, Any]]
     asked: dict[str, Any] = field(default_factory=dict)
     cost: float = 1.0
+    where: str = "auto"
 
 
 def run_jobs(jobs: Sequence[Job], results: Path, workers: int, budget: float, say: Say) -> int:
@@ -124,7 +126,7 @@ def _finished(job: Job, results: Path) -> bool:
 
 def _run(job: Job, results: Path) -> str:
     began, used = time.perf_counter(), time.process_time()
-    made = job.work(**job.asked)
+    made = job.work(**job.asked, device=job.where)
     took = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - used}
     versions = {"bpfed": bpfed.__version__, "torch": torch.__version__}
     write_whole(results / job.path, to_json({"asked": job.asked, **versions, **took, **made}))

@@ -157,10 +157,9 @@ def jobs(
                 "method": name,
                 "seed": seed,
                 "members": members,
-                "device": device,
                 "changes": changes,
             }
-            made.append(Job(f"{size}/{name}-{seed}.json", train, asked, 3.0 if "bpfed" in name else 1.0))
+            made.append(Job(f"{size}/{name}-{seed}.json", train, asked, 3.0 if "adaptive" in name else 1.0, device))
     return made
 
 

@@ -76,46 +76,54 @@ class Table:
 
 
 TABLES = {
-    "heart": Table("heart disease, FLamby's split", "flamby/heart", {"target": "disease"}),
+    "heart": Table("heart disease, FLamby's split", "flamby/heart", {"target": "disease"}, cost=115, more=25),
     "contraception": Table(
         "Contraception",
         "tables/Contraception.csv",
         {"target": "use", "client_column": "district", "ignore": "rownames,woman"},
+        cost=150,
+        more=40,
     ),
-    "wisdm-later": Table("WISDM, later windows", name="wisdm-later"),
+    "wisdm-later": Table("WISDM, later windows", name="wisdm-later", cost=300, more=90),
     "radon": Table(
         "radon (regression)",
         "tables/radon.csv",
         {"target": "log.radon", "client_column": "county", "ignore": "rownames,county.name"},
+        cost=170,
+        more=50,
     ),
     "hsb82": Table(
         "Hsb82 (regression)",
         "tables/Hsb82.csv",
         {"target": "mAch", "client_column": "school", "ignore": "rownames"},
+        cost=300,
+        more=90,
     ),
     "tweets": Table(
         "airline tweets, MiniLM features",
         "tweets/features.npz",
         {"target": "sentiment", "client_column": "airline"},
+        cost=600,
+        more=180,
     ),
 }
 
 
-def train(data: str, seed: int, method: str, rounds: int) -> dict[str, Any]:
+def train(data: str, seed: int, method: str, rounds: int, device: Any) -> dict[str, Any]:
     """The record of one method with one seed."""
     said: list[str] = []
     own: dict[str, Any] = {} if method == DEFAULT else {"members": MEMBERS}
     name = None if method == DEFAULT else method
     run = fit(
-        name, TABLES[data].load(seed), rounds=rounds, seed=seed, device="cpu", say=said.append, progress=False, **own
+        name, TABLES[data].load(seed), rounds=rounds, seed=seed, device=device, say=said.append, progress=False, **own
     )
     chosen = settings_chosen(run.federation.method, CHOSEN)
     words = next((sentence for sentence in said if sentence.startswith("Chosen on")), "")
     return run_record(run, chosen=words) | {"clients": len(run.data), "chosen_settings": chosen}
 
 
-def plain(data: str, seed: int) -> dict[str, Any]:
-    """The record of the baselines with one seed."""
+def plain(data: str, seed: int, device: Any) -> dict[str, Any]:
+    """The record of the baselines with one seed; they need no device."""
     federation = TABLES[data].load(seed)
     tested = (federation.test.sizes > 0).nonzero().flatten()
     found = baselines(federation, tested)
@@ -124,7 +132,7 @@ def plain(data: str, seed: int) -> dict[str, Any]:
     return {"rows": rows, "skipped": found["skipped"], "words": words}
 
 
-def jobs(tables: Sequence[str], methods: Sequence[str], seeds: int, rounds: int) -> list[Job]:
+def jobs(tables: Sequence[str], methods: Sequence[str], seeds: int, rounds: int, device: str) -> list[Job]:
     """All of them; those of every table in turn, so that a budget leaves no table out."""
     made = []
     for name in tables:
@@ -133,10 +141,10 @@ def jobs(tables: Sequence[str], methods: Sequence[str], seeds: int, rounds: int)
             for method in methods:
                 path = f"{name}/{method}-{seed}.json"
                 if method == BASELINES:
-                    made.append(Job(path, plain, {"data": name, "seed": seed}, table.more))
+                    made.append(Job(path, plain, {"data": name, "seed": seed}, table.more, device))
                 else:
                     asked = {"data": name, "seed": seed, "method": method, "rounds": rounds}
-                    made.append(Job(path, train, asked, table.cost if method == DEFAULT else table.more))
+                    made.append(Job(path, train, asked, table.cost if method == DEFAULT else table.more, device))
     return made
 
 
@@ -238,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--workers", type=int, default=1, help="jobs at a time, of one thread each")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no job is begun")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--features", type=Path, metavar="ASSETS", help="make the features of the tweets, and stop")
     parser.add_argument("--render", action="store_true", help="print the table of the records, and run nothing")
@@ -254,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif given.render:
         print(render(given.results))
     else:
-        asked = jobs(given.tables or list(TABLES), methods, given.seeds, given.rounds)
+        asked = jobs(given.tables or list(TABLES), methods, given.seeds, given.rounds, given.device)
         run_jobs(asked, given.results, given.workers, given.budget, to_stderr)
 
 
