@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bpfed.callbacks.progress import Progress
     from bpfed.data.checks.new_rows import Unusual
     from bpfed.data.federated import FederatedData
+    from bpfed.inference.decisions import Rule
     from bpfed.inference.predictive import Prediction
     from bpfed.runs.client import Client
     from bpfed.runs.load import LoadedRun
@@ -58,6 +59,22 @@ def predict(
         float | None,
         typer.Option(
             help="Mark rows whose label is less probable than this, or with a number far outside the training range.",
+            show_default=False,
+        ),
+    ] = None,
+    costs: Annotated[
+        str | None,
+        typer.Option(
+            help="What mistakes cost, as TRUTH:DECISION=COST with commas between them, a .csv file, or balanced; adds the "
+            "decision of least expected cost.",
+            show_default=False,
+        ),
+    ] = None,
+    threshold: Annotated[
+        str | None,
+        typer.Option(
+            help="For two classes: from which probability on to decide for the second (or LABEL=0.3), or auto, chosen on "
+            "the run's calibration examples; adds the decision.",
             show_default=False,
         ),
     ] = None,
@@ -115,10 +132,11 @@ def predict(
     try:
         progress.doing(f"loading {folder}")
         run = finished_run(folder, progress.say)
+        rule = _rule(run, costs, threshold, draws, progress.say)
         if rows is None:
-            text, count, held = _tested(run, client, level, abstain, at, draws, data_dir, progress)
-            if held:
-                progress.say(held)
+            text, count, told = _tested(run, client, level, abstain, at, draws, data_dir, progress, rule)
+            for sentence in told:
+                progress.say(sentence)
             _put(text, f"{many(count, 'prediction')} of test rows", out)
             return
         if client is None and adapted is None:
@@ -138,7 +156,7 @@ def predict(
             progress.say(sentence)
         if strange := _strange(run, who, found):
             progress.say(strange)
-        text = table(data, found, level, abstain, kept, taken.unusual, at)
+        text = table(data, found, level, abstain, kept, taken.unusual, at, rule)
     finally:
         progress.close()
     _put(text, f"{many(len(x), 'prediction')} of '{who.name}'", out)
@@ -174,8 +192,9 @@ def _tested(
     draws: int | None,
     data_dir: Path | None,
     progress: Progress,
-) -> tuple[str, int, str]:
-    """Predictions of a run's own test rows as CSV, how many there are, and a sentence on their sets or intervals."""
+    rule: Rule | None = None,
+) -> tuple[str, int, list[str]]:
+    """Predictions of a run's own test rows as CSV, how many there are, and sentences on their sets and decisions."""
     from bpfed.runs.load import rows_of
 
     if client is not None and client not in run.data.clients:
@@ -184,6 +203,7 @@ def _tested(
     parts: list[str] = []
     count = 0
     held: list[tuple[str, bool]] = []
+    decided: list[tuple[str, str, str]] = []
     for each in rows_of(run, data_dir):
         if client not in (None, each.client):
             continue
@@ -192,14 +212,54 @@ def _tested(
         x = run.data.preparation.inputs(each.table, each.client)
         found = run.client(each.client).predict(x, draws=draws, prepared=True)
         of = {"client": [each.client] * len(each.numbers), "row": list(map(str, each.numbers)), "truth": each.truth}
-        text = table(run.data, found, level, abstain, of, times=times)
+        text = table(run.data, found, level, abstain, of, times=times, rule=rule)
+        if rule is not None:
+            decided += zip(each.truth, rule.decisions(found), rule.likeliest(found), strict=True)
         held += _held(run.data, found, level, each.truth)
         parts.append(text if not parts else text.partition("\n")[2])
         count += len(each.numbers)
     if not parts:
         whose = f"'{client}'" if client else "the run"
         raise UserError(f"There are no test rows of {whose}; train with some held out.")
-    return "".join(parts), count, _coverage(held, level, run.data)
+    told = [sentence for sentence in (_coverage(held, level, run.data),) if sentence]
+    return "".join(parts), count, [*told, *(rule.judged(decided) if rule is not None else ())]
+
+
+def _rule(
+    run: LoadedRun, costs: str | None, threshold: str | None, draws: int | None, say: Callable[[str], None]
+) -> Rule | None:
+    """How to decide on rows, as ``--costs`` and ``--threshold`` say; None: nothing is to be decided."""
+    from bpfed.inference.decisions import BALANCED, Costs, Rule, Threshold, chosen_threshold, split_threshold
+
+    if costs is None and threshold is None:
+        return None
+    labels, kept = tuple(run.data.class_names), run.calibration
+    if not run.data.task_type.has_classes or run.data.task_type.target_axes:
+        raise UserError(f"--costs and --threshold are for classes, but this run predicts {run.data.task_type.targets}.")
+    truth = kept.classes if kept is not None and (draws is None or draws == kept.draws) else None
+    shares = None
+    if truth is not None and costs == BALANCED:
+        shares = truth.bincount(minlength=len(labels)).double().clamp(min=1.0)
+        shares = shares / shares.sum()
+    price = Costs.read(costs, labels, shares) if costs is not None else None
+    if threshold is None:
+        return Rule(labels, price, None)
+    positive, value = split_threshold(threshold, labels)
+    if value is not None:
+        return Rule(labels, price, Threshold(labels, positive, value))
+    if truth is None or kept is None:
+        raise UserError(
+            "A threshold is chosen on calibration examples with their classes, which this run has not; train with "
+            "--calibration 0.2 and --sets class, or give a probability, such as --threshold 0.3."
+        )
+    right = truth == positive
+    found = chosen_threshold(kept.scores.where(~right, 1.0 - kept.scores), right, labels, positive, price)
+    by = "the least cost" if price is not None else "the largest sum of sensitivity and specificity"
+    say(
+        f"Decided for '{labels[positive]}' from a probability of {found.value:.3g} on: that had {by} on the "
+        f"{len(truth)} calibration examples of all clients."
+    )
+    return Rule(labels, price, found)
 
 
 def _held(data: FederatedData, found: Prediction, level: float, truth: list[str]) -> list[tuple[str, bool]]:
@@ -386,6 +446,7 @@ def table(
     kept: Mapping[str, list[str]] | None = None,
     unusual: Unusual | None = None,
     times: tuple[float, ...] = (),
+    rule: Rule | None = None,
 ) -> str:
     """Predictions as CSV with a header, after the columns that were kept; the last says what is unlike training.
 
@@ -399,6 +460,8 @@ def table(
     if times and data.task != "survival":
         raise UserError(f"--times is for times to an event, but this run predicts {data.task_type.targets}; omit it.")
     columns = data.task_type.columns(found, TargetColumn(data.class_names, mean, unit, times), level, abstain)
+    if rule is not None:
+        columns |= rule.columns(found)
     if unusual is not None:
         if "abstain" in columns:
             columns["abstain"] = [

@@ -153,9 +153,9 @@ class DataSettings(Checked):
     """For tables: use columns with 3 to 10 different whole numbers as numbers with one more input per value
     (``both``), or as numbers alone (``number``)."""
     holdout: str | None = None
-    """For tables: hold out the last rows of each client by a column of numbers or ISO dates (``time:COLUMN``), or
-    whole groups of rows (``group:COLUMN``), for the test and wherever training rows are held out; None: rows drawn
-    at random."""
+    """For tables: hold out the last rows of each client by a column of numbers or ISO dates (``time:COLUMN``), as they
+    are in its file (``last`` or ``last:0.3``), or whole groups of rows (``group:COLUMN``), for the test and wherever
+    training rows are held out; None: rows drawn at random."""
     input: Literal["image", "sequence"] | None = None
     """For arrays of three axes in your own files: images ``[n, height, width]`` or sequences ``[n, steps, channels]``;
     None: sequences if the last axis is short and the other long, and they are not bytes."""

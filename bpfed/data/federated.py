@@ -225,7 +225,7 @@ class FederatedData:
         class, that part rounded up or down. Every example of a client has the same chance. Which ones they are depends
         on ``seed``, the client's name and the order of its examples, and on no other client.
 
-        If the tables are held out by time (`Preprocessor.holdout`), the last ones are moved, whatever the seed. If by
+        If the tables are held out by time or order (`Preprocessor.holdout`), the last ones are moved, whatever the seed. If by
         group, whole groups are, about as many examples, and none of a client that has one group.
         """
         if self.calibration is not None:
@@ -239,7 +239,7 @@ class FederatedData:
         key = rng.keys(seed, 0, rng.Purpose.HOLD_OUT, rng.client_ids(self.clients))
         if self.holdout is None:
             return self._drawn(held, key)
-        if self.holdout.kind == "time":
+        if self.holdout.ordered:
             return last_rows(self.train, held)
         return rows_of_groups(self.train, held, key)
 

@@ -80,16 +80,19 @@ class Holdout:
     """How rows are held out, for the test and among training rows.
 
     Attributes:
-        kind: ``"time"``: the last rows of each client. ``"group"``: whole groups of its rows.
-        column: The column of times (numbers or ISO dates) or of groups, which is no input.
+        kind: ``"time"``: the last rows of each client by a column. ``"last"``: the last ones as they are in its file.
+            ``"group"``: whole groups of its rows.
+        column: The column of times (numbers or ISO dates) or of groups, which is no input; empty for ``"last"``.
+        share: Of ``"last"``, the share of rows held out for the test; None: the test fraction.
     """
 
-    kind: Literal["time", "group"]
-    column: str
+    kind: Literal["time", "group", "last"]
+    column: str = ""
+    share: float | None = None
 
     @classmethod
     def of(cls, text: str | None) -> Holdout | None:
-        """What ``time:COLUMN`` or ``group:COLUMN`` says; None: rows are drawn at random."""
+        """What ``time:COLUMN``, ``group:COLUMN``, ``last`` or ``last:0.3`` says; None: rows are drawn at random."""
         if text is None:
             return None
         kind, _, column = text.partition(":")
@@ -98,12 +101,35 @@ class Holdout:
             return cls("time", column)
         if kind == "group" and column:
             return cls("group", column)
+        if kind == "last" and not column:
+            return cls("last")
+        if kind == "last":
+            try:
+                share = float(column)
+            except ValueError:
+                share = 0.0
+            if not 0.0 < share < 1.0:
+                raise UserError(f"The hold-out is '{text}', but the share of last rows must be above 0 and below 1.")
+            return cls("last", share=share)
         raise UserError(
-            f"The hold-out is '{text}', but must be time:COLUMN or group:COLUMN, such as time:admitted or group:patient."
+            f"The hold-out is '{text}', but must be time:COLUMN, group:COLUMN or last:SHARE, such as time:admitted, "
+            "group:patient or last:0.3."
         )
 
     def __str__(self) -> str:
+        if self.kind == "last":
+            return "last" if self.share is None else f"last:{self.share:g}"
         return f"{self.kind}:{self.column}"
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the last rows are held out, in whatever order."""
+        return self.kind != "group"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The column by which rows are held out, if there is one."""
+        return (self.column,) if self.column else ()
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -120,6 +146,8 @@ class Holdout:
 
     def notes(self, tables: Mapping[str, Table]) -> list[str]:
         """What is done to these clients' tables, in sentences."""
+        if self.kind == "last":
+            return ["The last rows of each client, in the order of its file, are held out."]
         what = "The last rows of each client by" if self.kind == "time" else "Whole groups of rows by"
         found = [f"{what} '{self.column}' are held out; the column is used for this alone and is no input."]
         if lone := self._undivided(tables):
@@ -139,6 +167,8 @@ class Holdout:
         Raises:
             UserError: The column lacks, or a value of it; or its text is no date.
         """
+        if self.kind == "last":
+            return np.arange(table.rows)
         column = table.column(self.column)
         table.check_filled(self.column)
         if self.kind == "group":
@@ -153,13 +183,14 @@ class Holdout:
 
         Args:
             table: The client's rows.
-            fraction: From 0 up to, but not, 1.
+            fraction: From 0 up to, but not, 1; `share` goes before it.
             rng: Which groups are drawn.
         """
+        fraction = fraction if self.share is None else self.share
         check_fraction(fraction)
         keys = self.keys(table)
         number = min(int(rounded(np.array(table.rows), fraction)), table.rows - 1)
-        if self.kind == "time":
+        if self.ordered:
             return keys >= table.rows - number
         sizes = np.bincount(keys)
         order = rng.permutation(len(sizes))

@@ -98,8 +98,9 @@ def load(
         codes: For tables: use columns with 3 to 10 different whole numbers as numbers with one more input per value
             (``"both"``), or as numbers alone (``"number"``).
         holdout: For tables: hold out the last rows of each client by a column of numbers or ISO dates
-            (``"time:COLUMN"``), or whole groups of rows (``"group:COLUMN"``), for the test and wherever training rows
-            are held out; the column is no input. Default: rows drawn at random.
+            (``"time:COLUMN"``), or as they are in its file (``"last"``, ``"last:0.3"``), or whole groups of rows
+            (``"group:COLUMN"``), for the test and wherever training rows are held out; the column is no input. Default:
+            rows drawn at random.
         rename: For tables: other names of columns, ``"OLD=NEW"`` or ``"OLD@CLIENT=NEW"`` each.
         map: For tables: other words of a column, ``"sex:F=female,M=male"`` or ``"sex@CLIENT:..."`` each; in one text,
             semicolons are between them.

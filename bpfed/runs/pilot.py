@@ -299,7 +299,7 @@ def choose(
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Choice:
     """Choose the settings that a method offers; for the arguments see `bpfed.fit`."""
-    by_time = data.holdout is not None and data.holdout.kind == "time"
+    by_time = data.holdout is not None and data.holdout.ordered
     folds = selection_folds(int(data.train.sizes.sum()), by_time)
     how = selection_settings(settings)
     held_out(data, HELD, how.seed)  # or a sentence, where nothing can be held out

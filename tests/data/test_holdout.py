@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import date, timedelta
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -197,9 +198,10 @@ def test_every_group_is_drawn_alike() -> None:
 @pytest.mark.parametrize(
     ("holdout", "words"),
     [
-        ("when", "The hold-out is 'when', but must be time:COLUMN or group:COLUMN"),
-        ("time:", "must be time:COLUMN or group:COLUMN"),
-        ("last:0.3", "must be time:COLUMN or group:COLUMN"),
+        ("when", "The hold-out is 'when', but must be time:COLUMN, group:COLUMN or last:SHARE"),
+        ("time:", "must be time:COLUMN, group:COLUMN or last:SHARE"),
+        ("last:1.3", "the share of last rows must be above 0 and below 1"),
+        ("last:few", "the share of last rows must be above 0 and below 1"),
         ("time:wen", "'a' has no column 'wen'; did you mean 'when'?"),
         ("time:y", "Column 'y' is to be predicted, so nothing can be held out by it"),
         ("group:same", "All rows of each client of 't' are of one 'same', so no group can be held out; choose another"),
@@ -399,3 +401,55 @@ def test_identities_are_words_and_parquet_dates_are_read(visits: Path, tmp_path:
         one, other = load(f"folder:{visits}", **left), load(f"folder:{tmp_path}", **left)  # type: ignore[arg-type]
         assert torch.equal(one.test.x, other.test.x)
         assert torch.equal(one.train.keys, other.train.keys)  # type: ignore[arg-type]
+
+
+# --- the last rows of a file, and signs of order ----------------------------------------------------------------------
+
+
+def test_the_last_rows_of_each_file_are_for_the_test_and_the_last_before_them_for_calibration() -> None:
+    data = federated("last:0.2", table(a=np.arange(20.0) * 7 % 20), table("b", a=np.arange(20.0) * 3 % 20))
+    assert "The last rows of each client, in the order of its file, are held out." in data.notes
+    assert data.preparation is not None
+    assert data.preparation.holdout == "last:0.2"
+    assert data.test_fraction == 0.2
+    kept = data.hold_out(0.25, 0)
+    assert kept.calibration is not None
+    for k in (0, 1):
+        assert rows(data.test.client(k)[0]) == [16, 17, 18, 19]
+        assert rows(kept.calibration.client(k)[0]) == [12, 13, 14, 15]
+    with pytest.raises(UserError, match="omit --test-fraction, or use --holdout last"):
+        federated("last:0.2", table(x=np.arange(20.0)), test_fraction=0.5)
+    half = federated("last", table(x=np.arange(20.0)), test_fraction=0.5)
+    assert len(half.test.y) == 10
+
+
+def test_signs_of_order_are_said_where_rows_are_drawn_at_random() -> None:
+    rng = np.random.default_rng(0)
+    n, words = 120, "--holdout last holds out the last ones"
+
+    def said(holdout: str | None = None, **columns: Any) -> list[str]:
+        own = {key: c if isinstance(c, np.ndarray) else Categorical.of(c) for key, c in columns.items()}
+        return [note for note in federated(holdout, Table("a", n, own)).notes if words in note]
+
+    drift = {"x": rng.normal(size=n), "y": ["ab"[k // 10 % 2] for k in range(n)]}
+    assert "'y' is mostly the same, or nearly so, in neighbouring rows" in said(**drift)[0]
+    assert said("last", **drift) == []
+    assert said(x=rng.normal(size=n), y=[*"a" * 60, *"b" * 60]) == []  # sorted by class
+    mixed = [*rng.permutation(list("ab" * 60))]
+    assert said(x=rng.normal(size=n), y=mixed) == []
+    assert "'t' rises from row to row, as a time does" in said(t=rng.random(n).cumsum(), y=mixed)[0]
+    walk = {"x": rng.normal(size=n), "y": rng.normal(size=n).cumsum()}
+    assert "'y' is mostly the same" in said(**walk)[0]
+    assert said(x=rng.normal(size=n), y=rng.normal(size=n)) == []
+
+
+def test_windows_that_overlap_are_named(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    signal = rng.normal(size=(32 + 16 * 59, 2))
+    for name, step in {"apart": 32, "half": 16}.items():
+        long = rng.normal(size=(32 * 60, 2)) if step == 32 else signal
+        (tmp_path / name).mkdir()
+        x = np.stack([long[step * k : step * k + 32] for k in range(60)])
+        np.savez(tmp_path / name / "a.npz", x=x, y=rng.integers(0, 2, 60))
+        notes = " ".join(load(f"folder:{tmp_path / name}").notes)
+        assert ("Neighbouring windows overlap by 50" in notes) is (step == 16)

@@ -37,7 +37,10 @@ def folder(tmp_path: Path) -> Path:
 def test_what_arrays_of_three_axes_are_taken_for_is_said(folder: Path) -> None:
     loaded = data.load(f"folder:{folder}", standardise="none")
     assert loaded.input_shape == (2, 1, 48)
-    assert loaded.notes[0] == "The inputs are sequences of 48 steps with 2 channels; if they are images, use --input image."
+    assert (
+        loaded.notes[0]
+        == "The inputs are sequences of 48 steps with 2 channels; if they are images, use --input image."
+    )
     x = torch.cat([loaded.train.x, loaded.test.x])
     assert sorted(x[:, 1, 0].sum(1).tolist()) == pytest.approx(
         sorted(np.concatenate([waves(k)[0][:, :, 1].sum(1) for k in (0, 1)]).tolist()), abs=1e-4
@@ -75,7 +78,9 @@ def test_sequences_beat_the_same_numbers_as_images(folder: Path, untraced: None)
     scores = {}
     for kind in ("sequence", "image"):
         loaded = data.load(f"folder:{folder}", input=kind)
-        run = bpfed.fit(FedAvg(lr=0.2), loaded, rounds=3, epochs=8, batch=10, compile="off", baselines="off", eval_every=3)
+        run = bpfed.fit(
+            FedAvg(lr=0.2), loaded, rounds=3, epochs=8, batch=10, compile="off", baselines="off", eval_every=3
+        )
         scores[kind] = run.history[-1]["nll"]["pooled"]
     assert scores["sequence"] < 0.5 * scores["image"]
 

@@ -16,6 +16,7 @@ from bpfed.data.checks.agreement import disagreements
 from bpfed.data.checks.clients import check_clients, of_one_class, rare_classes
 from bpfed.data.checks.column_types import PARTS, check_column_types, coded, doubts
 from bpfed.data.checks.leakage import check_leakage
+from bpfed.data.checks.order import check_order
 from bpfed.data.checks.spelling import check_spelling
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.holdout import Holdout, split
@@ -178,8 +179,12 @@ def federate(
         raise UserError(
             f"The column '{SPLIT}' of '{name}' already marks the test rows; do not set a test fraction as well."
         )
-    fraction = TEST_FRACTION if test_fraction is None else test_fraction
     clients, by = sorted(tables), Holdout.of(holdout)
+    if by is not None and by.share is not None and test_fraction is not None:
+        raise UserError(
+            f"--holdout {by} says how many rows are for the test; omit --test-fraction, or use --holdout last."
+        )
+    fraction = (by.share if by is not None else None) or (TEST_FRACTION if test_fraction is None else test_fraction)
     _ignored(tables, ignore)
     if by is not None:
         check_column(by, target)
@@ -228,6 +233,7 @@ def federate(
         *(() if checked else check_columns(tables, preparation)),
         *coded(preparation),
         *(() if by is None else by.notes(tables)),
+        *(() if marked else check_order(tables, preparation)),
         *of_one_class(data),
         *rare_classes(data),
         *check_clients(data, summaries, guessed),
@@ -497,14 +503,14 @@ def _is_utf8(name: str) -> bool:
 
 def check_column(by: Holdout, target: str) -> None:
     """Raise a `UserError` if the column of a hold-out has another use."""
-    if by.column in (target, SPLIT):
+    if by.column and by.column in (target, SPLIT):
         what = "is to be predicted" if by.column == target else "marks the test rows"
         raise UserError(f"Column '{by.column}' {what}, so nothing can be held out by it; choose another for --holdout.")
 
 
 def not_inputs(ignore: str | Iterable[str] | None, by: Holdout | None) -> list[str]:
     """Columns that are no inputs: those to ignore, and the one by which rows are held out."""
-    return list(dict.fromkeys([*column_names(ignore), *([by.column] if by is not None else ())]))
+    return list(dict.fromkeys([*column_names(ignore), *(by.columns if by is not None else ())]))
 
 
 def _ignored(tables: Mapping[str, Table], ignore: Sequence[str]) -> None:

@@ -96,7 +96,8 @@ class Preprocessor:
         client_column: The column that identifies the client, where all rows are in one table.
         ignore: Columns that are not inputs.
         missing: Words that stand for no value, beside those that always do, ``WORD`` or ``COLUMN=WORD`` each.
-        holdout: How rows are held out, ``time:COLUMN`` or ``group:COLUMN`` of a column that is no input; None: at random.
+        holdout: How rows are held out, ``time:COLUMN`` or ``group:COLUMN`` of a column that is no input, or ``last``; None:
+            at random.
         codes: Whether columns of few whole numbers could become coded ones (``"both"``) or not (``"number"``).
         recoding: What is done to the columns of a table before anything else.
         shape: Shape of an image, ``(c, h, w)``, or of a sequence, ``(c, 1, t)``; None for tables.
@@ -138,7 +139,7 @@ class Preprocessor:
     def left_out(self) -> tuple[str, ...]:
         """Columns of the tables that are no inputs: those to ignore, and the one by which rows are held out."""
         by = Holdout.of(self.holdout)
-        return self.ignore if by is None else (*self.ignore, by.column)
+        return self.ignore if by is None else (*self.ignore, *by.columns)
 
     @property
     def array_kind(self) -> Literal["image", "sequence"] | None:

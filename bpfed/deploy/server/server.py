@@ -78,7 +78,7 @@ def check_deployment(config: Config, sites: int, data: FederatedData | None = No
     if by is not None and by.kind == "group" and settings.calibration > 0.0:
         raise UserError(
             "In a deployment nobody is told how large the groups of a site are, so calibration examples cannot be held out "
-            "by group; leave calibration at 0, or use --holdout time:COLUMN."
+            "by group; leave calibration at 0, or use --holdout time:COLUMN or last."
         )
     if data is None and not isinstance(method.personal, str):
         return  # which parameters there are to name depends on the network, and that on the data
@@ -266,7 +266,7 @@ class Server:
             return int(json.loads(path.read_text())["folds"])
         by = Holdout.of(self.config.data.holdout)
         examples = sum(int(told.get("train", 0)) for told in self._facts().values())
-        folds = selection_folds(examples, by is not None and by.kind == "time")
+        folds = selection_folds(examples, by is not None and by.ordered)
         write_whole(path, to_json({"fingerprint": self.fingerprint, "folds": folds, "facts": facts}))
         return folds
 
