@@ -11,7 +11,7 @@ import typer
 from bpfed import __version__
 from bpfed._util.console import Console
 from bpfed._util.errors import UserError
-from bpfed.cli import adapt, compare, data, deploy, methods, predict, run, tune
+from bpfed.cli import adapt, compare, data, deploy, methods, predict, run, serve, tune
 from bpfed.cli.terminal import Group, imported_whole
 
 OUT_OF_MEMORY = (
@@ -33,6 +33,8 @@ app.command("run", epilog=run.EXAMPLE)(run.run)
 app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
 app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.command("predict", epilog=predict.EXAMPLE)(predict.predict)
+app.command("export", epilog=serve.EXPORT_EXAMPLE)(serve.export)
+app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
 app.command("adapt", epilog=adapt.EXAMPLE)(adapt.adapt)
 app.command("methods", epilog=methods.EXAMPLE)(methods.methods)
 app.add_typer(data.app, name="data")
