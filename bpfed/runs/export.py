@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,6 +54,8 @@ TOLERANCE = 1e-5
 TOLERANCE_OF_TIMES = 1e-3
 #: Bytes of weights above which a graph is not made: an ONNX file must be below 2 GiB.
 LARGEST = 1_900_000_000
+#: Runs a graph on raw inputs by name.
+Runner = Callable[[Mapping[str, Tensor]], list[Tensor]]
 #: What each output is, by name.
 MEANING = {
     "label": "place of the most probable class in labels",
@@ -211,12 +213,14 @@ def graph_file(client: Client, format: Format, how: How, draws: int | None, leve
         "outputs": [{"name": name, "meaning": MEANING.get(name, "")} for name in scorer.outputs],
     }
     if format == "torch":
-        content, run = _torch_file(program, about), _run_torch
+        content = _torch_file(program, about)
+        run = _torch_runner(content)
     else:
-        content, run = _onnx_file(program, scorer, raw, about), _run_onnx
+        content = _onnx_file(program, scorer, raw, about)
+        run = _onnx_runner(content, scorer)
     # One row alone, then all of them.
     for some in (slice(1), slice(None)):
-        found = dict(zip(scorer.outputs, run(content, scorer, {n: t[some] for n, t in raw.items()}), strict=True))
+        found = dict(zip(scorer.outputs, run({n: t[some] for n, t in raw.items()}), strict=True))
         _compare(found, [{n: _taken(t, n, some) for n, t in each.items()} for each in expected], scorer, format)
     return content
 
@@ -298,10 +302,14 @@ def reference(client: Client, scorer: Scorer, raw: Mapping[str, Tensor], draws: 
 def _table(prepare: TableInputs, raw: Mapping[str, Tensor]) -> Table:
     """The table that raw inputs are of."""
     columns: dict[str, Any] = {c.name: raw["numbers"][:, c.place].numpy() for c in prepare.numbers}
-    for c in prepare.words:
-        spelt = [*c.feature.levels, "a word that no training row has", ""]
-        columns[c.name] = Categorical.of([spelt[code] for code in raw["codes"][:, c.place].tolist()])
+    columns |= {c.name: Categorical.of(_spelt(c, raw["codes"][:, c.place])) for c in prepare.words}
     return Table("rows to check an exported model with", TRIED, columns)
+
+
+def _spelt(column: Column, codes: Tensor) -> list[str]:
+    """Words that have these codes."""
+    words = [*column.feature.levels, "a word that no training row has", ""]  # the last one is missing, code -1
+    return [words[code] for code in codes.tolist()]
 
 
 def _recorded(scorer: Scorer, raw: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
@@ -328,9 +336,15 @@ def _torch_file(program: torch.export.ExportedProgram, about: dict[str, Any]) ->
     return content.getvalue()
 
 
-def _run_torch(content: bytes, scorer: Scorer, raw: Mapping[str, Tensor]) -> list[Tensor]:
-    with torch.no_grad(), _quiet():
-        return list(torch.export.load(io.BytesIO(content)).module()(*raw.values()))
+def _torch_runner(content: bytes) -> Runner:
+    with _quiet():
+        module = torch.export.load(io.BytesIO(content)).module()
+
+    def run(raw: Mapping[str, Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return list(module(*raw.values()))
+
+    return run
 
 
 def _inputs(prepare: nn.Module, raw: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -543,16 +557,20 @@ def _free(name: str, taken: set[str]) -> str:
     return name
 
 
-def _run_onnx(content: bytes, scorer: Scorer, raw: Mapping[str, Tensor]) -> list[Tensor]:
+def _onnx_runner(content: bytes, scorer: Scorer) -> Runner:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    feed: dict[str, np.ndarray] = {name: t.numpy() for name, t in raw.items()}
-    if isinstance(scorer.prepare, TableInputs):
-        said = json.loads(session.get_modelmeta().custom_metadata_map["bpfed"])["inputs"]
-        names = {each["column"]: each["name"] for each in said}
-        feed = {names[c.name]: raw["numbers"][:, c.place].numpy() for c in scorer.prepare.numbers}
-        for c in scorer.prepare.words:
-            spelt = [*c.feature.levels, "a word that no training row has", ""]
-            feed[names[c.name]] = np.array([spelt[code] for code in raw["codes"][:, c.place].tolist()], dtype=object)
-    return [torch.from_numpy(np.asarray(values)) for values in session.run(None, feed)]
+    prepare = scorer.prepare
+
+    def run(raw: Mapping[str, Tensor]) -> list[Tensor]:
+        feed: dict[str, np.ndarray] = {name: t.numpy() for name, t in raw.items()}
+        if isinstance(prepare, TableInputs):
+            said = json.loads(session.get_modelmeta().custom_metadata_map["bpfed"])["inputs"]
+            names = {each["column"]: each["name"] for each in said}
+            feed = {names[c.name]: raw["numbers"][:, c.place].numpy() for c in prepare.numbers}
+            for c in prepare.words:
+                feed[names[c.name]] = np.array(_spelt(c, raw["codes"][:, c.place]), dtype=object)
+        return [torch.from_numpy(np.asarray(values)) for values in session.run(None, feed)]
+
+    return run

@@ -41,7 +41,10 @@ function field(column, index) {
     input.inputMode = "decimal";
   }
   box.append(label, input);
-  const hint = column.usual ? "training: mostly " + column.usual[0] + " to " + column.usual[1] : "";
+  const codes = column.kind === "number" ? column.words : [];
+  const range = column.usual ? "mostly " + column.usual[0] + " to " + column.usual[1] : "";
+  const seen = codes.length ? codes.slice(0, 12).join(", ") + (codes.length > 12 ? ", …" : "") : range;
+  const hint = seen ? "training: " + seen : "";
   const empty = column.always ? (hint ? "; never missing" : "never missing in training") : "";
   if (hint || empty) {
     const said = element("p", hint + empty, "hint");
@@ -56,13 +59,22 @@ function value(column, text) {
   const word = text.trim();
   if (word === "") return null;
   if (column.kind !== "number") return word;
-  const number = Number(word.replace(",", "."));
-  if (!Number.isFinite(number)) throw new Error("“" + word.slice(0, 40) + "” in " + column.name + " is not a number.");
+  const number = /^[-+0-9.eE]+$/.test(word) ? Number(word) : NaN;
+  if (!Number.isFinite(number)) {
+    throw new Error("“" + word.slice(0, 40) + "” in " + column.name + " is not a number; write decimals with a point.");
+  }
   return number;
 }
 
 function digits(number) {
   return number === null ? "no bound" : String(Number(number.toPrecision(4)));
+}
+
+function title(name) {
+  const level = /^(set|surely|possibly|low|high)\((.*)\)$/.exec(name);
+  if (level) return (level[1] === "set" ? "prediction set" : level[1]) + " at level " + level[2];
+  const nats = schema.labels.length && ["total", "epistemic", "aleatoric"].includes(name);
+  return nats ? name + " uncertainty (nats)" : name;
 }
 
 function bar(name, share) {
@@ -83,7 +95,7 @@ function show(row) {
   byId("bars").replaceChildren(...bars.slice(0, 20).map(([label, share]) => bar(label, share)));
   const abstains = row.abstain === "yes";
   let headline = schema.target + ": ";
-  if ("label" in row) headline += abstains ? "not sure enough (most probable: " + row.label + ")" : row.label;
+  if ("label" in row) headline += abstains ? "abstains (most probable: " + row.label + ")" : row.label;
   else if ("labels" in row) headline += row.labels || "none";
   else if ("mean" in row) headline += digits(row.mean) + " ± " + digits(row.sd);
   else headline += "risk " + digits(row.risk);
@@ -95,7 +107,7 @@ function show(row) {
     const line = element("div");
     const isSet = name.startsWith("set(") && Array.isArray(row.set);
     const text = isSet ? row.set.join(", ") || "empty: no label fits" : typeof content === "string" ? content || "none" : digits(content);
-    line.append(element("dt", name), element("dd", text, typeof content === "string" ? "words" : ""));
+    line.append(element("dt", title(name)), element("dd", text, typeof content === "string" ? "words" : ""));
     list.append(line);
   }
   const strange = row.unusual.map((each) => element("p", each.column + ": " + each.why, "warning"));
