@@ -36,6 +36,12 @@ COMMANDS = {
         "predict:predict",
         "Predict with one client's model: one line of CSV for each row of the input, in the same order.",
     ),
+    "export": LazyCommand(
+        "serve:export",
+        "Write one client's model to a file that other programs use without bpfed.",
+        epilog="EXPORT_EXAMPLE",
+    ),
+    "serve": LazyCommand("serve:serve", "Answer predictions of one client's model over HTTP until Ctrl-C."),
     "adapt": LazyCommand(
         "adapt:adapt",
         "Let a newcomer join a finished run: it learns its own factors, and the shared ones stay as they are.",

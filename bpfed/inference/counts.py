@@ -318,6 +318,20 @@ class Counts(Task):
             columns |= {f"{name}({level:g})": [f"{v:.0f}" for v in values.tolist()] for name, values in ends}
         return columns
 
+    def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
+        """Instead of quantiles, the mixture itself: rates (of a negative binomial also sizes) and weights, ``[B, D]``."""
+        assert isinstance(found, Counted)
+        made = {
+            "mean": found.mean,
+            "sd": found.scale,
+            "epistemic": found.epistemic.sqrt(),
+            "aleatoric": found.aleatoric.sqrt(),
+            "rates": found.rates,
+            "weights": found.weights,
+        }
+        made |= {"sizes": found.sizes} if isinstance(found, Dispersed) else {}
+        return made if found.scores is None else made | dict(zip(("low", "high"), found.interval(level), strict=True))
+
 
 class NegativeBinomialCounts(Counts):
     """Whole numbers from 0 that vary more than Poisson counts do."""

@@ -230,6 +230,19 @@ class MultiLabel(Task):
             columns |= {f"surely({level:g})": listed(surely), f"possibly({level:g})": listed(possibly)}
         return columns
 
+    def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
+        assert isinstance(found, Labelled)
+        made = {
+            "labels": found.labels,
+            "probabilities": found.probs,
+            "total": found.entropy,
+            "epistemic": found.epistemic,
+            "aleatoric": found.aleatoric,
+        }
+        if found.scores is None:
+            return made
+        return made | dict(zip(("surely", "possibly"), found.prediction_set(level), strict=True))
+
 
 @dataclass(frozen=True)
 class Tagged(Prediction):
@@ -364,3 +377,14 @@ class TokenClassification(Classification):
         no_label(abstain, self)
         labels = [" ".join(target.labels[k] for k in row) for row in found.label.tolist()]
         return {"labels": labels, "least": written(found.probs.amax(-1).amin(-1))}
+
+    def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
+        assert isinstance(found, Tagged)
+        made = {
+            "label": found.label,
+            "probabilities": found.probs,
+            "total": found.entropy,
+            "epistemic": found.epistemic,
+            "aleatoric": found.aleatoric,
+        }
+        return made if found.scores is None else {**made, "set": found.prediction_set(level)}

@@ -288,6 +288,18 @@ class Survival(Task):
             columns[f"low({level:g})"] = written(found.lower_bound(level) * target.unit)
         return columns
 
+    def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
+        """Survival is at the times of `time_grid`, ``[B, G]``, which are in the unit of the tables in ``times``, ``[G]``."""
+        assert isinstance(found, Survived)
+        made = {
+            "risk": found.risk,
+            "epistemic": found.spread,
+            "median": found.median * target.unit,
+            "survival": found.survival,
+            "times": time_grid(found.risk.device) * target.unit,
+        }
+        return made if found.scores is None else made | {"low": found.lower_bound(level) * target.unit}
+
 
 def _earliness(at_time: Tensor) -> Tensor:
     """1 / H for the survival exp(−H) at an observed time."""

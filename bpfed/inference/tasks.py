@@ -278,6 +278,16 @@ class Task(ABC):
             abstain: Probability of the label below which a row is marked; None: none is.
         """
 
+    def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
+        """What `columns` says in numbers, by name, ``[B, ...]`` each: the outputs of an exported model.
+
+        Only operations on tensors may be used, since they are recorded.
+        """
+        raise UserError(
+            f"The task '{self.name}' does not say what its predictions are as tensors (Task.tensors), so its models cannot "
+            "be exported; use format safetensors."
+        )
+
 
 # --- What a client would predict without a model, from its own training targets alone ---------------------------------
 
@@ -403,6 +413,17 @@ class Classification(Task):
             columns["abstain"] = ["yes" if p < abstain else "no" for p in found.confidence.tolist()]
         return columns
 
+    def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
+        assert isinstance(found, Classified)
+        made = {
+            "label": found.label,
+            "probabilities": found.probs,
+            "total": found.entropy,
+            "epistemic": found.epistemic,
+            "aleatoric": found.aleatoric,
+        }
+        return made if found.scores is None else {**made, "set": found.prediction_set(level)}
+
 
 # --- Regression -------------------------------------------------------------------------------------------------------
 
@@ -496,18 +517,26 @@ class Regression(Task):
     ) -> dict[str, list[str]]:
         assert isinstance(found, Regressed)
         no_label(abstain, self)
+        unit = target.unit
+        made = self.tensors(found, target, level)
+        ends = {f"{name}({level:g})": written(made.pop(name), unit) for name in ("low", "high") if name in made}
+        columns = {"mean": written(made.pop("mean"), unit)}
+        return columns | {name: written(part) for name, part in made.items()} | ends
+
+    def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
+        """In the target's own unit."""
+        assert isinstance(found, Regressed)
         mean, unit = target.mean, target.unit
-        columns = {
-            "mean": written(found.mean.double() * unit + mean, unit),
-            "sd": written(found.scale * unit),
-            "epistemic": written(found.epistemic.sqrt() * unit),
-            "aleatoric": written(found.aleatoric.sqrt() * unit),
+        made = {
+            "mean": found.mean.double() * unit + mean,
+            "sd": found.scale * unit,
+            "epistemic": found.epistemic.sqrt() * unit,
+            "aleatoric": found.aleatoric.sqrt() * unit,
         }
-        if found.scores is not None:
-            low, high = found.interval(level)
-            ends = {"low": low.double() * unit + mean, "high": high.double() * unit + mean}
-            columns |= {f"{name}({level:g})": written(end, unit) for name, end in ends.items()}
-        return columns
+        if found.scores is None:
+            return made
+        low, high = found.interval(level)
+        return made | {"low": low.double() * unit + mean, "high": high.double() * unit + mean}
 
 
 class HeteroscedasticRegression(Regression):

@@ -235,6 +235,12 @@ class Model:
         with self.backbone.replaced(self.module, x):
             return function_modes.run(self.module, own, self.backbone.example)
 
+    def random_names(self, sigma: Tensor) -> list[str]:
+        """Names of the module's parameters whose standard deviations, among those of all ``[S, P]``, are not all 0."""
+        spread = self._own(self.layout.unflatten(sigma.amax(0)))
+        widest = torch.stack([part.amax() for part in spread.values()]).tolist()
+        return [name for name, largest in zip(spread, widest, strict=True) if largest > 0.0]
+
     def _own(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         """Those of the module."""
         return {n: p for n, p in parameters.items() if n not in self.likelihood.parameters()}

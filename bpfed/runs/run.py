@@ -36,6 +36,7 @@ from bpfed.runs.diagnostics import diagnostics
 
 if TYPE_CHECKING:
     from bpfed.runs.adapt import NewClient
+    from bpfed.runs.export import Format
     from bpfed.runs.load import LoadedRun
 
 #: Clients without test examples that are noted by name.
@@ -179,6 +180,20 @@ class Run:
     def export_adapter(self, client: str, folder: str | Path) -> Path:
         """Write the adapter of a client's model to a new folder in the format of peft (see `Client.export_adapter`)."""
         return self.client(client).export_adapter(folder)
+
+    def export(
+        self,
+        client: str,
+        format: Format,
+        path: str | Path,
+        *,
+        how: How = "sample",
+        draws: int | None = None,
+        level: float = 0.9,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write a client's model to a file that can be used without bpfed (see `Client.export`)."""
+        return self.client(client).export(format, path, how=how, draws=draws, level=level, overwrite=overwrite)
 
     def adapt(
         self,
