@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from bpfed.engine.batching import Plan
-from bpfed.engine.blocks import in_blocks
+from bpfed.engine.blocks import compiled_regions, in_blocks
 from bpfed.inference import inputs
 from bpfed.inference.estimators import Batch
 from bpfed.inference.inputs import Inputs
@@ -120,9 +120,12 @@ class Stepper:
         graph = make_fx(lambda *flat: function(*tree_unflatten(list(flat), spec)))(*leaves)
         graph.graph.eliminate_dead_code()
         graph.recompile()
+        device = leaves[0].device.type
+        if self.compiled and device == "cuda" and (made := compiled_regions(graph)) is not None:
+            return made
         if self.compiled:
-            return torch.compile(graph, options=OPTIONS.get(leaves[0].device.type))
-        return in_blocks(graph) if leaves[0].device.type == "cpu" else graph
+            return torch.compile(graph, options=OPTIONS.get(device))
+        return in_blocks(graph) if device == "cpu" else graph
 
 
 def _own(work: Work) -> Work:
