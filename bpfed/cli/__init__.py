@@ -11,8 +11,8 @@ import typer
 from bpfed import __version__
 from bpfed._util.console import Console
 from bpfed._util.errors import UserError
-from bpfed.cli import adapt, compare, data, deploy, methods, predict, run, tune
-from bpfed.cli.terminal import Group, imported_whole
+from bpfed.cli import adapt, compare, data, deploy, methods, predict, report, run, tune
+from bpfed.cli.terminal import Briefly, Group, imported_whole
 
 OUT_OF_MEMORY = (
     "The machine has too little memory for this; give it less at a time (--chunk, --memory, --jobs), or use smaller "
@@ -25,12 +25,11 @@ app = typer.Typer(
     help="Bayesian personalised federated learning: each client gets its own model, which knows how sure it is.",
     epilog="Example: bpfed run --data digits --rounds 30 --seed 0",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run", epilog=run.EXAMPLE)(run.run)
-app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
+app.command("run", cls=Briefly, epilog=run.EXAMPLE)(run.run)
+app.command("compare", cls=Briefly, epilog=compare.EXAMPLE)(compare.compare)
 app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.command("predict", epilog=predict.EXAMPLE)(predict.predict)
 app.command("adapt", epilog=adapt.EXAMPLE)(adapt.adapt)
@@ -38,7 +37,8 @@ app.command("methods", epilog=methods.EXAMPLE)(methods.methods)
 app.add_typer(data.app, name="data")
 app.add_typer(deploy.app, name="deploy")
 app.command("paper", add_help_option=False, context_settings=methods.ANYTHING)(methods.paper)
-app.command("report", epilog=run.REPORT_EXAMPLE)(run.report)
+app.command("report", epilog=report.EXAMPLE)(report.report)
+app.command("view", epilog=report.VIEW_EXAMPLE)(report.view)
 
 
 def _version(wanted: bool) -> None:
