@@ -141,12 +141,15 @@ def render(folder: Path, links: str = "") -> str:
     columns = [
         Column("name", "Run"),
         Column("made", "Finished", sort="descending"),
-        Column("data", "Data"),
-        Column("method", "Method"),
+        Column("data", "Data", words=True),
+        Column("method", "Method", words=True),
         Column("clients", "Clients", explain="How many clients there are."),
         *(Column(name, get_metric(name).label, explain=get_metric(name).explain) for name in shown),
         Column(
-            "calibrated", "Calibrated", explain="Whether examples or pilot runs were used to calibrate predictions."
+            "calibrated",
+            "Calibrated",
+            explain="Whether examples or pilot runs were used to calibrate predictions.",
+            words=True,
         ),
     ]
     return html.page(

@@ -54,6 +54,7 @@ class Column(NamedTuple):
         show: Number to text.
         explain: What it is, in one sentence.
         sort: How rows are sorted by it at first; empty: they are not.
+        words: Whether its cells are words rather than numbers.
     """
 
     key: str
@@ -61,6 +62,7 @@ class Column(NamedTuple):
     show: Callable[[float], str] = text.count
     explain: str = ""
     sort: str = ""
+    words: bool = False
 
 
 class Cell(NamedTuple):
