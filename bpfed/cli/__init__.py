@@ -11,7 +11,7 @@ import typer
 from bpfed import __version__
 from bpfed._util.console import Console
 from bpfed._util.errors import UserError
-from bpfed.cli.terminal import LazyCommand, LazyGroup, imported_whole
+from bpfed.cli.terminal import Briefly, LazyCommand, LazyGroup, imported_whole
 
 OUT_OF_MEMORY = (
     "The machine has too little memory for this; give it less at a time (--chunk, --memory, --jobs), or use smaller "
@@ -22,11 +22,14 @@ OUT_OF_MEMORY = (
 #: when it is called.
 COMMANDS = {
     "run": LazyCommand(
-        "run:run", "Train a federation. Settings come from flags, then from the TOML file, then from the defaults."
+        "run:run",
+        "Train a federation. Settings come from flags, then from the TOML file, then from the defaults.",
+        options={"cls": Briefly},
     ),
     "compare": LazyCommand(
         "compare:compare",
         "Run methods on the same data with the same seeds, and compare them in a table and a report.",
+        options={"cls": Briefly},
     ),
     "tune": LazyCommand(
         "tune:tune",
@@ -60,10 +63,11 @@ COMMANDS = {
             },
         },
     ),
-    "report": LazyCommand(
-        "run:report",
-        "Write report.html of a run again from its files, and print its figures.",
-        epilog="REPORT_EXAMPLE",
+    "report": LazyCommand("report:report", "Write report.html of a run again from its files, and print its figures."),
+    "view": LazyCommand(
+        "report:view",
+        "Make a page that lists the runs and comparisons of a folder and links their reports.",
+        epilog="VIEW_EXAMPLE",
     ),
     "data": LazyCommand("data:app", "List, fetch and inspect datasets."),
     "deploy": LazyCommand(
@@ -78,7 +82,6 @@ app = typer.Typer(
     help="Bayesian personalised federated learning: each client gets its own model, which knows how sure it is.",
     epilog="Example: bpfed run --data digits --rounds 30 --seed 0",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

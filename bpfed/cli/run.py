@@ -1,4 +1,4 @@
-"""``bpfed run``: train a federation and keep it in a folder; ``bpfed report``: make its report again."""
+"""``bpfed run``: train a federation and keep it in a folder."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from bpfed.cli import terminal
 from bpfed.cli.flags import (
     ConfigFile,
     DataDir,
+    Json,
     MethodName,
     ModelName,
     Quiet,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from bpfed.config.reader import Config, Override
 
 EXAMPLE = "Example: bpfed run --data digits --rounds 30 --seed 0 --set method.temperature=0.3 --out runs/first"
-REPORT_EXAMPLE = "Example: bpfed report runs/first"
 RUNS = Path("runs")
 TRACKERS = ("mlflow", "tensorboard")
 
@@ -67,6 +67,7 @@ def run(
         ),
     ] = None,
     quiet: Quiet = False,
+    json: Json = False,
     **flags: str | None,
 ) -> None:
     """Train a federation. Settings come from flags, then from the TOML file, then from the defaults.
@@ -111,10 +112,11 @@ def run(
         out = out or free(chosen)
         folder = folder or Folder(out, resume, overwrite, back_to)
         callbacks: list[Callback] = [folder, *_trackers(track or [], out), *([] if quiet else [progress])]
-        used, how = decided(chosen.method, data, chosen.run, folder=folder, say=progress.say)
+        shown = None if quiet else progress
+        used, how = decided(chosen.method, data, chosen.run, folder=folder, say=progress.say, display=shown)
         trained = prepare(used, data, how, folder=folder, say=progress.say)
         chosen.confirm(trained.config())
-        run_calibration_pilots([trained], [folder], None if quiet else progress)
+        run_calibration_pilots([trained], [folder], shown)
         if trained.federation.learnt_temperature is not None:
             progress.say(
                 f"Calibration pilots are over: predictions will have a {temperature_name(trained.data.task)} of "
@@ -127,6 +129,11 @@ def run(
         raise typer.Exit(130) from None
     finally:
         progress.close()
+    if json:
+        from bpfed.report.verdicts import summary
+
+        terminal.put_json(summary(trained.record()) | {"report": str(folder.report)})
+        return
     terminal.result(trained.record(), folder.report)
 
 
@@ -223,35 +230,3 @@ def _latest() -> Path:
     """The run that was touched last, to name it as an example."""
     runs = sorted(RUNS.glob("*/config.toml"), key=lambda path: path.parent.stat().st_mtime)
     return runs[-1].parent if runs else RUNS / "first"
-
-
-def report(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="Folder of a finished run, or of a finished deployment or a part of it."),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="File to write. \\[default: report.html in the run folder]", show_default=False)
-    ] = None,
-) -> None:
-    """Write report.html of a run again from its files, and print its figures."""
-    from bpfed._util.paths import REPORT, SUMMARY, of_run, part
-    from bpfed.report import RunRecord, write
-
-    place = of_run(folder)
-    if not (place / SUMMARY).is_file() and part(folder):
-        raise UserError(
-            f"'{folder}' belongs to a deployment and has no finished run; go on with it on the server's machine, with "
-            "'bpfed deploy run', while the sites are online."
-        )
-    if out is not None and out.exists() and out.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"'{out}' exists and is not a web page, so a report must not replace it; choose another --out.")
-    run = RunRecord.read(place)
-    try:
-        written = write(run, out or place / REPORT)
-    except UserError as error:
-        terminal.result(run)
-        if out is not None or not str(error).endswith("choose another location."):
-            raise
-        raise UserError(f"{str(error).removesuffix('.')} with --out.") from error
-    terminal.result(run, written)

@@ -10,7 +10,7 @@ import typer
 from bpfed._util.console import Console
 from bpfed._util.errors import UserError, quoted
 from bpfed.cli.predict import SHOWN, find, finished_run, known
-from bpfed.cli.run import PATIENCE
+from bpfed.cli.terminal import PATIENCE
 
 EXAMPLE = "Example: bpfed serve runs/first --client cleveland --port 8000"
 EXPORT_EXAMPLE = "Example: bpfed export runs/first --client cleveland --format onnx --out cleveland.onnx"

@@ -21,15 +21,16 @@ from click import Command
 from rich import box
 from rich.cells import cell_len
 from rich.table import Table
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command, get_group
 
 from bpfed._util import text
 from bpfed._util.console import Console
 from bpfed._util.errors import unknown
+from bpfed._util.files import to_json
 
 if TYPE_CHECKING:
-    from click import Context, HelpFormatter
+    from click import Context, HelpFormatter, Parameter
 
     from bpfed.metrics.registry import Metric
     from bpfed.report import RunRecord
@@ -128,11 +129,25 @@ def result(run: RunRecord, report: Path | None = None) -> None:
         console.print(f"Report: {report}", style="bold", soft_wrap=True)
 
 
+def put_json(found: Mapping[str, Any]) -> None:
+    """Print a result for programs."""
+    sys.stdout.write(to_json(dict(found)))
+
+
 # --- A group of commands ----------------------------------------------------------------------------------------------
 
 
 class Group(TyperGroup):
-    """Refuses a command that does not exist in one sentence with the nearest; typer and click would each name that."""
+    """Refuses a command that does not exist in one sentence with the nearest; typer and click would each name that.
+
+    Without a command it shows its help, which is no mistake.
+    """
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        if not args and self.no_args_is_help and not ctx.resilient_parsing:
+            print(ctx.get_help().rstrip())
+            ctx.exit()
+        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
         if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
@@ -212,6 +227,70 @@ class _Loading(UserDict[str, Command]):
         if isinstance(found, LazyCommand):
             found = self.data[name] = found.load(name)
         return found
+
+
+class Briefly(TyperCommand):
+    """A command of many flags, whose help shows the common ones; ``--help-all`` shows all."""
+
+    #: Parameters that `--help` shows, in this order.
+    common: tuple[str, ...] = (
+        "config",
+        "data",
+        "target",
+        "client_column",
+        "method",
+        "methods",
+        "rounds",
+        "seed",
+        "seeds",
+        "calibration",
+        "calibrate",
+        "out",
+        "resume",
+        "help",
+        "help_all",
+    )
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.everything = False
+        self.params.append(
+            TyperOption(
+                param_decls=["--help-all"],
+                is_flag=True,
+                expose_value=False,
+                is_eager=True,
+                callback=self._all,
+                help="Show all flags and exit.",
+            )
+        )
+
+    def _all(self, ctx: Context, param: Parameter, wanted: bool) -> None:
+        if wanted and not ctx.resilient_parsing:
+            self.everything = True
+            print(ctx.get_help().rstrip())
+            ctx.exit()
+
+    def get_params(self, ctx: Context) -> list[Parameter]:
+        """All, the common ones first."""
+        found = super().get_params(ctx)
+        place = {name: k for k, name in enumerate(self.common)}
+        return sorted(found, key=lambda one: place.get(one.name or "", len(place)))
+
+    def format_help(self, ctx: Context, formatter: HelpFormatter) -> None:
+        shown = self.get_params(ctx)
+        if self.everything:
+            super().format_help(ctx, formatter)
+            return
+        before = [(one, getattr(one, "hidden", False), getattr(one, "rich_help_panel", None)) for one in shown]
+        try:
+            for one, hidden, _ in before:
+                one.hidden = hidden or one.name not in self.common  # type: ignore[attr-defined]
+                one.rich_help_panel = None  # type: ignore[attr-defined]
+            super().format_help(ctx, formatter)
+        finally:
+            for one, hidden, panel in before:
+                one.hidden, one.rich_help_panel = hidden, panel  # type: ignore[attr-defined]
 
 
 # --- Ctrl-C while torch is being imported: its libraries would abort the process, so it has to wait until they are there ---

@@ -186,4 +186,4 @@ def pooled(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _room(names: Sequence[str], least: int) -> int:
     """How wide the longest of these names is."""
-    return max(least, LETTER * max(len(name) for name in names) + 24)
+    return max(least, round(LETTER * max(len(name) for name in names)) + 24)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +54,7 @@ class Column(NamedTuple):
         show: Number to text.
         explain: What it is, in one sentence.
         sort: How rows are sorted by it at first; empty: they are not.
+        words: Whether its cells are words rather than numbers.
     """
 
     key: str
@@ -61,6 +62,7 @@ class Column(NamedTuple):
     show: Callable[[float], str] = text.count
     explain: str = ""
     sort: str = ""
+    words: bool = False
 
 
 class Cell(NamedTuple):
@@ -74,16 +76,22 @@ class Cell(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A row of such a table: its heading, a word beside it, its cells and its class."""
+    """A row of such a table: its heading, a word beside it, its cells, its class, and what its heading links."""
 
     name: str
     cells: list[Cell]
     tag: str = ""
     style: str = ""
+    link: str = ""
 
 
-def render(run: RunRecord) -> str:
-    """The whole page as text. The same record gives the same page, byte for byte."""
+def render(run: RunRecord, examples: Mapping[str, Any] | None = None) -> str:
+    """The whole page as text. The same record gives the same page, byte for byte.
+
+    Args:
+        run: The record.
+        examples: Rows of a client, for a page that stays with it: what is ``said`` of them, and ``parts``, tables.
+    """
     return html.page(
         "run.html.j2",
         title=run.title,
@@ -94,7 +102,7 @@ def render(run: RunRecord) -> str:
         decisions=sections.decisions(run),
         effects=sections.effects(run),
         card=sections.card(run),
-        examples=None,
+        examples=examples,
         made_with=run.config.get("bpfed", ""),
         tiles=tiles(run),
         basis=basis(run),

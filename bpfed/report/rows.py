@@ -17,8 +17,8 @@ from bpfed.metrics.registry import Metric
 from bpfed.report import svg
 from bpfed.report.svg import Scale
 
-#: Room for names at least; a letter takes some `LETTER`, and longer names than `LONGEST` are cut.
-NAMES, LETTER, LONGEST = 110, 7, 40
+#: Room for names at least; a letter takes up to `LETTER`, and longer names than `LONGEST` are cut, on a phone `SHORTER`.
+NAMES, LETTER, LONGEST, SHORTER = 110, 8.3, 40, 29
 #: Height of a row, with its name beside it and above it; width of what is right of the names.
 ROW, TALL_ROW, SCALE = 25, 42, 410
 #: Width of the drawing for a phone, and room for numbers at the right.
@@ -97,7 +97,7 @@ def chart(
             top, style = TOP + step * k, " chief" if row.chief else ""
             y = top + (31 if phone else step / 2)
             if phone:
-                shapes.append(svg.words(x.start, top + 14, text.short(row.label, LONGEST), f"halo{style}"))
+                shapes.append(svg.words(x.start, top + 14, text.short(row.label, SHORTER), f"halo{style}"))
                 shapes.append(svg.words(PHONE - 4, top + 14, beside(row), f"halo end{style}"))
             else:
                 shapes.append(svg.words(x.start - 10, y + 4.5, text.short(row.label, LONGEST), f"end{style}"))
@@ -175,7 +175,7 @@ def across(x: Scale, low: float, high: float, y: float, style: str) -> str:
 
 def _names(rows: Iterable[Row]) -> int:
     """How much room the longest name takes."""
-    return max((LETTER * len(text.short(row.label, LONGEST)) + 24 for row in rows), default=NAMES) if rows else NAMES
+    return max((round(LETTER * len(text.short(row.label, LONGEST))) + 24 for row in rows), default=NAMES)
 
 
 def _wrapped(words: str, most: int) -> list[str]:

@@ -97,6 +97,30 @@ def headline(run: RunRecord, found: Sequence[Verdict]) -> str:
     return " ".join(said)
 
 
+def summary(run: RunRecord) -> dict[str, Any]:
+    """The report for programs: what the run is, its metrics, and the verdict on each client."""
+    found = verdicts(run) if run.measures and run.history else []
+    facts = ("method", "data", "partition", "protocol", "rounds", "clients", "seed", "seconds", "device")
+    return {
+        "title": run.title,
+        "bpfed": run.config.get("bpfed"),
+        **{key: run.summary[key] for key in facts if key in run.summary},
+        "metrics": {
+            m.name: {"last": run.last(m.name), "client_mean": run.mean(m.name), "worst_client": run.worst(m.name)}
+            for m in run.measures
+        },
+        "verdict": headline(run, found),
+        "against_baselines": run.verdict,
+        "sites": [
+            {"name": one.name, "verdict": one.word, "said": [text.typed(s) for s in one.said], "test": one.test}
+            for one in found
+        ],
+        "notes": [
+            text.typed(note) for note in (run.untested, run.participation_note, run.uncovered, run.no_use) if note
+        ],
+    }
+
+
 def _verdict(run: RunRecord, place: int, row: dict[str, Any]) -> Verdict:
     name, test = str(row["name"]), int(row["test"])
     if test < JUDGED:

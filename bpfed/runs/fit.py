@@ -85,10 +85,12 @@ def fit(
     elif target is not None or client_column is not None:
         raise UserError("The data are loaded already; give target and client_column to bpfed.data.load.")
     likelihood = likelihood_of(likelihood, data)
-    method, settings = decided(method_of(method, data), data, settings, model, likelihood, folder, say or to_stderr)
     shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []
-    run = prepare(method, data, settings, model, likelihood, folder, say or to_stderr)
     try:
+        method, settings = decided(
+            method_of(method, data), data, settings, model, likelihood, folder, say or to_stderr, *shown
+        )
+        run = prepare(method, data, settings, model, likelihood, folder, say or to_stderr)
         run_calibration_pilots([run], [folder], shown[0] if shown else None)
     except BaseException:
         for display in shown:
@@ -174,6 +176,7 @@ def decided(
     likelihood: Likelihood | None = None,
     folder: Folder | None = None,
     say: Callable[[str], None] = lambda sentence: None,
+    display: Progress | None = None,
 ) -> tuple[Method, Settings]:
     """The method and the settings of a run once what the method offers is chosen (`bpfed.runs.pilot`).
 
@@ -187,7 +190,7 @@ def decided(
         return read(folder.begun).method, replace(settings, adapt="off")
     check_selection(method, settings)
     prepare(method, data, settings, model, likelihood)  # so that what cannot be run is refused at once
-    choice = choose(method, data, settings, model, likelihood, say)
+    choice = choose(method, data, settings, model, likelihood, say, display)
     say(choice.words)
     return choice.method, replace(settings, adapt="off")
 

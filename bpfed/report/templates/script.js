@@ -4,7 +4,8 @@ for (const table of document.querySelectorAll("table.sortable")) {
     const down = head.getAttribute("aria-sort") === "ascending";
     heads.forEach(other => other.removeAttribute("aria-sort"));
     head.setAttribute("aria-sort", down ? "descending" : "ascending");
-    const names = column === 0, missing = cell => !names && cell.dataset.v === undefined;
+    const names = column === 0 || head.classList.contains("words");
+    const missing = cell => !names && cell.dataset.v === undefined;
     const rows = [...body.rows];
     rows.sort((one, two) => {
       const a = one.cells[column], b = two.cells[column];
