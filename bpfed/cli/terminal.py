@@ -31,6 +31,7 @@ from bpfed._util.files import to_json
 
 if TYPE_CHECKING:
     from click import Context, HelpFormatter, Parameter
+    from click.shell_completion import CompletionItem
 
     from bpfed.metrics.registry import Metric
     from bpfed.report import RunRecord
@@ -208,9 +209,19 @@ class LazyGroup(Group):
         return super().get_command(ctx, cmd_name)
 
     def format_help(self, ctx: Context, formatter: HelpFormatter) -> None:
+        with self._summaries():
+            super().format_help(ctx, formatter)
+
+    def shell_complete(self, ctx: Context, incomplete: str) -> list[CompletionItem]:
+        with self._summaries():
+            return super().shell_complete(ctx, incomplete)
+
+    @contextmanager
+    def _summaries(self) -> Iterator[None]:
+        """Inside of the block a command is its name and its summary."""
         self._shown = True
         try:
-            super().format_help(ctx, formatter)
+            yield
         finally:
             self._shown = False
 

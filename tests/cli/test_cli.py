@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -427,6 +428,15 @@ def test_help_needs_none_of_what_is_slow_to_import() -> None:
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "predict" in done.stdout
     assert done.stderr == "\n"
+
+
+def test_completion_offers_the_commands_and_imports_none_of_them() -> None:
+    code = "import sys, bpfed.cli\nsys.argv = ['bpfed']\ntry: bpfed.cli.main()\nfinally: print('bpfed.cli.run' in sys.modules)"
+    asked = {"_BPFED_COMPLETE": "complete_bash", "COMP_WORDS": "bpfed r", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env={**os.environ, **asked}
+    )
+    assert done.stdout.split() == ["run", "report", "False"]
 
 
 def test_the_help_shows_the_first_paragraph_of_each_commands_own() -> None:
