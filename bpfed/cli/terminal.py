@@ -279,7 +279,10 @@ class Briefly(TyperCommand):
     def _all(self, ctx: Context, param: Parameter, wanted: bool) -> None:
         if wanted and not ctx.resilient_parsing:
             self.everything = True
-            print(ctx.get_help().rstrip())
+            try:
+                print(ctx.get_help().rstrip())
+            finally:
+                self.everything = False
             ctx.exit()
 
     def get_params(self, ctx: Context) -> list[Parameter]:

@@ -138,7 +138,7 @@ def verdict(run: RunRecord) -> dict[str, Any] | None:
     read = (
         "A difference counts if it is more than twice its standard error over the client's own test examples."
         if errors
-        else "Only sums are known of the test examples here, so small differences may be chance."
+        else "Standard errors are not known here, so small differences may be chance."
     )
     return {
         "headline": headline(run, found),

@@ -366,7 +366,9 @@ def effects(run: RunRecord) -> dict[str, Any] | None:
         return {"said": found["skipped"], "figure": None, "matrix": None}
     names, pooled = found["columns"], found["pooled"]
     rise = Metric("rise", "rise of the NLL", _plain)
-    lines = [Line(name, v, note=_plain(v)) for name, v in zip(names, pooled, strict=True) if v is not None]
+    lines = [
+        Line(text.short(name, 24), v, note=_plain(v)) for name, v in zip(names, pooled, strict=True) if v is not None
+    ]
     read = "How much the NLL rises if the column is shuffled among a client's own test rows. Near 0: the predictions hardly depend on it."
     more = f" These are the first {len(names)} of {found['of']} columns." if found.get("of", 0) > len(names) else ""
     said = (

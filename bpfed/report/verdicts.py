@@ -1,7 +1,7 @@
 """A verdict on each client in plain words: is its model better than a guess, and than a plain model; where does it fail?
 
 A difference counts if it is more than twice its standard error over the client's test examples, paired. Without the
-errors, as in a deployment, where only sums are told, the verdict says which is lower and no more.
+errors, as in a deployment, where only sums are told, a verdict says which is lower and no more.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def _verdict(run: RunRecord, place: int, row: dict[str, Any]) -> Verdict:
             said.append(f"Not clearly better than {run.task.guess} ({figures}, within chance).")
             level = "care"
         else:
-            sure = "" if state == "worse" else ", within chance"
-            said.append(f"{'No better' if sure else 'Worse'} than {run.task.guess} ({figures}{sure}).")
+            start = "Worse" if state == "worse" else "No better"
+            said.append(f"{start} than {run.task.guess} ({figures}{', within chance' if state == 'alike' else ''}).")
             level = "poor"
     if (rival := own_model(run, place, measure)) is not None:
         model, theirs, state = rival
@@ -150,7 +150,8 @@ def _verdict(run: RunRecord, place: int, row: dict[str, Any]) -> Verdict:
         elif state == "alike":
             said.append(f"About as good as {model} ({figures}, within chance).")
         else:
-            said.append(f"Worse than {model} ({figures}), so consider that one here.")
+            start = "Worse" if state == "worse" else "No better"
+            said.append(f"{start} than {model} ({figures}), so consider that one here.")
             level = "care" if level == "good" else level
     weak, sentence = _weakness(recalls(run, place))
     if sentence:
@@ -199,7 +200,7 @@ def _state(ours: float, theirs: float, gain: float, error: float) -> str:
         return "alike"
     if math.isfinite(gain):
         return "better" if gain > 0 else "worse"
-    return "better" if ours < theirs else "worse"
+    return "better" if ours < theirs else "not better"  # by how much may be chance
 
 
 def _figures(run: RunRecord, measure: Metric, ours: float, theirs: float) -> str:

@@ -76,4 +76,4 @@ def test_few_test_examples_are_not_judged_and_the_worst_is_first() -> None:
         "The model can be used as it is at 1 of 3 clients. It is no better than a guess at 1: South. There are too few "
         "test examples to judge it at 1: East."
     )
-    assert "Only sums are known of the test examples here" in Page(render(several)).text
+    assert "Standard errors are not known here" in Page(render(several)).text
