@@ -213,7 +213,7 @@ def test_a_graph_that_disagrees_is_not_written(hospitals: Run, tmp_path: Path, m
             return list(scorers[0](*raw.values()))
 
     monkeypatch.setattr(exporting, "_torch_runner", lambda content: run)
-    with pytest.raises(UserError, match="its output 'epistemic' differs in row 1 .* no file is written"):
+    with pytest.raises(UserError, match=r"its output 'epistemic' differs in row 1 .* no file is written"):
         hospitals.export("bern", "torch", tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
 
@@ -226,7 +226,7 @@ def test_what_cannot_be_exported_is_refused_in_one_sentence(hospitals: Run, tmp_
         hospitals.export("bern", "pickle", tmp_path / "x")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="Unknown client 'basel'"):
         hospitals.export("basel", "onnx", tmp_path / "x")
-    with pytest.raises(UserError, match="The level is 1.5"):
+    with pytest.raises(UserError, match=r"The level is 1\.5"):
         hospitals.export("bern", "onnx", tmp_path / "x", level=1.5)
     assert (tmp_path / "there").read_text() == "mine"
 
