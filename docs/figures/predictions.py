@@ -3,8 +3,8 @@
     python docs/figures/predictions.py
 
 It trains as ``make demo`` does, with a fifth of the training images kept back for prediction sets. Both images are test
-images of one client: the one that its model is surest of, and, of those that it abstains on and whose set at 90 % has
-two labels, the least sure. They are chosen by the prediction alone, not by the truth.
+images of one client: the one that its model is surest of, and, of those that it abstains on and whose set at 95 % has
+several labels, the least sure. They are chosen by the prediction alone, not by the truth.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def main() -> None:
     data = bpfed.data.load("digits")
     run = bpfed.fit(data=data, rounds=30, seed=0, calibrate="pilot:3", calibration=0.2)
     index, images, probs, sets, truth = _client(run)
-    name, top = data.names[index], probs.max(1)
+    name, top = run.clients()[index].name, probs.max(1)
     sure = int(top.argmax())
-    doubtful = [i for i in range(len(top)) if top[i] < SURE and sets[i].sum() == 2]
+    doubtful = [i for i in range(len(top)) if top[i] < SURE and sets[i].sum() > 1]
     unsure = min(doubtful, key=lambda i: float(top[i]))
     figure, axes = plt.subplots(1, 4, figsize=(10, 3.3), width_ratios=[1, 1.5, 1, 1.5], layout="constrained")
     for column, i in ((0, sure), (2, unsure)):
@@ -52,18 +52,20 @@ def main() -> None:
         title = f"{words}\n{LEVEL:.0%} set: {{{labels}}}"
         bars.set_title(title, fontsize=13, fontweight="bold", color="#a33b20" if abstains else "#1f5f8b")
     figure.savefig(OUT, dpi=160, facecolor="white", metadata={"Software": ""})
-    print(f"{OUT.name}: client {name}, test images {sure} and {unsure}; accuracy {run.history[-1]['accuracy']:.3f}")
+    print(
+        f"{OUT.name}: client {name}, test images {sure} and {unsure}; accuracy {run.history[-1]['accuracy']['pooled']:.3f}"
+    )
 
 
 def _client(run: bpfed.Run) -> tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The first client with an image in doubt: its index, test images, probabilities, sets and truths."""
-    for index, client in enumerate(run.clients):
+    for index, client in enumerate(run.clients()):
         x, y = run.data.test.client(index)
         found = client.predict(x, prepared=True)
         probs, sets = found.probs.numpy(), found.prediction_set(LEVEL).numpy()
-        if ((probs.max(1) < SURE) & (sets.sum(1) == 2)).any():
+        if ((probs.max(1) < SURE) & (sets.sum(1) > 1)).any():
             images = x.reshape(len(x), 8, 8).numpy()
-            return index, images, probs, sets, np.asarray([int(run.data.labels[k]) for k in y])
+            return index, images, probs, sets, y.numpy()
     raise SystemExit("No client has an image in doubt.")
 
 
