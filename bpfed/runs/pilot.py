@@ -313,7 +313,9 @@ def choose(
     )
     return select(
         method,
-        lambda places: score_methods([with_candidates(method, place) for place in places], parts, how, model, likelihood),
+        lambda places: score_methods(
+            [with_candidates(method, place) for place in places], parts, how, model, likelihood
+        ),
     )
 
 
