@@ -31,6 +31,7 @@ from bpfed.config.schema import LISTS
 if TYPE_CHECKING:
     from bpfed.callbacks import Callback, Progress
     from bpfed.config.reader import Config, Override
+    from bpfed.runs.run import Run
 
 EXAMPLE = "Example: bpfed run --data digits --rounds 30 --seed 0 --set method.temperature=0.3 --out runs/first"
 RUNS = Path("runs")
@@ -93,8 +94,7 @@ def run(
         chosen = read(source, said, _begun_with(out) if resume and config is None else None)
         from bpfed.callbacks import Folder
         from bpfed.report.record import temperature_name, temperature_words
-        from bpfed.runs.fit import decided, method_of, prepare
-        from bpfed.runs.pilot import run_calibration_pilots
+        from bpfed.runs.fit import RunRequest, get_ready, method_of, train_ready
 
         folder = Folder(out, resume, overwrite, back_to) if out is not None else None  # refused before data are read
         if resume and source is None and not any(override.key == "data.name" for override in said):
@@ -111,18 +111,20 @@ def run(
             chosen = replace(chosen, method=method_of(None, data))
         out = out or free(chosen)
         folder = folder or Folder(out, resume, overwrite, back_to)
-        callbacks: list[Callback] = [folder, *_trackers(track or [], out), *([] if quiet else [progress])]
+        callbacks: list[Callback] = [*_trackers(track or [], out), *([] if quiet else [progress])]
         shown = None if quiet else progress
-        used, how = decided(chosen.method, data, chosen.run, folder=folder, say=progress.say, display=shown)
-        trained = prepare(used, data, how, folder=folder, say=progress.say)
+        request = RunRequest(chosen.method, data, chosen.run, folder=folder, callbacks=callbacks)
+        trained = get_ready(request, progress.say, shown)
         chosen.confirm(trained.config())
-        run_calibration_pilots([trained], [folder], shown)
-        if trained.federation.learnt_temperature is not None:
-            progress.say(
-                f"Calibration pilots are over: predictions will have a {temperature_name(trained.data.task)} of "
-                f"{temperature_words(trained.calibration_temperature)}."
-            )
-        trained.train(callbacks)
+
+        def calibrated(run: Run) -> None:
+            if run.federation.learnt_temperature is not None:
+                progress.say(
+                    f"Calibration pilots are over: predictions will have a {temperature_name(run.data.task)} of "
+                    f"{temperature_words(run.calibration_temperature)}."
+                )
+
+        train_ready([trained], [request], shown, calibrated)
     except KeyboardInterrupt:
         progress.close()
         progress.say(_stopped(out, data_dir, track or []))

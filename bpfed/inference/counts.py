@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 import torch
@@ -31,7 +31,9 @@ from bpfed.inference.predictive import (
 from bpfed.inference.tasks import Predicted, Scoring, TargetColumn, Task, mean_targets, no_label, written
 from bpfed.metrics import Evaluation, Form, Sums
 from bpfed.metrics.evaluation import binomial_deviation, counting, evaluation, nominal_levels, owners, summed, with_pool
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: Outputs are held below this, a rate of some hundred million, so that no first step is infinite.
 HIGHEST = 18.0

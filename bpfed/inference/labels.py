@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,7 +31,9 @@ from bpfed.inference.tasks import (
 from bpfed.metrics import SMALLEST, Evaluation, Form, Sums, evaluate, evaluate_sums
 from bpfed.metrics.classification import form_of_classes
 from bpfed.metrics.evaluation import counting, summed
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: Labels that a target can hold.
 MOST_LABELS = 50

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, NamedTuple, Protocol, Self, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Heteroscedastic, Normal, Ordinal
 from bpfed.inference.moment_propagation import Propagation
 from bpfed.nn.kernels.conv import Convolutions
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 
 class Predictive(Protocol):

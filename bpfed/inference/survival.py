@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,7 +33,9 @@ from bpfed.inference.predictive import How, Prediction, Predictive, posterior_ou
 from bpfed.inference.tasks import Predicted, Scoring, TargetColumn, Task, no_label, written
 from bpfed.metrics import Evaluation, Form, Sums
 from bpfed.metrics.survival import evaluate_survival, form_of_times, from_sums
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: Times at which the baseline hazard changes; as many as tenths of an exponential distribution, and one beyond.
 STEPS = 10

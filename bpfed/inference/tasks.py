@@ -32,10 +32,10 @@ from bpfed.metrics.classification import by_class, form_of_classes
 from bpfed.metrics.evaluation import summed, with_means
 from bpfed.metrics.registry import of_examples
 from bpfed.metrics.regression import form_of_numbers
-from bpfed.nn.model import Model
 
 if TYPE_CHECKING:
     from bpfed.data.federated import Examples
+    from bpfed.nn.model import Model
 
 #: How a set without a label is written; an empty cell would look like a missing value.
 EMPTY_SET = "(empty)"

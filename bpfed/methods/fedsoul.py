@@ -26,7 +26,7 @@ and ``gamma`` are better there (docs/results/index.md); the defaults are those t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -38,7 +38,9 @@ from bpfed.inference.estimators import Batch
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.optim import ADAM, Adam
 from bpfed.methods.base import ADAPT, Finished, Initial, Method
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: Word that sets the noise of Langevin steps apart from that of dropout.
 LANGEVIN = 0x50

@@ -42,7 +42,7 @@ adds.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -69,7 +69,9 @@ from bpfed.methods.variational import (
     per_head,
     split,
 )
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: The most clients, and the smallest share of rounds they took part in, where the settings were chosen.
 CHOSEN_WITH, CHOSEN_AT = 20, 0.5

@@ -27,8 +27,7 @@ from bpfed._util.scores import student
 from bpfed.callbacks.base import Callback
 from bpfed.callbacks.progress import Progress
 from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, Settings
-from bpfed.data import FederatedData
-from bpfed.data.federated import HELD, held_out
+from bpfed.data.federated import HELD, FederatedData, held_out
 from bpfed.engine.federation import Federation
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.tasks import get_task

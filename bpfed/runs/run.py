@@ -17,7 +17,7 @@ from bpfed._util.errors import Diverged, UserError, unknown
 from bpfed._util.files import to_toml
 from bpfed.callbacks.base import Callback
 from bpfed.config.settings import Settings
-from bpfed.data import FederatedData
+from bpfed.data.federated import FederatedData
 from bpfed.data.tabular.rows import read_rows
 from bpfed.engine.evaluate import calibrate, evaluate_clients, tested_clients
 from bpfed.engine.federation import Federation

@@ -333,7 +333,7 @@ def test_data_lists_fetches_and_inspects(bpfed: Command) -> None:
 
 
 def test_without_a_terminal_what_takes_long_gets_a_line(bpfed: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("data", "run"):
+    for module in ("data", "terminal"):
         monkeypatch.setattr(f"bpfed.cli.{module}.PATIENCE", 0.0)
     for name in ("a", "b"):
         Path("own").mkdir(exist_ok=True)
