@@ -32,6 +32,7 @@ napoleon_google_docstring, napoleon_numpy_docstring = True, False
 python_maximum_signature_line_length = 88
 
 html_theme = "furo"
+html_static_path, html_css_files = ["_static"], ["site.css"]
 html_title = f"bpfed {version}"
 html_copy_source = False
 html_show_sourcelink = False
@@ -47,7 +48,14 @@ def skipped(app: object, what: str, name: str, value: object, skip: bool, option
     return True if name.startswith("set_") and name.endswith("_request") else None
 
 
+def plain(app: object, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    """Keep napoleon from taking what stands before the first colon of an attribute's docstring for its type."""
+    if what in ("attribute", "property", "data") and lines:
+        lines.insert(0, "")
+
+
 def setup(app: Sphinx) -> None:
     """Make the pages that follow from the code before any is read."""
     generate(HERE / "reference" / "generated")
     app.connect("autodoc-skip-member", skipped)
+    app.connect("autodoc-process-docstring", plain, priority=400)

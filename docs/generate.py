@@ -272,7 +272,8 @@ def api(title: str, about: str, names: list[str]) -> str:
         module, _, attribute = full.rpartition(".")
         value = getattr(import_module(module), attribute)
         if inspect.isclass(value):
-            lines += [f".. autoclass:: {full}", "   :members:", "   :show-inheritance:"]
+            lines += [f".. autoclass:: {full}", "   :members:"]
+            lines += ["   :show-inheritance:"] if value.__bases__ != (object,) else []
         elif callable(value):
             lines.append(f".. autofunction:: {full}")
         else:
@@ -289,7 +290,3 @@ def public(names: list[str]) -> list[str]:
         module, _, last = name.rpartition(".")
         found += [f"{module}.{each}" for each in import_module(module).__all__] if last == "*" else [name]
     return found
-
-
-if __name__ == "__main__":
-    generate(Path(__file__).parent / "reference" / "generated")

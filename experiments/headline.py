@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from experiments.paired import RECIPE, nearest
 from experiments.published import CELLS, TABLES, published
 from experiments.records import read
 from experiments.results import Results
-from experiments.typeset import figures, strong, table
+from experiments.typeset import NOTHING, figures, signed, strong, table
 
 #: The parts' names on their pages.
 PART, README_PART = "headline", "measured"
@@ -27,6 +27,8 @@ ROWS = {
     "cifar10-small": "20 clients, CIFAR-10 small",
     "digits": "10 clients, digits",
 }
+#: Records of comparisons, by the pages of results that show them.
+COMPARISONS = {"digits": "digits", "hospitals": "heart-disease", "accelerometers": "wisdm-later"}
 #: Its columns: one network each, no calibration, on the seeds that all of them have.
 COLUMNS = {RECIPE: "bpfed-recipe", "fedper": "FedPer", "fedavg": "FedAvg", "local": "alone"}
 #: Ours, by what they are called in this table.
@@ -69,6 +71,29 @@ def readme(found: Results, results: Path) -> str:
         texts = [figures(m, "nll", deviation(list(v))) for m, v in zip(means, seeds, strict=True)]
         rows.append([words, *strong(means, texts, "nll"), f"{rounds}, {len(seeds[0])}", version])
     return table(["test NLL", *COLUMNS.values(), "rounds, seeds", "version"], rows) if rows else ""
+
+
+def comparison(path: Path) -> str:
+    """The table of a comparison from its record: the lowest NLL first, with paired differences, and what made it."""
+    told = read(path)
+    order = sorted(told["methods"], key=lambda name: float(told["methods"][name]["nll"]["mean"]))
+    methods = [told["methods"][name] for name in order]
+    columns = []
+    for measure in ("accuracy", "nll", "brier", "ece"):
+        means = [float(method[measure]["mean"]) for method in methods]
+        texts = [figures(m, measure, method[measure]["sd"]) for m, method in zip(means, methods, strict=True)]
+        columns.append(strong(means, texts, measure))
+    pairs = [told["differences"]["nll"].get(name) for name in order]
+    columns.append([_interval(pair) if pair else NOTHING for pair in pairs])
+    reference = told["methods"][told["reference"]]["title"]
+    head = ["method", "accuracy %", "NLL", "Brier", "ECE %", f"NLL minus that of {reference}, mean over clients"]
+    rows = [[method["title"], *(column[i] for column in columns)] for i, method in enumerate(methods)]
+    made = f"Version {told['bpfed']}, {told['rounds']} rounds, {len(told['seeds'])} seeds, {told['clients']} clients"
+    return f"{table(head, rows)}\n\n{made}. Mean ± standard deviation over seeds; differences with 95 % intervals over seeds."
+
+
+def _interval(pair: Mapping[str, float]) -> str:
+    return f"{signed(pair['mean'], 3)} ({signed(pair['low'], 3)} to {signed(pair['high'], 3)})"
 
 
 def _scores(found: Results, results: Path, name: str) -> tuple[list[list[float]], str, int]:

@@ -54,6 +54,11 @@ def tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
     readme, cells = docs.resolve().parent / README, results / "paper"
     parts: tuple[tuple[Path, str, Path, Callable[[], str]], ...] = (
         (readme, headline.README_PART, cells, lambda: headline.readme(found, results)),
+        *(
+            (docs / PAGES / f"{page}.md", page, file, partial(headline.comparison, file))
+            for page, name in headline.COMPARISONS.items()
+            if (file := results / "other" / f"{name}.json")
+        ),
         (docs / PAGES / "headline.md", headline.PART, cells, lambda: headline.markdown(found)),
         *(
             (docs / "lab" / "recipe-details.md", part, cells, partial(made, found))

@@ -46,19 +46,18 @@ SAID = 5
 
 
 class Run:
-    """A federation and its history. Made by `fit`.
+    """A trained federation, and what can be asked of it. `fit` makes one, and `Run.load` reads one back.
 
     Attributes:
-        federation: The state.
+        federation: The state of the server and of all clients.
         history: One record for each evaluated round, as in ``metrics.jsonl``.
-        evaluation: Of the last evaluated round.
-        seconds: Time spent, over all sittings.
-        compiled: Whether the local step is compiled (known once training has begun).
-        calibration: What the run's folder says of its calibration, where the data are not at hand (see `calibrate`).
-        say: Called with each message for the user.
-        deployed: Whether it is a site's part of a deployment, where only its own rows are.
-        fitted: Baselines by what they are fitted to, with the losses of each test row; runs on the same data may share
-            them.
+        evaluation: The evaluation of the last evaluated round, and the clients that took part in it.
+        seconds: Seconds of training, those before a resume included.
+        compiled: Whether the local step is compiled. Known once training has begun.
+        calibration: The calibration that the run folder holds, for a run that is loaded without its data.
+        say: Function that is called with each message for the user.
+        deployed: Whether this is one site of a deployment, which has its own rows alone.
+        fitted: Baselines that are fitted already, with the losses of each test row. Runs on the same data may share them.
     """
 
     def __init__(self, federation: Federation, say: Callable[[str], None] = lambda sentence: None) -> None:
@@ -81,28 +80,28 @@ class Run:
 
     @property
     def data(self) -> FederatedData:
-        """What the run is trained and tested on."""
+        """The data that the run is trained and tested on."""
         return self.federation.data
 
     @property
     def settings(self) -> Settings:
-        """How it is run."""
+        """The settings of the run."""
         return self.federation.settings
 
     @property
     def calibration_temperature(self) -> float:
-        """Of all its predictions, learnt or given (`bpfed.config.settings`); 1: as they are, above: less confident."""
+        """The temperature that divides the logits of all predictions. Above 1 makes them less confident."""
         return self.federation.calibration_temperature
 
     def calibrated(self, how: How, draws: int) -> Calibration:
-        """The calibration of all clients for predictions made in this way after the last round, from their examples."""
+        """The calibration of all clients, from their calibration examples, for one way of predicting."""
         wanted = (self.federation.round, how, draws)
         if self._calibrated is None or self._calibrated[0] != wanted:
             self._calibrated = wanted, calibrate(self.federation, None, how, draws)
         return self._calibrated[1]
 
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
-        """Run the rounds that are left."""
+        """Train for the rounds that are left."""
         return train_together([self], [callbacks])[0]
 
     def _after(self, info: RoundInfo, elapsed: float, callbacks: Sequence[Callback]) -> None:
@@ -174,7 +173,7 @@ class Run:
         return Client(self, self.data.clients.index(name))
 
     def clients(self) -> list[Client]:
-        """All clients."""
+        """All clients, in the order of the data."""
         return [Client(self, i) for i in range(len(self.data))]
 
     def export_adapter(self, client: str, folder: str | Path) -> Path:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from paper_records import put, row, seed_result
 
+from bpfed._util.files import to_json
 from experiments import headline, paired
-from experiments.markdown import blank
+from experiments.markdown import blank, measure_table
 from experiments.render import render
 from experiments.results import Results
 
@@ -89,3 +91,38 @@ def test_readme_has_the_seeds_of_the_best_other_method(unevenly_seeded: Path) ->
     assert row(page, "accuracy %: recipe")[1] == "90.00"
     assert row(page, "accuracy %: best of the other methods here")[1] == "93.00"
     assert row(page, "NLL: best of the other methods here")[1] == "0.410"
+
+
+def test_readme_compares_on_common_seeds_and_names_the_versions(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    for method, seeds in (("bpfed-recipe", 3), ("fedper", 2), ("fedavg", 2), ("local", 2)):
+        put(results, "cifar10-small", method, [_scored(s, 0.5, 0.3 + s) for s in range(seeds)])
+    other = {name: {"nll": {"seeds": [0.5, 0.7]}} for name in headline.COLUMNS}
+    (results / "other").mkdir()
+    record = {"bpfed": "0.9.9", "rounds": 7, "methods": other | {"fedper": {"nll": {"seeds": [0.4, 0.4]}}}}
+    (results / "other/digits.json").write_text(to_json(record))
+    page = headline.readme(Results.read(results), results)
+    assert row(page, headline.ROWS["digits"])[1:] == [
+        *("0.600 ± 0.141", "**0.400** ± 0.000", "0.600 ± 0.141", "0.600 ± 0.141", "7, 2", "0.9.9")
+    ]
+    assert row(page, headline.ROWS["cifar10-small"])[1] == "**0.800** ± 0.707"  # of seeds 0 and 1, which all have
+    assert headline.ROWS["heart-disease"] not in page  # it was not run
+
+
+def test_methods_stand_by_their_mean_rank_over_the_versions_that_made_them(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    for cell, scores in (
+        ("mnist-small", (0.3, 0.1, 0.2)),
+        ("mnist-large", (0.3, 0.2, 0.1)),
+        ("fmnist-small", (0.9, 0.1)),
+    ):
+        for method, nll in zip(("bpfed", "fedper", "fedavg"), scores, strict=False):
+            put(results, cell, method, [_scored(0, 0.5, nll)])
+            path = results / "paper/groups" / cell / f"{method}.json"
+            path.write_text(
+                to_json(json.loads(path.read_text()) | {"bpfed": "0.2.0" if method == "bpfed" else "0.1.0"})
+            )
+    page = measure_table(Results.read(results).of("paper", "groups"), "nll", False)
+    assert [line.split(" | ")[0][2:] for line in page.splitlines()[2:5]] == ["FedPer", "FedAvg", "BPFed"]
+    assert page.endswith("- bpfed 0.1.0: FedPer, FedAvg\n- bpfed 0.2.0: BPFed")
+    assert "MNIST small 12" in page
