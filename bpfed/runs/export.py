@@ -383,6 +383,7 @@ def _inputs(prepare: nn.Module, raw: Mapping[str, Tensor]) -> list[dict[str, Any
                         "name": c.name,
                         "codes": {level: code for code, level in enumerate(c.feature.levels)},
                         "any other word": len(c.feature.levels),
+                        "words for missing": sorted(word for word, code in c.codes.items() if code == MISSING_CODE),
                     }
                     for c in prepare.words
                 ],

@@ -72,17 +72,20 @@ class Column(NamedTuple):
         feature: What training knows of it.
         number: Whether it is numbers; else words.
         place: Among the columns of its kind.
+        gone: Words that stand for no value in this run, in small letters, beside those that always do.
     """
 
     name: str
     feature: Feature
     number: bool
     place: int
+    gone: frozenset[str] = frozenset()
 
     @property
     def codes(self) -> dict[str, int]:
         """The code of each word that has one of its own: those of training, and those that stand for no value."""
-        gone = {spelt for word in MISSING for spelt in (word, word.upper(), word.capitalize(), word.title(), "NaN")}
+        missing = MISSING | self.gone
+        gone = {spelt for word in missing for spelt in (word, word.upper(), word.capitalize(), word.title(), "NaN")}
         found = dict.fromkeys(sorted(gone), MISSING_CODE)
         for code, level in enumerate(self.feature.levels):
             found |= {level: code}
@@ -128,12 +131,12 @@ class TableInputs(nn.Module):
         called = {r.new: r.column for r in renames if r.client in (None, client)}
         used = [f for f in made.features if f.inputs]
         numbers, words = ([f for f in used if (f.kind == "words") is kind] for kind in (False, True))
+        gone = MissingValues.of(made.missing)
         self.columns = [
-            Column(called.get(f.name, f.name), f, number, place)
+            Column(called.get(f.name, f.name), f, number, place, gone.words(f.name))
             for number, some in ((True, numbers), (False, words))
             for place, f in enumerate(some)
         ]
-        gone = MissingValues.of(made.missing)
         mine = [c for c in conversions if c.client in (None, client)]
         self.steps = {f.name: [c for c in mine if c.column == f.name] for f in numbers}
         self.gone = {f.name: _as_numbers(gone.words(f.name)) for f in numbers}

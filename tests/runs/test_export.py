@@ -16,8 +16,9 @@ from torch import nn
 import bpfed
 from bpfed._util.errors import UserError
 from bpfed.data import load
+from bpfed.data.tabular.rows import read_rows
 from bpfed.runs import export as exporting
-from bpfed.runs.graph import cholesky
+from bpfed.runs.graph import TableInputs, cholesky
 from bpfed.runs.run import Run
 
 pytestmark = pytest.mark.usefixtures("untraced")
@@ -235,3 +236,42 @@ def test_cholesky_column_by_column_is_that_of_torch() -> None:
     root = torch.randn(7, 5, 5, dtype=torch.float64, generator=scenarios.generator())
     matrix = root @ root.mT + torch.eye(5, dtype=torch.float64)
     torch.testing.assert_close(cholesky(matrix), torch.linalg.cholesky(matrix))
+
+
+@pytest.mark.parametrize("standardise", ["federated", "local", "none"])
+def test_preparation_inside_a_graph_is_that_of_tables(standardise: str, tmp_path: Path) -> None:
+    """Other names, other units of one client, values that stand for none, codes, gaps and unseen words."""
+    for i, name in enumerate(("bern", "genf")):
+        write_table(tmp_path / f"{name}.csv", i, "outcome")
+    data = load(
+        f"folder:{tmp_path}",
+        target="outcome",
+        standardise=standardise,
+        missing="total=9,ward=east",
+        rename="grade=class",
+        convert="age@bern:-32/1.8,total:*2",
+    )
+    made = data.preparation
+    assert made is not None
+    rows = {
+        **ROWS,
+        "total": np.array([9.0, -2.0, np.nan, 0.0]),
+        "ward": np.array(["east", "", "x", "west, upper"], object),
+    }
+    for client in data.clients:
+        prepare = TableInputs(made, client)
+        assert [c.name for c in prepare.numbers] == ["age", "grade", "total"]
+        numbers = torch.from_numpy(np.stack([rows[c.name] for c in prepare.numbers], 1))
+        (ward,) = prepare.words
+        spelt = [ward.codes.get(word, len(ward.feature.levels)) for word in rows["ward"]]
+        found = prepare(numbers, torch.tensor(spelt)[:, None])
+        torch.testing.assert_close(found, read_rows(data, rows, client, lambda sentence: None).x, atol=1e-6, rtol=1e-6)
+
+
+def test_recoding_that_works_on_text_is_refused(tmp_path: Path) -> None:
+    for i, name in enumerate(("bern", "genf")):
+        write_table(tmp_path / f"{name}.csv", i, "outcome")
+    data = load(f"folder:{tmp_path}", target="outcome", map="ward:east=north")
+    assert data.preparation is not None
+    with pytest.raises(UserError, match="recodes columns by --map"):
+        TableInputs(data.preparation, "bern")
