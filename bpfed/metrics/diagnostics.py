@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpfed.metrics.classification import SMALLEST
-from bpfed.metrics.evaluation import owners, summed
+from bpfed.metrics.evaluation import SMALLEST, owners, summed
 
 #: Of the record in ``evaluation.json``.
 VERSION = 1
