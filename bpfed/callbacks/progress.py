@@ -218,7 +218,8 @@ class Progress(Callback):
         room = self.console.width - MARGIN - len(gone) - len(left) - 4
         whole = f"{self.title}{', ' if self.title and self.words else ''}"
         # Where both do not fit, what is going on now says more than the title.
-        what = Text(whole if len(whole) + len(self.words) <= room or not self.words else "", style="bold")
+        fits = not self.words or len(whole) + len(self.words) <= room
+        what = Text(whole if fits else f"{self.stage}, " if self.stage else "", style="bold")
         if self.words:
             what.append(self.words, style="not bold cyan")
         head.add_row(self._spinner, what, Text(f"{gone}{left}", style="dim"))

@@ -101,6 +101,7 @@ def render(run: RunRecord, examples: Mapping[str, Any] | None = None) -> str:
         errors=sections.errors(run) if run.measures else None,
         decisions=sections.decisions(run),
         effects=sections.effects(run),
+        missing=sections.missing(run),
         card=sections.card(run),
         examples=examples,
         made_with=run.config.get("bpfed", ""),

@@ -245,6 +245,13 @@ def _missing(run: RunRecord, what: str) -> str:
     return f"This run has no record of {what}; runs of version 0.11 and later do."
 
 
+def missing(run: RunRecord) -> str:
+    """A sentence on the sections that this page lacks; empty where it has them."""
+    if run.diagnostics or not run.rows:
+        return ""
+    return _missing(run, "confusion matrices, decision curves and effects of columns")
+
+
 # --- Decisions --------------------------------------------------------------------------------------------------------
 
 
