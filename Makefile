@@ -34,6 +34,7 @@ package-bare: .venv/.dev
 # The site, from docs/, docstrings and settings; a warning or a broken link fails it. Open site/index.html.
 docs: .venv/.docs
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -b html -d site/.doctrees docs site
+	$(BIN)/python docs/check_site.py
 	$(BIN)/python docs/readability.py
 
 .venv/bin/python:
