@@ -30,6 +30,9 @@ from bpfed.nn.networks import make_model
 if TYPE_CHECKING:
     from bpfed.nn.model import Model
 
+#: Draws of clients, rounds x clients, up to which it is worked out beforehand who will never be drawn.
+FORESEEN = 20_000_000
+
 # --- What can be said against a run before any example is looked at ---------------------------------------------------
 
 
@@ -284,6 +287,20 @@ class Federation:
             taken[self._drawn(round_)] += 1
         self.taken = self.round, taken
         return taken
+
+    def never_drawn(self) -> np.ndarray | None:
+        """Indices of the clients that no round of the whole run draws, ``[M]``; None: there are too many rounds to tell.
+
+        Who is drawn follows from the seed, so it is known beforehand.
+        """
+        if self.settings.per_round(len(self)) == len(self):
+            return np.zeros(0, dtype=np.int64)
+        if self.settings.rounds * len(self) > FORESEEN:
+            return None
+        drawn = np.zeros(len(self), dtype=bool)
+        for round_ in range(1, self.settings.rounds + 1):
+            drawn[self._drawn(round_)] = True
+        return np.flatnonzero(~drawn)
 
     def keys(self, round_: int, purpose: Purpose, clients: Tensor) -> Tensor:
         """Keys of these clients, ``[S, 2]``, on the device."""

@@ -286,9 +286,25 @@ def prepare(
         say(note)
     if doubt := data.task_type.doubt(data.train.y):
         say(doubt)
-    for note in _calibration_notes(run):
+    for note in (*_participation_notes(run), *_calibration_notes(run)):
         say(note)
     return run
+
+
+def _participation_notes(run: Run) -> list[str]:
+    """Who will never take part, in a sentence; the draw follows from the seed."""
+    never = run.federation.never_drawn()
+    if never is None or not len(never):
+        return []
+    names = quoted([run.data.clients[k] for k in never.tolist()])
+    drawn = (
+        f"{run.settings.per_round(len(run.data))} of {len(run.data)} clients in each of {run.settings.rounds} rounds"
+    )
+    verb = "is never drawn and keeps" if len(never) == 1 else "are never drawn and keep"
+    return [
+        f"With {drawn}, {text.many(len(never), 'client')} {verb} the first personal weights ({names}); raise --participants "
+        "or --rounds."
+    ]
 
 
 def _calibration_notes(run: Run) -> list[str]:

@@ -78,8 +78,11 @@ def test_init_makes_all_that_server_and_sites_need(bpfed, tmp_path):
         ),
         (("--method", "local"), "there is nothing to deploy; train each site by itself with 'bpfed run'."),
         (("--participants", "3"), "choose 1 to 2."),
-        (("--holdout", "when"), "must be time:COLUMN or group:COLUMN, such as time:admitted or group:patient."),
-        (("--holdout", "group:patient", "--calibration", "0.2"), "or use --holdout time:COLUMN."),
+        (
+            ("--holdout", "when"),
+            "must be time:COLUMN, group:COLUMN or last:SHARE, such as time:admitted, group:patient or last:0.3.",
+        ),
+        (("--holdout", "group:patient", "--calibration", "0.2"), "or use --holdout time:COLUMN or last."),
     ],
 )
 def test_init_refuses_what_no_site_could_run(bpfed, tmp_path, options, why):

@@ -322,3 +322,15 @@ def test_a_last_step_that_goes_to_infinity_is_no_result():
     """The loss of one batch is that of the weights before its only step."""
     with pytest.raises(bpfed.UserError, match=r"diverged in round 1 \(it predicts what is not a number\)"):
         bpfed.fit(FedAvg(lr=1e30), classification(), rounds=1, epochs=1, batch=100)
+
+
+def test_who_will_never_be_drawn_is_said_before_training():
+    said: list[str] = []
+    settings = {"rounds": 3, "participants": 2, "epochs": 1, "eval_draws": 1, "compile": "off", "baselines": "off"}
+    run = bpfed.fit(FedAvg(), classification(sizes=(6,) * 9), say=said.append, **settings)
+    never = [name for k, name in enumerate(run.data.clients) if not run.federation.times_drawn()[k]]
+    assert never
+    (note,) = (sentence for sentence in said if "never drawn" in sentence)
+    assert note.startswith(f"With 2 of 9 clients in each of 3 rounds, {len(never)} client")
+    assert all(f"'{name}'" in note for name in never[:3])
+    assert run.federation.never_drawn().tolist() == [run.data.clients.index(name) for name in never]

@@ -18,7 +18,7 @@ from bpfed.data.tabular.table import Categorical, Table
 ROWS, MOST = 30, 0.8
 #: Share of the class changes of rows in random order below which classes persist; correlation of numbers with those of the
 #: row before from which on they do.
-CHANGES, CORRELATED = 0.5, 0.7
+CHANGES, CORRELATED = 0.5, 0.9
 #: Share of the rows that must have a value of their own in a column of times.
 DIFFERENT = 0.5
 #: Neighbouring windows that are looked at, and the share of them that must overlap.
@@ -84,7 +84,8 @@ def _persists(preparation: Preprocessor) -> Callable[[Table], bool]:
             # Sorted by class, it changes once for each; sorted within two parts, such as training and test, twice as often.
             return bool(2 * (len(counts) - 1) + 1 < changes < CHANGES * usual)
         ranks = np.argsort(np.argsort(y, kind="stable"), kind="stable").astype(np.float64)
-        turns = np.count_nonzero(np.diff(np.sign(np.diff(y))))
+        steps = np.diff(y)
+        turns = np.count_nonzero(np.diff(np.sign(steps[steps != 0])))  # none where the file is sorted by it
         return bool(turns > 2 and np.corrcoef(ranks[1:], ranks[:-1])[0, 1] > CORRELATED)
 
     return persists

@@ -18,6 +18,7 @@ import numpy as np
 
 from bpfed._util.errors import OTHERS, UserError, first_of
 from bpfed._util.files import write_whole
+from bpfed.data.tabular import fast_csv
 from bpfed.data.tabular.missing_values import MissingValues
 from bpfed.data.tabular.npz import LIMIT_NAME, unpacked_limit
 from bpfed.data.tabular.table import (
@@ -133,7 +134,31 @@ Chunks = Iterator[tuple[list[str], str, list[list[str]]]]
 
 def read_csv(path: Path, asked: ReadOptions) -> Table:
     """Read a CSV file: UTF-8, the first line names the columns; see `read_text`."""
-    return read_text(path, lambda: _rows(path), asked.words, asked.missing)
+    return _fast(path, asked) or read_text(path, lambda: _rows(path), asked.words, asked.missing)
+
+
+def _fast(path: Path, asked: ReadOptions) -> Table | None:
+    """A large plain file, read by pyarrow (`bpfed.data.tabular.fast_csv`); None: it is none, or not plain enough."""
+    if (
+        asked.missing != MissingValues()
+        or path.stat().st_size < fast_csv.LARGE
+        or path.suffix.lower() not in (".csv", ".tsv")
+    ):
+        return None
+    header, delimiter, first = list(islice(_rows(path), 2))[-1]
+    if delimiter != "," or not first:
+        return None
+    numbers = [
+        name not in asked.words and _numbers(cells, delimiter) is not None
+        for name, cells in zip(header, zip(*first, strict=True), strict=True)
+    ]
+    columns = fast_csv.read_columns(path, header, numbers)
+    if columns is None:
+        return None
+    named = {name: column for name, column in zip(header, columns, strict=True) if name}
+    made = {name: _joined([column], name, path, delimiter, name in asked.words) for name, column in named.items()}
+    check_slips({name: column for name, column in made.items() if name not in asked.words}, path, delimiter)
+    return Table(str(path), len(columns[0]), made)
 
 
 def read_text(

@@ -1,0 +1,96 @@
+"""Large CSV files by the reader of pyarrow: the same table as by the other, and what it leaves to that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bpfed._util.errors import UserError
+from bpfed.data.tabular import csvfile, fast_csv
+from bpfed.data.tabular.table import Categorical, Table, read_table
+
+PLAIN = "n,w,share,gap,code,flag,empty\n" + "".join(
+    f"{k / 7:.4f},{('x ', 'y', 'NA', '')[k % 4]},{k % 100}%,{('', 'NaN', '1e3', ' 2.5 ', 'NULL')[k % 5]},{k % 3},"
+    f"{('TRUE', 'false')[k % 2]},\n"
+    for k in range(5000)
+)
+LEFT: dict[str, str | bytes] = {
+    "quotes": PLAIN.replace("y,", '"y",', 1),
+    "a word after many numbers": PLAIN + "abc,x,1%,1,1,true,\n",
+    "underscores": PLAIN + "1_000,x,1%,1,1,true,\n",
+    "semicolons": PLAIN.replace(",", ";"),
+    "mixed line ends": PLAIN + "1,x,1%,1,1,true,\r\n",
+    "blank lines first": "\n\n" + PLAIN,
+}
+
+
+def same(one: Table, two: Table) -> None:
+    assert one.rows == two.rows
+    assert list(one.columns) == list(two.columns)
+    for name, column in one.columns.items():
+        other = two.columns[name]
+        if isinstance(column, Categorical):
+            assert isinstance(other, Categorical)
+            assert column.levels == other.levels
+            assert np.array_equal(column.codes, other.codes)
+        else:
+            assert np.array_equal(column, other, equal_nan=True)
+
+
+def both(path: Path, monkeypatch: pytest.MonkeyPatch, **options: list[str]) -> tuple[Table | str, Table | str, bool]:
+    """What both readers make of a file, and whether the fast one read it."""
+    used: list[bool] = []
+    found: list[Table | str] = []
+    original = fast_csv.read_columns
+    monkeypatch.setattr(csvfile.fast_csv, "read_columns", lambda *a: (r := original(*a), used.append(r is not None))[0])
+    for large in (1, 1 << 60):
+        monkeypatch.setattr(fast_csv, "LARGE", large)
+        try:
+            found.append(read_table(path, **options))
+        except UserError as error:
+            found.append(str(error))
+    return found[0], found[1], any(used)
+
+
+@pytest.mark.parametrize("text", [PLAIN, PLAIN.replace("\n", "\r\n"), "\ufeff" + PLAIN, PLAIN + "\n\n"])
+def test_plain_files_are_the_same_table(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.csv").write_bytes(text.encode())
+    fast, slow, used = both(tmp_path / "a.csv", monkeypatch)
+    assert used
+    assert isinstance(fast, Table)
+    assert isinstance(slow, Table)
+    same(fast, slow)
+    fast, slow, used = both(tmp_path / "a.csv", monkeypatch, words=["code", "n"])
+    assert used
+    assert isinstance(fast, Table)
+    assert isinstance(slow, Table)
+    same(fast, slow)
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_whatever_could_be_read_otherwise_is_left_to_the_other_reader(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.csv").write_bytes(str(LEFT[what]).encode())
+    fast, slow, used = both(tmp_path / "a.csv", monkeypatch)
+    assert not used
+    if isinstance(slow, Table):
+        assert isinstance(fast, Table)
+        same(fast, slow)
+    else:
+        assert fast == slow
+
+
+@pytest.mark.parametrize(
+    "wrong", [PLAIN + "1,2\n", PLAIN.encode() + b"\xff\xfe,x,1%,1,1,true,\n", PLAIN + "1e400,x,1%,1,1,true,\n"]
+)
+def test_what_is_wrong_is_said_in_the_same_sentence(
+    wrong: str | bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.csv").write_bytes(wrong if isinstance(wrong, bytes) else wrong.encode())
+    fast, slow, _ = both(tmp_path / "a.csv", monkeypatch)
+    assert isinstance(slow, str)
+    assert fast == slow
