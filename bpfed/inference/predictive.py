@@ -87,9 +87,15 @@ class PointPredictive(NamedTuple):
 
 
 class FixedDraws(NamedTuple):
-    """Draws that were made before, of one network: ``[D, S, P]``; a prediction averages all of them."""
+    """Draws that were made before, of one network; a prediction averages all of them.
+
+    Attributes:
+        weights: ``[D, S, P]``.
+        looped: Whether the network runs for one draw after the other; else for all at once.
+    """
 
     weights: Tensor
+    looped: bool = False
 
     def draws(self, wanted: int) -> int:
         return len(self.weights)
@@ -461,7 +467,11 @@ def drawn(model: Model, predictive: Predictive, x: Inputs, key: Tensor, draws: i
     have equally many.
     """
     if isinstance(predictive, FixedDraws):
-        yield predictive.weights, vmap(model.one.stacked_outputs, (0, None))(predictive.weights, x)
+        weights, run = predictive.weights, model.one.stacked_outputs
+        yield (
+            weights,
+            torch.stack([run(w, x) for w in weights]) if predictive.looped else vmap(run, (0, None))(weights, x),
+        )
         return
     each = len(inputs.first(x)) * model.layout.total + inputs.numbers(x) * model.members
     stack = max(1, STACKED.get(key.device.type, STACKED["cpu"]) // each)

@@ -30,6 +30,7 @@ from bpfed.data.tabular.table import Categorical, Table
 from bpfed.inference import inputs
 from bpfed.inference.predictive import (
     CorrelatedPredictive,
+    FixedDraws,
     GaussianPredictive,
     How,
     PointPredictive,
@@ -46,8 +47,9 @@ if TYPE_CHECKING:
 Format = Literal["onnx", "torch", "safetensors"]
 #: Version of what the files say of themselves.
 VERSION = 1
-#: Rows that a graph is tried on before it is written.
-TRIED = 6
+#: Rows that a graph is recorded and tried with; a number that few layers have as their size, for a comparison of both
+#: would be recorded as it turns out.
+TRIED = 13
 #: How far a graph's outputs may be from those of prediction.
 TOLERANCE = 1e-5
 #: The same of times at which a survival curve crosses a level: where it is flat, rounding moves them further.
@@ -323,6 +325,10 @@ def _recorded(scorer: Scorer, raw: tuple[Tensor, ...]) -> torch.export.ExportedP
         except UserError:
             raise
         except Exception as error:
+            if isinstance(scorer.predictive, FixedDraws) and not scorer.predictive.looped:
+                # Some layers, run for all draws at once, want to know the number of rows.
+                scorer.predictive = scorer.predictive._replace(looped=True)
+                return _recorded(scorer, raw)
             raise UserError(
                 f"The network cannot be recorded for any number of rows ({_first_line(error)}); use format safetensors, or "
                 "'bpfed serve'."
@@ -465,7 +471,7 @@ def _onnx_file(
         assert made is not None
         model = made.model_proto
     except Exception as error:
-        lacking = re.search(r"aten[:.]+([A-Za-z0-9_.]+)|No ONNX function found for (\S+)", str(error))
+        lacking = re.search(r"op='([A-Za-z0-9_.:]+)'|(?:aten|prims)[:.]+([A-Za-z0-9_.]+)", str(error))
         operator = next((part for part in lacking.groups() if part), "") if lacking else _first_line(error)
         raise UserError(
             f"The network uses an operator that ONNX lacks ({operator}); use format torch instead."
