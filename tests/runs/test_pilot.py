@@ -154,10 +154,10 @@ def test_a_private_run_has_no_pilots_that_nobody_counts():
 def test_a_pilot_that_diverges_is_not_chosen(monkeypatch):
     trained = pilot._trained
 
-    def some(methods, starts):
+    def some(methods, starts, display):
         if any(one.prior_scale == 1.0 and one.temperature == 1.0 for one in methods):
             raise Diverged("as if")
-        return trained(methods, starts)
+        return trained(methods, starts, display)
 
     monkeypatch.setattr(pilot, "_trained", some)
     choice = pilot.choose(Adaptive(lr=0.03), federation(False), Settings(**QUICK))
