@@ -87,7 +87,7 @@ def _run(folder: Path, place: Path) -> Entry:
     calibrated = bool(asked.get("calibration")) or asked.get("calibrate", "none") != "none"
     scores = {name: value(summary, name, "last") for name in SHOWN}
     title = str(summary.get("title") or summary.get("method", ""))
-    method = f"{title}, {text.plural(int(summary.get('rounds', 0)), 'round')}, seed {summary.get('seed', '?')}"
+    method = f"{title}, {text.plural(int(summary.get('rounds', 0)), 'round')}"
     return Entry(
         place.relative_to(folder),
         "run",
