@@ -437,7 +437,8 @@ def test_signs_of_order_are_said_where_rows_are_drawn_at_random() -> None:
     assert said(x=rng.normal(size=n), y=[*"a" * 60, *"b" * 60]) == []  # sorted by class
     mixed = [*rng.permutation(list("ab" * 60))]
     assert said(x=rng.normal(size=n), y=mixed) == []
-    assert "'t' rises from row to row, as a time does" in said(t=rng.random(n).cumsum(), y=mixed)[0]
+    assert "'day' rises from row to row, as a time does" in said(day=rng.random(n).cumsum(), y=mixed)[0]
+    assert said(age=rng.random(n).cumsum(), y=mixed) == []
     walk = {"x": rng.normal(size=n), "y": rng.normal(size=n).cumsum()}
     assert "'y' is mostly the same" in said(**walk)[0]
     assert said(x=rng.normal(size=n), y=rng.normal(size=n)) == []

@@ -5,6 +5,7 @@ Then rows that are held out have neighbours among those of training that are nea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -21,6 +22,8 @@ ROWS, MOST = 30, 0.8
 CHANGES, CORRELATED = 0.5, 0.9
 #: Share of the rows that must have a value of their own in a column of times.
 DIFFERENT = 0.5
+#: Names of columns of times; others that rise may just be what a file was sorted by.
+_TIME = re.compile(r"time|date|day|week|month|year|hour|minute|second|stamp|epoch", re.IGNORECASE)
 #: Neighbouring windows that are looked at, and the share of them that must overlap.
 PAIRS, OVERLAP = 50, 0.5
 
@@ -39,7 +42,8 @@ def check_order(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple
         if common > 0.0:
             return (f"Neighbouring windows overlap by {percent(float(common))}; {advice}.",)
     found = []
-    times = [f.name for f in preparation.features if f.kind == "number" and _of_most(judged, _rises(f.name))]
+    numbers = [f.name for f in preparation.features if f.kind == "number" and _TIME.search(f.name)]
+    times = [name for name in numbers if _of_most(judged, _rises(name))]
     if times:
         found.append(
             f"{first_of([repr(name) for name in times])} rises from row to row, as a time does; {advice}, or --holdout "
