@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from bpfed._util.errors import UserError
-from bpfed.config.registry import TaskName
+from bpfed.config.registry import NETWORKS, TaskName
 
 # --- Types in words ---------------------------------------------------------------------------------------------------
 
@@ -221,6 +221,12 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Ratio = Annotated[float, AfterValidator(_ratio)]
 
 
+def _network(name: str) -> str:
+    if name not in NETWORKS:
+        raise ValueError(f"{words(Literal[*NETWORKS])}, or a network of an installed package")
+    return name
+
+
 @dataclass(frozen=True, config=STRICT)
 class Settings(Checked):
     """Settings of a run. The largest numbers are more than anybody can mean."""
@@ -240,10 +246,11 @@ class Settings(Checked):
     """Networks whose predictions are averaged, each with its own initial weights; multiplies computation and
     traffic. 0: three for flat inputs where the method is ``bpfed-adaptive``, whose networks are small, and else
     one."""
-    network: Literal["auto", "mlp", "skip", "linear"] = "auto"
+    network: Annotated[str, AfterValidator(_network)] = "auto"
     """Network that is built when none is given: ``auto``, a LeNet for 32 x 32 images, what the method prefers for
     tables (``mlp`` or ``skip``), and else an MLP with one hidden layer; ``mlp``; ``skip``, that MLP and a linear
-    path from inputs to outputs beside it; ``linear``, logistic or linear regression."""
+    path from inputs to outputs beside it; ``linear``, logistic or linear regression; or that of an installed
+    package, by its name."""
     hidden: Annotated[int | None, Field(ge=1, le=1_000_000)] = None
     """Units in the hidden layer of the network that is built when none is given; None: 100. Noisy labels may need
     fewer. Not for 32 x 32 images, whose network is fixed."""
