@@ -31,8 +31,11 @@ package: .venv/.dev
 package-bare: .venv/.dev
 	$(BIN)/python .ci/package.py --bare
 
-docs: .venv/.deploy
-	$(BIN)/python docs/build.py
+# The site, from docs/, docstrings and settings; a warning or a broken link fails it. Open site/index.html.
+docs: .venv/.docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -b html -d site/.doctrees docs site
+	$(BIN)/python docs/check_site.py
+	$(BIN)/python docs/readability.py
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -55,5 +58,9 @@ docs: .venv/.deploy
 	$(PIP_ENV) $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+.venv/.docs: .venv/.deploy
+	$(PIP_ENV) $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 clean:
-	rm -rf .venv runs build *.egg-info
+	rm -rf .venv runs build site *.egg-info

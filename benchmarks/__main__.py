@@ -1,4 +1,4 @@
-"""python -m benchmarks [cpu] [gpu] [kernels] [large] [league] [scale] [novel] [moments] [privacy]: run all, or those named; results: benchmarks/results/."""
+"""python -m benchmarks [cpu] [gpu] [kernels] [large] [league] [scale] [novel] [moments] [privacy] [start]: run all, or those named; results: benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import cpu, gpu, kernels, large, league, moments, novel, privacy, scale
+from benchmarks import cpu, gpu, kernels, large, league, moments, novel, privacy, scale, start
 
 RESULTS = Path(__file__).parent / "results"
 ALL = {
@@ -22,6 +22,7 @@ ALL = {
     "novel": novel.run,
     "moments": moments.run,
     "privacy": privacy.run,
+    "start": start.run,
 }
 
 

@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.loops import bayesian, deterministic
 from benchmarks.stacked import Stacked
-from bpfed.engine.compiled_step import OPTIONS
+from bpfed.engine import compiled_step
 from bpfed.engine.federation import pick_device
 from bpfed.engine.local import threads
 from bpfed.methods import BPFed, FedPer, Recipe
@@ -95,9 +95,9 @@ LOOPS: dict[str, Callable[..., int]] = {
 METHODS: dict[str, Method] = {
     "FedPer": FedPer(),
     "BPFed": BPFed(draws=1),
+    "BPFed, two draws": BPFed(draws=2),
     "recipe, one draw": OneDraw(),
     "recipe": Recipe(),
-    "BPFed, two draws": BPFed(draws=2),
 }
 #: Which plain loop a method is set beside.
 BESIDE = {
@@ -131,31 +131,30 @@ def unrepeatable() -> Iterator[None]:
 
 
 @contextmanager
-def matrices() -> Iterator[None]:
-    """Wide convolutions as products of matrices."""
-    before = conv.WIDE
-    conv.WIDE = 2048
+def grouped() -> Iterator[None]:
+    """Wide convolutions as grouped ones of PyTorch, not as products of matrices."""
+    before, conv.POSITIONS = conv.POSITIONS, 0
     try:
         yield
     finally:
-        conv.WIDE = before
+        conv.POSITIONS = before
 
 
 @contextmanager
-def single_kernels() -> Iterator[None]:
-    """A launch for each small kernel."""
-    before = dict(OPTIONS)
-    OPTIONS.clear()
+def whole() -> Iterator[None]:
+    """The whole step compiled, not only its element-wise operations on all weights."""
+    before = compiled_step.compiled_regions
+    compiled_step.compiled_regions = lambda *_: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        OPTIONS.update(before)
+        compiled_step.compiled_regions = before
 
 
 #: Other ways to run the same, on a GPU.
 VARIANTS: dict[str, Callable[[], Any]] = {
-    "matrices": matrices,
-    "single kernels": single_kernels,
+    "grouped": grouped,
+    "whole": whole,
     "kernels off": no_kernels,
     "cudnn benchmark": unrepeatable,
 }
@@ -164,7 +163,7 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 def run() -> dict[str, object]:
     """As part of ``make bench``: on a GPU where there is one, else on one thread of the CPU."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return measure(_setup(device), [*LOOPS, *METHODS][:-1])
+    return measure(_setup(device), [name for name in (*LOOPS, *METHODS) if name != "BPFed, two draws"])
 
 
 def _setup(device: str, clients: int = 0, steps: int = 0, compiled: bool | None = None, memory: int = 0) -> Setup:

@@ -28,7 +28,7 @@ PER_CLASS = (1, 2, 5, 10, 50)
 #: Steps that training alone may take: those are used that are best on the client's other training examples.
 ALONE = (100, 300, 1000)
 DRAWS = 50
-PICTURE = Path(__file__).parent.parent / "docs" / "novel-clients.png"
+PICTURE = Path(__file__).parent.parent / "docs" / "figures" / "novel-clients.png"
 
 
 def run() -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""FLamby's Fed-TCGA-BRCA on its own split: `python -m experiments.brca`, with BPFED_DATA set.
+"""FLamby's Fed-TCGA-BRCA on its own split: `python -m experiments.brca [--out FILE]`, with BPFED_DATA set.
 
 Settings are the defaults for tables with a linear network; priors and sharing are chosen on held-out training rows. It
 prints c-index and integrated Brier score of each region, mean and range over seeds, beside the baselines.
@@ -6,8 +6,11 @@ prints c-index and integrated Brier score of each region, mean and range over se
 
 from __future__ import annotations
 
+import argparse
 import csv
+import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,11 @@ from typing import Any
 import numpy as np
 
 import bpfed
+from bpfed._util.files import write_whole
 
 SEEDS = range(5)
+ROUNDS = 30
+METRICS = ("c_index", "ibs", "km_ibs")
 
 
 def table(source: Path, out: Path) -> None:
@@ -31,8 +37,24 @@ def table(source: Path, out: Path) -> None:
         writer.writerows([*row.values(), *split[row["pid"]]] for row in rows)
 
 
-def main() -> None:
+def record(clients: tuple[str, ...], found: list[Any], plain: list[dict[str, Any]], rows: list[int]) -> dict[str, Any]:
+    """The figures of all seeds: of each region, and as the mean of regions."""
+    return {
+        "bpfed": bpfed.__version__,
+        "settings": {"rounds": ROUNDS, "network": "linear"},
+        "seeds": list(SEEDS)[: len(found)],
+        "test rows": dict(zip(clients, rows, strict=True)),
+        "clients": {name: {m: [e[m].clients[i] for e in found] for m in METRICS} for i, name in enumerate(clients)},
+        "mean of clients": {m: [e[m].mean for e in found] for m in METRICS},
+        "baselines": {row["short"]: {m: row["scores"][m]["mean"] for m in METRICS[:2]} for row in plain},
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Train with each seed and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, help="JSON file of all figures")
+    given = parser.parse_args(arguments)
     source = Path(os.environ["BPFED_DATA"]) / "flamby"
     found: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -41,11 +63,11 @@ def main() -> None:
         asked: dict[str, Any] = {"target": "T", "event": "E", "task": "survival", "client_column": "region"}
         data = bpfed.data.load(f"folder:{path}", ignore="pid", **asked)
         for seed in SEEDS:
-            run = bpfed.fit(data=data, rounds=30, seed=seed, network="linear", progress=False)
+            run = bpfed.fit(data=data, rounds=ROUNDS, seed=seed, network="linear", progress=False)
             assert run.evaluation is not None
             evaluation, _ = run.evaluation
             found.append(evaluation)
-            print(f"seed {seed}: " + ", ".join(f"{m} {evaluation[m].mean:.4f}" for m in ("c_index", "ibs", "km_ibs")))
+            print(f"seed {seed}: " + ", ".join(f"{m} {evaluation[m].mean:.4f}" for m in METRICS), flush=True)
         plain = run.baselines()["rows"]
     print(f"{'':24}{'c-index':>8}{'range':>16}{'IBS':>8}{'KM':>8}")
     for i, client in enumerate(data.clients):
@@ -59,6 +81,10 @@ def main() -> None:
         c, ibs = (row["scores"][m]["mean"] for m in ("c_index", "ibs"))
         print(f"{row['short']:24}{c:8.3f}{'':16}{ibs:8.3f}")
 
+    if given.out is not None:
+        rows = [len(data.test.client(i)[1]) for i in range(len(data))]
+        write_whole(given.out, json.dumps(record(data.clients, found, plain, rows), indent=1) + "\n")
+
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -26,9 +26,8 @@ from bpfed.config.settings import Device, Settings
 from bpfed.data import load
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import pick_device
-from bpfed.runs.fit import prepare
-from bpfed.runs.pilot import run_calibration_pilots
-from bpfed.runs.run import Run, train_together
+from bpfed.runs.fit import RunRequest, train_runs
+from bpfed.runs.run import Run
 from experiments import protocol
 from experiments.training import OtherResult, check_writable, device_name, differing, tests_on
 
@@ -157,14 +156,14 @@ def run(
 
 def train(candidate: Candidate, cell: Cell, seeds: Sequence[int], callbacks: Sequence[Callback] = ()) -> list[Run]:
     """The runs of these seeds, trained side by side; the callbacks see the first one."""
-    ready = []
+    requests: list[RunRequest] = []
     for seed in seeds:
         settings = replace(candidate.settings, seed=seed)
-        data = load(cell.cell, partition=cell.partition, seed=seed)
-        ready.append(prepare(candidate.method, tests_on(data, pick_device(settings.device)), settings))
-    run_calibration_pilots(ready, held=protocol.PILOT_HOLDOUT, eval_draws=protocol.LAST_DRAWS, memory=protocol.MEMORY)
-    told = [list(callbacks) if i == 0 else [] for i in range(len(ready))]
-    return [_last_test(run) for run in train_together(ready, told)]
+        data = tests_on(load(cell.cell, partition=cell.partition, seed=seed), pick_device(settings.device))
+        told = callbacks if not requests else ()
+        requests.append(RunRequest(candidate.method, data, settings, callbacks=told, choose=False))
+    runs = train_runs(requests, held=protocol.PILOT_HOLDOUT, eval_draws=protocol.LAST_DRAWS, memory=protocol.MEMORY)
+    return [_last_test(run) for run in runs]
 
 
 def _last_test(run: Run) -> Run:

@@ -1,4 +1,4 @@
-"""The parts of ``docs/results.md`` that are made from results: tables, and links to the figures.
+"""The parts of the pages in ``docs/results/`` that are made from results: tables, and links to the figures.
 
 What stands between ``<!-- name -->`` and ``<!-- /name -->`` is overwritten, all else is left as it is.
 """
@@ -8,19 +8,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bpfed._util.scores import deviation
 from bpfed._util.text import plural
+from bpfed.metrics.registry import BEST_IS_HIGH
 from experiments import lineup, paired
 from experiments.panel import Line
 from experiments.published import CELLS, METHODS, TABLES, published
 from experiments.records import CellRecord
 from experiments.results import Results
 from experiments.sweeps import Sweep
-from experiments.typeset import NOTHING, figures, placed, signed, strong, table, unit
+from experiments.typeset import NOTHING, figures, opens, placed, signed, strong, table, unit
 
 MISSING = "Not run yet."
 #: Decimals of the paper's own numbers.
@@ -29,21 +31,24 @@ PRINTED = {"accuracy": 2, "ece": 1}
 Cells = Mapping[str, Mapping[str, CellRecord]]
 
 
-def fill(page: str, found: Results, pictures: Mapping[str, Sequence[str]]) -> str:
-    """A page with all its parts written again.
+def fill(pages: Mapping[Path, str], found: Results, pictures: Mapping[str, Sequence[str]]) -> dict[Path, str]:
+    """Pages with all their parts written again; those without a part are left out.
 
     Args:
-        page: The page.
+        pages: The pages, by any name.
         found: What there is.
         pictures: For each part the Markdown of its figures.
 
     Raises:
-        UserError: A part has no place on the page.
+        UserError: A part has no place on the pages, or more than one.
     """
+    filled: dict[Path, str] = {}
     for name, part in PARTS.items():
         text = "\n\n".join([t for t in (part(found), *pictures.get(name, ())) if t]) or MISSING
-        page = placed(page, name, text)
-    return page
+        homes = [path for path, page in pages.items() if opens(name) in page]
+        page = filled.get(homes[0], pages[homes[0]]) if len(homes) == 1 else ""
+        filled[homes[0] if homes else Path()] = placed(page, name, text)
+    return filled
 
 
 def blank() -> str:
@@ -52,7 +57,7 @@ def blank() -> str:
 
 
 def measure_table(cells: Cells, measure: str, beside: bool, value: Callable[[CellRecord], float] | None = None) -> str:
-    """Methods by cells, last round, the best of a column bold.
+    """Methods by cells, last round, the best of a column bold; the best mean rank first, and under it who was made when.
 
     Args:
         cells: ``[cell][method]``.
@@ -64,7 +69,8 @@ def measure_table(cells: Cells, measure: str, beside: bool, value: Callable[[Cel
         return ""
     names = {name for cell in cells.values() for name in cell} | (set(TABLES[measure]) if beside else set())
     titles = METHODS | {name: record.title for cell in cells.values() for name, record in cell.items()}
-    order, columns = lineup.ordered(names), []
+    number = value or (lambda record: record.mean(measure))
+    order, columns = _by_rank(lineup.ordered(names), cells, number, measure), []
     for cell in CELLS:
         records = [cells.get(cell, {}).get(name) for name in order]
         if value is None:
@@ -79,7 +85,36 @@ def measure_table(cells: Cells, measure: str, beside: bool, value: Callable[[Cel
             column = [f"{t} ({p})" if p else t for t, p in zip(column, beside_ours, strict=True)]
         columns.append(column)
     head = [unit(measure), *map(lineup.cell_title, CELLS)]
-    return table(head, [[titles[name], *(column[i] for column in columns)] for i, name in enumerate(order)])
+    made = table(head, [[titles[name], *(column[i] for column in columns)] for i, name in enumerate(order)])
+    return "\n\n".join([made, *_made_by(cells, order)])
+
+
+def _by_rank(names: list[str], cells: Cells, number: Callable[[CellRecord], float], measure: str) -> list[str]:
+    """Names by their mean rank over the cells that they have, the best first; those without a number last."""
+    ranks: dict[str, list[int]] = {name: [] for name in names}
+    for cell in cells.values():
+        found = {name: number(cell[name]) for name in names if name in cell}
+        best = sorted((v for v in found.values() if math.isfinite(v)), reverse=measure in BEST_IS_HIGH)
+        for name, v in found.items():
+            if math.isfinite(v):
+                ranks[name].append(best.index(v))
+    return sorted(names, key=lambda name: sum(ranks[name]) / len(ranks[name]) if ranks[name] else math.inf)
+
+
+def _made_by(cells: Cells, names: Sequence[str]) -> list[str]:
+    """Rounds of each cell, and which versions made which rows; nothing where no file tells."""
+    rounds = {cell: {record.rounds for record in cells[cell].values()} for cell in CELLS if cells.get(cell)}
+    by_version: dict[str, list[str]] = {}
+    for name in names:
+        records = [cells[cell][name] for cell in CELLS if name in cells.get(cell, {})]
+        told = ", ".join(sorted({record.version for record in records if record.version}))
+        if told:
+            by_version.setdefault(told, []).append(records[0].title)
+    if not by_version:
+        return []
+    words = ", ".join(f"{lineup.cell_title(cell)} {'/'.join(map(str, sorted(n)))}" for cell, n in rounds.items())
+    lines = [f"- bpfed {version}: {', '.join(titles)}" for version, titles in sorted(by_version.items())]
+    return [f"Rounds: {words}. Settings are in the records. Versions that made the rows:", "\n".join(lines)]
 
 
 def effort(found: Results) -> str:

@@ -42,6 +42,7 @@ class CellRecord:
         seconds: Wall time of all seeds together.
         settings: What the method and the run were told.
         runs: For each seed its ``seed``, ``last``, ``curve`` and ``reliability``, as in the file.
+        version: The version, or versions, of bpfed that made it; empty where the file does not tell.
     """
 
     protocol: str
@@ -55,6 +56,7 @@ class CellRecord:
     seconds: float
     settings: dict[str, Any]
     runs: tuple[dict[str, Any], ...]
+    version: str = ""
 
     @property
     def seeds(self) -> list[int]:
@@ -162,6 +164,7 @@ def read_cell(path: Path) -> CellRecord:
             },
             settings=found.get("settings", {}),
             runs=tuple(found["runs"]),
+            version=str(found.get("bpfed", "")),
         )
         complete = bool(record.runs) and all("seed" in run and "last" in run for run in record.runs)
     except (KeyError, TypeError) as error:

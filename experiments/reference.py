@@ -28,8 +28,8 @@ from bpfed.data import load
 from bpfed.data.partition import CELLS
 from bpfed.engine.federation import pick_device
 from bpfed.nn.networks import LeNet, default
-from bpfed.runs.fit import prepare
-from bpfed.runs.run import Run, train_together
+from bpfed.runs.fit import RunRequest, train_runs
+from bpfed.runs.run import Run
 from experiments.cell import seed_record
 from experiments.reference_methods import PUBLISHED, PublishedBPFed
 from experiments.slices import load_slices
@@ -98,13 +98,14 @@ def train(
 
     ``partition`` is one of the protocol ``paper``, dealt out again for each seed; None: the reference's own split.
     """
-    runs = []
+    requests: list[RunRequest] = []
     for seed in seeds:
         data = load_slices(cell) if partition is None else load(cell, partition=partition, seed=seed)
         module = network(data.input_shape, data.classes, seed, one_pool)
         data = tests_on(data, pick_device(how.device))
-        runs.append(prepare(method, data, replace(how, seed=seed), module))
-    return train_together(runs, [[SaidProgress(say, what, how.rounds)], *([] for _ in runs[1:])])
+        told = () if requests else (SaidProgress(say, what, how.rounds),)
+        requests.append(RunRequest(method, data, replace(how, seed=seed), module, callbacks=told, choose=False))
+    return train_runs(requests)
 
 
 def run(

@@ -12,49 +12,65 @@ from experiments import markdown, typeset
 from experiments.records import read
 from experiments.results import Results
 
-PAGE, README = "results.md", "README.md"
+PAGES, README = "results", "README.md"
 FIGURES = "figures"
 
 
 def render(results: Path, docs: Path, say: Callable[[Path], None] = lambda path: None) -> list[Path]:
-    """Write ``DOCS/results.md`` and ``DOCS/figures/`` from what is there; the same results give the same files.
+    """Write the pages of ``DOCS/results/`` and ``DOCS/figures/`` from what is there; the same results give the same files.
 
-    Of an existing page only what stands between markers is written again.
+    Of an existing page only what stands between markers is written again. Where there is no page, one is made.
 
     Args:
         results: Folder of results.
-        docs: Folder of the page.
+        docs: Folder of the pages.
         say: Called with each file as it is written.
 
     Returns:
         What was written.
     """
     found = Results.read(results)
-    page = docs / PAGE
-    text = _text(page)
-    markdown.fill(text, found, {})  # a page without a place is better known before the figures are drawn
+    pages = read_pages(docs)
+    markdown.fill(pages, found, {})  # a page without a place is better known before the figures are drawn
     others = tables(found, results, docs)
     written, pictures = _draw(found, docs / FIGURES, say)
-    for path, filled in {page: markdown.fill(text, found, pictures), **others}.items():
+    for path, filled in {**markdown.fill(pages, found, pictures), **others}.items():
         write_whole(path, filled)
         say(path)
         written.append(path)
     return written
 
 
+def read_pages(docs: Path) -> dict[Path, str]:
+    """The pages of results by their paths; one that has a place for every part where there is none."""
+    there = sorted((docs / PAGES).glob("*.md"))
+    return {page: _text(page) for page in there} if there else {docs / PAGES / "index.md": markdown.blank()}
+
+
 def tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
-    """README and the pages on the recipe and on the public code with their tables, where they have a place for them."""
+    """README and pages beside those of the parts with their tables, where they have a place for them."""
     from experiments import audit, headline, recipe, search
 
     readme, cells = docs.resolve().parent / README, results / "paper"
     parts: tuple[tuple[Path, str, Path, Callable[[], str]], ...] = (
-        (readme, headline.PART, cells, lambda: headline.markdown(found)),
+        (readme, headline.README_PART, cells, lambda: headline.readme(found, results)),
+        *(
+            (docs / PAGES / f"{page}.md", page, file, partial(headline.comparison, file))
+            for page, name in headline.COMPARISONS.items()
+            if (file := results / "other" / f"{name}.json")
+        ),
+        (docs / PAGES / "headline.md", headline.PART, cells, lambda: headline.markdown(found)),
         *(
             (docs / "lab" / "recipe-details.md", part, cells, partial(made, found))
             for part, made in recipe.PARTS.items()
         ),
         (docs / "lab" / "recipe-search.md", "search", results / "search", lambda: search.markdown(results)),
-        (docs / "audit.md", "audit", results / audit.FILE, lambda: audit.markdown(read(results / audit.FILE))),
+        (
+            docs / "explanation" / "audit.md",
+            "audit",
+            results / audit.FILE,
+            lambda: audit.markdown(read(results / audit.FILE)),
+        ),
     )
     filled: dict[Path, str] = {}
     for page, part, source, table in parts:
@@ -78,13 +94,13 @@ def _draw(found: Results, folder: Path, say: Callable[[Path], None]) -> tuple[li
             for path in panel.save(figure, folder, picture.name):
                 written.append(path)
                 say(path)
-            pictures.setdefault(picture.part, []).append(typeset.picture(picture.name, picture.caption, FIGURES))
+            pictures.setdefault(picture.part, []).append(
+                typeset.picture(picture.name, picture.caption, f"../{FIGURES}")
+            )
     return written, pictures
 
 
 def _text(page: Path) -> str:
-    if not page.exists():
-        return markdown.blank()
     try:
         return page.read_text()
     except (OSError, UnicodeDecodeError) as error:

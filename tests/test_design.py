@@ -1,4 +1,4 @@
-"""The map of the modules in ``docs/design.md``: nothing is missing, and nothing is named that is not there."""
+"""The map of the modules in ``docs/explanation/design.md``: nothing is missing, and nothing is named that is not there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ def mapped() -> set[str]:
 
     In a row a bare name is in the folder of the first one.
     """
-    page = (ROOT / "docs" / "design.md").read_text().partition("## Map of the modules")[2].partition("\n## ")[0]
+    page = (
+        (ROOT / "docs" / "explanation" / "design.md")
+        .read_text()
+        .partition("## Map of the modules")[2]
+        .partition("\n## ")[0]
+    )
     found = set()
     for row in page.splitlines():
         names = re.findall(r"`([\w/]+(?:\.py|/))`", row) if row.startswith("|") else []
@@ -34,7 +39,12 @@ def test_everything_on_the_map_is_there() -> None:
 
 
 def test_where_to_look_for_a_change_is_true_of_the_code() -> None:
-    page = (ROOT / "docs" / "design.md").read_text().partition("## Where to look for a change")[2].partition("\n## ")[0]
+    page = (
+        (ROOT / "docs" / "explanation" / "design.md")
+        .read_text()
+        .partition("## Where to look for a change")[2]
+        .partition("\n## ")[0]
+    )
     rows = [row for row in page.splitlines() if row.startswith("| ") and "If you want" not in row]
     assert len(rows) == 10
     for row in rows:

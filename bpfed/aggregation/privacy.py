@@ -32,7 +32,7 @@ from bpfed._util.errors import UserError
 from bpfed.aggregation.updates import moved, shortened, updates
 
 if TYPE_CHECKING:
-    from bpfed.methods.base import Method, State
+    from bpfed.methods.base import AnyMethod, State
 
 
 #: From a number of values to as many standard normal ones, ``[count]``.
@@ -52,7 +52,7 @@ _MOST = 1e6
 
 
 def private_mean(
-    method: Method, shared: State, uploads: State, clip: float, noise: float, expected: int, draw: Draw
+    method: AnyMethod, shared: State, uploads: State, clip: float, noise: float, expected: int, draw: Draw
 ) -> State:
     """One upload instead of all: the server's state moved by the noisy mean of their clipped updates.
 
@@ -73,7 +73,7 @@ def private_mean(
     return tree_map(lambda leaf: leaf[0], moved(method, shared, total[None] / expected))
 
 
-def noised(method: Method, shared: State, uploads: State, clip: float, noise: float, draw: Draw) -> State:
+def noised(method: AnyMethod, shared: State, uploads: State, clip: float, noise: float, draw: Draw) -> State:
     """Uploads for a server that must not see a clean one: each update is cut to norm C and gets noise z·C of its own.
 
     Each is a Gaussian mechanism by itself, whatever the server makes of it and whatever others send. The mean of k of

@@ -19,7 +19,7 @@ from bpfed._util.errors import UserError
 from bpfed.inference.gaussian import softplus, softplus_inverse
 
 if TYPE_CHECKING:
-    from bpfed.methods.base import Method, State
+    from bpfed.methods.base import AnyMethod, State
 
 
 #: A σ below this counts as this; ρ of 0 is −∞.
@@ -47,7 +47,7 @@ class Distances(NamedTuple):
     constant: Tensor
 
 
-def distances(method: Method, shared: State, uploads: State) -> Distances:
+def distances(method: AnyMethod, shared: State, uploads: State) -> Distances:
     """How far S uploads are from the server's state, tensor by tensor.
 
     A tensor that the server's state does not have counts from 0, if it holds no standard deviations.
@@ -75,13 +75,13 @@ def distances(method: Method, shared: State, uploads: State) -> Distances:
     return Distances(lengths, scales, sigmas, size, constant)
 
 
-def size_of(method: Method, state: State) -> float:
+def size_of(method: AnyMethod, state: State) -> float:
     """The norm of all weights and means of a state."""
     flat = [leaf.flatten() for leaf, scale in _leaves(method, state)[0] if not scale]
     return float(torch.linalg.vector_norm(torch.cat(flat), dtype=torch.float64)) if flat else 0.0
 
 
-def sigmas_of(method: Method, state: State) -> dict[str, tuple[float, float]]:
+def sigmas_of(method: AnyMethod, state: State) -> dict[str, tuple[float, float]]:
     """The least and the greatest σ of each tensor of a state that holds standard deviations, by name."""
     leaves = zip(tree_flatten_with_path(state)[0], scale_leaves(method, state), strict=True)
     return {leaf_name(path): (float(t.min()), float(t.max())) for (path, t), scale in leaves if scale and t.numel()}
@@ -97,7 +97,7 @@ def leaf_name(path: tuple[Any, ...]) -> str:
     return ".".join(str(getattr(key, "name", getattr(key, "idx", key))) for key in path)
 
 
-def updates(method: Method, shared: State, uploads: State) -> Tensor:
+def updates(method: AnyMethod, shared: State, uploads: State) -> Tensor:
     """The updates of S uploads, ``[S, P]``; where the server's σ is 0 (a point), the update of σ is 0."""
     parts = []
     for old, new, scale in paired(method, shared, uploads):
@@ -106,7 +106,7 @@ def updates(method: Method, shared: State, uploads: State) -> Tensor:
     return torch.cat(parts, -1)
 
 
-def moved(method: Method, shared: State, changes: Tensor) -> State:
+def moved(method: AnyMethod, shared: State, changes: Tensor) -> State:
     """The server's state after each of K updates ``[K, P]``: uploads, of which those are the updates."""
     leaves, spec = _leaves(method, shared)
     parts = changes.split([old.numel() for old, _ in leaves], -1)
@@ -122,7 +122,7 @@ def shortened(changes: Tensor, limit: float) -> Tensor:
     return torch.where(torch.isfinite(changes).all(-1, keepdim=True), changes * _factors(changes, limit), 0.0)
 
 
-def clipped(method: Method, shared: State, uploads: State, limit: float) -> State:
+def clipped(method: AnyMethod, shared: State, uploads: State, limit: float) -> State:
     """Uploads whose updates have norm up to ``limit``; those that have it already are left as they are."""
     changes = updates(method, shared, uploads)
     near = moved(method, shared, shortened(changes, limit))
@@ -136,18 +136,18 @@ def _factors(changes: Tensor, limit: float) -> Tensor:
     return (limit / norms.clamp(min=1e-300)).clamp(max=1.0).to(changes.dtype)
 
 
-def scale_leaves(method: Method, state: State) -> list[bool]:
+def scale_leaves(method: AnyMethod, state: State) -> list[bool]:
     """For each tensor of a state, whether it holds standard deviations (`Method.scales`)."""
     paths = (path for path, _ in tree_flatten_with_path(state)[0])
     return [bool(path) and str(getattr(path[-1], "name", "")) in method.scales for path in paths]
 
 
-def _leaves(method: Method, state: State) -> tuple[list[tuple[Tensor, bool]], TreeSpec]:
+def _leaves(method: AnyMethod, state: State) -> tuple[list[tuple[Tensor, bool]], TreeSpec]:
     leaves, spec = tree_flatten_with_path(state)
     return list(zip((leaf for _, leaf in leaves), scale_leaves(method, state), strict=True)), spec
 
 
-def paired(method: Method, shared: State, uploads: State) -> list[tuple[Tensor, Tensor, bool]]:
+def paired(method: AnyMethod, shared: State, uploads: State) -> list[tuple[Tensor, Tensor, bool]]:
     """Each tensor of the server's state, that of the uploads, and whether it holds standard deviations."""
     (old, spec), (new, other) = _leaves(method, shared), _leaves(method, uploads)
     same = spec == other and all(a.shape == b.shape[1:] for (a, _), (b, _) in zip(old, new, strict=True))
@@ -200,7 +200,7 @@ def dequantise(quantised: Quantised) -> Tensor:
     return torch.where(quantised.level > 0, torch.exp(torch.lerp(least, greatest, at)), 0.0)
 
 
-def compress(method: Method, state: State) -> list[Tensor | Quantised]:
+def compress(method: AnyMethod, state: State) -> list[Tensor | Quantised]:
     """The tensors of a state, each ``[..., P]``, in their order: half precision, or `Quantised` of standard deviations."""
     packed: list[Tensor | Quantised] = []
     for leaf, scale in zip(tree_flatten(state)[0], scale_leaves(method, state), strict=True):
@@ -222,6 +222,6 @@ def expand(packed: list[Tensor | Quantised], like: State) -> State:
     return tree_unflatten(leaves, tree_flatten(like)[1])
 
 
-def travelled(method: Method, state: State) -> State:
+def travelled(method: AnyMethod, state: State) -> State:
     """A state as it arrives after it was sent compressed."""
     return expand(compress(method, state), state)

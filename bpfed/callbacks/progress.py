@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Rounds that the remaining time is computed from.
 RECENT = 20
+#: On a terminal of fewer columns words are shorter.
+ROOMY = 90
 #: Room at the right for the ^C that a terminal echoes; on a full line it would push the display down.
 MARGIN = 3
 
@@ -49,6 +51,9 @@ class Progress(Callback):
         #: What is shown, if it is not the run itself, such as ``calibration pilot 1 of 3``; the display outlives it.
         self.stage = ""
         self.done, self.rounds = 0, 0
+        #: What comes after the stage that is shown, in rounds that take as long as its own.
+        self.ahead = 0.0
+        self._evaluated = 0  # the round that the figures are of
         self._whose = ""  # which weights are whose, until it is printed
         self._began = self._last = self._spoke = time.perf_counter()
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -86,7 +91,8 @@ class Progress(Callback):
     def start(self, run: Run) -> None:
         self.title = self._title(run)
         self.rounds, self.done = run.settings.rounds, run.federation.round
-        self.figures = figures(run.history[-1]) if run.history else ""
+        self.figures = figures(run.history[-1]) if run.history and not self.stage else ""
+        self._evaluated = int(run.history[-1]["round"]) if run.history else 0
         self._recent.clear()
         self._last = time.perf_counter()
         step = "compiling the local step, once" if run.compiled else "tracing the local step, once"
@@ -114,9 +120,12 @@ class Progress(Callback):
 
     def round(self, run: Run, info: RoundInfo, record: dict[str, Any] | None) -> None:
         self._advance(run, record)
-        if record is not None and not self.console.is_terminal and self._last - self._began >= self.delay:
-            stage = f"{self.stage}, " if self.stage else ""
-            line = f"{stage}round {self.done}/{self.rounds}  {self.figures}  {clock(run.seconds)}"
+        # What a pilot scores is no result of the run.
+        due = self.done == self.rounds if self.stage else record is not None
+        if due and not self.console.is_terminal and self._last - self._began >= self.delay:
+            stage, shown = (f"{self.stage}, ", "") if self.stage else ("", f"{self.figures}  ")
+            left = f", about {clock(self.left)} left" if self.stage and self.left is not None else ""
+            line = f"{stage}round {self.done}/{self.rounds}  {shown}{clock(run.seconds)}{left}"
             self._spoke = self._last
             self._print_first()
             self.console.print(line, highlight=False, soft_wrap=True)
@@ -129,8 +138,8 @@ class Progress(Callback):
             self._recent.append(now - self._last)
         self._announce()
         self._last, self.done = now, run.federation.round
-        if record is not None:
-            self.figures = figures(record)
+        if record is not None and not self.stage:
+            self.figures, self._evaluated = figures(record), self.done
 
     def end(self, run: Run) -> None:
         if not self.stage:
@@ -143,11 +152,16 @@ class Progress(Callback):
 
     @property
     def left(self) -> float | None:
-        """Seconds until the last round is done, as far as can be said."""
+        """Seconds until the last round is done, those after this stage among them, as far as can be said."""
         if not self._recent:
             return None
         since = time.perf_counter() - self._last
-        return max(0.0, sum(self._recent) / len(self._recent) * (self.rounds - self.done) - since)
+        return max(0.0, sum(self._recent) / len(self._recent) * (self.rounds - self.done + self.ahead) - since)
+
+    def took(self, seconds: float) -> None:
+        """A round that somebody else has run took so long."""
+        self._recent.append(seconds)
+        self._last = time.perf_counter()
 
     def _open(self) -> None:
         if not self.console.is_terminal or self._live is not None or self._timer is not None:
@@ -194,15 +208,20 @@ class Progress(Callback):
 
     def render(self) -> RenderableType:
         """The display at this moment."""
-        gone = f"{clock(time.perf_counter() - self._began)} elapsed"
-        left = "" if self.left is None else f", about {clock(self.left)} left"
+        roomy = self.console.width >= ROOMY
+        gone = clock(time.perf_counter() - self._began) + (" elapsed" if roomy else "")
+        left = "" if self.left is None else f", {'about ' if roomy else '~'}{clock(self.left)} left"
         head = Table.grid(expand=True, padding=(0, 1))
         head.add_column()
         head.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         head.add_column(justify="right", no_wrap=True)
-        what = Text(self.title, style="bold")
+        room = self.console.width - MARGIN - len(gone) - len(left) - 4
+        whole = f"{self.title}{', ' if self.title and self.words else ''}"
+        # Where both do not fit, what is going on now says more than the title.
+        fits = not self.words or len(whole) + len(self.words) <= room
+        what = Text(whole if fits else f"{self.stage}, " if self.stage else "", style="bold")
         if self.words:
-            what.append(f"{', ' if self.title else ''}{self.words}", style="not bold cyan")
+            what.append(self.words, style="not bold cyan")
         head.add_row(self._spinner, what, Text(f"{gone}{left}", style="dim"))
         if not self.rounds:
             return Constrain(head, self.console.width - MARGIN)
@@ -213,9 +232,15 @@ class Progress(Callback):
         bar.add_row(
             ProgressBar(total=self.rounds, completed=self.done),
             Text(f"round {self.done}/{self.rounds}", style="green"),
-            Text(self.figures),
+            Text(self._said_of),
         )
         return Constrain(Group(head, *self._above(), bar), self.console.width - MARGIN)
+
+    @property
+    def _said_of(self) -> str:
+        """The last figures, with the round that they are of where it is not the one that is shown."""
+        old = self.figures and self._evaluated and self._evaluated != self.done
+        return f"(at {self._evaluated}) {self.figures}" if old else self.figures
 
     def _above(self) -> list[RenderableType]:
         """What stands above the bar of rounds."""

@@ -11,34 +11,80 @@ import typer
 from bpfed import __version__
 from bpfed._util.console import Console
 from bpfed._util.errors import UserError
-from bpfed.cli import adapt, compare, data, deploy, methods, predict, run, tune
-from bpfed.cli.terminal import Group, imported_whole
+from bpfed.cli.terminal import Briefly, LazyCommand, LazyGroup, imported_whole
 
 OUT_OF_MEMORY = (
     "The machine has too little memory for this; give it less at a time (--chunk, --memory, --jobs), or use smaller "
     "settings (--hidden, --members, --eval-draws, --bins)."
 )
 
+#: The commands in the order of the help, each with the first paragraph of its own help: a command's module is imported
+#: when it is called.
+COMMANDS = {
+    "run": LazyCommand(
+        "run:run",
+        "Train a federation. Settings come from flags, then from the TOML file, then from the defaults.",
+        options={"cls": Briefly},
+    ),
+    "compare": LazyCommand(
+        "compare:compare",
+        "Run methods on the same data with the same seeds, and compare them in a table and a report.",
+        options={"cls": Briefly},
+    ),
+    "tune": LazyCommand(
+        "tune:tune",
+        "Choose settings on held-out training examples; no test example is used, so the test stays fair.",
+    ),
+    "predict": LazyCommand(
+        "predict:predict",
+        "Predict with one client's model: one line of CSV for each row of the input, in the same order.",
+    ),
+    "export": LazyCommand(
+        "serve:export",
+        "Write one client's model to a file that other programs use without bpfed.",
+        epilog="EXPORT_EXAMPLE",
+    ),
+    "serve": LazyCommand("serve:serve", "Answer predictions of one client's model over HTTP until Ctrl-C."),
+    "adapt": LazyCommand(
+        "adapt:adapt",
+        "Let a newcomer join a finished run: it learns its own factors, and the shared ones stay as they are.",
+    ),
+    "methods": LazyCommand("methods:methods", "List the methods, or the settings of one of them."),
+    "paper": LazyCommand(
+        "methods:paper",
+        "The paper's experiments: run them, and make their tables and figures.",
+        epilog=None,
+        options={
+            "add_help_option": False,
+            "context_settings": {
+                "allow_extra_args": True,
+                "ignore_unknown_options": True,
+                "help_option_names": [],
+            },
+        },
+    ),
+    "report": LazyCommand("report:report", "Write report.html of a run again from its files, and print its figures."),
+    "view": LazyCommand(
+        "report:view",
+        "Make a page that lists the runs and comparisons of a folder and links their reports.",
+        epilog="VIEW_EXAMPLE",
+    ),
+    "data": LazyCommand("data:app", "List, fetch and inspect datasets."),
+    "deploy": LazyCommand(
+        "deploy:app",
+        "A federation of real sites, on Flower: same methods and results, and personal model parts stay at the sites.",
+    ),
+}
+
 app = typer.Typer(
     name="bpfed",
-    cls=Group,
+    cls=LazyGroup.of(COMMANDS),
     help="Bayesian personalised federated learning: each client gets its own model, which knows how sure it is.",
     epilog="Example: bpfed run --data digits --rounds 30 --seed 0",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("run", epilog=run.EXAMPLE)(run.run)
-app.command("compare", epilog=compare.EXAMPLE)(compare.compare)
-app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
-app.command("predict", epilog=predict.EXAMPLE)(predict.predict)
-app.command("adapt", epilog=adapt.EXAMPLE)(adapt.adapt)
-app.command("methods", epilog=methods.EXAMPLE)(methods.methods)
-app.add_typer(data.app, name="data")
-app.add_typer(deploy.app, name="deploy")
-app.command("paper", add_help_option=False, context_settings=methods.ANYTHING)(methods.paper)
-app.command("report", epilog=run.REPORT_EXAMPLE)(run.report)
 
 
 def _version(wanted: bool) -> None:

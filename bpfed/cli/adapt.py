@@ -12,7 +12,7 @@ from bpfed._util.console import Console
 from bpfed._util.errors import UserError, quoted
 from bpfed.cli import terminal
 from bpfed.cli.predict import ADAPTED, finished_run, newcomers_of
-from bpfed.cli.run import PATIENCE
+from bpfed.cli.terminal import PATIENCE
 
 if TYPE_CHECKING:
     from torch import Tensor

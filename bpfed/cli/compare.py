@@ -15,8 +15,9 @@ from bpfed._util.console import Console
 from bpfed._util.errors import UserError, hint
 from bpfed._util.text import typed
 from bpfed.cli import terminal
-from bpfed.cli.flags import DataDir, Quiet, argument, flag, schema_fields, with_schema
-from bpfed.cli.run import PATIENCE, RUNS, data_word, loading, override, overrides
+from bpfed.cli.flags import DataDir, Json, Quiet, argument, flag, schema_fields, with_schema
+from bpfed.cli.run import RUNS, data_word, loading, override, overrides
+from bpfed.cli.terminal import PATIENCE
 from bpfed.config.registry import check_data, check_method
 from bpfed.config.schema import ROUNDS
 
@@ -65,6 +66,7 @@ def compare(
     ] = None,
     data_dir: DataDir = None,
     quiet: Quiet = False,
+    json: Json = False,
     **flags: str | None,
 ) -> None:
     """Run methods on the same data with the same seeds, and compare them in a table and a report.
@@ -109,6 +111,11 @@ def compare(
         raise typer.Exit(130) from None
     finally:
         progress.close()
+    if json:
+        from bpfed.comparison.tables import record
+
+        terminal.put_json(record(found) | {"report": str(out / REPORT)})
+        return
     _show(found)
     Console().print(f"Report: {out / REPORT}", style="bold", soft_wrap=True)
 

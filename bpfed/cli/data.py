@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -15,9 +15,9 @@ from rich.text import Text
 from bpfed._util import text
 from bpfed._util.console import Console
 from bpfed.cli import terminal
-from bpfed.cli.flags import DataDir, schema_fields, with_schema
-from bpfed.cli.run import PATIENCE, loading, overrides
-from bpfed.cli.terminal import Group
+from bpfed.cli.flags import DataDir, Json, schema_fields, with_schema
+from bpfed.cli.run import loading, overrides
+from bpfed.cli.terminal import PATIENCE, Group
 from bpfed.config.registry import PARTITIONS, PREFIX, check_data
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def inspect(
             show_default=False,
         ),
     ] = None,
+    json: Json = False,
     **flags: str | None,
 ) -> None:
     """Show how many examples of which classes each client would have, and what is missing; trains nothing.
@@ -122,10 +123,10 @@ def inspect(
         chosen = configured(file, overrides(None, [], said))
         loading(progress, chosen.data.name, data_dir)
         read, found, refused = _examined(chosen, data_dir)
-    if found:
+    if found and not json:
         Console().print(_findings(found))
     if fix is not None:
-        _propose(fix, found, chosen)
+        _propose(fix, found, chosen, Console(stderr=json))
     if refused:
         raise UserError(refused)
     with _busy() as progress:
@@ -135,6 +136,10 @@ def inspect(
         if plot is not None:
             progress.doing(f"drawing {plot}")
             draw(data, gaps, plot)
+    if json:
+        listed = columns(read, data.preparation) if read and data.preparation is not None else []
+        terminal.put_json(_as_json(data, found, listed, gaps))
+        return
     console = Console()
     if data.task_type.has_classes:
         options = [_clients(data, bars, classes) for bars, classes in ((True, True), (False, True), (True, False))]
@@ -204,7 +209,35 @@ def _findings(found: Sequence[Finding]) -> terminal.Table:
     return shown
 
 
-def _propose(path: Path, found: Sequence[Finding], chosen: Config) -> None:
+def _as_json(
+    data: FederatedData, found: Sequence[Finding], listed: Sequence[ColumnRow], gaps: Missing
+) -> dict[str, Any]:
+    """The same for programs."""
+    from bpfed.data import inspect as look
+
+    classes = data.task_type.has_classes
+    return {
+        "data": data.name,
+        "task": data.task,
+        "partition": data.partition,
+        **({"classes": list(data.class_names)} if data.task_type.labelled else {}),
+        "inputs": list(data.input_shape),
+        "clients": [
+            {"name": row.client, "train": row.train, "test": row.test}
+            | ({"train_labels": list(row.train_labels)} if classes else {})
+            for row in look(data)
+        ],
+        "columns": [row._asdict() for row in listed],
+        "missing": {
+            column: dict(zip(gaps.clients, map(float, gaps.shares[:, k]), strict=True))
+            for k, column in enumerate(gaps.columns)
+        },
+        "findings": [one._asdict() for one in found],
+        "notes": list(data.notes),
+    }
+
+
+def _propose(path: Path, found: Sequence[Finding], chosen: Config, console: Console) -> None:
     """Write the configuration that the findings propose."""
     from bpfed._util.files import write_whole
     from bpfed.data.checks.findings import configuration
@@ -215,7 +248,8 @@ def _propose(path: Path, found: Sequence[Finding], chosen: Config) -> None:
         settings["seed"] = chosen.run.seed
     write_whole(path, configuration(found, settings))
     entries = {(finding.setting, finding.entry) for finding in found if finding.setting}
-    _say(f"{text.many(len(entries), 'proposal')} in {path}; check them, then: bpfed data inspect {path}")
+    told = f"{text.many(len(entries), 'proposal')} in {path}; check them, then: bpfed data inspect {path}"
+    console.print(told, soft_wrap=True)
 
 
 @app.command(epilog="Example: bpfed data prepare folder:public --target disease --out preparation.json")

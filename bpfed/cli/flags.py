@@ -37,6 +37,7 @@ DataDir = Annotated[
     Path | None,
     typer.Option(help="Folder of the dataset's files. \\[default: BPFED_DATA, then the cache]", show_default=False),
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 #: Flags whose name is not their field's.

@@ -16,6 +16,8 @@ from bpfed.cli import terminal
 from bpfed.config.registry import check_method
 
 EXAMPLE = "Example: bpfed methods bpfed"
+#: On a terminal of fewer columns, what is random and the paper are said of a single method alone.
+ROOMY = 130
 
 
 def methods(
@@ -24,6 +26,8 @@ def methods(
     """List the methods, or the settings of one of them."""
     check_method(name)
     terminal.put(_one(name) if name is not None else _all())
+    if name is None and Console().width < ROOMY:
+        Console().print("Paper and settings of one: bpfed methods NAME")
     if name is not None:
         Console().print(f"Set one with e.g. bpfed run --method {name} --set method.lr=0.01")
 
@@ -32,7 +36,8 @@ def _all() -> terminal.Table:
     from bpfed.methods import method as method_of
     from bpfed.methods import names
 
-    shown = terminal.table("name", "shared", "personal", "random", "paper")
+    wide = Console().width >= ROOMY
+    shown = terminal.table("name", "shared", "personal", *(("random", "paper") if wide else ()))
     shown.columns[0].no_wrap = True
     for name in names():
         try:
@@ -40,7 +45,8 @@ def _all() -> terminal.Table:
         except UserError as error:  # of another package
             Console(stderr=True).print(f"bpfed: {error}", soft_wrap=True)
             continue
-        shown.add_row(method.name, method.shared_words, method.personal_words, method.random_words, method.paper)
+        more = (method.random_words, method.paper) if wide else ()
+        shown.add_row(method.name, method.shared_words, method.personal_words, *more)
     return shown
 
 
@@ -50,14 +56,12 @@ def _one(name: str) -> terminal.Table:
 
     chosen = method(name)
     title = plain(inspect.cleandoc(chosen.__doc__ or "").split("\n\n")[0].replace("\n", " "))
-    shown = terminal.table("setting", "default", "what it is", title=f"{title} ({chosen.paper})")
+    random = f"; random: {chosen.random_words}"
+    shown = terminal.table("setting", "default", "what it is", title=f"{title} ({chosen.paper}{random})")
     for setting, field in fields_of(chosen).items():
         default = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
         shown.add_row(setting, default, about(field))
     return shown
-
-
-ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def paper(context: typer.Context) -> None:

@@ -15,7 +15,7 @@ from bpfed._util.console import Console
 from bpfed._util.errors import UserError, quoted, unknown
 from bpfed._util.text import many, percent
 from bpfed.cli.flags import DataDir
-from bpfed.cli.run import PATIENCE
+from bpfed.cli.terminal import PATIENCE
 
 if TYPE_CHECKING:
     from bpfed.callbacks.progress import Progress
@@ -453,21 +453,11 @@ def table(
     Text that a spreadsheet would run as a formula is escaped (`bpfed.data.tabular.csvfile.escaped`).
     """
     from bpfed.data.tabular.csvfile import escaped
-    from bpfed.inference.tasks import TargetColumn
+    from bpfed.runs.client import prediction_columns
 
-    made = data.preparation
-    mean, unit = (0.0, 1.0) if made is None else (made.target_mean, made.target_scale)
     if times and data.task != "survival":
         raise UserError(f"--times is for times to an event, but this run predicts {data.task_type.targets}; omit it.")
-    columns = data.task_type.columns(found, TargetColumn(data.class_names, mean, unit, times), level, abstain)
-    if rule is not None:
-        columns |= rule.columns(found)
-    if unusual is not None:
-        if "abstain" in columns:
-            columns["abstain"] = [
-                "yes" if far else said for said, far in zip(columns["abstain"], unusual.far.tolist(), strict=True)
-            ]
-        columns["unusual"] = [" | ".join(names) for names in unusual.names()]
+    columns = prediction_columns(data, found, level, abstain, unusual, times, rule)
     if clash := [name for name in kept or () if name in columns]:
         raise UserError(
             f"--keep: {quoted(clash)} of the input would clash with a column of the predictions; rename it in the "

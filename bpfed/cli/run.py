@@ -1,4 +1,4 @@
-"""``bpfed run``: train a federation and keep it in a folder; ``bpfed report``: make its report again."""
+"""``bpfed run``: train a federation and keep it in a folder."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from bpfed.cli import terminal
 from bpfed.cli.flags import (
     ConfigFile,
     DataDir,
+    Json,
     MethodName,
     ModelName,
     Quiet,
@@ -30,13 +31,11 @@ from bpfed.config.schema import LISTS
 if TYPE_CHECKING:
     from bpfed.callbacks import Callback, Progress
     from bpfed.config.reader import Config, Override
+    from bpfed.runs.run import Run
 
 EXAMPLE = "Example: bpfed run --data digits --rounds 30 --seed 0 --set method.temperature=0.3 --out runs/first"
-REPORT_EXAMPLE = "Example: bpfed report runs/first"
 RUNS = Path("runs")
 TRACKERS = ("mlflow", "tensorboard")
-#: Seconds that a command may be silent where there is no terminal to show a display on.
-PATIENCE = 2.0
 
 
 @with_schema
@@ -69,6 +68,7 @@ def run(
         ),
     ] = None,
     quiet: Quiet = False,
+    json: Json = False,
     **flags: str | None,
 ) -> None:
     """Train a federation. Settings come from flags, then from the TOML file, then from the defaults.
@@ -81,7 +81,7 @@ def run(
     if out is None and (resume or overwrite or back_to is not None):
         given = "resume" if resume else "overwrite" if overwrite else "back-to"
         raise UserError(f"--{given} needs the run folder, such as --out {_latest()}.")
-    progress = Progress(patience=PATIENCE)
+    progress = Progress(patience=terminal.PATIENCE)
     try:
         if not quiet:
             progress.doing("starting")
@@ -94,8 +94,7 @@ def run(
         chosen = read(source, said, _begun_with(out) if resume and config is None else None)
         from bpfed.callbacks import Folder
         from bpfed.report.record import temperature_name, temperature_words
-        from bpfed.runs.fit import decided, method_of, prepare
-        from bpfed.runs.pilot import run_calibration_pilots
+        from bpfed.runs.fit import RunRequest, get_ready, method_of, train_ready
 
         folder = Folder(out, resume, overwrite, back_to) if out is not None else None  # refused before data are read
         if resume and source is None and not any(override.key == "data.name" for override in said):
@@ -112,23 +111,31 @@ def run(
             chosen = replace(chosen, method=method_of(None, data))
         out = out or free(chosen)
         folder = folder or Folder(out, resume, overwrite, back_to)
-        callbacks: list[Callback] = [folder, *_trackers(track or [], out), *([] if quiet else [progress])]
-        used, how = decided(chosen.method, data, chosen.run, folder=folder, say=progress.say)
-        trained = prepare(used, data, how, folder=folder, say=progress.say)
+        callbacks: list[Callback] = [*_trackers(track or [], out), *([] if quiet else [progress])]
+        shown = None if quiet else progress
+        request = RunRequest(chosen.method, data, chosen.run, folder=folder, callbacks=callbacks)
+        trained = get_ready(request, progress.say, shown)
         chosen.confirm(trained.config())
-        run_calibration_pilots([trained], [folder], None if quiet else progress)
-        if trained.federation.learnt_temperature is not None:
-            progress.say(
-                f"Calibration pilots are over: predictions will have a {temperature_name(trained.data.task)} of "
-                f"{temperature_words(trained.calibration_temperature)}."
-            )
-        trained.train(callbacks)
+
+        def calibrated(run: Run) -> None:
+            if run.federation.learnt_temperature is not None:
+                progress.say(
+                    f"Calibration pilots are over: predictions will have a {temperature_name(run.data.task)} of "
+                    f"{temperature_words(run.calibration_temperature)}."
+                )
+
+        train_ready([trained], [request], shown, calibrated)
     except KeyboardInterrupt:
         progress.close()
         progress.say(_stopped(out, data_dir, track or []))
         raise typer.Exit(130) from None
     finally:
         progress.close()
+    if json:
+        from bpfed.report.verdicts import summary
+
+        terminal.put_json(summary(trained.record()) | {"report": str(folder.report)})
+        return
     terminal.result(trained.record(), folder.report)
 
 
@@ -225,35 +232,3 @@ def _latest() -> Path:
     """The run that was touched last, to name it as an example."""
     runs = sorted(RUNS.glob("*/config.toml"), key=lambda path: path.parent.stat().st_mtime)
     return runs[-1].parent if runs else RUNS / "first"
-
-
-def report(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="Folder of a finished run, or of a finished deployment or a part of it."),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="File to write. \\[default: report.html in the run folder]", show_default=False)
-    ] = None,
-) -> None:
-    """Write report.html of a run again from its files, and print its figures."""
-    from bpfed._util.paths import REPORT, SUMMARY, of_run, part
-    from bpfed.report import RunRecord, write
-
-    place = of_run(folder)
-    if not (place / SUMMARY).is_file() and part(folder):
-        raise UserError(
-            f"'{folder}' belongs to a deployment and has no finished run; go on with it on the server's machine, with "
-            "'bpfed deploy run', while the sites are online."
-        )
-    if out is not None and out.exists() and out.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"'{out}' exists and is not a web page, so a report must not replace it; choose another --out.")
-    run = RunRecord.read(place)
-    try:
-        written = write(run, out or place / REPORT)
-    except UserError as error:
-        terminal.result(run)
-        if out is not None or not str(error).endswith("choose another location."):
-            raise
-        raise UserError(f"{str(error).removesuffix('.')} with --out.") from error
-    terminal.result(run, written)

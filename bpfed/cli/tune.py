@@ -15,7 +15,8 @@ from bpfed._util.errors import UserError
 from bpfed._util.text import typed
 from bpfed.cli import terminal
 from bpfed.cli.flags import ConfigFile, DataDir, MethodName, Quiet, with_schema
-from bpfed.cli.run import PATIENCE, RUNS, data_word, loading, overrides
+from bpfed.cli.run import RUNS, data_word, loading, overrides
+from bpfed.cli.terminal import PATIENCE
 from bpfed.config.registry import check_data, check_method, located
 
 if TYPE_CHECKING:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from markupsafe import Markup, escape
 
 from bpfed._util import text
 from bpfed.metrics.registry import Metric
 from bpfed.report import svg
 from bpfed.report.charts import BOTTOM, LEFT, TOP, last, settled
+from bpfed.report.rows import LETTER, LONGEST, PHONE, Row, across, bars, chart
 from bpfed.report.svg import Scale
 
+__all__ = ["Line", "Row", "bars", "convergence", "forest", "pooled", "small_reliability", "strips"]
+
 WIDE, TALL = 960, 400
-#: Room for names at least: at the ends of curves, and left of rows; a letter takes some `LETTER`, and longer names than
-#: `LONGEST` are cut.
-NAMES_RIGHT, NAMES_LEFT = 176, 150
-LETTER, LONGEST = 7, 40
-#: Height of a row, and width of what is right of its name.
-ROW, ROWS_WIDTH = 25, 410
+#: Height of a drawing for a phone.
+SHORT = 300
+#: Room for names at the ends of curves at least.
+NAMES_RIGHT = 176
 #: Side of a small reliability diagram.
 SMALL = 150
 #: More dots in a row than this carry no names under the pointer.
@@ -45,114 +48,105 @@ class Line:
     chief: bool = False
 
 
-@dataclass(frozen=True)
-class Row:
-    """A method in a chart of rows.
-
-    Attributes:
-        label: Its name.
-        centre: Its value, where the mark is.
-        low: Lower end of its interval; NaN: none.
-        high: Upper end of its interval.
-        dots: Single values, each with what is said under the pointer.
-        floor: A second mark; NaN: none.
-        note: What is said under the pointer.
-        chief: Whether it is the reference.
-    """
-
-    label: str
-    centre: float
-    low: float = math.nan
-    high: float = math.nan
-    dots: Sequence[tuple[float, str]] = field(default=())
-    floor: float = math.nan
-    note: str = ""
-    chief: bool = False
+def convergence(lines: Sequence[Line], measure: Metric) -> Markup:
+    """A line for each method, told apart by dash and colour; named at its end, or on a phone below the drawing."""
+    roomy, phone = (_convergence(lines, measure, phone) for phone in (False, True))
+    legend = "".join(_named(k, line, measure) for k, line in enumerate(lines))
+    below = f'<ul class="legend">{legend}</ul>'
+    return Markup(f'<div class="roomy">{roomy}</div><div class="phone">{phone}{below}</div>')
 
 
-def convergence(lines: Sequence[Line], measure: Metric) -> str:
-    """A line for each method, told apart by dash and colour and named at its end."""
+def _named(k: int, line: Line, measure: Metric) -> str:
+    """An entry of a legend: a piece of the line, and its name."""
+    piece = svg.drawing(34, 12, "", [_group(k, line.chief, [svg.line([(1, 6), (33, 6)], "curve")])], "plot sample")
+    return f"<li>{piece} {escape(line.label)} {escape(measure.show(last(line.values)))}</li>"
+
+
+def _group(k: int, chief: bool, shapes: Sequence[str]) -> str:
+    return f'<g class="method c{k % COLOURS} d{k % DASHES}{" chief" if chief else ""}">{"".join(shapes)}</g>'
+
+
+def _convergence(lines: Sequence[Line], measure: Metric, phone: bool) -> Markup:
     per_cent = measure.show is text.percent
+    width, tall = (PHONE, SHORT) if phone else (WIDE, TALL)
     rounds = sorted({r for line in lines for r in line.rounds})
     names = [f"{text.short(line.label, LONGEST)} {measure.show(last(line.values))}" for line in lines]
-    stop = WIDE - _room(names, NAMES_RIGHT)
+    stop = width - 14 if phone else width - _room(names, NAMES_RIGHT)
     x = Scale(rounds[0], rounds[-1], LEFT, stop) if len(rounds) > 1 else svg.fit(rounds, LEFT, stop)
-    y, cut = settled([line.values for line in lines], per_cent, TALL - BOTTOM)
+    y, cut = settled([line.values for line in lines], per_cent, tall - BOTTOM)
     notes = [note for note, true in (("values on a log scale", y.log), ("first rounds off the scale", cut)) if true]
     label = "round" + (f" ({', '.join(notes)})" if notes else "")
     ticks = y.ticks(6)
-    shapes = [svg.axes(x, y, label, text.count, svg.tick_text(ticks, per_cent), x_whole=True, x_about=10)]
+    about = 5 if phone else 10
+    shapes = [svg.axes(x, y, label, text.count, svg.tick_text(ticks, per_cent), x_whole=True, x_about=about)]
     ends = [y(min(max(last(line.values), y.low), y.high)) for line in lines]
-    places = svg.apart(ends, 17.0, TOP, TALL - BOTTOM + 6)
+    places = svg.apart(ends, 17.0, TOP, tall - BOTTOM + 6)
     for k, (line, end, place) in enumerate(zip(lines, ends, places, strict=True)):
         points = [(x(r), y(v)) for r, v in zip(line.rounds, line.values, strict=True) if math.isfinite(v)]
-        inside = svg.window(x, y, [svg.line(points, "curve")])
         edge = points[-1][0] if points else x.stop
-        leader = svg.line([(edge + 4, end), (x.stop + 16, place)], "leader")
-        name = svg.words(x.stop + 20, place + 4.5, names[k])
-        dot = svg.dot((edge, end), 3, "") if points else ""
-        chief = " chief" if line.chief else ""
-        shapes.append(f'<g class="method c{k % COLOURS} d{k % DASHES}{chief}">{inside}{leader}{dot}{name}</g>')
+        drawn = [svg.window(x, y, [svg.line(points, "curve")])]
+        if not phone:
+            drawn.append(svg.line([(edge + 4, end), (x.stop + 16, place)], "leader"))
+        drawn.append(svg.dot((edge, end), 3, "") if points else "")
+        if not phone:
+            drawn.append(svg.words(x.stop + 20, place + 4.5, names[k]))
+        shapes.append(_group(k, line.chief, drawn))
     told = "; ".join(f"{line.label} {measure.show(last(line.values))} at the end" for line in lines)
-    return svg.drawing(WIDE, TALL, f"{measure.label} over rounds: {told}", shapes, "plot wide")
+    return svg.drawing(width, tall, f"{measure.label} over rounds: {told}", shapes, "plot wide")
 
 
-def bars(rows: Sequence[Row], measure: Metric) -> str:
-    """A bar from zero for each method, with its interval and its floor."""
-    ends = [v for row in rows for v in (row.centre, row.high, row.floor, 0.0)]
-    x = svg.fit(ends, *_beside(rows), floor=0)
-
-    def body(row: Row, y: float) -> list[str]:
-        drawn = [svg.box(x(0), y - 7, max(0.5, x(row.centre) - x(0)), 14, "bar", row.note)]
-        if math.isfinite(row.low):
-            drawn.append(_across(x, max(row.low, 0.0), row.high, y, "whisker"))
-        if math.isfinite(row.floor):
-            drawn.append(svg.line([(x(row.floor), y - 9), (x(row.floor), y + 9)], "floor"))
-        return drawn
-
-    return _rows(rows, x, measure, measure.label, body, lambda row: measure.show(row.centre))
-
-
-def strips(rows: Sequence[Row], measure: Metric) -> str:
+def strips(rows: Sequence[Row], measure: Metric) -> Markup:
     """A dot for each client of each seed, and a stroke at their mean."""
     per_cent = measure.show is text.percent
     every = [v for row in rows for v, _ in row.dots]
-    if per_cent:
-        x = svg.fit(every, *_beside(rows), floor=0, ceiling=1, least=0.04)
-    else:
-        x = svg.fit(every, *_beside(rows), log=True)
 
-    def body(row: Row, y: float) -> list[str]:
+    def fit(start: float, stop: float) -> Scale:
+        if per_cent:
+            return svg.fit(every, start, stop, floor=0, ceiling=1, least=0.04)
+        return svg.fit(every, start, stop, log=True)
+
+    def body(x: Scale, row: Row, y: float) -> list[str]:
         drawn = []
         for k, (v, note) in enumerate(row.dots):
             lifted = y + (k * 5 % 9 - 4) * 1.5  # side by side, so that equal values can be told from one
             drawn.append(svg.dot((x(v), lifted), 2.8, "bead", note if len(row.dots) <= NAMED else ""))
         return [*drawn, svg.line([(x(row.centre), y - 9), (x(row.centre), y + 9)], "centre")]
 
-    label = f"{measure.label}{' (log scale)' if x.log else ''}"
-    return _rows(rows, x, measure, label, body, lambda row: measure.show(row.centre))
+    def name(x: Scale) -> str:
+        return f"{measure.label}{' (log scale)' if x.log else ''}"
+
+    return chart(rows, fit, name, body, lambda row: measure.show(row.centre), per_cent)
 
 
-def forest(rows: Sequence[Row], measure: Metric, reference: str, show: Callable[[float], str]) -> str:
+def forest(rows: Sequence[Row], measure: Metric, reference: str, show: Callable[[float], str]) -> Markup:
     """A difference for each method, with its interval and its seeds; filled where the interval leaves out zero."""
     ends = [v for row in rows for v in (row.centre, row.low, row.high, *(d for d, _ in row.dots), 0.0)]
-    x = svg.fit(ends, *_beside(rows))
 
-    def body(row: Row, y: float) -> list[str]:
+    def body(x: Scale, row: Row, y: float) -> list[str]:
         drawn = [svg.dot((x(v), y), 2.6, "seed", note) for v, note in row.dots]
         if math.isfinite(row.low):
-            drawn.append(_across(x, row.low, row.high, y, "whisker"))
+            drawn.append(across(x, row.low, row.high, y, "whisker"))
         clear = row.low > 0 or row.high < 0
         return [*drawn, svg.dot((x(row.centre), y), 5, "mark clear" if clear else "mark open", row.note)]
 
     side = "left" if not measure.high_is_good else "right"
     unit = " in points" if measure.show is text.percent else ""
     label = f"{measure.label} minus {reference}’s{unit}; {side} of the line is better"
-    height = TOP + ROW * len(rows)
-    zero = svg.line([(x(0), TOP - 4), (x(0), height + 2)], "zero")
     factor = 100.0 if measure.show is text.percent else 1.0
-    plain = svg.tick_text([factor * tick for tick in x.ticks(6)])
-    return _rows(rows, x, measure, label, body, lambda row: show(row.centre), [zero], lambda v: plain(factor * v))
+
+    def written(ticks: Sequence[float]) -> Callable[[float], str]:
+        plain = svg.tick_text([factor * tick for tick in ticks])
+        return lambda v: plain(factor * v)
+
+    return chart(
+        rows,
+        lambda start, stop: svg.fit(ends, start, stop),
+        lambda x: label,
+        body,
+        lambda row: show(row.centre),
+        line=0.0,
+        show=written,
+    )
 
 
 def small_reliability(reliability: dict[str, Any], bins: int, intervals: bool, name: str) -> str:
@@ -190,49 +184,6 @@ def pooled(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"count": count, "confidence": confidence, "accuracy": accuracy}
 
 
-def _rows(
-    rows: Sequence[Row],
-    x: Scale,
-    measure: Metric,
-    label: str,
-    body: Callable[[Row, float], list[str]],
-    beside: Callable[[Row], str],
-    behind: Sequence[str] = (),
-    show: Callable[[float], str] | None = None,
-) -> str:
-    """Rows over a common scale, named on the left, with a number on the right; ``show`` writes the scale's numbers."""
-    height = TOP + ROW * len(rows)
-    ticks = x.ticks(6)
-    show = show or svg.tick_text(ticks, measure.show is text.percent)
-    shapes = []
-    for tick in ticks:
-        shapes.append(svg.line([(x(tick), TOP - 4), (x(tick), height + 2)], "grid"))
-        shapes.append(svg.words(x(tick), height + 18, show(tick), "mid"))
-    shapes += behind
-    for k, row in enumerate(rows):
-        y, style = TOP + ROW * (k + 0.5), " chief" if row.chief else ""
-        shapes.append(svg.words(x.start - 10, y + 4.5, text.short(row.label, LONGEST), f"end{style}"))
-        if math.isfinite(row.centre):
-            shapes += body(row, y)
-        shapes.append(svg.words(x.stop + 66, y + 4.5, beside(row), f"end{style}"))
-    shapes.append(svg.words((x.start + x.stop) / 2, height + 37, label, "mid name"))
-    told = "; ".join(f"{row.label} {row.note or measure.show(row.centre)}" for row in rows)
-    return svg.drawing(round(x.stop) + 70, height + 44, f"{label}: {told}", shapes, "plot rowed")
-
-
 def _room(names: Sequence[str], least: int) -> int:
     """How wide the longest of these names is."""
-    return max(least, LETTER * max(len(name) for name in names) + 24)
-
-
-def _beside(rows: Sequence[Row]) -> tuple[float, float]:
-    """Where the scale begins and ends, right of the names and left of the numbers."""
-    start = _room([text.short(row.label, LONGEST) for row in rows], NAMES_LEFT) if rows else NAMES_LEFT
-    return start, start + ROWS_WIDTH - 70
-
-
-def _across(x: Scale, low: float, high: float, y: float, style: str) -> str:
-    """A level interval with small caps."""
-    a, b = svg.px(x(low)), svg.px(x(high))
-    top = svg.px(y - 3)
-    return f'<path class="{style}" d="M{a} {svg.px(y)}H{b}M{a} {top}v6M{b} {top}v6"/>'
+    return max(least, round(LETTER * max(len(name) for name in names)) + 24)

@@ -20,23 +20,22 @@ from bpfed import __version__
 from bpfed._util.console import Say, to_stderr
 from bpfed._util.errors import Diverged, UserError
 from bpfed._util.files import clear_parts, from_toml, is_part, lock, to_json, to_toml, write_whole, writing
-from bpfed.callbacks.base import Callback
 from bpfed.callbacks.progress import CellProgress
 from bpfed.comparison import tables
 from bpfed.comparison.candidates import CSV, MARKDOWN, REPORT, REQUEST, RESULT, Candidate, candidates
 from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Vocabulary, baselines_of, chosen_reference
 from bpfed.config.schema import ROUNDS, changed, differences
 from bpfed.config.settings import Settings
-from bpfed.data import FederatedData, load
+from bpfed.data.federated import FederatedData
+from bpfed.data.load import load
 from bpfed.engine.federation import check_data, pick_device
 from bpfed.inference.likelihoods import Likelihood
-from bpfed.methods import Method
+from bpfed.methods.base import Method
 from bpfed.report.manifest import finished
 from bpfed.report.record import RunRecord
-from bpfed.runs.fit import decided, method_of, prepare, seeds_of
+from bpfed.runs.fit import RunRequest, get_ready, method_of, seeds_of, train_ready
 from bpfed.runs.folder import Folder, begun
-from bpfed.runs.pilot import run_calibration_pilots
-from bpfed.runs.run import Run, once, train_together
+from bpfed.runs.run import Run, once
 
 
 @dataclass
@@ -46,12 +45,12 @@ class Cell:
     Attributes:
         candidate: Whose.
         run: Before its first round of this sitting.
-        folder: Where it is kept; None: nowhere.
+        request: What it was made of.
     """
 
     candidate: Candidate
     run: Run
-    folder: Folder | None
+    request: RunRequest
 
 
 def compare(
@@ -200,7 +199,7 @@ class _Runner:
         self.tell = once(say)
         self.records: dict[str, dict[int, RunRecord]] = {candidate.name: {} for candidate in who}
         self.trained = 0
-        self.fitted: dict[Any, dict[str, Any]] = {}  # baselines, once for all methods of a seed
+        self.fitted: dict[Any, Any] = {}  # baselines, once for all methods of a seed
 
     def look(self, dealt: Mapping[int, FederatedData]) -> list[list[Cell]]:
         """Read the cells of these seeds that are finished; a list for each candidate of those that are not."""
@@ -255,24 +254,19 @@ def _cell(
     likelihood: Likelihood | None,
     out: Path | None,
     say: Callable[[str], None],
-    fitted: dict[Any, dict[str, Any]],
+    fitted: dict[Any, Any],
 ) -> Cell | RunRecord:
     """A cell that is ready to run, or the record of one that is finished."""
     settings = replace(candidate.settings, seed=seed)
     if not settings.members and model is None and data.flat and candidate.method.network == "auto":
         settings = replace(settings, members=method_of(None, data).flat_members)  # the same number for all of them
-    if out is None:
-        used, settings = decided(candidate.method, data, settings, model, likelihood, None, say)
-        run = prepare(used, data, settings, model, likelihood, None, say)
-        run.fitted = fitted
-        return Cell(candidate, run, None)
-    path = out / candidate.name / f"seed-{seed}"
-    folder = Folder(path, resume=begun(path))
-    used, settings = decided(candidate.method, data, settings, model, likelihood, folder, say)
-    run = prepare(used, data, settings, model, likelihood, folder, say)
+    path = out / candidate.name / f"seed-{seed}" if out is not None else None
+    folder = Folder(path, resume=begun(path)) if path is not None else None
+    request = RunRequest(candidate.method, data, settings, model, likelihood, folder)
+    run = get_ready(request, say)
     run.fitted = fitted
-    if not finished(path):
-        return Cell(candidate, run, folder)
+    if path is None or not finished(path):
+        return Cell(candidate, run, request)
     record = RunRecord.read(path)
     here = from_toml(to_toml(run.config()))
     here["run"]["device"] = record.config["run"]["device"]  # where it ran does not matter once it has
@@ -291,13 +285,12 @@ def _train(cells: list[Cell], display: CellProgress | None) -> list[Cell]:
     if not cells:
         return cells
     candidate, seeds = cells[0].candidate, [cell.run.settings.seed for cell in cells]
-    callbacks: list[list[Callback]] = [[cell.folder] if cell.folder is not None else [] for cell in cells]
+    requests = [cell.request for cell in cells]
     if display is not None:
         display.begin(candidate.name, candidate.title, seeds)
-        callbacks[0].append(display)
+        requests[0] = replace(requests[0], callbacks=[display])
     try:
-        run_calibration_pilots([cell.run for cell in cells], [cell.folder for cell in cells], display)
-        train_together([cell.run for cell in cells], callbacks)
+        train_ready([cell.run for cell in cells], requests, display)
     except UserError as error:
         raise type(error)(f"{candidate.name}, seed {', '.join(map(str, seeds))}: {error}") from error
     if display is not None:

@@ -26,11 +26,11 @@ from bpfed.comparison.runner import displayed, run_cells
 from bpfed.config.migrations import constant, recipe_with
 from bpfed.config.schema import changed, fields_of
 from bpfed.config.settings import HIDDEN, Settings
-from bpfed.data import FederatedData, load
-from bpfed.data.federated import HELD, held_out
+from bpfed.data.federated import HELD, FederatedData, held_out
+from bpfed.data.load import load
 from bpfed.engine.federation import Federation
 from bpfed.inference.likelihoods import Likelihood
-from bpfed.methods import Method
+from bpfed.methods.base import Method
 from bpfed.runs.fit import method_of
 from bpfed.runs.pilot import common
 

@@ -32,7 +32,7 @@ from bpfed import __version__
 from bpfed._util.errors import UserError, hint
 from bpfed._util.files import from_toml
 from bpfed.config.migrations import RENAMED, Gone, as_then, constant, current_settings, data_as_then, recipe_with
-from bpfed.config.registry import DATASETS, FORMATS, METHODS, PARTITIONS, PREFIX, RULES
+from bpfed.config.registry import DATASETS, FORMATS, METHODS, NETWORKS, PARTITIONS, PREFIX, RULES
 from bpfed.config.schema import LISTS, PLACE, PLACES, RECORDED, fields_of
 from bpfed.config.schema import TABLES as schema_TABLES
 from bpfed.config.settings import DataSettings, Settings, words
@@ -185,6 +185,7 @@ class Config:
         named = (
             (METHODS, self.method.name),
             (RULES, str(getattr(self.method, "rule", ""))),
+            (NETWORKS, self.run.network),
             (DATASETS, self.data.name),
             (PARTITIONS, (self.data.partition or "").partition(":")[0]),
         )

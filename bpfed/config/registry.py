@@ -174,6 +174,9 @@ DATASETS = Registry("dataset", "bpfed.datasets", (
     "mnist-large", "fmnist-small", "fmnist-large", "cifar10-small", "cifar10-large",
 ))
 # fmt: on
+#: Networks that are made where none is given. One of a package is a function of the shape of an example and the number of
+#: outputs that gives a module.
+NETWORKS = Registry("network", "bpfed.networks", ("auto", "mlp", "skip", "linear", "conv1d"))
 PARTITIONS = Registry("partition", "bpfed.partitions", ("groups", "random", "dirichlet", "shards", "iid"))
 RULES = Registry("server rule", "bpfed.rules", ("mean", "moments", "precision", "product"))
 LIKELIHOODS = Registry(

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from bpfed._util.errors import UserError
-from bpfed.config.registry import TaskName
+from bpfed.config.registry import NETWORKS, TaskName
 
 # --- Types in words ---------------------------------------------------------------------------------------------------
 
@@ -226,6 +226,12 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Ratio = Annotated[float, AfterValidator(_ratio)]
 
 
+def _network(name: str) -> str:
+    if name not in NETWORKS:
+        raise ValueError(f"{words(Literal[*NETWORKS])}, or a network of an installed package")
+    return name
+
+
 @dataclass(frozen=True, config=STRICT)
 class Settings(Checked):
     """Settings of a run. The largest numbers are more than anybody can mean."""
@@ -245,11 +251,11 @@ class Settings(Checked):
     """Networks whose predictions are averaged, each with its own initial weights; multiplies computation and
     traffic. 0: three for flat inputs where the method is ``bpfed-adaptive``, whose networks are small, and else
     one."""
-    network: Literal["auto", "mlp", "skip", "linear", "conv1d"] = "auto"
+    network: Annotated[str, AfterValidator(_network)] = "auto"
     """Network that is built when none is given: ``auto``, a LeNet for 32 x 32 images, ``conv1d`` for sequences, what
     the method prefers for tables (``mlp`` or ``skip``), and else an MLP with one hidden layer; ``mlp``; ``skip``,
     that MLP and a linear path from inputs to outputs beside it; ``linear``, logistic or linear regression;
-    ``conv1d``, two convolutions along time and the mean over time."""
+    ``conv1d``, two convolutions along time and the mean over time; or that of an installed package, by its name."""
     hidden: Annotated[int | None, Field(ge=1, le=1_000_000)] = None
     """Units in the hidden layer of the network that is built when none is given; None: 100. Noisy labels may need
     fewer. Not for 32 x 32 images, whose network is fixed."""

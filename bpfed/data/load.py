@@ -73,7 +73,7 @@ def load(
 
     Args:
         name: One of `names`, or ``folder:PATH`` for your own tables: a folder with a file of rows for each client, or
-            one such file (see ``docs/data.md``); or a data frame of pandas or polars with a ``client_column``. For one
+            one such file (see ``docs/how-to/data.md``); or a data frame of pandas or polars with a ``client_column``. For one
             data frame per client see `from_frames`.
         clients: Number of clients; default: the dataset's own (10, or 20 for CIFAR-10).
         partition: How examples are distributed: ``"groups"`` (the default), ``"random:3"``, ``"dirichlet:0.3"``,

@@ -13,7 +13,6 @@ from typing import Any
 from bpfed._util.errors import UserError, hint
 from bpfed._util.files import to_toml, write_whole
 from bpfed._util.paths import PLAN, SERVER
-from bpfed.deploy.site.limits import Limits
 
 _LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 #: What a host may be called.
@@ -21,6 +20,23 @@ HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
 
 #: Settings that are lists, each with an example.
 LISTS = {"sites": ["a", "b"], "plugins": ["bpfed-scaffold==1.0"]}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A site's own limits; see the attributes of the same names in `Plan`."""
+
+    minimum: int = 10
+    classes: int = 100
+    asks_per_round: int = 50
+    scores_per_day: int = 10_000
+    runs_per_day: int = 10
+    runs_kept: int = 5
+    selection_pilots: bool = True
+
+    def told(self, examples: int) -> int:
+        """A number of training examples as it is told: fewer than the minimum are told as that."""
+        return max(examples, self.minimum)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,15 @@ KL terms, the optimiser. Each operation by itself reads and writes such a vector
 Here these operations are gathered into regions, and a region runs all of its operations on one block before the next.
 The numbers are the same, since each element goes through the same operations, up to how PyTorch rounds the exponentials
 of the last few elements of a vector.
+
+On a GPU the compiler makes kernels of the regions alone (`compiled_regions`). That takes seconds, where compiling a whole
+step of a network with many layers takes minutes, and leaves out only what runs on vectors that are small beside the
+weights.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +31,13 @@ BLOCK = 1 << 16
 _FURTHER = {aten.copy_.default, aten._to_copy.default}
 
 
-def in_blocks(traced: fx.GraphModule, large: int = LARGE, block: int = BLOCK) -> fx.GraphModule:
+#: How a region is turned into something that runs.
+Compiler = Callable[[fx.GraphModule], Callable[..., None]]
+
+
+def in_blocks(
+    traced: fx.GraphModule, large: int = LARGE, block: int = BLOCK, compiler: Compiler = lambda body: body
+) -> fx.GraphModule:
     """The same step with its element-wise operations on vectors of ``large`` elements or more in blocks.
 
     All other operations stay in their order. An element-wise one moves down to the first that needs its result, and
@@ -55,7 +66,36 @@ def in_blocks(traced: fx.GraphModule, large: int = LARGE, block: int = BLOCK) ->
             regions.setdefault((at[node], _length(node)), []).append(node)
     if not regions or _conflicts(regions, roots):
         return traced
-    return _rebuilt(traced, nodes, place, regions, block)
+    return _rebuilt(traced, nodes, place, regions, block, compiler)
+
+
+def compiled_regions(
+    traced: fx.GraphModule,
+    large: int = LARGE,
+    most: float = 0.2,
+    compiler: Compiler = lambda body: torch.compile(body, dynamic=False),
+) -> fx.GraphModule | None:
+    """The same step with each region compiled, and all else as it is; None if that would leave out too much.
+
+    That is so where more than ``most`` of the numbers that element-wise operations compute is outside of regions.
+    """
+    inside = outside = 0
+    for node in traced.graph.nodes:
+        if _pointwise(node) and isinstance(node.meta.get("val"), Tensor):
+            if _elementwise(node, large):
+                inside += node.meta["val"].numel()
+            else:
+                outside += node.meta["val"].numel()
+    if outside > most * (inside + outside):
+        return None
+    made = in_blocks(traced, large, sys.maxsize, compiler)
+    return None if made is traced else made
+
+
+def _pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        node.target in _FURTHER or torch.Tag.pointwise in node.target.tags
+    )
 
 
 def _length(node: fx.Node) -> int:
@@ -72,9 +112,7 @@ def _elementwise(node: fx.Node, large: int) -> bool:
         return False
     if node.target is aten.arange.default:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if node.target not in _FURTHER and (torch.Tag.pointwise not in node.target.tags or _mutates(node)):
+    if not _pointwise(node) or (_mutates(node) and node.target not in _FURTHER):
         return False
     shape = node.meta["val"].shape
     tensors = [n.meta["val"] for n in node.all_input_nodes]
@@ -133,6 +171,7 @@ def _rebuilt(
     place: dict[fx.Node, int],
     regions: dict[tuple[int, int], list[fx.Node]],
     block: int,
+    compiler: Compiler,
 ) -> fx.GraphModule:
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
@@ -143,7 +182,7 @@ def _rebuilt(
     root = torch.nn.Module()
     for i, node in enumerate(nodes):
         for region in due.get(i, ()):
-            _call(graph, root, traced, region, new, block)
+            _call(graph, root, region, new, block, compiler)
         if node not in inside:
             new[node] = graph.node_copy(node, lambda n: new[n])
             if node.op == "get_attr":
@@ -154,16 +193,16 @@ def _rebuilt(
 def _call(
     graph: fx.Graph,
     root: torch.nn.Module,
-    traced: fx.GraphModule,
     region: list[fx.Node],
     new: dict[fx.Node, fx.Node],
     block: int,
+    compiler: Compiler,
 ) -> None:
     """Add the call of a region and its results."""
     own = set(region)
     given = list(dict.fromkeys(i for node in region for i in node.all_input_nodes if i not in own))
     results = [n for n in region if n.target is not aten.copy_.default and any(u not in own for u in n.users)]
-    made = Region(region, given, results, block)
+    made = Region(region, given, results, block, compiler)
     name = f"region_{len(list(root.children()))}"
     root.add_module(name, made)
     called = graph.call_module(name, tuple(new[i] for i in given))
@@ -178,10 +217,17 @@ def _item(values: Sequence[Tensor], index: int) -> Tensor:
 class Region(torch.nn.Module):
     """Some element-wise operations, run on one block of their arguments after the other."""
 
-    def __init__(self, region: list[fx.Node], given: list[fx.Node], results: list[fx.Node], block: int) -> None:
+    def __init__(
+        self,
+        region: list[fx.Node],
+        given: list[fx.Node],
+        results: list[fx.Node],
+        block: int,
+        compiler: Compiler,
+    ) -> None:
         super().__init__()
         self.block, self.length = block, _length(region[0])
-        self.made = [(n.meta["val"].shape, n.meta["val"].dtype) for n in results]
+        self.made = [(n.meta["val"].shape, n.meta["val"].dtype, n.meta["val"].device) for n in results]
         graph = fx.Graph()
         new: dict[fx.Node, fx.Node] = {}
         low, high = graph.placeholder("low"), graph.placeholder("high")
@@ -204,11 +250,11 @@ class Region(torch.nn.Module):
                 first.append(node)
                 first = node
         graph.lint()
-        self.body: Callable[..., None] = fx.GraphModule(torch.nn.Module(), graph)
+        self.body = compiler(fx.GraphModule(torch.nn.Module(), graph))
         self.whole = [_is_large(n.meta["val"], 2) and n.meta["val"].shape[-1] == self.length for n in given]
 
     def forward(self, *given: Tensor) -> list[Tensor]:
-        results = [torch.empty(shape, dtype=dtype) for shape, dtype in self.made]
+        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self.made]
         count = -(-self.length // self.block)
         parts: list[Any] = [
             t.split(self.block, -1) if whole else (t,) * count for t, whole in zip(given, self.whole, strict=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from bpfed.engine.batching import Plan
-from bpfed.engine.blocks import in_blocks
+from bpfed.engine.blocks import compiled_regions, in_blocks
 from bpfed.inference import inputs
 from bpfed.inference.estimators import Batch
 from bpfed.inference.inputs import Inputs
-from bpfed.methods.base import Method, State
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.methods.base import AnyMethod, State
+    from bpfed.nn.model import Model
 
 #: How the compiler is to treat a step, by device.
 OPTIONS: dict[str, dict[str, Any]] = {"cuda": {"combo_kernels": True}}  # small kernels side by side in one launch
@@ -64,7 +66,7 @@ class Slot(NamedTuple):
         return cls(*(t.index_select(0, work.step).squeeze(0) for t in work.plan[:3]))
 
 
-def advance(method: Method, model: Model, phase: str, ragged: bool, work: Work, slot: Slot) -> None:
+def advance(method: AnyMethod, model: Model, phase: str, ragged: bool, work: Work, slot: Slot) -> None:
     """One local step of every client, in place; a client that has done all its steps stays as it is."""
     batch = Batch(inputs.take(work.x, slot.rows), work.y[slot.rows], slot.mask, work.plan.size, slot.key)
     new, loss = method.step(model, work.local, batch, work.hparams, phase)
@@ -96,7 +98,7 @@ class Stepper:
         compiled: Whether to compile.
     """
 
-    def __init__(self, method: Method, model: Model, phase: str, ragged: bool, compiled: bool) -> None:
+    def __init__(self, method: AnyMethod, model: Model, phase: str, ragged: bool, compiled: bool) -> None:
         self.method, self.model, self.phase, self.ragged = method, model, phase, ragged
         self.compiled = compiled and method.recordable
         self.loops: dict[tuple[Any, ...], Repeated | Recorded] = {}
@@ -120,9 +122,12 @@ class Stepper:
         graph = make_fx(lambda *flat: function(*tree_unflatten(list(flat), spec)))(*leaves)
         graph.graph.eliminate_dead_code()
         graph.recompile()
+        device = leaves[0].device.type
+        if self.compiled and device == "cuda" and (made := compiled_regions(graph)) is not None:
+            return made
         if self.compiled:
-            return torch.compile(graph, options=OPTIONS.get(leaves[0].device.type))
-        return in_blocks(graph) if leaves[0].device.type == "cpu" else graph
+            return torch.compile(graph, options=OPTIONS.get(device))
+        return in_blocks(graph) if device == "cpu" else graph
 
 
 def _own(work: Work) -> Work:

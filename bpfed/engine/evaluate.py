@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from bpfed._util.errors import UserError
 from bpfed.config.settings import MOST_EVALUATED, Settings
 from bpfed.data.federated import Examples, FederatedData, untested
-from bpfed.engine.federation import Federation
 from bpfed.engine.local import threads
 from bpfed.inference import inputs
 from bpfed.inference.calibration import Calibration, by_client, counted, fewest
@@ -24,6 +23,9 @@ from bpfed.inference.rng import Purpose, words
 from bpfed.inference.tasks import Bounds, Predicted, Scoring
 from bpfed.methods.base import State, rows
 from bpfed.metrics import SURE, Evaluation
+
+if TYPE_CHECKING:
+    from bpfed.engine.federation import Federation
 
 #: Outputs and inputs of one draw that are held at a time, in numbers.
 BLOCK = 8_000_000
@@ -179,6 +181,13 @@ def _predict(
         return Predicted(task.no_parts(federation.data.classes, device), y, offsets)
     back = torch.cat(at).argsort().to(device)
     return Predicted(tuple(torch.cat(parts)[back] for parts in zip(*found, strict=True)), y, offsets)
+
+
+def predict_examples(federation: Federation, examples: Examples, clients: Tensor, draws: int) -> Predicted:
+    """What these clients predict for examples that are laid out as the federation's are, ``[C]`` of them."""
+    return _predict(
+        federation, examples, clients, federation.tuned(clients) if federation.untuned else None, draws=draws
+    )
 
 
 def _groups(examples: Examples, sizes: Tensor, weights: int) -> Iterator[Tensor]:

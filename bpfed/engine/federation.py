@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,9 +24,11 @@ from bpfed.inference import inputs, rng
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.rng import Purpose
 from bpfed.inference.tasks import get_task
-from bpfed.methods.base import Method, RunShape, State, rows, unfit, untrained
-from bpfed.nn.model import Model
+from bpfed.methods.base import AnyMethod, Method, RunShape, State, rows, unfit, untrained
 from bpfed.nn.networks import make_model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: Draws of clients, rounds x clients, up to which it is worked out beforehand who will never be drawn.
 FORESEEN = 20_000_000
@@ -42,7 +45,7 @@ def check_data(data: object) -> None:
         )
 
 
-def suited(method: Method, settings: Settings, clients: int, own: bool = False) -> Settings:
+def suited(method: AnyMethod, settings: Settings, clients: int, own: bool = False) -> Settings:
     """The settings with what the method is made for where they leave it open: the network, and who takes part.
 
     Args:
@@ -58,7 +61,7 @@ def suited(method: Method, settings: Settings, clients: int, own: bool = False) 
     return settings
 
 
-def check_layout(method: Method, model: Model) -> None:
+def check_layout(method: AnyMethod, model: Model) -> None:
     """Raise a `UserError` if ``personal``, by whatever name or pattern, leaves a method without weights it needs."""
     layout = model.layout
     found = {"shared": layout.shared, "personal": layout.personal}
@@ -72,7 +75,7 @@ def check_layout(method: Method, model: Model) -> None:
 
 
 def check_run(
-    method: Method, settings: Settings, clients: int, task: str | None = None, calibrated: bool = False
+    method: AnyMethod, settings: Settings, clients: int, task: str | None = None, calibrated: bool = False
 ) -> None:
     """Raise a `UserError` if method and settings cannot be run together.
 
@@ -111,7 +114,7 @@ def check_run(
         raise UserError("scaling needs examples to fit a temperature to; set calibration = 0.2 with it.")
 
 
-def check_updates(method: Method, model: Model) -> None:
+def check_updates(method: AnyMethod, model: Model) -> None:
     """Raise a `UserError` if uploads of this method do not have the tensors of the server's state."""
     paired(method, method.init(model).shared, untrained(method, model).upload)
 
@@ -143,7 +146,7 @@ class Federation:
         computed: Examples, and the same as the model takes them (see `inputs`).
     """
 
-    method: Method
+    method: AnyMethod
     data: FederatedData
     settings: Settings
     model: Model
@@ -163,7 +166,7 @@ class Federation:
     @classmethod
     def start(
         cls,
-        method: Method,
+        method: AnyMethod,
         data: FederatedData,
         settings: Settings,
         module: nn.Module | None = None,
@@ -206,7 +209,7 @@ class Federation:
 
     @classmethod
     def of(
-        cls, method: Method, data: FederatedData, settings: Settings, model: Model, folder: Path | None = None
+        cls, method: AnyMethod, data: FederatedData, settings: Settings, model: Model, folder: Path | None = None
     ) -> Federation:
         """All clients and the server in their first states, on the device of ``model``."""
         settings = settings if settings.members else replace(settings, members=model.members)

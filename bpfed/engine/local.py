@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,8 +18,10 @@ from bpfed.engine.compiled_step import Stepper, Work
 from bpfed.inference import inputs
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Categorical
-from bpfed.methods.base import ADAPT, Finished, Method, Phase, State
-from bpfed.nn.model import Model
+from bpfed.methods.base import ADAPT, AnyMethod, Finished, Phase, State
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: Below this many weights in all stacked clients a step runs on one thread.
 SMALL = 100_000
@@ -72,7 +74,7 @@ class LocalRound:
         width: Most that a batch is padded to (see `padded`).
     """
 
-    method: Method
+    method: AnyMethod
     model: Model
     x: Inputs
     y: Tensor
@@ -85,7 +87,7 @@ class LocalRound:
     @classmethod
     def of(
         cls,
-        method: Method,
+        method: AnyMethod,
         model: Model,
         examples: Examples,
         settings: Settings,
@@ -107,7 +109,7 @@ class LocalRound:
         x, y = inputs.move(examples.x, device), examples.y.to(device)
         return cls(method, model, x, y, batch, settings.epochs, compiled, width)
 
-    def __call__(self, rows: Rows, phases: Sequence[Phase] | None = None) -> Finished:
+    def __call__(self, rows: Rows, phases: Sequence[Phase] | None = None) -> Finished[State, State]:
         """Train these clients for a round, from what the server sent and what they kept; reports are per example.
 
         Args:
@@ -119,7 +121,7 @@ class LocalRound:
         with threads(1 if small else torch.get_num_threads()):
             return self._train(rows, self.method.phases(self.epochs) if phases is None else phases)
 
-    def in_chunks(self, rows: Rows, chunk: int, phases: Sequence[Phase] | None = None) -> Finished:
+    def in_chunks(self, rows: Rows, chunk: int, phases: Sequence[Phase] | None = None) -> Finished[State, State]:
         """As a call, ``chunk`` clients of similar size side by side at a time; their order is that of ``rows``."""
         order = rows.size.argsort(descending=True, stable=True)
         widths = torch.tensor([self.padded(size) for size in rows.size[order].tolist()])
@@ -172,7 +174,7 @@ class LocalRound:
                     states.append(tree_map(torch.clone, self.method.finish(self.model, local, hparams).personal))
         return states
 
-    def _train(self, rows: Rows, phases: Sequence[Phase]) -> Finished:
+    def _train(self, rows: Rows, phases: Sequence[Phase]) -> Finished[State, State]:
         batches = -(-rows.size // self.batch)
         most = int(batches.max())
         ragged = int(batches.min()) != most
@@ -248,7 +250,7 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def held_by(method: Method, model: Model) -> int:
+def held_by(method: AnyMethod, model: Model) -> int:
     """Numbers that a client in training holds, about: its state, and as many more as the frozen part computes with."""
     return method.held(model) + model.computed - model.layout.total
 

@@ -26,7 +26,7 @@ from bpfed.aggregation.privacy import Draw, private_mean
 from bpfed.aggregation.rules import middle
 from bpfed.aggregation.updates import clipped, distances, travelled
 from bpfed.config.settings import Settings
-from bpfed.methods.base import Method, State, rows
+from bpfed.methods.base import AnyMethod, State, rows
 
 #: How many lengths of earlier updates are kept of each tensor,
 REMEMBERED = 100
@@ -76,7 +76,7 @@ class Judged(NamedTuple):
 
 
 def judged(
-    method: Method,
+    method: AnyMethod,
     settings: Settings,
     shared: State,
     uploads: State,
@@ -168,7 +168,7 @@ def _usual(values: list[float]) -> float:
 
 
 def combined(
-    method: Method, settings: Settings, shared: State, uploads: State, weights: Tensor, clients: int, draw: Draw
+    method: AnyMethod, settings: Settings, shared: State, uploads: State, weights: Tensor, clients: int, draw: Draw
 ) -> State:
     """The server's new state.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,9 +12,11 @@ from torch.utils._pytree import tree_map
 
 from bpfed._util.errors import UserError
 from bpfed.data.federated import Examples
-from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound, Rows, chunk_size, held_by
 from bpfed.methods.base import Finished, State
+
+if TYPE_CHECKING:
+    from bpfed.engine.federation import Federation
 
 #: A compiler takes some 20 s of CPU; it is repaid where plain steps would take longer than that. In weights x
 #: client-steps.
@@ -88,7 +91,7 @@ class Simulator:
                 federation.settle()
         return infos
 
-    def _train(self, parts: list[Rows]) -> Finished:
+    def _train(self, parts: list[Rows]) -> Finished[State, State]:
         """All rows in chunks, back in their own order."""
         if not sum(len(part) for part in parts):
             return Finished((), (), {})
@@ -110,7 +113,7 @@ class Simulator:
         return work > COMPILE_FROM
 
 
-def _info(finished: Finished, mine: slice, used: Tensor, refused: dict[str, str]) -> RoundInfo:
+def _info(finished: Finished[State, State], mine: slice, used: Tensor, refused: dict[str, str]) -> RoundInfo:
     means: dict[str, float] = {}
     for name, value in finished.info.items():
         own = value[mine][used.to(value.device)] if refused else value[mine]

@@ -11,7 +11,7 @@ import zlib
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from bpfed._util.errors import UserError
 from bpfed._util.files import writing
-from bpfed.methods.base import State
+
+if TYPE_CHECKING:
+    from bpfed.methods.base import State
 
 
 class Layout:

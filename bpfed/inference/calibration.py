@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +69,41 @@ class Conformal:
             return torch.tensor([threshold(self.scores, level)], dtype=torch.float64)
         own = counted(self.scores, self.classes, torch.tensor([0, len(self)]), len(self.pool), self.regions)
         return pooled_bounds(own, self.pool, level, self.regions)[0]
+
+    def bound(self, level: float) -> float:
+        """The one of `bounds`, where they are not by class."""
+        (bound,) = self.bounds(level).tolist()
+        return float(bound)
+
+    def fixed(self, level: float) -> FixedBounds:
+        """The same at this level alone, as numbers."""
+        return FixedBounds(self.scores, self.classes, None, self.regions, level, tuple(self.bounds(level).tolist()))
+
+
+@dataclass(frozen=True, eq=False)
+class FixedBounds(Conformal):
+    """Bounds that are known numbers, for a model that is handed over.
+
+    Attributes:
+        level: Theirs.
+        values: Of each class, or one.
+    """
+
+    level: float = 0.9
+    values: tuple[float, ...] = ()
+
+    def bounds(self, level: float) -> Tensor:
+        assert level == self.level, "there is one level"
+        return torch.tensor(self.values, dtype=torch.float64)
+
+    def bound(self, level: float) -> float:
+        assert level == self.level, "there is one level"
+        (bound,) = self.values
+        return bound
+
+    def shifted(self, by: float) -> FixedBounds:
+        """With bounds that are higher by so much."""
+        return replace(self, values=tuple(value + by for value in self.values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,8 +299,7 @@ def threshold(scores: Tensor | Conformal, level: float) -> float:
         The ⌈(n + 1) · level⌉-th smallest score; infinity if there are fewer.
     """
     if isinstance(scores, Conformal):
-        (bound,) = scores.bounds(level).tolist()
-        return float(bound)
+        return scores.bound(level)
     rank = int(_rank(torch.tensor(float(len(scores)), dtype=torch.float64), level))
     return float(scores[rank - 1]) if rank <= len(scores) else math.inf
 

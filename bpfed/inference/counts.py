@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 import torch
@@ -31,7 +31,9 @@ from bpfed.inference.predictive import (
 from bpfed.inference.tasks import Predicted, Scoring, TargetColumn, Task, mean_targets, no_label, written
 from bpfed.metrics import Evaluation, Form, Sums
 from bpfed.metrics.evaluation import binomial_deviation, counting, evaluation, nominal_levels, owners, summed, with_pool
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: Outputs are held below this, a rate of some hundred million, so that no first step is infinite.
 HIGHEST = 18.0
@@ -257,6 +259,9 @@ class Counts(Task):
         mean, scale, *_ = found.parts
         return (found.y - mean).abs() / scale
 
+    def example_nll(self, found: Predicted) -> Tensor | None:
+        return found.parts[2]
+
     def score(self, found: Predicted, scoring: Scoring) -> Evaluation:
         """See `evaluate_counts`; without a model, the mean of a client's counts with half an event more."""
         mean, scale, nll, below, upto = found.parts
@@ -314,6 +319,20 @@ class Counts(Task):
             ends = zip(("low", "high"), found.interval(level), strict=True)
             columns |= {f"{name}({level:g})": [f"{v:.0f}" for v in values.tolist()] for name, values in ends}
         return columns
+
+    def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
+        """Instead of quantiles, the mixture itself: rates (of a negative binomial also sizes) and weights, ``[B, D]``."""
+        assert isinstance(found, Counted)
+        made = {
+            "mean": found.mean,
+            "sd": found.scale,
+            "epistemic": found.epistemic.sqrt(),
+            "aleatoric": found.aleatoric.sqrt(),
+            "rates": found.rates,
+            "weights": found.weights,
+        }
+        made |= {"sizes": found.sizes} if isinstance(found, Dispersed) else {}
+        return made if found.scores is None else made | dict(zip(("low", "high"), found.interval(level), strict=True))
 
 
 class NegativeBinomialCounts(Counts):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,7 +31,9 @@ from bpfed.inference.tasks import (
 from bpfed.metrics import SMALLEST, Evaluation, Form, Sums, evaluate, evaluate_sums
 from bpfed.metrics.classification import form_of_classes
 from bpfed.metrics.evaluation import counting, summed
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: Labels that a target can hold.
 MOST_LABELS = 50
@@ -230,6 +233,19 @@ class MultiLabel(Task):
             columns |= {f"surely({level:g})": listed(surely), f"possibly({level:g})": listed(possibly)}
         return columns
 
+    def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
+        assert isinstance(found, Labelled)
+        made = {
+            "labels": found.labels,
+            "probabilities": found.probs,
+            "total": found.entropy,
+            "epistemic": found.epistemic,
+            "aleatoric": found.aleatoric,
+        }
+        if found.scores is None:
+            return made
+        return made | dict(zip(("surely", "possibly"), found.prediction_set(level), strict=True))
+
 
 @dataclass(frozen=True)
 class Tagged(Prediction):
@@ -323,6 +339,9 @@ class TokenClassification(Classification):
         right = probs.gather(-1, found.y.clamp(min=0)[..., None])[..., 0]
         return torch.where(found.y == IGNORED, 0.0, 1.0 - right).flatten(1).amax(-1)
 
+    def example_nll(self, found: Predicted) -> Tensor | None:
+        return None
+
     def score(self, found: Predicted, scoring: Scoring) -> Evaluation:
         """`bpfed.metrics.evaluate` of the tokens that count, and ``exact``, the sequences whose tokens are all right."""
         (probs,) = found.parts
@@ -361,3 +380,14 @@ class TokenClassification(Classification):
         no_label(abstain, self)
         labels = [" ".join(target.labels[k] for k in row) for row in found.label.tolist()]
         return {"labels": labels, "least": written(found.probs.amax(-1).amin(-1))}
+
+    def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
+        assert isinstance(found, Tagged)
+        made = {
+            "label": found.label,
+            "probabilities": found.probs,
+            "total": found.entropy,
+            "epistemic": found.epistemic,
+            "aleatoric": found.aleatoric,
+        }
+        return made if found.scores is None else {**made, "set": found.prediction_set(level)}

@@ -14,7 +14,7 @@ prior that predictions are worse than the point's. So a fixed δ is the default 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ from bpfed.inference import rng
 from bpfed.inference.estimators import Batch
 from bpfed.nn.function_modes import argument
 from bpfed.nn.kernels.conv import Convolutions
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: Phase in which no weight moves and the last layer's curvature is summed up.
 CURVATURE = "curvature"

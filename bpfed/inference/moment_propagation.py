@@ -157,7 +157,7 @@ class Propagation(TorchFunctionMode):
         """Of the outputs for each example, ``[B, K, K]``; diagonal unless they come from a linear layer."""
         variance = self.variance(outputs)
         flat = torch.zeros_like(outputs) if variance is None else variance
-        flat = flat.reshape(len(outputs), -1)
+        flat = flat.reshape(outputs.shape[0], -1)
         if id(outputs) not in self.last:
             return torch.diag_embed(flat)
         inputs, weight = self.last[id(outputs)]

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, NamedTuple, Protocol, Self, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Heteroscedastic, Normal, Ordinal
 from bpfed.inference.moment_propagation import Propagation
 from bpfed.nn.kernels.conv import Convolutions
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 
 class Predictive(Protocol):
@@ -84,6 +86,36 @@ class PointPredictive(NamedTuple):
         return self.weights
 
 
+class FixedDraws(NamedTuple):
+    """Draws that were made before, of one network; a prediction averages all of them.
+
+    Attributes:
+        weights: ``[D, S, P]``.
+        looped: Whether the network runs for one draw after the other; else for all at once.
+    """
+
+    weights: Tensor
+    looped: bool = False
+
+    def draws(self, wanted: int) -> int:
+        return len(self.weights)
+
+    def draw(self, key: Tensor, index: int) -> Tensor:
+        return self.weights[index]
+
+
+class Mixture(NamedTuple):
+    """What each member of a model has, as `members` gives it."""
+
+    parts: tuple[Predictive, ...]
+
+    def draws(self, wanted: int) -> int:
+        return self.parts[0].draws(wanted)
+
+    def draw(self, key: Tensor, index: int) -> Tensor:
+        raise TypeError("A mixture is drawn from by its parts.")
+
+
 def mean_weights(predictive: Predictive) -> Tensor | None:
     """The mean of the weights, ``[S, P]``; None where it is not known."""
     if isinstance(predictive, GaussianPredictive):
@@ -142,9 +174,7 @@ def moments(model: Model, predictive: Predictive, x: Inputs) -> Moments:
         raise UserError("The weights of this method are not Gaussian, so there is no single pass; use how='sample'.")
     mean, sigma = predictive.weights
     own = [n for n in model.layout.names if n not in model.likelihood.parameters()]
-    spread = model.layout.unflatten(sigma.amax(0))
-    widest = torch.stack([spread[n].amax() for n in own]).tolist()
-    random = [n for n, s in zip(own, widest, strict=True) if s > 0.0]
+    random = model.random_names(sigma)
     if not random:
         return Moments(model.stacked_outputs(mean, x), None)
 
@@ -152,7 +182,7 @@ def moments(model: Model, predictive: Predictive, x: Inputs) -> Moments:
         means, sigmas = model.layout.unflatten(mean), model.layout.unflatten(sigma)
         with Convolutions(), Propagation([(means[n], sigmas[n].square()) for n in random]) as propagation:
             outputs = model.call({n: means[n] for n in own}, x)
-        return Moments(outputs.reshape(len(inputs.first(x)), -1), propagation.covariance(outputs))
+        return Moments(outputs.reshape(inputs.first(x).shape[0], -1), propagation.covariance(outputs))
 
     return Moments(*vmap(one)(mean, sigma, x))
 
@@ -171,7 +201,10 @@ def gaussian_softmax(found: Moments) -> tuple[Tensor, Tensor]:
     points = _points(classes).to(means.device).T
     probs, entropies = [], []
     rows = max(1, BLOCK // (POINTS * classes))
-    for mean, covariance in zip(means.split(rows), covariances.split(rows), strict=True):
+    blocks = [(means, covariances)]  # of any number of rows, where a graph is recorded
+    if not torch.compiler.is_exporting():
+        blocks = list(zip(means.split(rows), covariances.split(rows), strict=True))
+    for mean, covariance in blocks:
         # A softmax does not see what all outputs have in common, and rounding may leave an eigenvalue just below zero.
         jitter = 1e-5 * covariance.diagonal(dim1=-2, dim2=-1).amax(-1) + 1e-12
         factor, _ = torch.linalg.cholesky_ex(covariance + torch.diag_embed(jitter[:, None].expand_as(mean)))
@@ -415,6 +448,8 @@ def classify(
 
 def members(model: Model, predictive: Predictive) -> list[Predictive]:
     """What each member of the model has of it."""
+    if isinstance(predictive, Mixture):
+        return list(predictive.parts)
     if model.members == 1:
         return [predictive]
     if isinstance(predictive, GaussianPredictive):
@@ -431,17 +466,29 @@ def drawn(model: Model, predictive: Predictive, x: Inputs, key: Tensor, draws: i
     There are ``draws`` of them, or as many as the predictive has; a draw is of one member's weights, and all members
     have equally many.
     """
-    count = predictive.draws(-(-draws // model.members))
+    if isinstance(predictive, FixedDraws):
+        weights, run = predictive.weights, model.one.stacked_outputs
+        yield (
+            weights,
+            torch.stack([run(w, x) for w in weights]) if predictive.looped else vmap(run, (0, None))(weights, x),
+        )
+        return
     each = len(inputs.first(x)) * model.layout.total + inputs.numbers(x) * model.members
     stack = max(1, STACKED.get(key.device.type, STACKED["cpu"]) // each)
+    for weights in drawn_weights(model, predictive, key, draws, stack):
+        yield weights, vmap(model.one.stacked_outputs, (0, None))(weights, x)
+
+
+def drawn_weights(model: Model, predictive: Predictive, key: Tensor, draws: int, stack: int) -> Iterator[Tensor]:
+    """The weights of `drawn`, ``[D, S, P]`` of one network each, ``stack`` draws of all members at a time."""
+    count = predictive.draws(-(-draws // model.members))
     for start in range(0, count, stack):
         some = range(start, min(start + stack, count))
         if isinstance(predictive, GaussianPredictive):
             weights = predictive.draw(key, torch.tensor(some, dtype=torch.int32, device=key.device))
         else:
             weights = torch.stack([predictive.draw(key, m) for m in some])
-        weights = model.layout.apart(weights).movedim(-2, 1).flatten(0, 1) if model.members > 1 else weights
-        yield weights, vmap(model.one.stacked_outputs, (0, None))(weights, x)
+        yield model.layout.apart(weights).movedim(-2, 1).flatten(0, 1) if model.members > 1 else weights
 
 
 class Outputs(NamedTuple):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -32,7 +33,9 @@ from bpfed.inference.predictive import How, Prediction, Predictive, posterior_ou
 from bpfed.inference.tasks import Predicted, Scoring, TargetColumn, Task, no_label, written
 from bpfed.metrics import Evaluation, Form, Sums
 from bpfed.metrics.survival import evaluate_survival, form_of_times, from_sums
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: Times at which the baseline hazard changes; as many as tenths of an exponential distribution, and one beyond.
 STEPS = 10
@@ -237,6 +240,9 @@ class Survival(Task):
         """One over the predicted cumulative hazard at the observed time: high for one that is early."""
         return _earliness(found.parts[2])
 
+    def example_nll(self, found: Predicted) -> Tensor | None:
+        return found.parts[1]
+
     def score(self, found: Predicted, scoring: Scoring) -> Evaluation:
         """See `evaluate_survival`; without a model, the Kaplan-Meier curve of a client's own training examples."""
         train = scoring.train
@@ -284,6 +290,18 @@ class Survival(Task):
         if found.scores is not None:
             columns[f"low({level:g})"] = written(found.lower_bound(level) * target.unit)
         return columns
+
+    def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
+        """Survival is at the times of `time_grid`, ``[B, G]``, which are in the unit of the tables in ``times``, ``[G]``."""
+        assert isinstance(found, Survived)
+        made = {
+            "risk": found.risk,
+            "epistemic": found.spread,
+            "median": found.median * target.unit,
+            "survival": found.survival,
+            "times": time_grid(found.risk.device) * target.unit,
+        }
+        return made if found.scores is None else made | {"low": found.lower_bound(level) * target.unit}
 
 
 def _earliness(at_time: Tensor) -> Tensor:

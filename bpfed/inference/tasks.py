@@ -27,15 +27,15 @@ from bpfed.inference.calibration import HeldOutSlopes
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Categorical, Heteroscedastic, Likelihood, Normal
 from bpfed.inference.predictive import Classified, How, Prediction, Predictive, Regressed, classify, regress
-from bpfed.metrics import Evaluation, Form, Sums, evaluate, evaluate_regression, evaluate_sums
+from bpfed.metrics import Evaluation, Form, Sums, diagnostics, evaluate, evaluate_regression, evaluate_sums
 from bpfed.metrics.classification import by_class, form_of_classes
 from bpfed.metrics.evaluation import summed, with_means
 from bpfed.metrics.registry import of_examples
 from bpfed.metrics.regression import form_of_numbers
-from bpfed.nn.model import Model
 
 if TYPE_CHECKING:
     from bpfed.data.federated import Examples
+    from bpfed.nn.model import Model
 
 #: How a set without a label is written; an empty cell would look like a missing value.
 EMPTY_SET = "(empty)"
@@ -228,6 +228,10 @@ class Task(ABC):
     def score(self, found: Predicted, scoring: Scoring) -> Evaluation:
         """The task's own metrics of these predictions."""
 
+    def example_nll(self, found: Predicted) -> Tensor | None:
+        """The NLL of each example, ``[E]``; None: it is not the mean over these, so nothing is said of single columns."""
+        return None
+
     @abstractmethod
     def form(self, classes: int, bins: int, calibrated: bool) -> Form:
         """What the sums of its own metrics look like, with calibration examples or without."""
@@ -273,6 +277,16 @@ class Task(ABC):
             level: Of sets and intervals.
             abstain: Probability of the label below which a row is marked; None: none is.
         """
+
+    def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
+        """What `columns` says in numbers, by name, ``[B, ...]`` each: the outputs of an exported model.
+
+        Only operations on tensors may be used, since they are recorded.
+        """
+        raise UserError(
+            f"The task '{self.name}' does not say what its predictions are as tensors (Task.tensors), so its models cannot "
+            "be exported; use format safetensors."
+        )
 
 
 # --- What a client would predict without a model, from its own training targets alone ---------------------------------
@@ -349,6 +363,9 @@ class Classification(Task):
         (probs,) = found.parts
         return calibration.temperatures(probs, found.y, found.offsets.to(probs.device)).cpu()
 
+    def example_nll(self, found: Predicted) -> Tensor | None:
+        return diagnostics.losses_of_classes(found.parts[0], found.y)
+
     def score(self, found: Predicted, scoring: Scoring) -> Evaluation:
         (probs,) = found.parts
         sets = bounded = None
@@ -358,9 +375,12 @@ class Classification(Task):
             if scoring.scaling:
                 probs = calibration.tempered(probs, bounds.temperature)
         shares = class_shares(scoring.train, scoring.classes)[scoring.clients].to(probs.device)
-        scored = evaluate(probs, found.y, found.offsets.to(probs.device), scoring.bins, sets, bounded, shares)
+        offsets = found.offsets.to(probs.device)
+        scored = evaluate(probs, found.y, offsets, scoring.bins, sets, bounded, shares)
         return replace(
             scored,
+            losses=partial(diagnostics.losses_of_classes, probs, found.y),
+            diagnose=partial(diagnostics.of_classes, probs, found.y, offsets, shares, sets, bounded),
             fitted_temperature=partial(calibration.common_temperature, probs, found.y),
             by_class=partial(by_class, probs, found.y, sets, bounded),
             slopes=partial(calibration.slopes, probs, found.y),
@@ -392,6 +412,17 @@ class Classification(Task):
         if abstain is not None:
             columns["abstain"] = ["yes" if p < abstain else "no" for p in found.confidence.tolist()]
         return columns
+
+    def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
+        assert isinstance(found, Classified)
+        made = {
+            "label": found.label,
+            "probabilities": found.probs,
+            "total": found.entropy,
+            "epistemic": found.epistemic,
+            "aleatoric": found.aleatoric,
+        }
+        return made if found.scores is None else {**made, "set": found.prediction_set(level)}
 
 
 # --- Regression -------------------------------------------------------------------------------------------------------
@@ -440,6 +471,9 @@ class Regression(Task):
         mean, scale, _ = found.parts
         return (found.y - mean).abs() / scale
 
+    def example_nll(self, found: Predicted) -> Tensor | None:
+        return found.parts[2]
+
     def score(self, found: Predicted, scoring: Scoring) -> Evaluation:
         mean, scale, nll = found.parts
         inside = width = bounded = None
@@ -447,20 +481,24 @@ class Regression(Task):
             half = bounds.bound * scale
             inside, width, bounded = (found.y - mean).abs() <= half, 2.0 * half, bounds.finite
         squares = calibration.squared_errors(mean, scale, found.y)
+        offsets = found.offsets.to(mean.device)
+        without = mean_targets(scoring.train)[scoring.clients].to(mean.device)[scoring.owner]
         scored = evaluate_regression(
             mean=mean,
             scale=scale,
             nll=nll,
             y=found.y,
-            offsets=found.offsets.to(mean.device),
+            offsets=offsets,
             bins=scoring.bins,
             inside=inside,
             width=width,
             bounded=bounded,
-            baseline=mean_targets(scoring.train)[scoring.clients].to(mean.device)[scoring.owner],
+            baseline=without,
         )
         return replace(
             scored,
+            losses=partial(diagnostics.losses_of_numbers, mean, found.y),
+            diagnose=partial(diagnostics.of_numbers, mean, scale, found.y, offsets, without),
             fitted_temperature=partial(calibration.common_scale_factor, squares),
             slopes=partial(calibration.slopes_of_numbers, squares),
         )
@@ -479,18 +517,26 @@ class Regression(Task):
     ) -> dict[str, list[str]]:
         assert isinstance(found, Regressed)
         no_label(abstain, self)
+        unit = target.unit
+        made = self.tensors(found, target, level)
+        ends = {f"{name}({level:g})": written(made.pop(name), unit) for name in ("low", "high") if name in made}
+        columns = {"mean": written(made.pop("mean"), unit)}
+        return columns | {name: written(part) for name, part in made.items()} | ends
+
+    def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
+        """In the target's own unit."""
+        assert isinstance(found, Regressed)
         mean, unit = target.mean, target.unit
-        columns = {
-            "mean": written(found.mean.double() * unit + mean, unit),
-            "sd": written(found.scale * unit),
-            "epistemic": written(found.epistemic.sqrt() * unit),
-            "aleatoric": written(found.aleatoric.sqrt() * unit),
+        made = {
+            "mean": found.mean.double() * unit + mean,
+            "sd": found.scale * unit,
+            "epistemic": found.epistemic.sqrt() * unit,
+            "aleatoric": found.aleatoric.sqrt() * unit,
         }
-        if found.scores is not None:
-            low, high = found.interval(level)
-            ends = {"low": low.double() * unit + mean, "high": high.double() * unit + mean}
-            columns |= {f"{name}({level:g})": written(end, unit) for name, end in ends.items()}
-        return columns
+        if found.scores is None:
+            return made
+        low, high = found.interval(level)
+        return made | {"low": low.double() * unit + mean, "high": high.double() * unit + mean}
 
 
 class HeteroscedasticRegression(Regression):

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,8 +46,10 @@ from bpfed.inference.optim import ADAM, Adam
 from bpfed.inference.predictive import GaussianPredictive
 from bpfed.methods.base import ADAPT, Finished, Initial, Method, RunShape, Weights
 from bpfed.methods.variational import NOISE_SIGMA, RHO_FLOOR, Memory
-from bpfed.nn.model import Model
 from bpfed.nn.parameters import Personal as Split
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: Temperatures and prior scales to choose from, Bayes' rule with a unit prior first,
 PRIORS = ((1.0, 1.0), (1.0, 0.5), (0.3, 1.0), (0.3, 2.0), (0.3, 4.0))

@@ -27,7 +27,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,13 +35,15 @@ from torch.utils._pytree import tree_map
 
 from bpfed._util.errors import UserError
 from bpfed.config.settings import check_types
-from bpfed.inference.estimators import Batch
 from bpfed.inference.predictive import CorrelatedPredictive as CorrelatedPredictive
 from bpfed.inference.predictive import GaussianPredictive as GaussianPredictive
 from bpfed.inference.predictive import PointPredictive as PointPredictive
 from bpfed.inference.predictive import Predictive
-from bpfed.nn.model import Model
 from bpfed.nn.parameters import Personal, number
+
+if TYPE_CHECKING:
+    from bpfed.inference.estimators import Batch
+    from bpfed.nn.model import Model
 
 #: Name of the phase in which a newcomer learns its personal state and the shared factors are frozen.
 ADAPT = "adapt"
@@ -63,7 +65,7 @@ RANGES: dict[str, Callable[[float], bool]] = {
 Network = Literal["auto", "mlp", "skip", "linear"]
 
 #: A NamedTuple (of NamedTuples) of tensors, as the engine sees it. It handles states as trees and looks into none.
-State = tuple[Any, ...]
+State: TypeAlias = "tuple[Tensor | State, ...]"
 
 # The states of one method: what the server holds, what a client keeps, a client during a round, and what it uploads.
 StateT = TypeVar("StateT", bound=State)

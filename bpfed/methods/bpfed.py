@@ -17,7 +17,7 @@ factors that are points, the two halves in turn (`bpfed.methods.bpfed`), and IVO
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from bpfed.inference.estimators import Batch, DataTerm, check_estimator, data_te
 from bpfed.inference.gaussian import Gaussian, discounted, either, kl, kl_gradients_p
 from bpfed.inference.optim import IVON, FreeEnergyGradient, Momentum, Newton
 from bpfed.inference.predictive import GaussianPredictive
-from bpfed.methods.base import Finished, Initial, Method, Phase, State, frozen
+from bpfed.methods.base import Finished, Initial, Method, Phase, StateT, frozen
 from bpfed.methods.variational import (
     NOISE_SIGMA,
     Memory,
@@ -41,7 +41,9 @@ from bpfed.methods.variational import (
     per_head,
     split,
 )
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 # --- Turns ------------------------------------------------------------------------------------------------------------
 #
@@ -63,7 +65,7 @@ def counted(steps: Tensor, phase: str) -> tuple[Tensor, Tensor]:
     return torch.stack([shared, personal + 1], -1), personal + 1
 
 
-def held(model: Model, before: State, after: State, phase: str) -> State:
+def held(model: Model, before: StateT, after: StateT, phase: str) -> StateT:
     """The state after a step of this phase, tensors ``[S, P]``, with the part that it does not move as before.
 
     In the phase ``all`` everything moves, in ``shared`` the shared factors, in any other the personal ones.
@@ -109,7 +111,7 @@ class Personal(NamedTuple):
 
 @dataclass(frozen=True)
 class BPFed(Method[Gaussian, Personal, Local, Gaussian]):
-    """BPFed. The defaults are the paper's method; what it leaves open was chosen on validation data (docs/gotchas.md).
+    """BPFed. The defaults are the paper's method; what it leaves open was chosen on validation data (docs/explanation/gotchas.md).
 
     η_i is the distribution of a client's personal factors, ζ that of the shared factors, q a client's posterior and π
     its prior during a round.
@@ -254,8 +256,8 @@ class BPFed(Method[Gaussian, Personal, Local, Gaussian]):
         moved = local.prior
         if isinstance(local.prior, Variational):
             moved = local.prior.moved(*kl_gradients_p(q.gaussian, prior), steps, hparams["lr"])  # Eq. 10
-        q, moved = held(model, (local.q, local.prior), (q, moved), phase)
-        return Local(q, moved, taken), data.nll
+        q = held(model, local.q, q, phase)
+        return Local(q, held(model, local.prior, moved, phase), taken), data.nll
 
     def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished[Gaussian, Personal]:
         q, prior = local.q.gaussian, _gaussian(local.prior)

@@ -13,7 +13,7 @@ what they share and not in their optimiser; a stationary point of the personal p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -21,7 +21,9 @@ from bpfed.inference.estimators import Batch, mean_gradient
 from bpfed.inference.optim import ADAM, Adam
 from bpfed.methods.base import ADAPT, Finished, Weights
 from bpfed.methods.point import FullNetworkMethod, PersonalNetwork
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 
 class Local(NamedTuple):

@@ -20,13 +20,13 @@ server needs; so noise for privacy and robust rules, which leave one upload of a
 What the defaults cost. 20 states that are 5 steps apart are the chain's last 100 steps: two rounds of a client with 250
 examples, but a ninth of one round with 4 500. Steps of this size forget slowly, so those states are alike: with 250
 examples their variance is 0.07 to 0.19 of the posterior's, and s is learnt too low by what is missing. Larger ``thin``
-and ``gamma`` are better there (docs/results.md); the defaults are those that the tables were measured with.
+and ``gamma`` are better there (docs/results/index.md); the defaults are those that the tables were measured with.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -38,7 +38,9 @@ from bpfed.inference.estimators import Batch
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.optim import ADAM, Adam
 from bpfed.methods.base import ADAPT, Finished, Initial, Method
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: Word that sets the noise of Langevin steps apart from that of dropout.
 LANGEVIN = 0x50

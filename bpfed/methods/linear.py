@@ -48,7 +48,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -62,8 +62,10 @@ from bpfed.inference.laplace import Head
 from bpfed.inference.likelihoods import Categorical, Normal
 from bpfed.inference.predictive import CorrelatedPredictive
 from bpfed.methods.base import ADAPT, Finished, Initial, Method, Network, Phase
-from bpfed.nn.model import Model
 from bpfed.nn.parameters import Personal as Split
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: Name of the phase in which the sums of a pass become a new posterior.
 SOLVE = "solve"

@@ -19,7 +19,7 @@ never sees a label of an example that it is tested on.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,9 @@ from bpfed.inference.estimators import Batch, mean_gradient
 from bpfed.inference.optim import ADAM, Adam
 from bpfed.methods.base import TUNE, Finished, Phase, Weights
 from bpfed.methods.point import FullNetworkMethod, PersonalNetwork
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 Order = Literal["first", "full"]
 

@@ -13,7 +13,7 @@ distribution; the first round of both is the same.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -25,8 +25,10 @@ from bpfed.inference.gaussian import Gaussian, either, kl, kl_gradients_p, kl_gr
 from bpfed.inference.predictive import GaussianPredictive
 from bpfed.methods.base import ADAPT, Finished, Initial, Method
 from bpfed.methods.variational import Memory, Variational
-from bpfed.nn.model import Model
 from bpfed.nn.parameters import Personal as Parameters
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 
 class Local(NamedTuple):

@@ -14,7 +14,7 @@ scaling by Adam, and the inner problem is nearly a quadratic of curvature λ, wh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -24,7 +24,9 @@ from bpfed.inference import rng
 from bpfed.inference.estimators import Batch, mean_gradient
 from bpfed.methods.base import ADAPT, Finished, Weights
 from bpfed.methods.point import FullNetworkMethod, PersonalNetwork
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 
 class Local(NamedTuple):

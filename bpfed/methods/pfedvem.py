@@ -18,7 +18,7 @@ Beyond the paper the server keeps the mean of ρ_i², for clients that have not 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -31,7 +31,9 @@ from bpfed.inference.optim import ADAM, Adam
 from bpfed.inference.predictive import GaussianPredictive
 from bpfed.methods.base import Finished, Initial, Method, Phase
 from bpfed.methods.variational import Memory, Variational
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: Name of the phase in which the body is learnt; in any other the head is.
 BODY = "body"

@@ -9,7 +9,7 @@ Adam, which divides by the gradient's own size, sees no difference but for its Î
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,10 @@ from bpfed.inference.laplace import CURVATURE, Curvature, laplace
 from bpfed.inference.optim import Adam, Optimizer, Velocity, get_optimizer
 from bpfed.inference.predictive import PointPredictive, Predictive
 from bpfed.methods.base import ADAPT, TUNE, Finished, Initial, LocalT, Method, Phase, Weights
-from bpfed.nn.model import Model
 from bpfed.nn.parameters import Personal
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 
 class PersonalNetwork(NamedTuple):

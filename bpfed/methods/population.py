@@ -14,7 +14,7 @@ would hide each client's; without it the server sees them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ from bpfed.inference.predictive import GaussianPredictive, PointPredictive
 from bpfed.methods.base import Finished, Initial
 from bpfed.methods.recipe import Local, Personal, Recipe
 from bpfed.methods.variational import biases, join
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: Least variance of a head's prior.
 SMALLEST = 1e-8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from torch.nn.functional import pad
 from bpfed.inference.gaussian import Gaussian, kl_gradients_q, softplus, softplus_inverse
 from bpfed.inference.likelihoods import Categorical
 from bpfed.inference.optim import ADAM, Adam
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: No step takes a σ below 1e-6, which is this ρ.
 RHO_FLOOR = -13.8155

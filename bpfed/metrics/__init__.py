@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from bpfed.metrics.registry import BEST_IS_HIGH, METRICS, Metric, get_metric, register_metric
 
 if TYPE_CHECKING:
-    from bpfed.metrics.classification import SMALLEST, aurc, evaluate, evaluate_sums, ood_auroc
-    from bpfed.metrics.evaluation import SURE, Evaluation, Form, Reliability, Score, Sums
+    from bpfed.metrics.classification import aurc, evaluate, evaluate_sums, ood_auroc
+    from bpfed.metrics.evaluation import SMALLEST, SURE, Evaluation, Form, Reliability, Score, Sums
     from bpfed.metrics.regression import evaluate_regression
 
 __all__ = [
@@ -38,8 +38,8 @@ __all__ = [
 
 # Imported when first asked for: pages are made of the registry alone, and need no torch.
 _HOME = {
-    **dict.fromkeys(("SMALLEST", "aurc", "evaluate", "evaluate_sums", "ood_auroc"), "classification"),
-    **dict.fromkeys(("SURE", "Evaluation", "Form", "Reliability", "Score", "Sums"), "evaluation"),
+    **dict.fromkeys(("aurc", "evaluate", "evaluate_sums", "ood_auroc"), "classification"),
+    **dict.fromkeys(("SMALLEST", "SURE", "Evaluation", "Form", "Reliability", "Score", "Sums"), "evaluation"),
     "evaluate_regression": "regression",
 }
 

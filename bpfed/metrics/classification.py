@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bpfed.metrics.evaluation import (
+    SMALLEST,
     SURE,
     Evaluation,
     Form,
@@ -75,10 +76,6 @@ def _ranked(score: Tensor, owner: Tensor, n_clients: int) -> tuple[Tensor, Tenso
     place = torch.arange(1, len(order) + 1, device=order.device, dtype=torch.float64)
     sizes = summed([torch.ones_like(place)], owner, n_clients)[0]
     return order, tie.cumsum(0) - 1, place - (sizes.cumsum(0) - sizes)[owner]
-
-
-#: A lower probability counts as this one, so that one wrong certainty costs 27.6 nats, not infinity. float32 holds it.
-SMALLEST = 1e-12
 
 
 def evaluate(

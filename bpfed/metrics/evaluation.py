@@ -163,6 +163,8 @@ Floats = NDArray[np.float64]
 
 #: A prediction that is less sure than this counts as an abstention, and sets are tested at this level.
 SURE = 0.9
+#: A lower probability counts as this one, so that one wrong certainty costs 27.6 nats, not infinity. float32 holds it.
+SMALLEST = 1e-12
 #: What a calibration error would be by chance; it has no page of its own.
 FLOOR = Metric("ece_floor", "ECE floor", calibrates=True)
 
@@ -228,6 +230,8 @@ class Evaluation:
             are not sure enough. None where only sums are known.
         by_class: Finds what is to be said of each class, ready for JSON; None where there are none, or only sums are known.
         slopes: Likewise, what is told of them to find it for clients that never meet (`bpfed.inference.calibration`).
+        losses: Gives the loss of each example, ``[E]``: NLL of classes, squared error of numbers; None as above.
+        diagnose: Finds what a report says beyond metrics, ready for JSON (`bpfed.metrics.diagnostics`); None as above.
     """
 
     scores: dict[str, Score]
@@ -240,6 +244,8 @@ class Evaluation:
     fitted_temperature: Callable[[], float] | None = None
     by_class: Callable[[], list[dict[str, Any]]] | None = None
     slopes: Callable[[], Tensor] | None = None
+    losses: Callable[[], Tensor] | None = None
+    diagnose: Callable[[], dict[str, Any]] | None = None
 
     def __getitem__(self, metric: str) -> Score:
         return self.scores[metric] if metric in self.scores else self.more[metric]

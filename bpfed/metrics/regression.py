@@ -37,7 +37,7 @@ def evaluate_regression(
     """Score predicted real values.
 
     ``ece`` is the quantile calibration error: with the predictive taken as Gaussian, the mean over nominal levels of
-    |share of targets inside the central interval - level|. The levels are 1/bins, 2/bins, ... below 1, and 0.95.
+    ``|share of targets inside the central interval - level|``. The levels are 1/bins, 2/bins, ... below 1, and 0.95.
 
     Args:
         mean: Predicted mean, ``[E]``.

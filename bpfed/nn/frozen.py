@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bpfed._util.errors import UserError
@@ -153,7 +152,7 @@ def _hooked(layer: nn.Module, call: int, change: Callable[[Tensor], Tensor]) -> 
         yield
 
 
-class _Origins(TorchDispatchMode):
+class _Origins(trial.DispatchMode):
     """Notes of every tensor whether it depends on raw inputs, on frozen parameters and on trained ones.
 
     What is written into a tensor counts for all that shares its memory.

@@ -74,6 +74,7 @@ class Model:
         example: Inputs,
         personal: Personal = "head",
         trainable: str | None = None,
+        tried: bool = False,
     ) -> Model:
         """Take a user's module over.
 
@@ -84,6 +85,8 @@ class Model:
                 them.
             personal: See `ParameterLayout.of`.
             trainable: Patterns of the parameters that are trained; None: those whose ``requires_grad`` is True.
+            tried: Whether it is known to run under ``torch.func`` and not to mix examples, as networks of this package;
+                to try that imports torch's compiler, which takes as long as torch itself.
         """
         if not isinstance(module, nn.Module):
             raise UserError(f"The model is {module!r}, but must be a torch.nn.Module (an object, not a class).")
@@ -124,7 +127,8 @@ class Model:
             frozen=sum(p.numel() for p in module.parameters() if not p.requires_grad),
             constant=constant,
         )
-        model._try(example)
+        if not tried:
+            model._try(example)
         if changed := kept.changed():
             notes.append(
                 f"The module sets its attribute '{changed[0]}' while it runs. All clients use one module, and a step is "
@@ -230,6 +234,12 @@ class Model:
             return function_modes.run(self.module, own, x)
         with self.backbone.replaced(self.module, x):
             return function_modes.run(self.module, own, self.backbone.example)
+
+    def random_names(self, sigma: Tensor) -> list[str]:
+        """Names of the module's parameters whose standard deviations, among those of all ``[S, P]``, are not all 0."""
+        spread = self._own(self.layout.unflatten(sigma.amax(0)))
+        widest = torch.stack([part.amax() for part in spread.values()]).tolist()
+        return [name for name, largest in zip(spread, widest, strict=True) if largest > 0.0]
 
     def _own(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         """Those of the module."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bpfed._util.errors import UserError
+from bpfed.config.registry import NETWORKS
 from bpfed.config.settings import HIDDEN, Settings
 from bpfed.inference import inputs, rng
 from bpfed.inference.gaussian import Gaussian
@@ -244,11 +245,14 @@ def default(
         seed: Of the first weights.
         hidden: Units in the hidden layer; None: 100.
         network: ``auto``: LeNet for 32 x 32 images, `SequenceNet` for inputs of ``(C, 1, T)``, else an MLP; ``conv1d``: a
-            `SequenceNet`; ``mlp``; ``skip``: see `SkipMLP`; ``linear``.
+            `SequenceNet`; ``mlp``; ``skip``: see `SkipMLP`; ``linear``; or that of an installed package
+            (`bpfed.config.registry.NETWORKS`).
 
     Raises:
         UserError: ``hidden`` is given, and there is no such layer; or inputs are no sequences.
     """
+    if network not in NETWORKS.own and hidden is not None:
+        raise UserError(f"hidden is for a network of bpfed itself, but network is '{network}'; leave one of them out.")
     sequences = len(input_shape) == 3 and input_shape[1] == 1
     if network == "conv1d" and not sequences:
         raise UserError(
@@ -271,6 +275,8 @@ def default(
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(words(seed, 0, Purpose.INIT, np.zeros(1, dtype=np.uint64))[0] >> np.uint64(1)))
+        if network not in NETWORKS.own:
+            return _of_package(network, input_shape, outputs)
         if images:
             return LeNet(input_shape[0], outputs)
         if network == "conv1d":
@@ -279,6 +285,19 @@ def default(
         if network == "linear":
             return linear(inputs, outputs)
         return SkipMLP(inputs, outputs, width) if network == "skip" else mlp(inputs, outputs, (width,))
+
+
+def _of_package(name: str, input_shape: tuple[int, ...], outputs: int) -> nn.Module:
+    """The network that an installed package has under this name, for inputs of this shape."""
+    make = NETWORKS.load(name)
+    try:
+        module = make(input_shape, outputs)
+    except Exception as error:
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        raise NETWORKS.unfit(name, f"cannot be made for inputs of shape {list(input_shape)} ({words})") from error
+    if not isinstance(module, nn.Module):
+        raise NETWORKS.unfit(name, f"is a {type(module).__name__} and no torch.nn.Module")
+    return module
 
 
 def members_of(method: AnyMethod, settings: Settings, flat: bool) -> int:
@@ -324,11 +343,12 @@ def make_model(
         raise UserError(
             f"The inputs are {inputs.shapes(example)}, which no network that is made here takes; give one as model."
         )
-    members = members_of(method, settings, flat=module is None and inputs.first(example).ndim == 2)
+    ours = module is None
+    members = members_of(method, settings, flat=ours and inputs.first(example).ndim == 2)
     if module is None:
         network = method.flat_network if settings.network == "auto" and example.ndim == 2 else settings.network
         module = default(tuple(example.shape[1:]), task.outputs(classes), settings.seed, settings.hidden, network)
-    model = Model.of(module, likelihood, example, method.personal, settings.trainable)
+    model = Model.of(module, likelihood, example, method.personal, settings.trainable, tried=ours)
     if settings.cache_features == "auto":
         model = model.on_features(example)
     return make_ensemble(model, members, settings.seed)

@@ -101,7 +101,18 @@ class _Value:
     ends: bool = False
 
 
-class Trace(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that torch does not guard against its compiler.
+
+    To guard one, torch imports the compiler, which takes as long as torch itself; a trial is never compiled.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Trace(DispatchMode):
     """Notes how the tensors of a forward pass come from the inputs and the parameters.
 
     Args:

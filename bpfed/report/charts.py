@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,10 @@ from markupsafe import Markup
 from bpfed._util import text
 from bpfed.metrics.registry import Metric
 from bpfed.report import svg
-from bpfed.report.record import value
 from bpfed.report.svg import Scale
 
 WIDTH, HEIGHT = 460, 280
 LEFT, TOP, BOTTOM = 58, 14, 48
-#: More clients than this are drawn as one cloud: no names under the pointer, no intervals.
-NAMED_DOTS = 300
-#: More clients than this are drawn without intervals.
-WITH_INTERVALS = 60
 #: More rounds than this have no values under the pointer.
 NAMED_ROUNDS = 150
 
@@ -162,58 +157,80 @@ def reliability(reliability: dict[str, Any], bins: int, intervals: bool) -> Mark
     return svg.drawing(WIDTH, height, f"Reliability diagram: {told}", shapes)
 
 
-def clients(rows: Sequence[dict[str, Any]], measure: Metric, worst: frozenset[str]) -> Markup:
-    """One dot per tested client: the metric against its training examples, or by rank where all have equally many.
+@dataclass(frozen=True)
+class Path:
+    """One line of a figure over any scale: its name, its points and its class of line."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    style: str
+
+
+def paths(
+    lines: Sequence[Path],
+    x_label: str,
+    title: str,
+    show: Callable[[float], str] = text.percent,
+    x_share: bool = True,
+    low: float = -math.inf,
+) -> Markup:
+    """Lines over a common scale, each named at its right end, with their values under the pointer.
 
     Args:
-        rows: The clients' rows.
-        measure: The metric on the vertical axis.
-        worst: Names of the clients to mark.
+        lines: Of which one at least has a point.
+        x_label: What is across.
+        title: What is up, as it is read aloud.
+        show: Value to text.
+        x_share: Whether what is across are shares.
+        low: Values below this are off the scale.
     """
-    per_cent = measure.show is text.percent
-    tested = [row for row in rows if math.isfinite(value(row, measure.name))]
-    tested.sort(key=lambda row: value(row, measure.name), reverse=not measure.high_is_good)
-    values = [value(row, measure.name) for row in tested]
-    sizes = [value(row, "train") for row in tested]
-    by_size = len(set(sizes)) > 1
-    across = sizes if by_size else [float(rank) for rank in range(1, len(tested) + 1)]
-    spans: list[tuple[float, float]] = []
-    if measure.proportion and len(tested) <= WITH_INTERVALS:
-        spans = [wilson(v, row["test"]) for v, row in zip(values, tested, strict=True)]
-    x = svg.fit(across, LEFT, WIDTH - 18, floor=0, log=by_size)
-    ends = [end for span in spans for end in span]
+    per_cent = show is text.percent
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [max(y, low) for line in lines for _, y in line.points if math.isfinite(y)]
+    room = min(120, 8 * max(len(line.label) for line in lines) + 16)
+    x = Scale(min(xs), max(xs), LEFT, WIDTH - room) if max(xs) > min(xs) else svg.fit(xs, LEFT, WIDTH - room)
     if per_cent:
-        y = svg.fit(values + ends, HEIGHT - BOTTOM, TOP, floor=0, ceiling=1, least=0.04)
+        y = svg.fit(ys, HEIGHT - BOTTOM, TOP, floor=0.0, ceiling=1.0, least=0.04)
     else:
-        y = svg.fit(values, HEIGHT - BOTTOM, TOP, log=True)
+        y = svg.fit(ys, HEIGHT - BOTTOM, TOP, least=0.3 * max(map(abs, ys), default=0.0))
+    x_show = svg.tick_text(x.ticks(6), True) if x_share else text.decimal
+    shapes = [svg.axes(x, y, x_label, x_show, svg.tick_text(y.ticks(6), per_cent))]
+    inside, ends = [], []
+    for line in lines:
+        points = [(x(a), y(b)) for a, b in line.points if math.isfinite(b)]
+        inside.append(svg.line(points, f"curve {line.style}"))
+        for a, b in line.points:
+            if math.isfinite(b) and b >= low:
+                told = f"{line.label}: {show(b)} at {text.percent(a, 0) if x_share else text.decimal(a)}"
+                inside.append(svg.dot((x(a), y(b)), 5, "hit", told))
+        last_seen = [b for _, b in line.points if math.isfinite(b)][-1]
+        ends.append((y(min(max(last_seen, y.low), y.high)), line.label, line.style))
+    shapes.append(svg.window(x, y, inside))
+    for place, (_, label, style) in zip(svg.apart([e[0] for e in ends], 15, TOP, HEIGHT - BOTTOM), ends, strict=True):
+        shapes.append(svg.words(x.stop + 9, place + 4.5, label, f"label {style}"))
+    told = "; ".join(f"{line.label} from {show(line.points[0][1])} to {show(line.points[-1][1])}" for line in lines)
+    return svg.drawing(WIDTH, HEIGHT, f"{title}: {told}", shapes)
 
-    x_label = "training examples" if by_size else "clients, worst to best"
-    scales = {
-        (True, True): " (both on log scales)",
-        (True, False): " (log scale)",
-        (False, True): " (values on a log scale)",
-    }
-    shapes = [_axes(x, y, x_label + scales.get((x.log, y.log), ""), per_cent, x_whole=True)]
-    places = [(x(a), y(v)) for a, v in zip(across, values, strict=True)]
-    shapes += [svg.line([(at[0], y(s)) for s in span], "whisker thin") for at, span in zip(places, spans, strict=False)]
-    if len(tested) > NAMED_DOTS:
-        shapes.append(svg.cloud(places, "cloud"))
-    # The worst come last, so that they lie on top.
-    for at, row in sorted(zip(places, tested, strict=True), key=lambda pair: pair[1]["name"] in worst):
-        bad = row["name"] in worst
-        if bad or len(tested) <= NAMED_DOTS:
-            note = (
-                f"{row['name']}: {measure.show(value(row, measure.name))}, {text.plural(row['test'], 'test example')}"
-            )
-            shapes.append(svg.dot(at, 4.6 if bad else 3.6, "mark worst" if bad else "mark open", note))
-    if tested and tested[0]["name"] in worst:
-        (left, height), name = places[0], text.short(str(tested[0]["name"]))
-        right_half = left > (x.start + x.stop) / 2
-        shapes.append(
-            svg.words(left - 9 if right_half else left + 9, height + 4.5, name, "halo end" if right_half else "halo")
-        )
-    told = f"from {measure.show(min(values))} to {measure.show(max(values))}" if values else "no client was tested"
-    return svg.drawing(WIDTH, HEIGHT, f"{measure.label} of {text.plural(len(tested), 'client')}: {told}", shapes)
+
+def groups(found: Sequence[Sequence[float]], show: Callable[[float], str], target: str) -> Markup:
+    """Mean observed against mean predicted number, of groups of examples, with 95 % intervals.
+
+    Args:
+        found: Of each group its examples, mean predicted, mean observed and its standard error.
+        show: Number to text.
+        target: What is predicted.
+    """
+    ends = [v for _, p, o, e in found for v in (p, o - 1.96 * e, o + 1.96 * e)]
+    x, y = svg.fit(ends, LEFT, WIDTH - 18), svg.fit(ends, TOP + 330, TOP)
+    shapes = [svg.axes(x, y, f"predicted {target}", show, show)]
+    shapes.append(svg.line([(x(x.low), y(y.low)), (x(x.high), y(y.high))], "diagonal"))
+    notes = []
+    for n, predicted, observed, error in found:
+        note = f"predicted {show(predicted)}, observed {show(observed)} ({text.plural(int(n), 'example')})"
+        notes.append(note)
+        shapes.append(svg.whisker(x(predicted), y(observed + 1.96 * error), y(observed - 1.96 * error), "whisker"))
+        shapes.append(svg.dot((x(predicted), y(observed)), 4, "mark first", note))
+    return svg.drawing(WIDTH, TOP + 330 + BOTTOM - 4, f"Observed against predicted: {'; '.join(notes)}", shapes)
 
 
 def _rounds_scale(rounds: Sequence[int], stop: float) -> Scale:

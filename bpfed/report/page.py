@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +13,12 @@ from markupsafe import Markup
 from bpfed._util import text
 from bpfed._util.files import to_toml
 from bpfed.metrics.registry import METRICS, Metric
-from bpfed.report import charts, html, svg
+from bpfed.report import charts, html, sections, svg
 from bpfed.report.charts import Curve, wilson
 from bpfed.report.html import Figure, Row, Table
 from bpfed.report.record import JUDGED, RunRecord, judged, value
+from bpfed.report.sections import ranked, worst_names
+from bpfed.report.verdicts import headline, verdicts
 
 _KL = Metric("train_kl", "KL to the prior", text.decimal, "How far training moved the weights from their prior.")
 _FACTS: tuple[tuple[str, Callable[[Any], str]], ...] = (
@@ -26,6 +28,10 @@ _FACTS: tuple[tuple[str, Callable[[Any], str]], ...] = (
 )
 #: With more columns than this, each has less room; and with more than that, much less.
 ROOMY, CROWDED = 9, 13
+#: With more clients than this, the verdicts on the others are folded away.
+SHOWN = 8
+#: With more clients than this, a field picks some of them by name.
+FILTERED = 6
 #: With more clients than this, only the worst and the best halves of this number are in the table.
 LONGEST = 200
 
@@ -48,6 +54,7 @@ class Column(NamedTuple):
         show: Number to text.
         explain: What it is, in one sentence.
         sort: How rows are sorted by it at first; empty: they are not.
+        words: Whether its cells are words rather than numbers.
     """
 
     key: str
@@ -55,6 +62,7 @@ class Column(NamedTuple):
     show: Callable[[float], str] = text.count
     explain: str = ""
     sort: str = ""
+    words: bool = False
 
 
 class Cell(NamedTuple):
@@ -68,20 +76,35 @@ class Cell(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A row of such a table: its heading, a word beside it, its cells and its class."""
+    """A row of such a table: its heading, a word beside it, its cells, its class, and what its heading links."""
 
     name: str
     cells: list[Cell]
     tag: str = ""
     style: str = ""
+    link: str = ""
 
 
-def render(run: RunRecord) -> str:
-    """The whole page as text. The same record gives the same page, byte for byte."""
+def render(run: RunRecord, examples: Mapping[str, Any] | None = None) -> str:
+    """The whole page as text. The same record gives the same page, byte for byte.
+
+    Args:
+        run: The record.
+        examples: Rows of a client, for a page that stays with it: what is ``said`` of them, and ``parts``, tables.
+    """
     return html.page(
         "run.html.j2",
         title=run.title,
         facts=facts(run),
+        verdict=verdict(run),
+        dots=sections.client_dots(run) if run.measures and run.history else [],
+        errors=sections.errors(run) if run.measures else None,
+        decisions=sections.decisions(run),
+        effects=sections.effects(run),
+        missing=sections.missing(run),
+        card=sections.card(run),
+        examples=examples,
+        made_with=run.config.get("bpfed", ""),
         tiles=tiles(run),
         basis=basis(run),
         baselines=baselines(run),
@@ -89,7 +112,6 @@ def render(run: RunRecord) -> str:
         calibration=calibration(run),
         further=[(heading, said) for heading, section in run.task.sections if (said := section(run))],
         clients=clients(run),
-        weights=run.summary.get("factors", ""),
         settings=[("The full configuration of this run", to_toml(run.config).strip())],
     )
 
@@ -108,6 +130,35 @@ def facts(run: RunRecord) -> list[str]:
     return found
 
 
+def verdict(run: RunRecord) -> dict[str, Any] | None:
+    """What is said of each client first."""
+    found = verdicts(run) if run.measures and run.history else []
+    if not found:
+        return None
+    errors = "gain" in run.diagnostics.get("clients", {})
+    read = (
+        "A difference counts if it is more than twice its standard error over the client's own test examples."
+        if errors
+        else "Standard errors are not known here, so small differences may be chance."
+    )
+    return {
+        "headline": headline(run, found),
+        "shown": found[:SHOWN],
+        "more": found[SHOWN:],
+        "filter": len(run.rows) > FILTERED,
+        "read": f"{read} {_guessing(run)}".strip(),
+    }
+
+
+def _guessing(run: RunRecord) -> str:
+    if math.isfinite(run.last("majority")):
+        return (
+            "Guessing means always predicting the most frequent class (accuracy) or the class shares (NLL) of a client's "
+            "own training examples."
+        )
+    return ""
+
+
 def basis(run: RunRecord) -> str:
     """What the large figures are of."""
     if not run.history:
@@ -116,15 +167,9 @@ def basis(run: RunRecord) -> str:
     over = (
         f", over {text.plural(_total(run), 'test example')} of {text.plural(len(tested), 'client')}" if tested else ""
     )
-    guessing = (
-        " Guessing means always predicting the most frequent class (accuracy) or the class shares (NLL) of a client's "
-        "own training examples."
-        if math.isfinite(run.last("majority"))
-        else ""
-    )
     return (
         f"The large figures are those of the last round ({run.history[-1]['round']}){over}, all examples pooled."
-        f"{guessing} The best round was picked by looking at the test data, so it is optimistic; it is given because "
+        f" The best round was picked by looking at the test data, so it is optimistic; it is given because "
         "papers often report it."
     )
 
@@ -257,6 +302,7 @@ def calibration(run: RunRecord) -> dict[str, Any] | None:
         "said": f"{_verdict(found, intervals)}{_temperature(run)}{_in_use(run)}",
         "diagram": Figure("Claimed against observed", charts.reliability(found, bins, intervals), read),
         "table": _bins_table(found, bins, intervals),
+        "more": [one for one in (sections.client_confidence(run), sections.observed(run)) if one is not None],
     }
 
 
@@ -353,21 +399,11 @@ def clients(run: RunRecord) -> dict[str, Any] | None:
     main = run.measures[0]
     ranking = ranked(run.rows, main)
     worst = worst_names(ranking, main)
-    untested = sum(not row.get("test") for row in run.rows)
     intro = "".join(f"{sentence} " for sentence in (run.untested, run.participation_note, run.no_use) if sentence)
     if worst:
         who = "The client" if len(worst) == 1 else f"The {len(worst)} clients"
         intro += f"{who} with the worst {main.in_words} {'is' if len(worst) == 1 else 'are'} marked. "
     intro += "Click a column’s head to sort."
-    figures = []
-    if len(run.rows) - untested > 1:
-        read = "One dot per client, the marked ones filled."
-        if main.proportion and len(run.rows) <= charts.WITH_INTERVALS:
-            read += " Thin lines are 95 % intervals: small test sets scatter widely by chance."
-        figures = [Figure(main.full, charts.clients(run.rows, main, worst), read)]
-        if main.name != "nll":
-            note = "Clients high up are the ones whose predictions cost most: wrong, and sure of it."
-            figures.append(Figure("Negative log-likelihood", charts.clients(run.rows, METRICS["nll"], worst), note))
     shown, notes = list(ranking), []
     if len(ranking) > LONGEST:
         half = LONGEST // 2
@@ -380,36 +416,14 @@ def clients(run: RunRecord) -> dict[str, Any] | None:
     longest = max((v for row in ranking if math.isfinite(v := value(row, main.name))), default=1.0)
     full = 1.0 if main.show is text.percent else longest
     many = len(columns) > ROOMY
-    if many:
-        notes.append("Scroll right for more columns.")
     return {
         "intro": intro,
-        "figures": figures,
         "notes": notes,
-        "wide": many,
         "kind": " many most" if len(columns) > CROWDED else " many" if many else "",
         "columns": columns,
         "rows": [_line(row, columns, main, full, row["name"] in worst) for row in shown],
         "definitions": [(column.title, column.explain) for column in columns if column.explain],
     }
-
-
-def ranked(rows: Sequence[dict[str, Any]], main: Metric) -> list[dict[str, Any]]:
-    """The rows from the worst client to the best by the main metric (ties by NLL); untested clients last."""
-
-    def badness(row: dict[str, Any]) -> tuple[bool, float, float]:
-        v, nll = value(row, main.name), value(row, "nll")
-        return math.isnan(v), v if main.high_is_good else -v, -nll if math.isfinite(nll) else 0.0
-
-    return sorted(rows, key=badness)
-
-
-def worst_names(ranking: Sequence[dict[str, Any]], main: Metric) -> frozenset[str]:
-    """Names of the worst tenth of the tested clients: at least one and at most ten, none if all are alike."""
-    tested = [row for row in ranking if math.isfinite(value(row, main.name))]
-    if len({value(row, main.name) for row in tested}) < 2:
-        return frozenset()
-    return frozenset(row["name"] for row in tested[: min(10, max(1, len(tested) // 10))])
 
 
 def _columns(measures: Sequence[Metric], held_back: bool) -> list[Column]:

@@ -116,6 +116,11 @@ class RunRecord:
         explain = own.explain.replace(AS_GIVEN, f"of '{name}'" if name else "of the target")
         return replace(own, show=lambda x: text.figure(scale * x), explain=explain, title=title)
 
+    def scaled(self, measure: Metric) -> tuple[Metric, float]:
+        """A measure for an axis, and the factor of its values: in the target's own unit, where that is known."""
+        own = self.in_units(measure)
+        return (measure, 1.0) if own is None else (replace(own, show=text.figure), self.target[1])
+
     @property
     def untested(self) -> str:
         """A sentence on the clients that are not counted in any figure; empty where all are."""
@@ -227,6 +232,18 @@ class RunRecord:
         few = f" with {JUDGED} or more test examples" if len(tested) < len(scored) else ""
         of = f"{text.count(len(names))} of {text.plural(len(tested), 'client')}{few}"
         return f"At {of} the model does no better than a guess on the test examples: {words} ({listed}{more})."
+
+    @property
+    def diagnostics(self) -> dict[str, Any]:
+        """What `bpfed.runs.diagnostics` found; empty in a deployment, and in runs of earlier versions."""
+        found: dict[str, Any] = self.evaluation.get("diagnostics", {})
+        return found
+
+    @property
+    def class_labels(self) -> list[str]:
+        """The classes by name, in their order; empty where targets are none."""
+        rows = self.evaluation.get("classes", [])
+        return [str(row.get("label", k)) for k, row in enumerate(rows)]
 
     @property
     def baselines(self) -> list[dict[str, Any]]:

@@ -78,9 +78,10 @@ def fit(
 
 
 def drawing(width: int, height: int, label: str, shapes: Iterable[str], style: str = "plot") -> Markup:
-    """A figure of this size that scales with the page; ``label`` is read aloud in its place."""
+    """A figure of this size that scales with the page; ``label`` is read aloud in its place (empty: it is decoration)."""
     body, size = "".join(shapes), f"0 0 {width} {height}"
-    return Markup(f'<svg class="{style}" viewBox="{size}" role="img" aria-label="{escape(label)}">{body}</svg>')
+    role = f'role="img" aria-label="{escape(label)}"' if label else 'aria-hidden="true"'
+    return Markup(f'<svg class="{style}" viewBox="{size}" {role}>{body}</svg>')
 
 
 def window(x: Scale, y: Scale, shapes: Iterable[str]) -> str:

@@ -24,6 +24,7 @@ class TaskReport:
         metric: The metric that shows whether a model is of use.
         without: The same metric without a model.
         useless: What is said of clients at which the first is not below the second.
+        guess: What the prediction without a model is called in a sentence.
         standardised: Whether targets of tables are brought to mean 0 and standard deviation 1.
         sections: Further sections of a run's page, each a heading and a function from the run to its sentences; without
             any it is left out.
@@ -33,6 +34,7 @@ class TaskReport:
     metric: str = "nll"
     without: str = ""
     useless: str = ""
+    guess: str = "guessing"
     standardised: bool = False
     sections: tuple[tuple[str, Callable[[RunRecord], str]], ...] = ()
 
@@ -73,19 +75,23 @@ def each_token(run: RunRecord) -> str:
     )
 
 
+#: What a number is guessed as.
+MEAN = "its own training mean"
+
 #: By the name of the task; a task that is not here has what is said of any.
 REPORTS = {
     "classification": TaskReport(
         "sets", "nll", "shares_nll", "NLL is not below that of always predicting its own class shares"
     ),
     "regression": TaskReport(
-        "intervals", "rmse", "baseline", "RMSE is not below that of always predicting its own training mean", True
+        "intervals", "rmse", "baseline", "RMSE is not below that of always predicting its own training mean", MEAN, True
     ),
     "counts": TaskReport(
         "intervals",
         "deviance",
         "mean_deviance",
         "deviance is not below that of always predicting its own training mean",
+        MEAN,
         sections=(("Dispersion", dispersion),),
     ),
     "ordinal": TaskReport(
@@ -106,13 +112,14 @@ REPORTS = {
         sections=(("Tokens", each_token),),
     ),
     "heteroscedastic": TaskReport(
-        "intervals", "rmse", "baseline", "RMSE is not below that of always predicting its own training mean", True
+        "intervals", "rmse", "baseline", "RMSE is not below that of always predicting its own training mean", MEAN, True
     ),
     "negative-binomial": TaskReport(
         "intervals",
         "deviance",
         "mean_deviance",
         "deviance is not below that of always predicting its own training mean",
+        MEAN,
         sections=(("Dispersion", dispersion),),
     ),
     "survival": TaskReport(
@@ -120,6 +127,7 @@ REPORTS = {
         "ibs",
         "km_ibs",
         "integrated Brier score is not below that of its own training rows' Kaplan-Meier curve",
+        "its own Kaplan-Meier curve",
     ),
 }
 

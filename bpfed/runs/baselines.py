@@ -18,6 +18,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -29,6 +31,7 @@ from bpfed._util import text
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.inference.survival import edges, time_grid
 from bpfed.metrics import Evaluation, evaluate, evaluate_regression
+from bpfed.metrics.diagnostics import losses_of_classes, losses_of_numbers
 from bpfed.metrics.registry import shown_at
 from bpfed.metrics.survival import evaluate_survival, left_at, product_limit
 
@@ -102,7 +105,13 @@ def wanted(data: FederatedData) -> bool:
     return data.flat and data.input_shape[0] > 0
 
 
-def baselines(data: FederatedData, clients: Tensor, bins: int = 10, most_rows: int = MOST_ROWS) -> dict[str, Any]:
+def baselines(
+    data: FederatedData,
+    clients: Tensor,
+    bins: int = 10,
+    most_rows: int = MOST_ROWS,
+    losses: dict[str, Tensor] | None = None,
+) -> dict[str, Any]:
     """Fit the baselines to the training and calibration rows, and score them on the test rows, ready for JSON.
 
     Args:
@@ -110,6 +119,7 @@ def baselines(data: FederatedData, clients: Tensor, bins: int = 10, most_rows: i
         clients: Indices of the clients that are tested, ``[C]``, each with a test row.
         bins: Bins of the ECE.
         most_rows: With more training rows than this nothing is fitted.
+        losses: Is given the loss of each test row under each baseline, by name, ``[E]`` (`Evaluation.losses`).
 
     Returns:
         ``version``; ``rows``, one for each baseline with ``scores``, ``clients`` (each metric of each client, in the
@@ -135,6 +145,8 @@ def baselines(data: FederatedData, clients: Tensor, bins: int = 10, most_rows: i
             continue
         with _quietly():
             scored = _scored(baseline, data, parts, test, clients, bins)
+        if losses is not None and scored.losses is not None:
+            losses[baseline.name] = scored.losses()
         found["rows"].append(
             {
                 "name": baseline.name,
@@ -171,13 +183,15 @@ def _scored(
                 baseline, parts, test, clients, lambda x, y, new: class_probs(baseline.kind, x, y, new, data.classes)
             )
         )
-        return evaluate(torch.from_numpy(probs), test.y.cpu(), test.offsets.cpu(), bins)
+        scored = evaluate(torch.from_numpy(probs), test.y.cpu(), test.offsets.cpu(), bins)
+        return replace(scored, losses=partial(losses_of_classes, torch.from_numpy(probs), test.y.cpu()))
     spread = float(np.var(np.concatenate([_floats(part.y) for part in parts]))) or 1e-12
     found = _predicted(baseline, parts, test, clients, lambda x, y, new: number(baseline.kind, x, y, new, spread))
     mean, scale = (torch.from_numpy(np.concatenate(column)) for column in zip(*found, strict=True))
     y = test.y.cpu().double()
     nll = 0.5 * ((y - mean) / scale).square() + scale.log() + 0.5 * math.log(2 * math.pi)
-    return evaluate_regression(mean=mean, scale=scale, nll=nll, y=y, offsets=test.offsets.cpu(), bins=bins)
+    scored = evaluate_regression(mean=mean, scale=scale, nll=nll, y=y, offsets=test.offsets.cpu(), bins=bins)
+    return replace(scored, losses=partial(losses_of_numbers, mean, y))
 
 
 def _scored_times(baseline: Baseline, parts: list[Examples], test: Examples, clients: Tensor, bins: int) -> Evaluation:

@@ -14,7 +14,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
@@ -27,14 +27,16 @@ from bpfed.aggregation.updates import finite
 from bpfed.config.registry import LIKELIHOODS
 from bpfed.config.settings import Settings
 from bpfed.data.federated import FederatedData
-from bpfed.engine.federation import Federation
 from bpfed.inference import inputs
 from bpfed.inference.likelihoods import Categorical, Likelihood, Normal
-from bpfed.methods.base import Method
-from bpfed.nn.model import Model
 from bpfed.nn.networks import make_model
 from bpfed.nn.parameters import ParameterLayout, Personal
 from bpfed.report.manifest import IDENTITY
+
+if TYPE_CHECKING:
+    from bpfed.engine.federation import Federation
+    from bpfed.methods.base import Method
+    from bpfed.nn.model import Model
 
 #: The key of a checkpoint's hash of the rest of its JSON.
 RECORD = "record"

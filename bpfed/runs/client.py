@@ -19,10 +19,14 @@ from bpfed.inference.calibration import Conformal
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.predictive import How, Prediction, check_how, mean_weights
 from bpfed.inference.rng import Purpose
+from bpfed.inference.tasks import TargetColumn
 from bpfed.methods.base import rows
 
 if TYPE_CHECKING:
+    from bpfed.data.checks.new_rows import Unusual
     from bpfed.data.federated import FederatedData
+    from bpfed.inference.decisions import Rule
+    from bpfed.runs.export import Format
     from bpfed.runs.run import Run
 
 
@@ -106,10 +110,10 @@ class Client:
                 ask(federation.model, predictive, inputs.move(inputs.take(block, None), device), key, count, how)
                 for block in inputs.blocks(x, size)
             ]
-        found = _joined(parts)
+        found = joined(parts)
         if federation.calibration_temperature != 1.0:
             found = found.with_temperature(federation.calibration_temperature)
-        temperature, scores = self._calibration(how, count)
+        temperature, scores = self.calibration_for(how, count)
         found = found.with_scores(scores, self.unscored)
         found = found.with_client_temperature(temperature) if temperature != 1.0 else found
         _check_finite(found, self.name)
@@ -132,6 +136,41 @@ class Client:
         federation.model.save_adapter(weights[0], Path(folder))
         return Path(folder)
 
+    def export(
+        self,
+        format: Format,
+        path: str | Path,
+        *,
+        how: How = "sample",
+        draws: int | None = None,
+        level: float = 0.9,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write this client's model to a file that can be used without bpfed.
+
+        A graph takes raw inputs, with the preparation of tables and the scaling of images inside, and gives what
+        `predict` does. It is compared with `predict` on a few rows first, and not written if it differs by more than
+        1e-5.
+
+        Args:
+            format: ``onnx``, a graph for onnxruntime; ``torch``, a program of ``torch.export``; ``safetensors``, the
+                distribution of the weights alone.
+            path: The file to write.
+            how: As `predict`; ``single-pass`` makes a smaller and faster graph.
+            draws: As `predict`; the graph has the same draws inside.
+            level: Of the prediction sets or intervals in the graph.
+            overwrite: Whether a file that is there already may be replaced.
+
+        Returns:
+            The path.
+
+        Raises:
+            UserError: The model cannot be exported in this format.
+        """
+        from bpfed.runs.export import export
+
+        return export(self, format, path, how=how, draws=draws, level=level, overwrite=overwrite)
+
     def _inputs(self, x: Any, columns: Sequence[str] | None, prepared: bool) -> Inputs:
         """Inputs for the network, ``[B, ...]``; arrays without names are not taken for prepared ones."""
         data = self.run.data
@@ -149,7 +188,7 @@ class Client:
             raise UserError("The inputs hold NaN or infinite values; clean or drop those rows.")
         return x
 
-    def _calibration(self, how: How, draws: int) -> tuple[float, Conformal | None]:
+    def calibration_for(self, how: How, draws: int) -> tuple[float, Conformal | None]:
         """Temperature and what bounds conformal scores for predictions made in this way; 1 and None where there are none."""
         federation, kept = self.run.federation, self.run.calibration
         if kept is not None and (kept.how, kept.draws) == (how, draws):
@@ -157,6 +196,29 @@ class Client:
         if federation.data.calibration is None:
             return (1.0 if kept is None else kept.client(self.index)[0]), None
         return self.run.calibrated(how, draws).client(self.index)
+
+
+def prediction_columns(
+    data: FederatedData,
+    found: Prediction,
+    level: float,
+    abstain: float | None,
+    unusual: Unusual | None = None,
+    times: tuple[float, ...] = (),
+    rule: Rule | None = None,
+) -> dict[str, list[str]]:
+    """Predictions as columns of text, by name, in the units of the tables; the last says what is unlike training."""
+    made = data.preparation
+    mean, unit = (0.0, 1.0) if made is None else (made.target_mean, made.target_scale)
+    columns = data.task_type.columns(found, TargetColumn(data.class_names, mean, unit, times), level, abstain)
+    if rule is not None:
+        columns |= rule.columns(found)
+    if unusual is None:
+        return columns
+    if "abstain" in columns:
+        far = unusual.far.tolist()
+        columns["abstain"] = ["yes" if off else said for said, off in zip(columns["abstain"], far, strict=True)]
+    return columns | {"unusual": [" | ".join(names) for names in unusual.names()]}
 
 
 def as_numbers(values: Any, what: str, kind: torch.dtype | None = None) -> Tensor:
@@ -190,10 +252,10 @@ def _check_finite(found: Prediction, name: str) -> None:
         )
 
 
-def _joined(parts: Sequence[Prediction]) -> Prediction:
+def joined(parts: Sequence[Prediction]) -> Prediction:
     """The first client of each, end to end."""
     leaves = {f.name: [getattr(part, f.name) for part in parts] for f in fields(parts[0])}
-    joined: dict[str, Any] = {
+    ends: dict[str, Any] = {
         name: None if leaf[0] is None else torch.cat([t[0] for t in leaf]).cpu() for name, leaf in leaves.items()
     }
-    return type(parts[0])(**joined)
+    return type(parts[0])(**ends)

@@ -1,10 +1,10 @@
-"""Ways to make a run: `fit` trains one, `fit_seeds` several side by side; `prepare` only checks everything."""
+"""Ways to make a run: `fit` trains one, `fit_seeds` several side by side; `train_runs` is what all commands call."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from bpfed.callbacks.progress import Progress
 from bpfed.config.registry import PREFIX
 from bpfed.config.schema import changed
 from bpfed.config.settings import Settings
-from bpfed.data import FederatedData, load
 from bpfed.data.checks.clients import unscaled
-from bpfed.data.federated import untested
+from bpfed.data.federated import FederatedData, untested
+from bpfed.data.load import load
 from bpfed.data.tabular.frames import is_named
 from bpfed.engine.evaluate import sets_of
 from bpfed.engine.federation import Federation, check_data
@@ -84,17 +84,16 @@ def fit(
         data = load(data, target=target, client_column=client_column, seed=settings.seed)
     elif target is not None or client_column is not None:
         raise UserError("The data are loaded already; give target and client_column to bpfed.data.load.")
-    likelihood = likelihood_of(likelihood, data)
-    method, settings = decided(method_of(method, data), data, settings, model, likelihood, folder, say or to_stderr)
-    shown = [Progress(delay=0.0 if progress else 2.0)] if progress or (progress is None and sys.stderr.isatty()) else []
-    run = prepare(method, data, settings, model, likelihood, folder, say or to_stderr)
+    display = (
+        Progress(delay=0.0 if progress else 2.0) if progress or (progress is None and sys.stderr.isatty()) else None
+    )
+    own = [*([display] if display is not None else []), *callbacks]
+    request = RunRequest(method, data, settings, model, likelihood, folder, own)
     try:
-        run_calibration_pilots([run], [folder], shown[0] if shown else None)
-    except BaseException:
-        for display in shown:
+        return train_runs([request], say or to_stderr, display)[0]
+    finally:
+        if display is not None:
             display.close()
-        raise
-    return run.train([*([folder] if folder else []), *shown, *callbacks])
 
 
 def fit_seeds(
@@ -122,19 +121,89 @@ def fit_seeds(
     For the other arguments see `fit`.
     """
     base = changed(settings or Settings(), changes)
-    tell = once(say or to_stderr)
-    runs: list[Run] = []
-    folders: list[Folder | None] = []
+    requests = []
     for seed in seeds_of(seeds):
-        own = replace(base, seed=seed)
         folder = Folder(Path(out) / f"seed-{seed}", resume, overwrite) if out is not None else None
         dealt = load(data, seed=seed) if isinstance(data, str) else data
-        told = likelihood_of(likelihood, dealt)
-        used, own = decided(method_of(method, dealt), dealt, own, model, told, folder, tell)
-        runs.append(prepare(used, dealt, own, model, told, folder, tell))
-        folders.append(folder)
-    run_calibration_pilots(runs, folders)
-    return train_together(runs, [[folder] if folder else [] for folder in folders])
+        requests.append(RunRequest(method, dealt, replace(base, seed=seed), model, likelihood, folder))
+    return train_runs(requests, once(say or to_stderr))
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """A training that is asked for. For the attributes see `fit`.
+
+    Attributes:
+        method: None: the usual one for these data.
+        data: Loaded already.
+        folder: Where the run is kept; None: nowhere.
+        callbacks: Of this run, beside its folder.
+        choose: Whether selection pilots choose what the method offers, if the settings do not turn that off.
+    """
+
+    method: Method | str | None
+    data: FederatedData
+    settings: Settings
+    model: nn.Module | None = None
+    likelihood: Likelihood | str | None = None
+    folder: Folder | None = None
+    callbacks: Sequence[Callback] = ()
+    choose: bool = True
+
+
+def train_runs(
+    requests: Sequence[RunRequest],
+    say: Callable[[str], None] = lambda sentence: None,
+    display: Progress | None = None,
+    **pilots: Any,
+) -> list[Run]:
+    """Make runs ready and train them side by side: the one way from a request to a trained run.
+
+    Args:
+        requests: Of one method, or of methods that can be stacked.
+        say: Called with each sentence that the user should read.
+        display: Shows how far pilots are.
+        pilots: How calibration pilots differ from the runs (see `run_calibration_pilots`).
+    """
+    return train_ready([get_ready(request, say, display) for request in requests], requests, display, **pilots)
+
+
+def get_ready(
+    request: RunRequest, say: Callable[[str], None] = lambda sentence: None, display: Progress | None = None
+) -> Run:
+    """A run before its first round: settings are chosen, everything is checked, nothing is written.
+
+    For the arguments see `train_runs`.
+    """
+    data, folder = request.data, request.folder
+    likelihood = likelihood_of(request.likelihood, data)
+    method, settings = method_of(request.method, data), request.settings
+    if request.choose:
+        method, settings = decided(method, data, settings, request.model, likelihood, folder, say, display)
+    return prepare(method, data, settings, request.model, likelihood, folder, say)
+
+
+def train_ready(
+    runs: Sequence[Run],
+    requests: Sequence[RunRequest],
+    display: Progress | None = None,
+    calibrated: Callable[[Run], None] = lambda run: None,
+    **pilots: Any,
+) -> list[Run]:
+    """Train runs of `get_ready` side by side, calibration pilots first.
+
+    Args:
+        runs: One for each of ``requests``.
+        calibrated: Called with each run after the calibration pilots.
+
+    For the other arguments see `train_runs`.
+    """
+    folders = [request.folder for request in requests]
+    run_calibration_pilots(runs, folders, display, **pilots)
+    for run in runs:
+        calibrated(run)
+    callbacks = [[*([r.folder] if r.folder is not None else []), *r.callbacks] for r in requests]
+    return train_together(runs, callbacks)
 
 
 def seeds_of(seeds: int | Sequence[int]) -> list[int]:
@@ -174,6 +243,7 @@ def decided(
     likelihood: Likelihood | None = None,
     folder: Folder | None = None,
     say: Callable[[str], None] = lambda sentence: None,
+    display: Progress | None = None,
 ) -> tuple[Method, Settings]:
     """The method and the settings of a run once what the method offers is chosen (`bpfed.runs.pilot`).
 
@@ -187,7 +257,7 @@ def decided(
         return read(folder.begun).method, replace(settings, adapt="off")
     check_selection(method, settings)
     prepare(method, data, settings, model, likelihood)  # so that what cannot be run is refused at once
-    choice = choose(method, data, settings, model, likelihood, say)
+    choice = choose(method, data, settings, model, likelihood, say, display)
     say(choice.words)
     return choice.method, replace(settings, adapt="off")
 

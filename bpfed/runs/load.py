@@ -69,6 +69,10 @@ class LoadedRun(Run):
         found: dict[str, Any] = self.detail().get("baselines", {})
         return found
 
+    def diagnostics(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.detail().get("diagnostics", {})
+        return found
+
     def summary_record(self) -> dict[str, Any]:
         return RunRecord.read(self.folder).summary if self.finished else super().summary_record()
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from bpfed.config.schema import PLACE
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.tabular.preprocessing import Preprocessor
 from bpfed.engine.evaluate import sets_of
-from bpfed.engine.federation import Federation
 from bpfed.inference import inputs
 from bpfed.inference.calibration import fewest
 from bpfed.inference.inputs import Inputs
@@ -33,6 +32,9 @@ from bpfed.inference.tasks import get_task, is_task
 from bpfed.metrics import SURE, Evaluation
 from bpfed.metrics.registry import BUILT_IN, METRICS, shown_at
 from bpfed.report.tasks import task_of
+
+if TYPE_CHECKING:
+    from bpfed.engine.federation import Federation
 
 #: The protocol of a deployed run, and its partition where nothing was dealt out: every site has its own data.
 DEPLOYED, SITES = "deployed", "sites"

@@ -27,8 +27,7 @@ from bpfed._util.scores import student
 from bpfed.callbacks.base import Callback
 from bpfed.callbacks.progress import Progress
 from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, Settings
-from bpfed.data import FederatedData
-from bpfed.data.federated import HELD, held_out
+from bpfed.data.federated import HELD, FederatedData, held_out
 from bpfed.engine.federation import Federation
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.tasks import get_task
@@ -159,7 +158,12 @@ def _train(
         callbacks.append(own)
     stage = f"calibration pilot {', '.join(str(n) for n in sorted({each.number for each in planned}))}"
     if display is not None:
-        display.stage = f"{stage} of {planned[0].run.settings.calibration_pilots}"
+        pilots = planned[0].run.settings.calibration_pilots
+        display.stage = f"{stage} of {pilots}"
+        # Each takes as long as the run; those that are trained side by side take as long as all of them.
+        display.ahead = (
+            (pilots - max(each.number for each in planned) + 1) * planned[0].run.settings.rounds / len(planned)
+        )
         callbacks[0].append(display)
     try:
         return train_together(trials, callbacks)
@@ -167,7 +171,7 @@ def _train(
         raise type(error)(f"In {stage}: {error}") from error
     finally:
         if display is not None:
-            display.stage = ""
+            display.stage, display.ahead = "", 0.0
 
 
 # --- Selection pilots -------------------------------------------------------------------------------------------------
@@ -297,8 +301,9 @@ def choose(
     model: nn.Module | None = None,
     likelihood: Likelihood | None = None,
     say: Callable[[str], None] = lambda sentence: None,
+    display: Progress | None = None,
 ) -> Choice:
-    """Choose the settings that a method offers; for the arguments see `bpfed.fit`."""
+    """Choose the settings that a method offers; for the arguments see `bpfed.fit`. ``display`` shows how far it is."""
     by_time = data.holdout is not None and data.holdout.ordered
     folds = selection_folds(int(data.train.sizes.sum()), by_time)
     how = selection_settings(settings)
@@ -311,10 +316,35 @@ def choose(
         f"need about {count * folds * how.rounds / settings.rounds / members:.1f} times the computation of the run; --adapt off skips "
         "them."
     )
-    return select(
-        method,
-        lambda places: _scored([with_candidates(method, place) for place in places], parts, how, model, likelihood),
-    )
+    shown = _SelectionDisplay(display, count * folds, members, settings) if display is not None else None
+    try:
+        return select(
+            method,
+            lambda places: score_methods(
+                [with_candidates(method, place) for place in places], parts, how, model, likelihood, shown
+            ),
+        )
+    finally:
+        if display is not None:
+            display.stage, display.ahead = "", 0.0
+
+
+class _SelectionDisplay:
+    """Says which of the selection pilots are trained, and what is still to come."""
+
+    def __init__(self, display: Progress, total: int, members: int, settings: Settings) -> None:
+        self.display, self.total, self.done = display, total, 0
+        # Rounds of one member after all pilots: of the run, and of the calibration pilots before it.
+        self.after = members * settings.rounds * (1 + settings.calibration_pilots)
+
+    def begin(self, pilots: int, rounds: int) -> Callback:
+        """So many are trained side by side."""
+        first, last = self.done + 1, min(self.total, self.done + pilots)
+        numbers = f"{first}" if first == last else f"{first}-{last}"
+        self.display.stage = f"pilot {numbers} of {self.total}"
+        self.display.ahead = ((self.total - last) * rounds + self.after) / pilots
+        self.done = last
+        return self.display
 
 
 def select(method: Method, scored: Callable[[Sequence[tuple[int, ...]]], Sequence[Scores]]) -> Choice:
@@ -393,12 +423,13 @@ def _half_width(one: ScoredCandidate, other: ScoredCandidate) -> float:
     return student(count - 1) * spread / float(one.examples.sum())
 
 
-def _scored(
+def score_methods(
     methods: Sequence[Method],
     parts: Sequence[FederatedData],
     settings: Settings,
     model: nn.Module | None,
     likelihood: Likelihood | None,
+    display: _SelectionDisplay | None = None,
 ) -> list[Scores]:
     """How pilot runs of these methods did on each part of the data, all of them side by side.
 
@@ -409,16 +440,21 @@ def _scored(
         for at, part in enumerate(parts)
     ]
     try:
-        return _trained(methods, starts)
+        return _trained(methods, starts, display)
     except Diverged:
         if len(methods) == 1:
             return [Scores(np.full(len(parts[0]), math.inf), np.ones(len(parts[0])))]
-        return [_scored([one], parts, settings, model, likelihood)[0] for one in methods]
+        return [score_methods([one], parts, settings, model, likelihood)[0] for one in methods]
 
 
-def _trained(methods: Sequence[Method], starts: Sequence[Federation]) -> list[Scores]:
+def _trained(
+    methods: Sequence[Method], starts: Sequence[Federation], display: _SelectionDisplay | None = None
+) -> list[Scores]:
     runs = [Run(Federation.of(one, of.data, of.settings, of.model)) for one in methods for of in starts]
-    train_together(runs, [[] for _ in runs])
+    callbacks: list[list[Callback]] = [[] for _ in runs]
+    if display is not None:
+        callbacks[0].append(display.begin(len(runs), starts[0].settings.rounds))
+    train_together(runs, callbacks)
     found = []
     for at in range(len(methods)):
         sums, sizes = np.zeros(len(starts[0])), np.zeros(len(starts[0]))

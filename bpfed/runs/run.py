@@ -17,7 +17,7 @@ from bpfed._util.errors import Diverged, UserError, unknown
 from bpfed._util.files import to_toml
 from bpfed.callbacks.base import Callback
 from bpfed.config.settings import Settings
-from bpfed.data import FederatedData
+from bpfed.data.federated import FederatedData
 from bpfed.data.tabular.rows import read_rows
 from bpfed.engine.evaluate import calibrate, evaluate_clients, tested_clients
 from bpfed.engine.federation import Federation
@@ -27,14 +27,16 @@ from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.predictive import How
 from bpfed.metrics import Evaluation, Score
 from bpfed.metrics.registry import BUILT_IN
-from bpfed.report import RunRecord, write
+from bpfed.report import RunRecord
 from bpfed.report.record import temperature_name, temperature_words
 from bpfed.runs import metadata
 from bpfed.runs.baselines import baselines, wanted
 from bpfed.runs.client import Client
+from bpfed.runs.diagnostics import diagnostics
 
 if TYPE_CHECKING:
     from bpfed.runs.adapt import NewClient
+    from bpfed.runs.export import Format
     from bpfed.runs.load import LoadedRun
 
 #: Clients without test examples that are noted by name.
@@ -44,18 +46,18 @@ SAID = 5
 
 
 class Run:
-    """A federation and its history. Made by `fit`.
+    """A trained federation, and what can be asked of it. `fit` makes one, and `Run.load` reads one back.
 
     Attributes:
-        federation: The state.
+        federation: The state of the server and of all clients.
         history: One record for each evaluated round, as in ``metrics.jsonl``.
-        evaluation: Of the last evaluated round.
-        seconds: Time spent, over all sittings.
-        compiled: Whether the local step is compiled (known once training has begun).
-        calibration: What the run's folder says of its calibration, where the data are not at hand (see `calibrate`).
-        say: Called with each message for the user.
-        deployed: Whether it is a site's part of a deployment, where only its own rows are.
-        fitted: Baselines by what they are fitted to; runs on the same data may share them.
+        evaluation: The evaluation of the last evaluated round, and the clients that took part in it.
+        seconds: Seconds of training, those before a resume included.
+        compiled: Whether the local step is compiled. Known once training has begun.
+        calibration: The calibration that the run folder holds, for a run that is loaded without its data.
+        say: Function that is called with each message for the user.
+        deployed: Whether this is one site of a deployment, which has its own rows alone.
+        fitted: Baselines that are fitted already, with the losses of each test row. Runs on the same data may share them.
     """
 
     def __init__(self, federation: Federation, say: Callable[[str], None] = lambda sentence: None) -> None:
@@ -67,8 +69,9 @@ class Run:
         self.compiled = False
         self.calibration: Calibration | None = None
         self.deployed = federation.data.protocol == metadata.DEPLOYED
-        self.fitted: dict[Any, dict[str, Any]] = {}
+        self.fitted: dict[Any, tuple[dict[str, Any], dict[str, Tensor]]] = {}
         self._calibrated: tuple[tuple[int, How, int], Calibration] | None = None
+        self._diagnosed: tuple[int, dict[str, Any]] | None = None
 
     def __repr__(self) -> str:
         federation = self.federation
@@ -77,28 +80,28 @@ class Run:
 
     @property
     def data(self) -> FederatedData:
-        """What the run is trained and tested on."""
+        """The data that the run is trained and tested on."""
         return self.federation.data
 
     @property
     def settings(self) -> Settings:
-        """How it is run."""
+        """The settings of the run."""
         return self.federation.settings
 
     @property
     def calibration_temperature(self) -> float:
-        """Of all its predictions, learnt or given (`bpfed.config.settings`); 1: as they are, above: less confident."""
+        """The temperature that divides the logits of all predictions. Above 1 makes them less confident."""
         return self.federation.calibration_temperature
 
     def calibrated(self, how: How, draws: int) -> Calibration:
-        """The calibration of all clients for predictions made in this way after the last round, from their examples."""
+        """The calibration of all clients, from their calibration examples, for one way of predicting."""
         wanted = (self.federation.round, how, draws)
         if self._calibrated is None or self._calibrated[0] != wanted:
             self._calibrated = wanted, calibrate(self.federation, None, how, draws)
         return self._calibrated[1]
 
     def train(self, callbacks: Sequence[Callback] = ()) -> Run:
-        """Run the rounds that are left."""
+        """Train for the rounds that are left."""
         return train_together([self], [callbacks])[0]
 
     def _after(self, info: RoundInfo, elapsed: float, callbacks: Sequence[Callback]) -> None:
@@ -170,12 +173,26 @@ class Run:
         return Client(self, self.data.clients.index(name))
 
     def clients(self) -> list[Client]:
-        """All clients."""
+        """All clients, in the order of the data."""
         return [Client(self, i) for i in range(len(self.data))]
 
     def export_adapter(self, client: str, folder: str | Path) -> Path:
         """Write the adapter of a client's model to a new folder in the format of peft (see `Client.export_adapter`)."""
         return self.client(client).export_adapter(folder)
+
+    def export(
+        self,
+        client: str,
+        format: Format,
+        path: str | Path,
+        *,
+        how: How = "sample",
+        draws: int | None = None,
+        level: float = 0.9,
+        overwrite: bool = False,
+    ) -> Path:
+        """Write a client's model to a file that can be used without bpfed (see `Client.export`)."""
+        return self.client(client).export(format, path, how=how, draws=draws, level=level, overwrite=overwrite)
 
     def adapt(
         self,
@@ -272,13 +289,26 @@ class Run:
 
         Empty where they are off or the inputs are no flat vectors, and for a deployed site, which has its own rows alone.
         """
+        return self._baselines()[0]
+
+    def _baselines(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if self.settings.baselines == "off" or self.deployed or not wanted(self.data):
-            return {}
+            return {}, {}
         clients, bins = tested_clients(self.federation), self.settings.bins
         key = (metadata.fingerprint(self.data), tuple(clients.tolist()), bins)
         if key not in self.fitted:
-            self.fitted[key] = baselines(self.data, clients, bins)
+            losses: dict[str, Tensor] = {}
+            self.fitted[key] = baselines(self.data, clients, bins, losses=losses), losses
         return self.fitted[key]
+
+    def diagnostics(self) -> dict[str, Any]:
+        """What the report says beyond metrics, as in ``evaluation.json`` (see `bpfed.runs.diagnostics`)."""
+        if self.evaluation is None:
+            self.evaluation = evaluate_clients(self.federation)
+        if self._diagnosed is None or self._diagnosed[0] != self.federation.round:
+            found = diagnostics(self.federation, *self.evaluation, self._baselines()[1])
+            self._diagnosed = self.federation.round, found
+        return self._diagnosed[1]
 
     def summary_record(self) -> dict[str, Any]:
         """The run in figures, as in ``summary.json``; accuracy and ECE as fractions."""
@@ -308,12 +338,15 @@ class Run:
     def record(self) -> RunRecord:
         """The run in plain data, as its folder holds it."""
         config = tomllib.loads(to_toml(self.config()))
-        plain = self.baselines()
-        evaluation = {**self.detail(), **({"baselines": plain} if plain else {})}
+        evaluation = self.detail()
+        more = {"baselines": self.baselines(), "diagnostics": self.diagnostics()}
+        evaluation |= {name: found for name, found in more.items() if found}
         return RunRecord(config, self.history, evaluation, self.summary_record())
 
     def report(self, path: str | Path) -> Path:
         """Write the report, one self-contained HTML page."""
+        from bpfed.report import write  # what makes pages is imported for them alone
+
         return write(self.record(), Path(path))
 
 

@@ -76,6 +76,34 @@ def test_two_lines_at_any_width(width: int) -> None:
         assert all(len(line) <= width - 2 for line in lines)  # where a terminal echoes ^C
 
 
+def test_pilots_count_in_the_time_left_and_show_no_figures_of_their_own() -> None:
+    progress = Progress(terminal(80))
+    seen = list[str]()
+
+    class Look(Callback):
+        def round(self, run: bpfed.Run, info: object, record: object) -> None:
+            seen.append(text(progress))
+
+    progress.stage, progress.ahead = "pilot 1-15 of 27", 20.0
+    bpfed.fit(
+        FedAvg(), classification(), rounds=3, epochs=1, device="cpu", progress=False, callbacks=[progress, Look()]
+    )
+    assert all("pilot 1-15 of 27: FedAvg on small" in shown for shown in seen)
+    assert not any("NLL" in shown for shown in seen)
+    progress._recent.clear()
+    progress.took(10.0)
+    assert 190 < progress.left <= 200  # nothing of this stage, and what is ahead
+    progress.close()
+
+
+def test_figures_of_an_earlier_round_say_so() -> None:
+    progress = Progress(terminal(80))
+    bpfed.fit(FedAvg(), classification(), rounds=3, epochs=1, device="cpu", progress=False, callbacks=[progress])
+    assert "(at" not in text(progress)
+    progress.done, progress.rounds = 5, 9
+    assert "round 5/9 (at 3) accuracy" in text(progress)
+
+
 def test_before_there_is_a_run() -> None:
     progress = Progress(terminal())
     progress.doing("loading digits")

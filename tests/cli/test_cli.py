@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from command import PLAIN, SMALL, Command, files, metrics
 
 from bpfed._util.errors import UserError
-from bpfed.cli import terminal
+from bpfed.cli import COMMANDS, terminal
 from bpfed.config.schema import fields_of
 from bpfed.config.settings import Settings
 from bpfed.engine.simulator import Simulator
@@ -332,7 +333,7 @@ def test_data_lists_fetches_and_inspects(bpfed: Command) -> None:
 
 
 def test_without_a_terminal_what_takes_long_gets_a_line(bpfed: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("data", "run"):
+    for module in ("data", "terminal"):
         monkeypatch.setattr(f"bpfed.cli.{module}.PATIENCE", 0.0)
     for name in ("a", "b"):
         Path("own").mkdir(exist_ok=True)
@@ -422,8 +423,25 @@ def test_the_package_has_the_version_that_the_command_says(bpfed: Command) -> No
 
 
 def test_help_needs_none_of_what_is_slow_to_import() -> None:
-    code = "import sys, bpfed.cli; print(*{'torch', 'numpy', 'sklearn'} & {*sys.modules})"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "\n"
+    slow = {"torch", "numpy", "sklearn", "scipy", "matplotlib", "pydantic", "jinja2", "bpfed.cli.run"}
+    code = f"import sys, bpfed.cli\ntry: bpfed.cli.main(['--help'])\nfinally: print(*{slow} & {{*sys.modules}}, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "predict" in done.stdout
+    assert done.stderr == "\n"
+
+
+def test_completion_offers_the_commands_and_imports_none_of_them() -> None:
+    code = "import sys, bpfed.cli\nsys.argv = ['bpfed']\ntry: bpfed.cli.main()\nfinally: print('bpfed.cli.run' in sys.modules)"
+    asked = {"_BPFED_COMPLETE": "complete_bash", "COMP_WORDS": "bpfed r", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env={**os.environ, **asked}
+    )
+    assert done.stdout.split() == ["run", "report", "False"]
+
+
+def test_the_help_shows_the_first_paragraph_of_each_commands_own() -> None:
+    for name, lazy in COMMANDS.items():
+        assert " ".join((lazy.load(name).help or "").partition("\n\n")[0].split()) == lazy.summary
 
 
 def test_the_installed_command_ends_with_the_right_code(tmp_path: Path) -> None:

@@ -396,7 +396,7 @@ def test_the_command_marks_the_best_and_shows_both_tables(command: Command, kept
 
 
 def test_the_method_of_the_guide_takes_part(tmp_path: Path) -> None:
-    text = (Path(__file__).parent.parent.parent / "docs/guide-researcher.md").read_text()
+    text = (Path(__file__).parent.parent.parent / "docs/tutorials/add-a-method.md").read_text()
     code = re.findall(r"```python\n(.*?)```", text, re.S)[0]
     made: dict[str, Any] = {"__name__": "guide"}
     exec(compile(code, "guide", "exec", dont_inherit=True), made)

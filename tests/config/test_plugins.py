@@ -268,5 +268,5 @@ def test_help_reads_no_metadata():
 
 def test_every_group_has_its_registry():
     found = {known.group for known in vars(registry).values() if isinstance(known, registry.Registry)}
-    kinds = "methods likelihoods datasets partitions metrics rules tables"
+    kinds = "methods networks likelihoods datasets partitions metrics rules tables"
     assert found == {f"bpfed.{kind}" for kind in kinds.split()}

@@ -8,9 +8,8 @@ from bpfed.config.reader import Config, Document
 from bpfed.config.settings import DataSettings, Settings
 from bpfed.deploy.protocol.transport import GridTransport
 from bpfed.deploy.server.server import Server
-from bpfed.deploy.settings import Plan
+from bpfed.deploy.settings import Limits, Plan
 from bpfed.deploy.site.data import one_client
-from bpfed.deploy.site.limits import Limits
 from bpfed.deploy.site.site import Site
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation

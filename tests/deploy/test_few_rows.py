@@ -22,9 +22,8 @@ from bpfed.data.tabular.table import Categorical, Table, read_table
 from bpfed.deploy.folders import open_server, open_site
 from bpfed.deploy.ops import admin
 from bpfed.deploy.protocol.state_schema import RejectedMessage
-from bpfed.deploy.settings import Plan
+from bpfed.deploy.settings import Limits, Plan
 from bpfed.deploy.site.data import TOLD, Agreed, File, agreed
-from bpfed.deploy.site.limits import Limits
 from bpfed.deploy.site.site import Site
 from bpfed.methods import BPFed, FedAvg, Linear
 from bpfed.report import RunRecord

@@ -18,8 +18,9 @@ from bpfed.deploy.protocol.messages import Request
 from bpfed.deploy.protocol.state_schema import RejectedMessage, schemas
 from bpfed.deploy.protocol.transport import GridTransport
 from bpfed.deploy.server.rounds import server_side
+from bpfed.deploy.settings import Limits
 from bpfed.deploy.site.data import File, agreed
-from bpfed.deploy.site.limits import ASKED, Limits
+from bpfed.deploy.site.limits import ASKED
 from bpfed.deploy.site.site import previous
 from bpfed.methods import BPFed, FedAvg
 from bpfed.runs.run import Run

@@ -18,7 +18,8 @@ from bpfed.deploy.protocol.messages import HeldOutScore, Reply, Request
 from bpfed.deploy.protocol.state_schema import RejectedMessage
 from bpfed.deploy.server.rounds import method_rule
 from bpfed.deploy.server.server import check_deployment
-from bpfed.deploy.site.limits import Limits, check_candidate
+from bpfed.deploy.settings import Limits
+from bpfed.deploy.site.limits import check_candidate
 from bpfed.methods import Adaptive
 from bpfed.report import RunRecord
 from bpfed.runs.pilot import choose, select

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from bpfed.engine import compiled_step
-from bpfed.engine.blocks import Region, in_blocks
+from bpfed.engine.blocks import Region, compiled_regions, in_blocks
 from bpfed.methods import BPFed, FedAvg, FedPer, Recipe
 from bpfed.methods.base import Method
 
@@ -44,6 +44,37 @@ def test_a_run_in_blocks_is_the_same_run(method: Method, monkeypatch: pytest.Mon
     everyone = torch.arange(len(whole.data))
     for one, other in zip(tree_leaves(whole.personal(everyone)), tree_leaves(blocks.personal(everyone)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", [BPFed(draws=2), FedPer()], ids=lambda m: m.name)
+def test_a_run_with_compiled_regions_is_the_same_run(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = scenarios.run(method, rounds=2, compile="off")
+    compiled = []
+
+    def small(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        def compiler(body: torch.fx.GraphModule) -> torch.fx.GraphModule:
+            compiled.append(len(body.graph.nodes))
+            return body
+
+        made = compiled_regions(graph, large=20, most=1.0, compiler=compiler)
+        assert made is not None
+        return made
+
+    monkeypatch.setattr(compiled_step, "in_blocks", small)
+    parts = scenarios.run(method, rounds=2, compile="off")
+    assert compiled
+    for one, other in zip(tree_leaves(whole.shared), tree_leaves(parts.shared), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_is_mostly_something_else_is_not_taken_apart() -> None:
+    def step(x: torch.Tensor, images: torch.Tensor) -> None:
+        images.copy_(torch.relu(images) * 2.0 + 1.0)
+        x.copy_(x * 3.0)
+
+    x, images = torch.randn(1, 100), torch.randn(40, 40)
+    assert compiled_regions(make_fx(step)(x.clone(), images.clone()), large=50) is None
+    assert compiled_regions(make_fx(step)(x.clone(), images[:1, :2].clone()), large=50) is not None
 
 
 def test_operations_become_one_region_that_ends_in_the_argument() -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from paper_records import put, row, seed_result
 
+from bpfed._util.files import to_json
 from experiments import headline, paired
+from experiments.markdown import blank, measure_table
 from experiments.render import render
 from experiments.results import Results
 
 
-def test_readme_has_ours_beside_the_best_of_others(tmp_path: Path) -> None:
+def test_a_page_has_ours_beside_the_best_of_others(tmp_path: Path) -> None:
     """Two seeds each; the population, which uploads moments of personal factors, is none of the others."""
-    results, docs, readme = tmp_path / "results", tmp_path / "docs", tmp_path / "README.md"
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    ours = docs / "results/headline.md"
     for method, accuracy in (
         ("bpfed-recipe", 0.95),
         ("bpfed", 0.90),
@@ -27,10 +31,11 @@ def test_readme_has_ours_beside_the_best_of_others(tmp_path: Path) -> None:
         put(results, "mnist-small", method, [seed_result(s, [0.1, 0.2, 0.3, accuracy]) for s in (0, 1)])
     diverged = seed_result(0, [0.1, 0.1, 0.1, 0.1])
     put(results, "mnist-small", "bpfed", [diverged | {"last": diverged["last"] | {"nll": None}}])
-    docs.mkdir()
-    readme.write_text("# Mine\n\n<!-- headline -->\nold\n<!-- /headline -->\n\nStays.\n")
-    assert readme.resolve() in [path.resolve() for path in render(results, docs)]
-    page = readme.read_text()
+    ours.parent.mkdir(parents=True)
+    (ours.parent / "index.md").write_text(blank())
+    ours.write_text("# Mine\n\n<!-- headline -->\nold\n<!-- /headline -->\n\nStays.\n")
+    assert ours.resolve() in [path.resolve() for path in render(results, docs)]
+    page = ours.read_text()
     assert page.startswith("# Mine\n")
     assert page.endswith("\nStays.\n")
     assert "old" not in page
@@ -86,3 +91,38 @@ def test_readme_has_the_seeds_of_the_best_other_method(unevenly_seeded: Path) ->
     assert row(page, "accuracy %: recipe")[1] == "90.00"
     assert row(page, "accuracy %: best of the other methods here")[1] == "93.00"
     assert row(page, "NLL: best of the other methods here")[1] == "0.410"
+
+
+def test_readme_compares_on_common_seeds_and_names_the_versions(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    for method, seeds in (("bpfed-recipe", 3), ("fedper", 2), ("fedavg", 2), ("local", 2)):
+        put(results, "cifar10-small", method, [_scored(s, 0.5, 0.3 + s) for s in range(seeds)])
+    other = {name: {"nll": {"seeds": [0.5, 0.7]}} for name in headline.COLUMNS}
+    (results / "other").mkdir()
+    record = {"bpfed": "0.9.9", "rounds": 7, "methods": other | {"fedper": {"nll": {"seeds": [0.4, 0.4]}}}}
+    (results / "other/digits.json").write_text(to_json(record))
+    page = headline.readme(Results.read(results), results)
+    assert row(page, headline.ROWS["digits"])[1:] == [
+        *("0.600 ± 0.141", "**0.400** ± 0.000", "0.600 ± 0.141", "0.600 ± 0.141", "7, 2", "0.9.9")
+    ]
+    assert row(page, headline.ROWS["cifar10-small"])[1] == "**0.800** ± 0.707"  # of seeds 0 and 1, which all have
+    assert headline.ROWS["heart-disease"] not in page  # it was not run
+
+
+def test_methods_stand_by_their_mean_rank_over_the_versions_that_made_them(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    for cell, scores in (
+        ("mnist-small", (0.3, 0.1, 0.2)),
+        ("mnist-large", (0.3, 0.2, 0.1)),
+        ("fmnist-small", (0.9, 0.1)),
+    ):
+        for method, nll in zip(("bpfed", "fedper", "fedavg"), scores, strict=False):
+            put(results, cell, method, [_scored(0, 0.5, nll)])
+            path = results / "paper/groups" / cell / f"{method}.json"
+            path.write_text(
+                to_json(json.loads(path.read_text()) | {"bpfed": "0.2.0" if method == "bpfed" else "0.1.0"})
+            )
+    page = measure_table(Results.read(results).of("paper", "groups"), "nll", False)
+    assert [line.split(" | ")[0][2:] for line in page.splitlines()[2:5]] == ["FedPer", "FedAvg", "BPFed"]
+    assert page.endswith("- bpfed 0.1.0: FedPer, FedAvg\n- bpfed 0.2.0: BPFed")
+    assert "MNIST small 12" in page

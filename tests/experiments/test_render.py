@@ -16,7 +16,7 @@ from bpfed._util.errors import UserError
 from bpfed._util.files import to_json
 from experiments import figures, lineup, markdown, panel, published
 from experiments.records import read_cell, read_cells
-from experiments.render import render
+from experiments.render import read_pages, render
 from experiments.render import tables as render_tables
 from experiments.results import Results
 
@@ -70,7 +70,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def docs(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
-    (folder / "results.md").write_text("# Ours\n\nBy hand.\n\n" + markdown.blank() + "\nAfter.\n")
+    (folder / "results").mkdir()
+    (folder / "results/index.md").write_text("# Ours\n\nBy hand.\n\n" + markdown.blank() + "\nAfter.\n")
     said: list[Path] = []
     written = render(results, folder, said.append)
     assert written == said
@@ -78,7 +79,7 @@ def docs(results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def part(docs: Path, name: str) -> str:
-    return (docs / "results.md").read_text().split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
+    return (docs / "results/index.md").read_text().split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
 
 
 def test_a_record_is_the_mean_over_seeds(tmp_path: Path) -> None:
@@ -184,32 +185,33 @@ def test_the_bound_begins_where_the_first_method_does(results: Path, docs: Path)
 
 
 def test_only_what_stands_between_markers_changes(results: Path, docs: Path) -> None:
-    page = (docs / "results.md").read_text()
+    page = (docs / "results/index.md").read_text()
     assert page.startswith("# Ours\n\nBy hand.\n")
     assert page.endswith("\nAfter.\n")
     with pytest.raises(UserError, match="no place for 'nll', or more than one"):
-        markdown.fill(page.replace("<!-- nll -->", ""), Results.read(results), {})
+        markdown.fill({docs: page.replace("<!-- nll -->", "")}, Results.read(results), {})
 
 
-def test_every_part_has_its_place_on_our_page(results: Path) -> None:
-    page = (ROOT / "docs/results.md").read_text()
-    assert "Figure 3" in markdown.fill(page, Results.read(results), {"convergence": ["Figure 3"]})
+def test_every_part_has_its_place_on_one_of_our_pages(results: Path) -> None:
+    made = markdown.fill(read_pages(ROOT / "docs"), Results.read(results), {"convergence": ["Figure 3"]})
+    assert "Figure 3" in "".join(made.values())
 
 
 def test_every_figure_is_written_and_linked(docs: Path) -> None:
-    page = (docs / "results.md").read_text()
+    page = (docs / "results/index.md").read_text()
     names = {path.stem for path in (docs / "figures").iterdir()}
     assert names == {
         *("figure-3-convergence-mnist", "figure-6-reliability-mnist", "figure-7-novel-mnist"),
         *("heterogeneity", "shift-mnist-small", "theory"),
     }
     for name in names:
-        assert f"(figures/{name}.png)" in page
-        assert f"(figures/{name}.svg)" in page
+        assert f"(../figures/{name}.png)" in page
+        assert f"(../figures/{name}.svg)" in page
 
 
 def test_the_same_results_give_the_same_files(results: Path, docs: Path, tmp_path: Path) -> None:
-    (tmp_path / "results.md").write_text((docs / "results.md").read_text())
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/index.md").write_text((docs / "results/index.md").read_text())
     program = (
         "import sys; from pathlib import Path; from experiments.render import render;"
         "assert 'matplotlib' not in sys.modules; render(Path(sys.argv[1]), Path(sys.argv[2]))"
@@ -269,8 +271,8 @@ def test_readme_without_a_place_is_left_alone(results: Path, tmp_path: Path) -> 
 def test_a_place_that_does_not_end_is_known_before_anything_is_written(results: Path, tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
-    (tmp_path / "README.md").write_text("<!-- headline -->\n")
-    with pytest.raises(UserError, match="A page has no place for 'headline'"):
+    (tmp_path / "README.md").write_text("<!-- measured -->\n")
+    with pytest.raises(UserError, match="A page has no place for 'measured'"):
         render(results, docs)
     assert not list(docs.iterdir())
 
@@ -323,7 +325,7 @@ def test_the_pages_of_the_recipe_show_the_numbers_of_the_files(recipe_pages: tup
 def test_pages_rendered_twice_are_the_same(recipe_pages: tuple[Path, Path]) -> None:
     results, docs = recipe_pages
     render(results, docs)
-    pages = {path: path.read_text() for path in (docs / "lab" / "recipe-details.md", docs / "results.md")}
+    pages = {path: path.read_text() for path in (docs / "lab" / "recipe-details.md", docs / "results/index.md")}
     render(results, docs)
     assert pages == {path: path.read_text() for path in pages}
 
@@ -331,7 +333,8 @@ def test_pages_rendered_twice_are_the_same(recipe_pages: tuple[Path, Path]) -> N
 def test_our_pages_say_what_our_results_say() -> None:
     """What `bpfed paper render` would write into README, the recipe and the audit is there already."""
     made = render_tables(Results.read(ROOT / "results"), ROOT / "results", ROOT / "docs")
-    assert {path.name for path in made} == {"README.md", "recipe-details.md", "recipe-search.md", "audit.md"}
+    others = {"digits.md", "hospitals.md", "accelerometers.md", "audit.md", "recipe-details.md", "recipe-search.md"}
+    assert {path.name for path in made} == {"README.md", "headline.md", *others}
     for path, text in made.items():
         assert path.read_text() == text, f"{path.name}: run 'bpfed paper render'"
 

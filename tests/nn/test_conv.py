@@ -354,3 +354,23 @@ def test_the_mode_takes_a_gpu_over(padding: Any, stride: int) -> None:
         assert error(value, expected[1]) < 1e-3
         for name, g in gradients.items():
             assert error(g, expected[0][name]) < 1e-3
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_of_matrices_are_the_same_convolution(shape: Any) -> None:
+    (x, w, b), form = drawn(shape), shape[6:]
+    y, dx, dw, db = both_ways(one_by_one, x, w, b, *form)
+    torch.manual_seed(1)
+    gradient = torch.randn(y.shape, dtype=torch.float64)
+    assert error(conv.by_matrices(x, w, b, *form), y) < 1e-12
+    assert error(conv.input_gradient_by_matrices(gradient, w, x.shape[3:], *form), dx) < 1e-12
+    both = conv.weight_gradient_by_matrices(x, gradient, w.shape[3:], *form)
+    assert error(both[..., :-1].reshape(w.shape), dw) < 1e-12
+    assert error(both[..., -1], db) < 1e-12
+
+
+def test_convolutions_that_are_mostly_weights() -> None:
+    assert conv._mostly_weights(512, 512, 32)
+    assert conv._mostly_weights(128, 128, 512)
+    assert not conv._mostly_weights(128, 128, 8192)  # large images: patches would be many times the weights
+    assert not conv._mostly_weights(64, 64, 64)  # the kernels of our own are faster

@@ -14,6 +14,7 @@ from bpfed._util.errors import UserError
 from bpfed.data.federated import FederatedData
 from bpfed.inference.likelihoods import Categorical, Normal
 from bpfed.methods import FedAvg, Recipe
+from bpfed.nn.model import Model
 from bpfed.nn.networks import LeNet, SkipMLP, default
 
 QUICK = {"rounds": 1, "epochs": 1, "eval_draws": 2}
@@ -29,6 +30,15 @@ def test_the_hidden_layer_is_as_wide_as_is_said_and_100_where_nothing_is() -> No
     for one, other in zip(default((4,), 3, 5).parameters(), default((4,), 3, 5, 100).parameters(), strict=True):
         assert torch.equal(one, other)
     assert isinstance(default((3, 32, 32), 10), LeNet)
+
+
+@pytest.mark.parametrize(
+    ("shape", "network"), [((4,), "mlp"), ((4,), "skip"), ((4,), "linear"), ((2, 3), "auto"), ((1, 32, 32), "auto")]
+)
+def test_networks_of_this_package_pass_the_trial_that_they_are_spared(shape: tuple[int, ...], network: str) -> None:
+    x = torch.randn(6, *shape, generator=torch.Generator().manual_seed(0))
+    tried, spared = (Model.of(default(shape, 3, network=network), Categorical(3), x, tried=t) for t in (False, True))
+    assert (tried.layout, tried.head, tried.notes) == (spared.layout, spared.head, spared.notes)
 
 
 @pytest.mark.parametrize(("data", "weights"), [(classification(), 7 * (4 + 1 + 3) + 3), (regression(), 7 * 5 + 2)])

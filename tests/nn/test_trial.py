@@ -181,14 +181,14 @@ def test_the_order_of_attributes_changes_nothing(members):
             Recipe(),
             scenarios.classification(),
             model=net(run, order=order, **parts),
-            rounds=3,
-            epochs=2,
+            rounds=2,
+            epochs=1,
             seed=1,
             members=members,
             compile="off",
             device="cpu",
         )
-        for order in (["fc1", "norm", "fc2"], ["norm", "fc2", "fc1"], ["fc2", "fc1", "norm"])
+        for order in (["fc1", "norm", "fc2"], ["fc2", "fc1", "norm"])
     ]
     first = found[0].history[-1]["nll"]["pooled"]
     for other in found[1:]:

@@ -6,6 +6,8 @@ import csv
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +46,15 @@ def test_each_row_has_a_line_in_its_order(command: Command, ward: Path) -> None:
     assert outcome.err.splitlines() == [
         "No sets or intervals: the run has no calibration examples (train with --calibration 0.2 to get them)."
     ]
+
+
+def test_a_prediction_needs_no_compiler_and_none_of_what_only_training_needs(ward: Path) -> None:
+    slow = {"torch._dynamo", "sympy", "sklearn", "scipy", "matplotlib", "pandas", "jinja2"}
+    words = ["predict", "run", "--client", "genf", "--input", "new.csv"]
+    code = f"import sys, bpfed.cli\ntry: bpfed.cli.main({words})\nfinally: print('imported:', *{slow} & {{*sys.modules}}, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.count("\n") == 8
+    assert done.stderr.splitlines()[-1] == "imported:"
 
 
 def test_in_python_a_file_is_predicted_as_the_command_does(command: Command, ward: Path) -> None:

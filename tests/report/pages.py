@@ -41,7 +41,7 @@ def record(n: int = 8, rounds: int = 5, task: str = "classification", names: lis
 class Page(HTMLParser):
     """What a browser would make of the page: tags balanced, attributes, text."""
 
-    VOID = frozenset({"meta"})
+    VOID = frozenset({"meta", "input"})
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -324,9 +324,9 @@ def test_a_comparison_has_rows_for_baselines(tmp_path: Path, monkeypatch: pytest
     fitted: list[int] = []
     real = baselines
 
-    def counted(*args: Any) -> dict[str, Any]:
+    def counted(*args: Any, **more: Any) -> dict[str, Any]:
         fitted.append(1)
-        return real(*args)
+        return real(*args, **more)
 
     monkeypatch.setattr("bpfed.runs.run.baselines", counted)
 

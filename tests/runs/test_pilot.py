@@ -80,7 +80,7 @@ def test_a_client_with_two_rows_holds_out_one_in_the_first_fold_alone(untraced):
     data = scenarios.classification(sizes=(20, 2, 20))
     settings = Settings(**{**QUICK, "rounds": 1, "epochs": 1})
     start = pilot.selection_settings(settings)
-    found = pilot._scored([Adaptive()], data.folds(2, 0.2, start.seed), start, None, None)[0]
+    found = pilot.score_methods([Adaptive()], data.folds(2, 0.2, start.seed), start, None, None)[0]
     assert found.examples.tolist() == [8.0, 1.0, 8.0]
     assert (found.sums > 0.0).all()
 
@@ -154,10 +154,10 @@ def test_a_private_run_has_no_pilots_that_nobody_counts():
 def test_a_pilot_that_diverges_is_not_chosen(monkeypatch):
     trained = pilot._trained
 
-    def some(methods, starts):
+    def some(methods, starts, display):
         if any(one.prior_scale == 1.0 and one.temperature == 1.0 for one in methods):
             raise Diverged("as if")
-        return trained(methods, starts)
+        return trained(methods, starts, display)
 
     monkeypatch.setattr(pilot, "_trained", some)
     choice = pilot.choose(Adaptive(lr=0.03), federation(False), Settings(**QUICK))

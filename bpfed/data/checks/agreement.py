@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,9 +14,11 @@ from bpfed._util.errors import quoted
 from bpfed._util.text import spelling
 from bpfed.data.checks import Finding, file_of
 from bpfed.data.checks.spelling import alike_words, letters
-from bpfed.data.tabular.preprocessing import Preprocessor
 from bpfed.data.tabular.statistics import MOST_CODES, whole_numbers
 from bpfed.data.tabular.table import UNKNOWN, Categorical, Column, Table
+
+if TYPE_CHECKING:
+    from bpfed.data.tabular.preprocessing import Preprocessor
 
 #: Values of a column that a client must have for its unit to be compared, and values that are looked at.
 ENOUGH, SAMPLED = 10, 20_000

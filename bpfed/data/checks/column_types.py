@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from bpfed._util.errors import quoted
-from bpfed.data.tabular.preprocessing import Preprocessor
 from bpfed.data.tabular.statistics import SPLIT
 from bpfed.data.tabular.table import UNKNOWN, Categorical, Column, Table
+
+if TYPE_CHECKING:
+    from bpfed.data.tabular.preprocessing import Preprocessor
 
 #: Share of values that is nearly all of them.
 NEARLY = 0.9

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bpfed._util.errors import first_of
 from bpfed.data.checks.new_rows import FAR, far_numbers
-from bpfed.data.tabular.preprocessing import Preprocessor
 from bpfed.data.tabular.statistics import SPLIT
 from bpfed.data.tabular.table import Categorical, Column, Table
+
+if TYPE_CHECKING:
+    from bpfed.data.tabular.preprocessing import Preprocessor
 
 #: Rows that two clients must have in common, as a share of the smaller one's and in number, to be taken for a copy.
 COPIED, FEWEST = 0.5, 5

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bpfed._util.errors import first_of, quoted
 from bpfed.data.checks.spelling import letters
-from bpfed.data.tabular.combine import UNITS_APART
-from bpfed.data.tabular.preprocessing import Feature, Preprocessor
-from bpfed.data.tabular.statistics import of_channels
+from bpfed.data.tabular.statistics import UNITS_APART, of_channels
 from bpfed.data.tabular.table import Categorical, Table
+
+if TYPE_CHECKING:
+    from bpfed.data.tabular.preprocessing import Feature, Preprocessor
 
 #: Standard deviations from the mean of training beyond which a number is far.
 FAR = 10.0

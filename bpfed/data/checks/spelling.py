@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from bpfed._util.errors import first_of, quoted
 from bpfed._util.text import spelling
-from bpfed.data.tabular.preprocessing import Preprocessor
+
+if TYPE_CHECKING:
+    from bpfed.data.tabular.preprocessing import Preprocessor
 
 DIFFER = (
     "differ only in case, spaces or the encoding of letters and are treated as different; if they are the same, spell "

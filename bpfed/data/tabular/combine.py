@@ -14,6 +14,7 @@ from bpfed.data.tabular.statistics import (
     MOST_CODES,
     MOST_LEVELS,
     MOST_WHOLE,
+    UNITS_APART,
     ColumnStatistics,
     ColumnSummary,
     too_many,
@@ -21,8 +22,6 @@ from bpfed.data.tabular.statistics import (
 )
 from bpfed.inference.tasks import get_task, inferred
 
-#: How many times as much the pixels of one client may vary as another's. Between bytes and fractions it is some 255.
-UNITS_APART = 50.0
 #: Columns of codes that a table has at most; where more are whole numbers of few values, they are counts or pixels.
 CODED = 30
 #: Values of such a column for each different one, at least, on average; of fewer no effect can be learnt.

@@ -14,8 +14,6 @@ from torch import Tensor
 from bpfed._util.errors import UserError, quoted
 from bpfed.data.checks.new_rows import Unusual, check_new_rows, unusual
 from bpfed.data.federated import FederatedData
-from bpfed.data.load import names, source_of
-from bpfed.data.sources.pooled import Entry, entry
 from bpfed.data.tabular.federate import column_names, gathered
 from bpfed.data.tabular.frames import column_table, is_named, table_of
 from bpfed.data.tabular.npz import read_arrays
@@ -207,6 +205,10 @@ def _arrays(data: FederatedData, path: Path, labelled: bool) -> Rows:
 
 def _scaled(data: FederatedData, path: Path, x: Any) -> Any:
     """Raw pixels of a built-in dataset, as it scales them."""
+    # Only these need what loads datasets.
+    from bpfed.data.load import names, source_of
+    from bpfed.data.sources.pooled import Entry, entry
+
     source = source_of(data.name) if data.name in names() else ""
     if not source or not isinstance(known := entry(source), Entry):
         raise UserError(f"x of '{path}' is {x.dtype}, but training was on real numbers; scale it in the same way.")

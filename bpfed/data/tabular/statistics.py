@@ -17,6 +17,8 @@ from bpfed._util.errors import UserError, quoted
 from bpfed.data.tabular.table import UNKNOWN, Categorical, Column, Table, written
 from bpfed.inference.tasks import get_task
 
+#: How many times as much the pixels of one client may vary as another's. Between bytes and fractions it is some 255.
+UNITS_APART = 50.0
 #: Whole numbers with more values than this are a regression, unless the task is given.
 MOST_WHOLE = 20
 #: A column (or target) with more words than this is text or an identity and no category.

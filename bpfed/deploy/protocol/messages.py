@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -17,8 +17,10 @@ from bpfed.config.reader import Config
 from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchema, Upload, listed
 from bpfed.inference.calibration import HeldOutSlopes
 from bpfed.inference.tasks import Task
-from bpfed.methods.base import State
 from bpfed.metrics import Form, Sums
+
+if TYPE_CHECKING:
+    from bpfed.methods.base import State
 
 #: Raised whenever a message changes its meaning.
 PROTOCOL = 5

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,9 @@ from bpfed._util.errors import UserError, quoted
 from bpfed._util.text import plain
 from bpfed.aggregation.updates import Quantised, dequantise, leaf_name, quantise
 from bpfed.methods.base import Finished, Method, State, untrained
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 #: How tensors are written: flat, little-endian.
 RAW = "bpfed.raw"

@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,13 +17,15 @@ from bpfed._util.paths import CHECKPOINT, CONFIG, EVALUATION, EXCHANGES, MANIFES
 from bpfed.config.reader import Config
 from bpfed.data.federated import held_back
 from bpfed.deploy.server.roster import SiteStatus
-from bpfed.engine.federation import Federation
 from bpfed.metrics import Evaluation
 from bpfed.report import RunRecord, write
 from bpfed.report.manifest import Manifest
 from bpfed.report.record import temperature_name, temperature_words
 from bpfed.runs import checkpoint, metadata
 from bpfed.runs.pilot import uncertain
+
+if TYPE_CHECKING:
+    from bpfed.engine.federation import Federation
 
 #: What a pilot found, in its folder.
 FOUND = "found.json"

@@ -20,6 +20,7 @@ from bpfed._util.errors import Diverged, UserError
 from bpfed._util.files import to_json, write_whole, writing
 from bpfed._util.paths import PILOTS
 from bpfed.config.reader import Config
+from bpfed.config.registry import NETWORKS
 from bpfed.data.federated import FederatedData
 from bpfed.data.holdout import Holdout
 from bpfed.data.tabular.federate import not_inputs
@@ -80,7 +81,7 @@ def check_deployment(config: Config, sites: int, data: FederatedData | None = No
             "In a deployment nobody is told how large the groups of a site are, so calibration examples cannot be held out "
             "by group; leave calibration at 0, or use --holdout time:COLUMN or last."
         )
-    if data is None and not isinstance(method.personal, str):
+    if data is None and (not isinstance(method.personal, str) or settings.network not in NETWORKS.own):
         return  # which parameters there are to name depends on the network, and that on the data
     shape = SHAPE if data is None else data.input_shape
     used = get_task(task) if task is not None else inferred(classes=True)

@@ -137,6 +137,7 @@ class StatusDisplay:
         self._words, self._since = "", time.monotonic()
         self._next, self._silence = self._since, SILENCE[0]
         self._state: tuple[Any, ...] = ()
+        self._seen: tuple[int, float] | None = None  # rounds done, pilots' among them, and when
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tick, daemon=True)
 
@@ -185,6 +186,7 @@ class StatusDisplay:
             self.say(learnt)
             self.learnt = learnt
         metrics = found.get("metrics") or {}
+        self._timed(found)
         self.shown.rounds, self.shown.done = found["rounds"], found["round"]
         self.shown.figures = figures(metrics) if metrics else ""
         state = (found["state"], where(found), metrics.get("round"))
@@ -195,12 +197,24 @@ class StatusDisplay:
             self.say(f"{found['state'].capitalize()}, {where(found)} done.{scores}{why}")
         self.waiting(waited_for(found))
 
+    def _timed(self, found: Mapping[str, Any]) -> None:
+        """Learn how long a round takes, and what comes after the current training."""
+        now, count = time.monotonic(), done(found)
+        if self._seen is not None and count > self._seen[0]:
+            self.shown.took((now - self._seen[1]) / (count - self._seen[0]))
+        if self._seen is None or count != self._seen[0]:
+            self._seen = count, now
+        pilot = int(found.get("pilot", 0) or 0)
+        waiting = int(found.get("pilots", 0)) - pilot + 1 if pilot else 0  # the run itself among them
+        self.shown.ahead = float(waiting * found["rounds"])
+
     def _tick(self) -> None:
         while not self._over.wait(0.5):
             now = time.monotonic()
             if self._words and now >= self._next and not self.shown.console.is_terminal:
                 self._silence = min(2.0 * self._silence, SILENCE[1])
-                self.say(f"{self._words[0].upper()}{self._words[1:]}, for {clock(now - self._since)} now.")
+                left = f", about {clock(self.shown.left)} left" if self.shown.left is not None else ""
+                self.say(f"{self._words[0].upper()}{self._words[1:]}, for {clock(now - self._since)} now{left}.")
 
 
 def waited_for(found: Mapping[str, Any]) -> str:

@@ -19,9 +19,9 @@ from bpfed._util.errors import UserError, first_of, quoted
 from bpfed._util.files import DataDir, to_json, write_whole
 from bpfed._util.text import spelling
 from bpfed.config.reader import Config
-from bpfed.data import FederatedData
 from bpfed.data.checks.column_types import coded, doubts, telling
 from bpfed.data.checks.spelling import check_spelling
+from bpfed.data.federated import FederatedData
 from bpfed.data.holdout import Holdout
 from bpfed.data.load import names
 from bpfed.data.tabular.combine import combine, ordered
@@ -41,7 +41,8 @@ from bpfed.data.tabular.statistics import MOST_WHOLE, SPLIT, ColumnStatistics, c
 from bpfed.data.tabular.table import ArrayOptions, Categorical, Table, read_table
 from bpfed.deploy.protocol.messages import BESIDE
 from bpfed.deploy.protocol.state_schema import RejectedMessage
-from bpfed.deploy.site.limits import Limits, when_full
+from bpfed.deploy.settings import Limits
+from bpfed.deploy.site.limits import when_full
 
 #: Columns of a table up to which what is told of them fits into a message.
 MANY = 1000

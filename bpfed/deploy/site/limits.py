@@ -13,9 +13,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils._pytree import tree_map
 
@@ -27,8 +26,11 @@ from bpfed.config.reader import Config
 from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, Settings
 from bpfed.deploy.protocol.messages import Request
 from bpfed.deploy.protocol.state_schema import RejectedMessage, Upload
-from bpfed.methods.base import Method, State
+from bpfed.deploy.settings import Limits
 from bpfed.runs.pilot import FOLDS, candidate_count, offers_choice
+
+if TYPE_CHECKING:
+    from bpfed.methods.base import Method, State
 
 # --- What is said of a full disk in a deployment, where nothing is continued with ``--resume`` ------------------------
 
@@ -51,23 +53,6 @@ def when_full(path: Path, then: str) -> Iterator[None]:
 
 #: What was asked of a site, in the folder of its states.
 ASKED = "asked.json"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """A site's own limits; see the attributes of the same names in `bpfed.deploy.settings.Plan`."""
-
-    minimum: int = 10
-    classes: int = 100
-    asks_per_round: int = 50
-    scores_per_day: int = 10_000
-    runs_per_day: int = 10
-    runs_kept: int = 5
-    selection_pilots: bool = True
-
-    def told(self, examples: int) -> int:
-        """A number of training examples as it is told: fewer than the minimum are told as that."""
-        return max(examples, self.minimum)
 
 
 def check_request(request: Request, settings: Settings) -> None:

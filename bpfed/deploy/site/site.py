@@ -32,8 +32,9 @@ from bpfed.data.federated import HELD, parted
 from bpfed.deploy.logs import fail, warn
 from bpfed.deploy.protocol.messages import MOST, HeldOutScore, Reply, Request, fingerprint, shared_of
 from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchemas, Upload, schemas
+from bpfed.deploy.settings import Limits
 from bpfed.deploy.site.data import Source
-from bpfed.deploy.site.limits import Limits, Requests, check_candidate, check_request, most_pilots, when_full
+from bpfed.deploy.site.limits import Requests, check_candidate, check_request, most_pilots, when_full
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound

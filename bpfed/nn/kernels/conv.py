@@ -11,7 +11,6 @@ Shapes: ``S`` clients, ``B`` images of each, ``C`` channels in and ``O`` out. A 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -27,13 +26,14 @@ from bpfed._util.errors import UserError
 _TRITON = find_spec("triton") is not None
 
 #: Channels in times channels out up to which the kernels are faster than PyTorch's grouped convolution on an H200 (see
-#: docs/benchmarks.md): beyond, PyTorch's larger tiles pay.
+#: docs/results/benchmarks.md): beyond, PyTorch's larger tiles pay.
 MOST = 8192
 #: The same for the gradient in the images, at stride 1; with fewer than the first a tile is mostly empty.
 LEAST_INPUT, MOST_INPUT = 64, 2048
-#: The same from which on a convolution is a product of matrices, one for each client: cuDNN's grouped convolution takes
-#: several times as long as reading the weights does.
-WIDE = sys.maxsize
+#: Beyond ``MOST``, a convolution is a product of matrices, one for each client, where the result of a client has at most
+#: so many positions (images times height times width) for each channel out. Then most of the work is to read the
+#: weights, and cuDNN's grouped convolution takes several times as long as that.
+POSITIONS = 4
 
 
 @torch.library.custom_op("bpfed::convolve", mutates_args=())
@@ -50,7 +50,8 @@ def convolve(
         from bpfed.nn.kernels import conv_triton
 
         return conv_triton.convolve(x, weight, bias, stride, padding, dilation)
-    if x.is_cuda and weight.shape[1] * weight.shape[2] >= WIDE:
+    size = output_size(x.shape[3:], weight.shape[3:], stride, padding, dilation)
+    if x.is_cuda and _mostly_weights(weight.shape[1], weight.shape[2], x.shape[1] * size[0] * size[1]):
         return by_matrices(x, weight, bias, stride, padding, dilation)
     y = F.conv2d(_groups(x), weight.flatten(0, 1), bias.flatten(), stride, padding, dilation, groups=len(x))
     return y.unflatten(1, (len(x), -1)).transpose(0, 1).contiguous()
@@ -70,7 +71,7 @@ def input_gradient(
         from bpfed.nn.kernels import conv_triton
 
         return conv_triton.input_gradient(gradient, weight, size, stride, padding, dilation)
-    if gradient.is_cuda and weight.shape[1] * weight.shape[2] >= WIDE:
+    if gradient.is_cuda and _mostly_weights(weight.shape[1], weight.shape[2], gradient[0, :, 0].numel()):
         return input_gradient_by_matrices(gradient, weight, size, stride, padding, dilation)
     s, b, c = len(gradient), gradient.shape[1], weight.shape[2]
     shape = (b, s * c, *size)
@@ -92,12 +93,17 @@ def weight_gradient(
         from bpfed.nn.kernels import conv_triton
 
         return conv_triton.weight_gradient(x, gradient, kernel, stride, padding, dilation)
-    if x.is_cuda and x.shape[2] * gradient.shape[2] >= WIDE:
+    if x.is_cuda and _mostly_weights(gradient.shape[2], x.shape[2], gradient[0, :, 0].numel()):
         return weight_gradient_by_matrices(x, gradient, kernel, stride, padding, dilation)
     s, o, c = len(x), gradient.shape[2], x.shape[2]
     shape = (s * o, c, *kernel)
     w = conv2d_weight(_groups(x), shape, _groups(gradient), stride, padding, dilation, s)
     return torch.cat([w.reshape(s, o, -1), gradient.sum((1, 3, 4))[..., None]], -1)
+
+
+def _mostly_weights(outputs: int, inputs: int, positions: int) -> bool:
+    """Whether a convolution with so many channels out and in is to be a product of matrices; see ``POSITIONS``."""
+    return outputs * inputs > MOST and positions <= POSITIONS * outputs
 
 
 def _patches(

@@ -1,0 +1,237 @@
+"""A verdict on each client in plain words: is its model better than a guess, and than a plain model; where does it fail?
+
+A difference counts if it is more than twice its standard error over the client's test examples, paired. Without the
+errors, as in a deployment, where only sums are told, a verdict says which is lower and no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from bpfed._util import text
+from bpfed.metrics.registry import Metric, get_metric
+from bpfed.report.charts import wilson
+from bpfed.report.record import JUDGED, RunRecord, value
+
+#: A class with a lower recall than this, seen in at least so many test examples, is a weakness.
+WEAK, SEEN = 0.75, 5
+
+Level = Literal["good", "care", "poor", "unknown"]
+#: What stands beside a client's name.
+WORDS: dict[Level, str] = {
+    "good": "useful",
+    "care": "use with care",
+    "poor": "no better than a guess",
+    "unknown": "too few tests",
+}
+#: What a plain model of a client's own rows is called in a sentence, by its key in the records.
+PLAIN = {
+    "site-logistic": "its own logistic regression",
+    "site-ridge": "its own ridge regression",
+    "site-cox": "its own Cox regression",
+}
+
+
+class Verdict(NamedTuple):
+    """What is said of a client.
+
+    Attributes:
+        name: The client.
+        level: How good it is.
+        said: Sentences, the most important first.
+        test: Test examples.
+    """
+
+    name: str
+    level: Level
+    said: list[str]
+    test: int
+
+    @property
+    def word(self) -> str:
+        """Its level in words."""
+        return WORDS[self.level]
+
+
+class Recall(NamedTuple):
+    """Of a class at a client: its label, how many test examples of it there are, and how many are found."""
+
+    label: str
+    found: int
+    test: int
+
+    @property
+    def share(self) -> float:
+        """The recall; NaN without any example."""
+        return self.found / self.test if self.test else math.nan
+
+
+def verdicts(run: RunRecord) -> list[Verdict]:
+    """A verdict on each tested client, the worst first."""
+    order: list[Level] = ["poor", "care", "good", "unknown"]
+    found = [_verdict(run, place, row) for place, row in enumerate(run.rows) if row.get("test")]
+    return sorted(found, key=lambda one: order.index(one.level))
+
+
+def headline(run: RunRecord, found: Sequence[Verdict]) -> str:
+    """The verdicts in a sentence or two."""
+    if not found:
+        return ""
+    total = len(found)
+    if total == 1:
+        return f"The model of {text.short(found[0].name, 40)}: {found[0].word}."
+    useful = sum(one.level == "good" for one in found)
+    at = f"all {text.count(total)}" if useful == total else f"{text.count(useful)} of {text.count(total)}"
+    said = [f"The model can be used as it is at {at} clients."]
+    parts: tuple[tuple[Level, str], ...] = (
+        ("care", "It needs care at"),
+        ("poor", "It is no better than a guess at"),
+        ("unknown", "There are too few test examples to judge it at"),
+    )
+    for level, start in parts:
+        if named := [text.short(one.name, 30) for one in found if one.level == level]:
+            rest = f" and {text.count(len(named) - 3)} more" if len(named) > 3 else ""
+            said.append(f"{start} {text.count(len(named))}: {', '.join(named[:3])}{rest}.")
+    return " ".join(said)
+
+
+def summary(run: RunRecord) -> dict[str, Any]:
+    """The report for programs: what the run is, its metrics, and the verdict on each client."""
+    found = verdicts(run) if run.measures and run.history else []
+    facts = ("method", "data", "partition", "protocol", "rounds", "clients", "seed", "seconds", "device")
+    return {
+        "title": run.title,
+        "bpfed": run.config.get("bpfed"),
+        **{key: run.summary[key] for key in facts if key in run.summary},
+        "metrics": {
+            m.name: {"last": run.last(m.name), "client_mean": run.mean(m.name), "worst_client": run.worst(m.name)}
+            for m in run.measures
+        },
+        "verdict": headline(run, found),
+        "against_baselines": run.verdict,
+        "sites": [
+            {"name": one.name, "verdict": one.word, "said": [text.typed(s) for s in one.said], "test": one.test}
+            for one in found
+        ],
+        "notes": [
+            text.typed(note) for note in (run.untested, run.participation_note, run.uncovered, run.no_use) if note
+        ],
+    }
+
+
+def _verdict(run: RunRecord, place: int, row: dict[str, Any]) -> Verdict:
+    name, test = str(row["name"]), int(row["test"])
+    if test < JUDGED:
+        few = f"Only {text.plural(test, 'test example')}: too few to judge."
+        return Verdict(name, "unknown", [few], test)
+    level: Level = "good"
+    said = []
+    measure = get_metric(run.task.metric)
+    ours, guess = value(row, measure.name), value(row, run.task.without)
+    if math.isfinite(ours) and math.isfinite(guess):
+        state = _state(ours, guess, *_gain(run.diagnostics.get("clients", {}), place))
+        figures = _figures(run, measure, ours, guess)
+        if state == "better":
+            said.append(f"Better than {run.task.guess} ({figures}).")
+        elif state == "alike" and ours < guess:
+            said.append(f"Not clearly better than {run.task.guess} ({figures}, within chance).")
+            level = "care"
+        else:
+            start = "Worse" if state == "worse" else "No better"
+            said.append(f"{start} than {run.task.guess} ({figures}{', within chance' if state == 'alike' else ''}).")
+            level = "poor"
+    if (rival := own_model(run, place, measure)) is not None:
+        model, theirs, state = rival
+        figures = _figures(run, measure, ours, theirs)
+        if state == "better":
+            said.append(f"Better than {model} ({figures}).")
+        elif state == "alike":
+            said.append(f"About as good as {model} ({figures}, within chance).")
+        else:
+            start = "Worse" if state == "worse" else "No better"
+            said.append(f"{start} than {model} ({figures}), so consider that one here.")
+            level = "care" if level == "good" else level
+    weak, sentence = _weakness(recalls(run, place))
+    if sentence:
+        said.append(sentence)
+        level = "care" if weak and level == "good" else level
+    over, sentence = _confidence(run, place, row)
+    if sentence:
+        said.append(sentence)
+        level = "care" if over and level == "good" else level
+    return Verdict(name, level, said, test)
+
+
+def own_model(run: RunRecord, place: int, measure: Metric) -> tuple[str, float, str] | None:
+    """The plain model of a client's own rows: its name, its score, and whether the run is better; None: there is none."""
+    for baseline in run.baselines:
+        model = PLAIN.get(baseline["name"])
+        scores = baseline["clients"].get(measure.name, [])
+        if model is None or place >= len(scores) or scores[place] is None:
+            continue
+        ours, theirs = value(run.rows[place], measure.name), float(scores[place])
+        gain = _gain(run.diagnostics.get("versus", {}).get(baseline["name"], {}), place)
+        return model, theirs, _state(ours, theirs, *gain)
+    return None
+
+
+def recalls(run: RunRecord, place: int) -> list[Recall]:
+    """The recall of each class at a client; empty where it is not known."""
+    clients, labels = run.diagnostics.get("clients", {}), run.class_labels
+    if place < len(clients.get("confusion", [])):
+        matrix = clients["confusion"][place]
+        return [Recall(label, row[k], sum(row)) for k, (label, row) in enumerate(zip(labels, matrix, strict=False))]
+    if place < len(clients.get("recall", [])):
+        return [Recall(label, *pair) for label, pair in zip(labels, clients["recall"][place], strict=False)]
+    return []
+
+
+def _gain(found: dict[str, Any], place: int) -> tuple[float, float]:
+    """By how much the run is better on average over examples, and the standard error of that; NaN: not known."""
+    gain, error = (found.get(key, []) for key in ("gain", "gain_se"))
+    known = place < len(gain) and gain[place] is not None and error[place] is not None
+    return (float(gain[place]), float(error[place])) if known else (math.nan, math.nan)
+
+
+def _state(ours: float, theirs: float, gain: float, error: float) -> str:
+    if math.isfinite(gain) and abs(gain) <= 2 * error:
+        return "alike"
+    if math.isfinite(gain):
+        return "better" if gain > 0 else "worse"
+    return "better" if ours < theirs else "not better"  # by how much may be chance
+
+
+def _figures(run: RunRecord, measure: Metric, ours: float, theirs: float) -> str:
+    shown = run.in_units(measure) or measure
+    return f"{shown.in_words} {shown.show(ours)} against {shown.show(theirs)}"
+
+
+def _weakness(found: Sequence[Recall]) -> tuple[bool, str]:
+    """The class that is found least often, in a sentence, and whether that is a weakness."""
+    known = [one for one in found if one.test >= SEEN]
+    if not known:
+        return False, ""
+    least = min(known, key=lambda one: one.share)
+    if least.found == least.test:
+        return False, ""
+    label = f"‘{text.short(least.label, 30)}’"
+    sentence = f"Finds {text.percent(least.share, 0)} of the {label} cases ({least.found} of {least.test})."
+    return least.share < WEAK, sentence
+
+
+def _confidence(run: RunRecord, place: int, row: dict[str, Any]) -> tuple[bool, str]:
+    """Whether a client claims more than it should, beyond chance; and a sentence if it claims too much or too little."""
+    claimed = run.diagnostics.get("clients", {}).get("claimed", [])
+    right, test = value(row, "accuracy"), int(row["test"])
+    if place < len(claimed) and claimed[place] is not None and math.isfinite(right):
+        low, high = wilson(right, test)
+        told = f"it claims {text.percent(claimed[place], 0)} and is right in {text.percent(right, 0)}."
+        if claimed[place] > high:
+            return True, f"Over-confident: {told}"
+        return False, f"Under-confident: {told}" if claimed[place] < low else ""
+    held = value(row, "coverage")
+    if run.task.regions == "intervals" and math.isfinite(held) and wilson(held, test)[1] < 0.9:
+        return True, f"Its 90 % intervals are too narrow: they hold {text.percent(held, 0)} of the targets."
+    return False, ""

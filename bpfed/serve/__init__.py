@@ -1,0 +1,1 @@
+"""A small scoring service: one client's model, loaded once, answers over HTTP (extra ``serve``)."""
