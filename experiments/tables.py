@@ -239,9 +239,9 @@ def make_features() -> Path:
             mask = given["attention_mask"][..., None]
             found[at] = ((encoder(**given).last_hidden_state * mask).sum(1) / mask.sum(1)).numpy()
     path = folder / TABLES["tweets"].path
-    columns = {name: np.array([row[name] for row in rows]) for name in ("sentiment", "airline")}
+    sentiment, airline = (np.array([row[name] for row in rows]) for name in ("sentiment", "airline"))
     with whole(path) as out:
-        np.savez_compressed(out, x=found, **columns)
+        np.savez_compressed(out, x=found, sentiment=sentiment, airline=airline)
     return path
 
 
