@@ -27,7 +27,6 @@ TINY = {
     r"seeds=\d+": "seeds=1",
     r"range\(600\)": "range(60)",
 }
-TINY |= {r"arange\(600\)": "arange(60)"}
 #: Pages that describe earlier versions, or that are made.
 PAST = ("lab", "generated")
 

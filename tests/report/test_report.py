@@ -309,7 +309,14 @@ def test_importing_the_report_leaves_no_plotting_state() -> None:
 
 
 def test_auroc_is_the_mean_of_clients_and_not_of_all_their_examples_together(tmp_path: Path) -> None:
-    bpfed.fit(data=scenarios.classification(classes=2, test=20), rounds=1, epochs=1, device="cpu", out=tmp_path / "run")
+    bpfed.fit(
+        "bpfed-recipe",
+        scenarios.classification(classes=2, test=20),
+        rounds=1,
+        epochs=1,
+        device="cpu",
+        out=tmp_path / "run",
+    )
     found = RunRecord.read(tmp_path / "run")
     own = [row["auroc"] for row in found.rows if row["auroc"] is not None]
     assert found.last("auroc") == pytest.approx(sum(own) / len(own))

@@ -261,7 +261,9 @@ def test_a_newcomer_read_back_says_what_is_unusual(by_own_statistics: bpfed.Run,
 
 def test_numbers_of_a_newcomer_are_as_wide_as_its_own_noise() -> None:
     """The run's calibration temperature makes up for noise that its clients had not learnt to the end; a newcomer learns its own."""
-    run = bpfed.fit(data=regression((30, 30, 30)), model=small_mlp(3, 1), rounds=2, epochs=1, calibrate="pilot:1")
+    run = bpfed.fit(
+        "bpfed-recipe", regression((30, 30, 30)), model=small_mlp(3, 1), rounds=2, epochs=1, calibrate="pilot:1"
+    )
     assert run.calibration_temperature != 1.0
     assert run.adapt(name="late").run.calibration_temperature == 1.0
     soft = bpfed.fit(
@@ -271,7 +273,7 @@ def test_numbers_of_a_newcomer_are_as_wide_as_its_own_noise() -> None:
 
 
 def test_without_examples_it_is_said_what_is_not_known_of_numbers() -> None:
-    run = bpfed.fit(data=regression((30, 30, 30)), model=small_mlp(3, 1), rounds=1, epochs=1)
+    run = bpfed.fit("bpfed-recipe", regression((30, 30, 30)), model=small_mlp(3, 1), rounds=1, epochs=1)
     run.say = (said := []).append
     run.adapt(name="late")
     assert "'late' has no example, and of numbers that is hardly more than their mean" in said[0]
