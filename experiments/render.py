@@ -49,11 +49,27 @@ def read_pages(docs: Path) -> dict[Path, str]:
 
 def tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
     """README and pages beside those of the parts with their tables, where they have a place for them."""
-    from experiments import audit, headline, recipe, search
+    from experiments import audit, dirichlet, headline, many_classes, recipe, search
+    from experiments import tables as own_tables
 
     readme, cells = docs.resolve().parent / README, results / "paper"
     parts: tuple[tuple[Path, str, Path, Callable[[], str]], ...] = (
         (readme, headline.README_PART, cells, lambda: headline.readme(found, results)),
+        (readme, "tables", results / "tables", lambda: own_tables.readme(results / "tables")),
+        (docs / PAGES / "headline.md", headline.README_PART, cells, lambda: headline.readme(found, results)),
+        (docs / PAGES / "tables.md", "tables", results / "tables", lambda: own_tables.render(results / "tables")),
+        (
+            docs / PAGES / "dirichlet.md",
+            "dirichlet",
+            results / "dirichlet",
+            lambda: dirichlet.render(results / "dirichlet", None),
+        ),
+        (
+            docs / PAGES / "many-classes.md",
+            "many-classes",
+            results / "many-classes",
+            lambda: many_classes.render(results / "many-classes", "large"),
+        ),
         *(
             (docs / PAGES / f"{page}.md", page, file, partial(headline.comparison, file))
             for page, name in headline.COMPARISONS.items()

@@ -30,12 +30,12 @@ import bpfed
 from bpfed._util.console import to_stderr
 from bpfed._util.errors import UserError
 from bpfed._util.files import whole
-from bpfed._util.scores import mean
+from bpfed._util.scores import deviation, mean
 from bpfed.data import FederatedData
 from bpfed.runs.baselines import baselines
 from bpfed.runs.fit import fit
 from experiments.jobs import Job, paired, records, run_jobs, run_record, settings_chosen
-from experiments.typeset import signed
+from experiments.typeset import NOTHING, signed, table
 
 RESULTS = Path("results/tables")
 SEEDS, ROUNDS, MEMBERS = 5, 50, 3
@@ -136,15 +136,15 @@ def jobs(tables: Sequence[str], methods: Sequence[str], seeds: int, rounds: int,
     """All of them; those of every table in turn, so that a budget leaves no table out."""
     made = []
     for name in tables:
-        table = TABLES[name]
+        of = TABLES[name]
         for seed in range(seeds):
             for method in methods:
                 path = f"{name}/{method}-{seed}.json"
                 if method == BASELINES:
-                    made.append(Job(path, plain, {"data": name, "seed": seed}, table.more, device))
+                    made.append(Job(path, plain, {"data": name, "seed": seed}, of.more, device))
                 else:
                     asked = {"data": name, "seed": seed, "method": method, "rounds": rounds}
-                    made.append(Job(path, train, asked, table.cost if method == DEFAULT else table.more, device))
+                    made.append(Job(path, train, asked, of.cost if method == DEFAULT else of.more, device))
     return made
 
 
@@ -187,7 +187,7 @@ def render(results: Path) -> str:
     head = ["data", "clients", "seeds", *COLUMNS.values(), "best other", "difference"]
     lines = [_row(head), _row(["---"] * len(head))]
     versions = set()
-    for name, table in TABLES.items():
+    for name, of in TABLES.items():
         found = scores(results, name, "nll")
         if not found.get(DEFAULT):
             continue
@@ -206,10 +206,44 @@ def render(results: Path) -> str:
             for k in COLUMNS
         ]
         interval = f"{signed(difference, 3)} ± {half:.3f}"
-        lines.append(_row([table.title, str(ours[0]["clients"]), str(len(seeds)), *cells, COLUMNS[best], interval]))
+        lines.append(_row([of.title, str(ours[0]["clients"]), str(len(seeds)), *cells, COLUMNS[best], interval]))
     if len(lines) == 2:
         raise UserError(f"'{results}' has no records; run the experiment first.")
     return "\n".join([*lines, "", f"Test NLL, {', '.join(sorted(versions))}."])
+
+
+#: The rows and columns of the README.
+README_ROWS = {
+    "heart": "4 hospitals, heart disease",
+    "contraception": "60 districts, contraception",
+    "wisdm-later": "36 phone users, activity",
+    "tweets": "6 airlines, sentiment of tweets",
+}
+README_COLUMNS = {
+    DEFAULT: "bpfed",
+    "fedper": "FedPer",
+    "site-linear": "logistic regression per client",
+    "pooled-linear": "on pooled rows",
+    "pooled-boosting": "boosting on pooled rows",
+}
+
+
+def readme(results: Path) -> str:
+    """Some rows with mean ± standard deviation over the seeds that all of them have; the lowest of a row is bold."""
+    rows = []
+    for name, words in README_ROWS.items():
+        found = {kind: by_seed for kind, by_seed in scores(results, name, "nll").items() if kind in README_COLUMNS}
+        ours = records(results, f"{name}/{DEFAULT}-*.json")
+        if not found.get(DEFAULT):
+            continue
+        seeds = sorted(set.intersection(*(set(by_seed) for by_seed in found.values())))
+        means = {kind: mean([by_seed[s] for s in seeds]) for kind, by_seed in found.items()}
+        texts = {kind: f"{means[kind]:.3f} ± {deviation([found[kind][s] for s in seeds]):.3f}" for kind in found}
+        best = min(means, key=lambda kind: means[kind])
+        texts[best] = "**{}** ± {}".format(*texts[best].split(" ± "))
+        cells = [texts.get(kind, NOTHING) for kind in README_COLUMNS]
+        rows.append([words, *cells, str(len(seeds)), ", ".join(sorted({one["bpfed"] for one in ours}))])
+    return table(["test NLL", *README_COLUMNS.values(), "seeds", "version"], rows) if rows else ""
 
 
 def _row(cells: Sequence[str]) -> str:
