@@ -1,8 +1,26 @@
-"""``python -m experiments``: the paper's tables and figures, each one command."""
+"""``python -m experiments``: the paper's tables and figures, each one command.
+
+The experiments of `ALONE` need no package for terminals, so they also run where typer and rich are missing.
+"""
 
 import sys
+from importlib import import_module
 
-from bpfed.cli import main
+from bpfed._util.errors import UserError
+
+ALONE = {
+    "tables": "experiments.tables",
+    "many-classes": "experiments.many_classes",
+    "dirichlet": "experiments.dirichlet",
+}
 
 if __name__ == "__main__":
-    main(["paper", *sys.argv[1:]])
+    if sys.argv[1:2] and sys.argv[1] in ALONE:
+        try:
+            import_module(ALONE[sys.argv[1]]).main(sys.argv[2:])
+        except UserError as error:
+            sys.exit(f"{error}")
+    else:
+        from bpfed.cli import main
+
+        main(["paper", *sys.argv[1:]])

@@ -81,6 +81,9 @@ NEAR = 500
 #: Examples of a client from which on T is as it is, where it is higher for clients with fewer.
 MANY = 2000
 
+#: Features of a head for each class where the settings were chosen (84 for 10), and how many classes that were.
+FEATURES_PER_CLASS, CHOSEN_CLASSES = 8.4, 10
+
 #: σ of a head's prior in a regression, times the root of the number of its weights.
 REGRESSION_SIGMA = 0.6
 
@@ -283,7 +286,9 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
         first = personal.head.mean
         if self._grows(model):
             size = personal.first.square().mean(-1).sqrt().clamp(min=1e-12)
-            gain = (hparams["head_gain"] - hparams["head_budget"] / size).clamp(min=1.0)
+            # A wide prior has room for h0 itself.
+            wider = hparams["head_sigma"] * (head_width(model).max() - 1.0)
+            gain = (hparams["head_gain"] - (hparams["head_budget"] + wider) / size).clamp(min=1.0)
             grown = torch.where(biases(model), 1.0, gain[:, None]) * personal.first
             first = torch.where((hparams["head_budget"] > 0.0)[:, None], grown, first)
         return personal.head._replace(mean=torch.where(personal.steps == 0.0, first + level, personal.head.mean))
@@ -301,7 +306,8 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
             gain = hparams["head_gain"] if whole else hparams["head_gain"].clamp(max=1.0)
             free = biases(model) & whole
             mean = torch.where(free, none, gain[:, None] * first)
-            return Gaussian(mean, torch.where(free, self.bias_sigma, hparams["head_sigma"][:, None]))
+            width = hparams["head_sigma"][:, None] * (head_width(model) if whole else 1.0)
+            return Gaussian(mean, torch.where(free, self.bias_sigma, width))
         noise = of_likelihood(model)
         untempered = NOISE_SIGMA * hparams["temperature"][:, None].clamp(min=1e-6).sqrt()
         weights = none + REGRESSION_SIGMA * (per_head(model) if whole else 1.0)
@@ -349,3 +355,16 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
         lowered = pad(personal.lowered, (where.start, head.mean.shape[-1] - where.stop))
         weights = join(shared, head._replace(mean=head.mean + lowered))
         return GaussianPredictive(weights) if self.sigma else PointPredictive(weights.mean)
+
+
+def head_width(model: Model) -> Tensor:
+    """What s_h of each personal weight is multiplied by because there are many classes, ``[P_personal]``; 1 for up to ten.
+
+    A common head that nobody learns is K directions at random among d features. With few of them the shared layers can
+    lay each class along its own. With many they overlap, and features that suit all of them need not exist: heads have
+    to follow the features instead. So the prior is the wider, the fewer features there are for a class.
+    """
+    inputs = model.layout.split(model.layout.fan_in())[1].to(model.initial.device)
+    classes = model.likelihood.classes if isinstance(model.likelihood, Categorical) else 0
+    most = max(1.0, classes / CHOSEN_CLASSES)
+    return (FEATURES_PER_CLASS * classes / inputs).clamp(min=1.0, max=most)

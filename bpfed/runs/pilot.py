@@ -313,7 +313,9 @@ def choose(
     )
     return select(
         method,
-        lambda places: _scored([with_candidates(method, place) for place in places], parts, how, model, likelihood),
+        lambda places: score_methods(
+            [with_candidates(method, place) for place in places], parts, how, model, likelihood
+        ),
     )
 
 
@@ -393,7 +395,7 @@ def _half_width(one: ScoredCandidate, other: ScoredCandidate) -> float:
     return student(count - 1) * spread / float(one.examples.sum())
 
 
-def _scored(
+def score_methods(
     methods: Sequence[Method],
     parts: Sequence[FederatedData],
     settings: Settings,
@@ -413,7 +415,7 @@ def _scored(
     except Diverged:
         if len(methods) == 1:
             return [Scores(np.full(len(parts[0]), math.inf), np.ones(len(parts[0])))]
-        return [_scored([one], parts, settings, model, likelihood)[0] for one in methods]
+        return [score_methods([one], parts, settings, model, likelihood)[0] for one in methods]
 
 
 def _trained(methods: Sequence[Method], starts: Sequence[Federation]) -> list[Scores]:

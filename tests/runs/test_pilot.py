@@ -80,7 +80,7 @@ def test_a_client_with_two_rows_holds_out_one_in_the_first_fold_alone(untraced):
     data = scenarios.classification(sizes=(20, 2, 20))
     settings = Settings(**{**QUICK, "rounds": 1, "epochs": 1})
     start = pilot.selection_settings(settings)
-    found = pilot._scored([Adaptive()], data.folds(2, 0.2, start.seed), start, None, None)[0]
+    found = pilot.score_methods([Adaptive()], data.folds(2, 0.2, start.seed), start, None, None)[0]
     assert found.examples.tolist() == [8.0, 1.0, 8.0]
     assert (found.sums > 0.0).all()
 
