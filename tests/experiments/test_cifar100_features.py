@@ -9,7 +9,6 @@ import scenarios
 from torch import nn
 
 from bpfed._util.errors import UserError
-from bpfed.runs import pilot
 from experiments import cifar100_features as study
 from experiments.jobs import run_jobs
 
@@ -32,7 +31,6 @@ def part(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "CLIENTS", 2)
     monkeypatch.setattr(study, "ALPHA", 5.0)
     monkeypatch.setattr(study, "STRENGTHS", (0.01, 1.0))
-    monkeypatch.setattr(pilot, "LEAST", 1)
     drawn = np.random.default_rng(0)
     fine = np.repeat(np.arange(4, dtype=np.uint8), 20)
     pixels = drawn.integers(0, 200, (80, 3, 1024))
@@ -51,6 +49,7 @@ def test_heads_and_the_cache_run_and_the_table_compares_them(part, tmp_path, cap
     results = tmp_path / "results"
     asked = {"part": str(part), "seed": 0, "rounds": 2, "components": 3}
     jobs = [study.Job(f"heads/{h}-0.json", study.train, asked | {"head": h}) for h in ("adaptive", "site", "shifted")]
+    jobs[0].asked["changes"] = {"temperature": 0.5}  # so nothing is chosen
     few = {"part": str(part), "images": 40, "clients": 2, "rounds": 2}
     run_jobs([*jobs, study.Job("cache.json", study.compare_cache, few)], results, 1, math.inf, lambda sentence: None)
     cache = json.loads((results / "cache.json").read_text())
