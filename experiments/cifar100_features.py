@@ -406,7 +406,7 @@ def render(results: Path) -> str:
         accuracy, nll, ece = ([r["scores"][m]["pooled"] for r in runs] for m in ("accuracy", "nll", "ece"))
         plain = [r["as_trained"]["nll"]["pooled"] for r in runs if "as_trained" in r]
         difference, half = paired(nll, [ours[s]["scores"]["nll"]["pooled"] for s in seeds])
-        shown = "–" if head == "adaptive" else f"{signed(difference, 3)} ± {half:.3f}"
+        shown = "–" if head == "adaptive" else signed(difference, 3) + (f" ± {half:.3f}" if half == half else "")
         trained = f"{mean(plain):.3f}" if plain else "–"
         lines.append(
             f"| {HEADS[head].title} | {len(seeds)} | {100 * mean(accuracy):.1f} | {mean(nll):.3f} | {100 * mean(ece):.1f} "
