@@ -12,6 +12,7 @@ ALONE = {
     "tables": "experiments.tables",
     "many-classes": "experiments.many_classes",
     "dirichlet": "experiments.dirichlet",
+    "cifar100-features": "experiments.cifar100_features",
 }
 
 if __name__ == "__main__":

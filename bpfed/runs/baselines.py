@@ -238,7 +238,7 @@ def _predicted(
     return found
 
 
-def class_probs(kind: str, x: Floats, y: Whole, new: Floats, classes: int) -> Floats:
+def class_probs(kind: str, x: Floats, y: Whole, new: Floats, classes: int, strength: float = 1.0) -> Floats:
     """Class probabilities for new rows, ``[E, K]``.
 
     A class without a training row has the probability 1 / (n + K) of the rule of succession, and the others share the
@@ -250,6 +250,7 @@ def class_probs(kind: str, x: Floats, y: Whole, new: Floats, classes: int) -> Fl
         y: Classes, ``[n]``.
         new: Inputs to predict for, ``[E, D]``.
         classes: K.
+        strength: C of logistic regression, one over the strength of its penalty.
     """
     seen = np.unique(y)
     probs = np.full((len(new), classes), 1.0 / (len(y) + classes))
@@ -257,7 +258,7 @@ def class_probs(kind: str, x: Floats, y: Whole, new: Floats, classes: int) -> Fl
     if len(seen) == 1:
         probs[:, seen[0]] = rest
         return probs
-    probs[:, seen] = rest * _classifier(kind, x, y).predict_proba(new)
+    probs[:, seen] = rest * _classifier(kind, x, y, strength).predict_proba(new)
     return probs
 
 
@@ -337,13 +338,13 @@ def cox(x: Floats, time: Floats, event: NDArray[np.bool_], penalty: float = 1.0)
     return np.asarray(minimize(loss, np.zeros(x.shape[1]), jac=True, method="L-BFGS-B").x)
 
 
-def _classifier(kind: str, x: Floats, y: Whole) -> Any:
+def _classifier(kind: str, x: Floats, y: Whole, strength: float) -> Any:
     """A fitted classifier."""
     from sklearn.ensemble import HistGradientBoostingClassifier  # here, since importing scikit-learn takes a second
     from sklearn.linear_model import LogisticRegression
 
     if kind == "linear":
-        return LogisticRegression(max_iter=300).fit(x, y)
+        return LogisticRegression(C=strength, max_iter=300).fit(x, y)
     counts = np.bincount(y)
     # The tenth that is held out has a row of each class, or scikit-learn refuses.
     divided = len(y) >= max(DIVIDED, 10 * len(counts)) and counts[counts > 0].min() >= 2
