@@ -3,14 +3,15 @@
     python -m experiments.honest_sets
 
 Made-up tables: 20 to 60 training rows at each client, of which one in ten is positive; effects, base rates and spreads
-differ between clients. Each client has 40 further rows for the test, so that coverage can be measured. Prints a line of
-Markdown for each seed.
+differ between clients, mildly or strongly. Each client has 40 further rows for the test, so that coverage can be
+measured. Prints a line of Markdown for each seed.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import torch
@@ -24,22 +25,25 @@ from bpfed.data.tabular.table import Categorical, Column
 from bpfed.inference.predictive import Classified, Regressed
 
 CLIENTS, TESTED, LEVEL, FEATURES = 133, 40, 0.9, 6
+#: Standard deviations between clients of effects, of base rates, and of the logarithm of the noise.
+DIFFERENCES = {"mild": (0.1, 0.2, 0.1), "strong": (0.3, 0.5, 0.3)}
 
 
-def tables(seed: int, classes: bool) -> dict[str, Table]:
+def tables(seed: int, classes: bool, differ: str) -> dict[str, Table]:
     """A table for each client, with its test rows marked."""
+    effects, base, noise = DIFFERENCES[differ]
     rng = np.random.default_rng(seed)
     common, found = rng.normal(0.0, 0.8, FEATURES), {}
     for k in range(CLIENTS):
         rows = int(rng.integers(20, 61)) + TESTED
         x = rng.normal(rng.normal(0.0, 0.3, FEATURES), 1.0, (rows, FEATURES))
-        own = x @ (common + rng.normal(0.0, 0.3, FEATURES)) + rng.normal(0.0, 0.5)
+        own = x @ (common + rng.normal(0.0, effects, FEATURES)) + rng.normal(0.0, base)
         columns: dict[str, Column] = {f"x{j}": x[:, j] for j in range(FEATURES)}
         if classes:
             noisy = own + rng.logistic(0.0, 1.0, rows)
             columns["y"] = Categorical.of(["yes" if v > 3.0 else "no" for v in noisy])
         else:
-            columns["y"] = own + rng.normal(0.0, rng.lognormal(0.0, 0.3), rows)
+            columns["y"] = own + rng.normal(0.0, rng.lognormal(0.0, noise), rows)
         columns["split"] = Categorical.of(["train"] * (rows - TESTED) + ["test"] * TESTED)
         found[f"site{k:03d}"] = Table(f"site{k:03d}", rows, columns)
     return found
@@ -79,13 +83,14 @@ def measure(data: FederatedData, settings: Settings) -> str:
 
 
 def main(seeds: Sequence[int] = (0, 1, 2)) -> None:
-    print("| target | seed | overall % | no % | yes % | infinite | size | clients in their band % |")
-    print("|---|---|---|---|---|---|---|---|")
-    for classes in (True, False):
+    print("| target | differences | seed | overall % | no % | yes % | infinite | size | clients in their band % |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for classes, differ in product((True, False), DIFFERENCES):
         for seed in seeds:
-            data = federate("sites", tables(seed, classes), "y", seed=seed)
+            data = federate("sites", tables(seed, classes, differ), "y", seed=seed)
             settings = Settings(rounds=10, calibration=0.3, baselines="off", eval_every=10, seed=seed)
-            print(f"| {'classes' if classes else 'numbers'} | {seed} | {measure(data, settings)} |", flush=True)
+            target = "classes" if classes else "numbers"
+            print(f"| {target} | {differ} | {seed} | {measure(data, settings)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class Progress(Callback):
         self._evaluated = int(run.history[-1]["round"]) if run.history else 0
         self._recent.clear()
         self._last = time.perf_counter()
-        step = "compiling the local step, once" if run.compiled else "tracing the local step, once"
+        step = "compiling the local step, once" if run.compiled else "training"
         self.words = f"round {self.done + 1}: {step}" if self.done < self.rounds else "evaluating"
         self._whose = self._told_first(run)
         self._open()
@@ -133,7 +133,7 @@ class Progress(Callback):
     def _advance(self, run: Run, record: dict[str, Any] | None) -> None:
         now = time.perf_counter()
         if self.words:
-            self.words = ""  # the first round of a sitting traces or compiles: its time says nothing of the others
+            self.words = ""  # the first round of a sitting may trace or compile: its time says nothing of the others
         else:
             self._recent.append(now - self._last)
         self._announce()

@@ -3,6 +3,10 @@
 The step is traced once into a flat graph of tensor operations: the module, ``vmap``, the interception modes and the
 method itself then cost nothing per step. The graph can be compiled (fused kernels) and, on a GPU, recorded as a CUDA
 graph.
+
+On a CPU, a step that is taken a few times is called as it is, since tracing takes as long as many steps
+(`worth_tracing`); the numbers are the same to the last bit. Compiled ones differ in rounding. So whether to compile is
+decided from counts of steps (`worth_compiling`) and not by a clock: a run that is repeated decides alike.
 """
 
 from __future__ import annotations
@@ -29,6 +33,28 @@ if TYPE_CHECKING:
 
 #: How the compiler is to treat a step, by device.
 OPTIONS: dict[str, dict[str, Any]] = {"cuda": {"combo_kernels": True}}  # small kernels side by side in one launch
+
+#: Steps of one shape that repay tracing it on a CPU. Both the tracing and the steps take time for each operation:
+#: tracing as long as some 80 steps, of which each is faster by a fifth from then on.
+TRACE_FROM = 500
+#: Steps of one shape that repay compiling it on a CPU, which takes as long as some 3000 traced steps. At this many it
+#: adds no more than a tenth to what the steps take, even where they become no faster.
+COMPILE_FROM = 30_000
+
+
+def worth_tracing(steps: int) -> bool:
+    """Whether a step that is taken so many times in one shape is to be traced on a CPU."""
+    return steps >= TRACE_FROM
+
+
+def worth_compiling(steps: float, shapes: int) -> bool:
+    """Whether steps of a run are to be compiled on a CPU.
+
+    Args:
+        steps: That are taken in all.
+        shapes: In how many phases and shapes they are; each is compiled by itself.
+    """
+    return steps >= COMPILE_FROM * shapes
 
 
 class Work(NamedTuple):
@@ -96,11 +122,15 @@ class Stepper:
         phase: Name of the phase.
         ragged: Whether clients may differ in their number of steps.
         compiled: Whether to compile.
+        rounds: How many times `run` is to be called with the same shape, at least.
     """
 
-    def __init__(self, method: AnyMethod, model: Model, phase: str, ragged: bool, compiled: bool) -> None:
+    def __init__(
+        self, method: AnyMethod, model: Model, phase: str, ragged: bool, compiled: bool, rounds: int = 1
+    ) -> None:
         self.method, self.model, self.phase, self.ragged = method, model, phase, ragged
         self.compiled = compiled and method.recordable
+        self.rounds = rounds
         self.loops: dict[tuple[Any, ...], Repeated | Recorded] = {}
 
     def run(self, work: Work, steps: int) -> None:
@@ -137,16 +167,24 @@ def _own(work: Work) -> Work:
 
 
 class Repeated:
-    """Calls a traced step again and again, handing it its slot of the plan."""
+    """Calls a step again and again, handing it its slot of the plan; traced where that is worth while."""
 
     def __init__(self, stepper: Stepper, work: Work) -> None:
-        # Tracing runs the step once; it must not run on the real state.
-        self.call = stepper.trace(stepper.advance, _own(work), Slot.select(work))
+        self.stepper, self.taken = stepper, 0
+        self.call: Callable[..., None] | None = None
 
     def __call__(self, work: Work, steps: int) -> None:
+        stepper = self.stepper
+        if self.call is None and (stepper.compiled or worth_tracing(self.taken + steps * stepper.rounds)):
+            # Tracing runs the step once; it must not run on the real state.
+            self.call = stepper.trace(stepper.advance, _own(work), Slot.select(work))
+        self.taken += steps
         leaves, _ = tree_flatten(work)
         for slot in zip(*(t[:steps] for t in work.plan[:3]), strict=True):
-            self.call(*leaves, *slot)
+            if self.call is None:
+                stepper.advance(work, Slot(*slot))
+            else:
+                self.call(*leaves, *slot)
 
 
 class Recorded:

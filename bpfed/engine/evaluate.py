@@ -16,7 +16,7 @@ from bpfed.config.settings import MOST_EVALUATED, Settings
 from bpfed.data.federated import Examples, FederatedData, untested
 from bpfed.engine.local import threads
 from bpfed.inference import inputs
-from bpfed.inference.calibration import Calibration, by_client, counted, fewest
+from bpfed.inference.calibration import Calibration, Scales, by_client, counted, fewest
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.predictive import How, Predictive
 from bpfed.inference.rng import Purpose, words
@@ -139,13 +139,16 @@ def _calibrate(
     if federation.settings.scaling == "client":
         ones = task.temperatures(found)
     order, sets = by_client(scores, found.offsets), sets_of(federation.settings, federation.data)
-    scores, classes, pool = scores[order], None, None
+    scores, classes, pool, scales = scores[order], None, None, None
     if sets != "client":
         classes = found.y.cpu()[order] if sets == "class" else None
         rows = federation.data.classes if sets == "class" else 1
-        everyone = torch.tensor([0, len(scores)])
-        pool = counted(scores, classes, everyone, rows, task.regions)[0]
-    return Calibration(how, draws, ones, scores, found.offsets, classes, pool, task.regions)
+        everyone, divided = torch.tensor([0, len(scores)]), scores
+        if task.residual_scores:
+            scales = Scales.of(scores, found.offsets)
+            divided, _ = scales.divided(scores, found.offsets)
+        pool = counted(divided, classes, everyone, rows, task.regions)[0]
+    return Calibration(how, draws, ones, scores, found.offsets, classes, pool, task.regions, scales)
 
 
 def _predict(

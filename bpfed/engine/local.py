@@ -72,6 +72,7 @@ class LocalRound:
         epochs: Local passes over the data.
         compiled: Whether steps are compiled.
         width: Most that a batch is padded to (see `padded`).
+        rounds: How many rounds are to come, as far as is known.
     """
 
     method: AnyMethod
@@ -82,6 +83,7 @@ class LocalRound:
     epochs: int
     compiled: bool
     width: int
+    rounds: int = 1
     steppers: dict[Any, Stepper] = field(default_factory=dict)
 
     @classmethod
@@ -93,6 +95,7 @@ class LocalRound:
         settings: Settings,
         compiled: bool = False,
         longest: int = 0,
+        rounds: int = 1,
     ) -> LocalRound:
         """Of clients with these examples, on the device of ``model``.
 
@@ -103,11 +106,12 @@ class LocalRound:
             settings: Of which batch size and epochs matter.
             compiled: Whether steps are compiled.
             longest: Most examples of a client that is not here; 0: all are.
+            rounds: How many rounds are to come.
         """
         device, batch = model.initial.device, settings.batch
         width = min(batch, max(longest, int(examples.sizes.max())))
         x, y = inputs.move(examples.x, device), examples.y.to(device)
-        return cls(method, model, x, y, batch, settings.epochs, compiled, width)
+        return cls(method, model, x, y, batch, settings.epochs, compiled, width, rounds)
 
     def __call__(self, rows: Rows, phases: Sequence[Phase] | None = None) -> Finished[State, State]:
         """Train these clients for a round, from what the server sent and what they kept; reports are per example.
@@ -235,7 +239,7 @@ class LocalRound:
     def _stepper(self, phase: str, ragged: bool) -> Stepper:
         at = (phase, ragged)
         if at not in self.steppers:
-            self.steppers[at] = Stepper(self.method, self.model, phase, ragged, self.compiled)
+            self.steppers[at] = Stepper(self.method, self.model, phase, ragged, self.compiled, self.rounds)
         return self.steppers[at]
 
 

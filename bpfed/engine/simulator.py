@@ -12,15 +12,12 @@ from torch.utils._pytree import tree_map
 
 from bpfed._util.errors import UserError
 from bpfed.data.federated import Examples
+from bpfed.engine.compiled_step import worth_compiling
 from bpfed.engine.local import LocalRound, Rows, chunk_size, held_by
 from bpfed.methods.base import Finished, State
 
 if TYPE_CHECKING:
     from bpfed.engine.federation import Federation
-
-#: A compiler takes some 20 s of CPU; it is repaid where plain steps would take longer than that. In weights x
-#: client-steps.
-COMPILE_FROM = 2.5e8
 
 #: What federations must have in common to be stacked.
 _KINDS: tuple[Callable[[Federation], object], ...] = (
@@ -70,7 +67,10 @@ class Simulator:
         for part in parts:
             self.base.append(self.base[-1] + len(part.y))
         together = parts[0] if len(parts) == 1 else Examples.join(parts)
-        self.train = LocalRound.of(first.method, first.model, together, first.settings, self._compiled())
+        left = max(f.settings.rounds - f.round for f in federations)
+        self.train = LocalRound.of(
+            first.method, first.model, together, first.settings, self._compiled(), rounds=max(1, left)
+        )
         for federation, base in zip(federations, self.base[:-1], strict=True):
             federation.training, federation.base = self.train, base
 
@@ -96,21 +96,31 @@ class Simulator:
         if not sum(len(part) for part in parts):
             return Finished((), (), {})
         everyone = parts[0] if len(parts) == 1 else _concatenate(parts)
-        drawn = sum(f.settings.per_round(len(f)) for f in self.federations)  # whoever of them fails to return
-        held = held_by(self.train.method, self.train.model)
+        return self.train.in_chunks(everyone, self._chunk()[0])
+
+    def _chunk(self) -> tuple[int, int]:
+        """How many clients train side by side, and how many are drawn, whoever of them fails to return."""
+        drawn = sum(f.settings.per_round(len(f)) for f in self.federations)
+        first = self.federations[0]
+        held = held_by(first.method, first.model)
         chunk = self.settings.chunk or chunk_size(drawn, held, self.device, self.settings.memory)
-        return self.train.in_chunks(everyone, min(chunk, drawn))
+        return min(chunk, drawn), drawn
 
     def _compiled(self) -> bool:
         if self.settings.compile != "auto":
             return self.settings.compile == "on"
         if self.device.type == "cuda":
             return True
-        work = 0.0
-        for f in self.federations:
-            steps = (-(-f.data.train.sizes.float() // f.settings.batch)).mean() * f.settings.epochs
-            work += float(steps) * f.settings.per_round(len(f)) * f.settings.rounds * f.model.layout.total
-        return work > COMPILE_FROM
+        chunk, drawn = self._chunk()
+        sizes = torch.cat([f.data.train.sizes for f in self.federations])
+        batches = -(-sizes // self.settings.batch)
+        phases = self.federations[0].method.phases(self.settings.epochs)
+        mean = float(batches.double().mean())
+        steps = sum(phase.batches * phase.repeats or mean * phase.epochs for phase in phases)
+        # Of all rounds, though some may be done: a run that goes on computes as it began.
+        rounds = max(f.settings.rounds for f in self.federations)
+        shapes = len({(int(count) - 1).bit_length() for count in batches.unique()}) * len({p.name for p in phases})
+        return worth_compiling(steps * rounds * -(-drawn // chunk), shapes)
 
 
 def _info(finished: Finished[State, State], mine: slice, used: Tensor, refused: dict[str, str]) -> RoundInfo:

@@ -10,6 +10,8 @@ training.
 - *Pooled sets*: a client with few examples borrows from the others. Each counts its scores on a fixed grid, by class if
   sets are to hold each class alike, and the counts of all clients are added. A client's bound is the quantile of its own
   counts and of the sum, which weighs as much as `POOLED` examples of its own (`pooled_bounds`).
+- *Scales*: how far targets lie from their predictions differs between clients. So scores of numbers are first divided
+  by their client's scale, which is shrunk to that of all clients (`Scales`).
 """
 
 from __future__ import annotations
@@ -39,8 +41,58 @@ CELLS = 1000
 GRID = {"sets": 12.0, "intervals": 6.0}
 #: The scores of all clients weigh as much in a client's bound as so many of its own.
 POOLED = 50.0
+#: The least and the most that the scale of all clients weighs in a client's, in examples of its own.
+WEAKEST, STRONGEST = 1.0, 1e6
 #: Counts of scores that are held at a time.
 BLOCK = 20_000_000
+
+
+class Scales(NamedTuple):
+    """How the scale of a client's scores follows from its own and from those of all clients.
+
+    Its square is (Σ s² + strength · square) / (n + strength), over the client's n scores s: the mean of its own squares,
+    and as many as ``strength`` of all clients'.
+
+    Attributes:
+        square: The mean square of all clients' scores.
+        strength: The variance of the squares within clients, divided by that between clients.
+    """
+
+    square: float
+    strength: float
+
+    @classmethod
+    def of(cls, scores: Tensor, offsets: Tensor) -> Scales:
+        """Estimated from sums over the scores of each client, ``[E]`` with ``[N + 1]`` offsets."""
+        owner, clients = owners(offsets, scores)
+        squares, sizes = _squares(scores), offsets.diff().double()
+        (sums, fourths) = summed([squares, squares.square()], owner, clients)
+        total, parts = float(sizes.sum()), int((sizes > 0).sum())
+        if not total:
+            return cls(1.0, STRONGEST)
+        own = float((sums.square() / sizes.clamp(min=1.0)).sum())
+        square = float(sums.sum()) / total
+        within = max(float(fourths.sum()) - own, 0.0) / max(total - parts, 1.0)
+        between = own - total * square**2 - (parts - 1) * within
+        between /= max(total - float(sizes.square().sum()) / total, 1e-9)
+        strength = STRONGEST if parts < 2 or between <= 0.0 else within / between
+        return cls(max(square, 1e-12), min(max(strength, WEAKEST), STRONGEST))
+
+    def divided(self, scores: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores that are divided by their client's scale without themselves, ``[E]``; each client's scale, ``[N]``.
+
+        A new example is not in the scale that its score is divided by, so those of calibration must not be either.
+        """
+        owner, clients = owners(offsets, scores)
+        squares, sizes = _squares(scores), offsets.diff().double()
+        (sums,) = summed([squares], owner, clients)
+        prior = self.strength * self.square
+        others = (sums[owner] - squares + prior).clamp(min=prior) / (sizes[owner] - 1.0 + self.strength)
+        return scores.double() / others.sqrt(), ((sums + prior) / (sizes + self.strength)).sqrt()
+
+
+def _squares(scores: Tensor) -> Tensor:
+    return scores.double().clamp(max=FARTHEST).square()
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +105,14 @@ class Conformal:
         pool: Scores of all clients counted on the grid, ``[R, CELLS]`` float64, R the number of classes or 1; None: the
             client's own scores alone count.
         regions: Which of the grids (`GRID`) it is.
+        scales: By what scores are divided before they are counted; None: by nothing.
     """
 
     scores: Tensor
     classes: Tensor | None = None
     pool: Tensor | None = None
     regions: str = "sets"
+    scales: Scales | None = None
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -67,8 +121,8 @@ class Conformal:
         """The scores that a new example's does not exceed at this level: of each class, ``[K]``, or one, ``[1]``; float64."""
         if self.pool is None:
             return torch.tensor([threshold(self.scores, level)], dtype=torch.float64)
-        own = counted(self.scores, self.classes, torch.tensor([0, len(self)]), len(self.pool), self.regions)
-        return pooled_bounds(own, self.pool, level, self.regions)[0]
+        offsets = torch.tensor([0, len(self)])
+        return _bounds(self.scores, self.classes, offsets, self.pool, self.regions, self.scales, level)[0]
 
     def bound(self, level: float) -> float:
         """The one of `bounds`, where they are not by class."""
@@ -77,7 +131,8 @@ class Conformal:
 
     def fixed(self, level: float) -> FixedBounds:
         """The same at this level alone, as numbers."""
-        return FixedBounds(self.scores, self.classes, None, self.regions, level, tuple(self.bounds(level).tolist()))
+        values = tuple(self.bounds(level).tolist())
+        return FixedBounds(self.scores, self.classes, None, self.regions, None, level, values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +175,7 @@ class Calibration:
         classes: The class of each score, ``[E]`` int64, where bounds are by class.
         pool: Of all clients, where they borrow from each other; see `Conformal`.
         regions: See `Conformal`.
+        scales: See `Conformal`.
     """
 
     how: str
@@ -130,18 +186,21 @@ class Calibration:
     classes: Tensor | None = None
     pool: Tensor | None = None
     regions: str = "sets"
+    scales: Scales | None = None
 
     def client(self, index: int) -> tuple[float, Conformal]:
         """One client's temperature and what bounds its scores."""
         own = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         classes = None if self.classes is None else self.classes[own]
-        return float(self.temperatures[index]), Conformal(self.scores[own], classes, self.pool, self.regions)
+        return float(self.temperatures[index]), Conformal(
+            self.scores[own], classes, self.pool, self.regions, self.scales
+        )
 
     @property
     def unknown(self) -> Conformal | None:
         """What bounds the scores of a client without calibration examples; None: nothing does."""
         none = None if self.classes is None else self.classes[:0]
-        return None if self.pool is None else Conformal(self.scores[:0], none, self.pool, self.regions)
+        return None if self.pool is None else Conformal(self.scores[:0], none, self.pool, self.regions, self.scales)
 
     def thresholds(self, level: float) -> Tensor:
         """The bounds of each client's scores, ``[N, K]`` by class and else ``[N, 1]``."""
@@ -162,8 +221,7 @@ class Calibration:
         offsets = self.offsets[int(some[0]) : int(some[-1]) + 2]
         own = slice(int(offsets[0]), int(offsets[-1]))
         classes = None if self.classes is None else self.classes[own]
-        counts = counted(self.scores[own], classes, offsets - offsets[0], len(pool), self.regions)
-        return pooled_bounds(counts, pool, level, self.regions)
+        return _bounds(self.scores[own], classes, offsets - offsets[0], pool, self.regions, self.scales, level)
 
     def record(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -173,6 +231,7 @@ class Calibration:
             kept = {"row": row.tolist(), "cell": cell.tolist(), "count": self.pool[row, cell].long().tolist()}
             more = {"regions": self.regions, "pool": {"rows": len(self.pool), "cells": CELLS, **kept}}
             more |= {} if self.classes is None else {"classes": self.classes.tolist()}
+            more |= {} if self.scales is None else {"scales": self.scales._asdict()}
         return {
             "how": self.how,
             "draws": self.draws,
@@ -198,6 +257,7 @@ class Calibration:
             torch.tensor(record["classes"], dtype=torch.int64) if "classes" in record else None,
             _pool_of(record["pool"]) if "pool" in record else None,
             str(record.get("regions", "sets")),
+            _scales_of(record["scales"]) if "scales" in record else None,
         )
         if made.regions not in GRID:
             raise ValueError(f"it is of '{made.regions[:20]}'")
@@ -235,6 +295,14 @@ def _pool_of(record: Mapping[str, Any]) -> Tensor:
     return torch.zeros(rows, CELLS, dtype=torch.float64).index_put_((row, cell), count)
 
 
+def _scales_of(record: Mapping[str, Any]) -> Scales:
+    """What a `Calibration.record` holds of them."""
+    made = Scales(float(record["square"]), float(record["strength"]))
+    if not all(math.isfinite(value) and value > 0.0 for value in made):
+        raise ValueError("its scales are not numbers above 0")
+    return made
+
+
 def ends(regions: str) -> Tensor:
     """The upper end of each cell of the grid, ``[CELLS]`` float64, the last one infinite."""
     inner = torch.linspace(-GRID[regions], GRID[regions], CELLS - 1, dtype=torch.float64)
@@ -255,6 +323,21 @@ def counted(scores: Tensor, classes: Tensor | None, offsets: Tensor, rows: int, 
     cell = torch.bucketize(scores.double(), ends(regions)[:-1])
     row = owner * rows if classes is None else owner * rows + classes
     return torch.bincount(row * CELLS + cell, minlength=clients * rows * CELLS).view(clients, rows, CELLS).double()
+
+
+def _bounds(
+    scores: Tensor,
+    classes: Tensor | None,
+    offsets: Tensor,
+    pool: Tensor,
+    regions: str,
+    scales: Scales | None,
+    level: float,
+) -> Tensor:
+    """`pooled_bounds` of clients with these scores, ``[N, R]``; multiplied by their scales where there are some."""
+    divided, scale = (scores, None) if scales is None else scales.divided(scores, offsets)
+    found = pooled_bounds(counted(divided, classes, offsets, len(pool), regions), pool, level, regions)
+    return found if scale is None else found * scale[:, None]
 
 
 def pooled_bounds(own: Tensor, pool: Tensor, level: float, regions: str) -> Tensor:

@@ -210,6 +210,7 @@ class Counts(Task):
     """Whole numbers from 0, such as events in a period."""
 
     name = "counts"
+    residual_scores = True
     phrase = "counts"
     targets = "counts"
     likelihoods: ClassVar[type] = Poisson

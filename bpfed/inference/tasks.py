@@ -118,6 +118,7 @@ class Task(ABC):
         standardised: Whether targets of tables are brought to mean 0 and standard deviation 1.
         dtype: Of the targets, ``[E]``.
         regions: What calibration examples give: ``sets`` of classes, or ``intervals``.
+        residual_scores: Whether `conformal_scores` are distances from the mean in predicted standard deviations.
         sets_by_class: Whether sets can have a bound for each class.
         tempered: Whether a common temperature can make predictions less sure, or surer.
         scalable: Whether a temperature can be fitted for each client.
@@ -136,6 +137,7 @@ class Task(ABC):
     standardised: ClassVar[bool] = False
     dtype: ClassVar[torch.dtype] = torch.float32
     regions: ClassVar[Literal["sets", "intervals"]] = "intervals"
+    residual_scores: ClassVar[bool] = False
     sets_by_class: ClassVar[bool] = False
     tempered: ClassVar[bool] = False
     scalable: ClassVar[bool] = False
@@ -432,6 +434,7 @@ class Regression(Task):
     """A number with Gaussian noise."""
 
     name = "regression"
+    residual_scores = True
     phrase = "a regression"
     targets = "numbers"
     standardised = True

@@ -54,7 +54,7 @@ def watched(data: FederatedData, width: int = 90) -> list[str]:
 
 def test_from_the_first_moment_to_the_last() -> None:
     before, first, second, third, end = watched(classification())
-    assert "FedAvg on small, 5 clients, cpu, round 1: tracing the local step, once" in before
+    assert "FedAvg on small, 5 clients, cpu, round 1: training" in before
     assert "round 0/3" in before
     assert "left" not in before
     assert re.search(r"round 1/3 accuracy \S+ %  NLL \S+  ECE \S+ %", first)
@@ -174,7 +174,7 @@ def test_elsewhere_the_time_before_the_first_round_gets_a_line() -> None:
     assert isinstance(console.file, io.StringIO)
     whose, first, *rounds = console.file.getvalue().splitlines()
     assert whose.startswith("personal: nothing; shared: ")
-    assert re.fullmatch(r"FedAvg on .+ clients, cpu, round 1: (tracing|compiling) the local step, once …", first)
+    assert re.fullmatch(r"FedAvg on .+ clients, cpu, round 1: training …", first)
     assert [line.split("  ")[0] for line in rounds] == ["round 1/2", "round 2/2"]
 
 

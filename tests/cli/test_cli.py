@@ -345,7 +345,7 @@ def test_without_a_terminal_what_takes_long_gets_a_line(bpfed: Command, monkeypa
     assert "downloading mnist …\n" in bpfed("data", "fetch", "mnist").err
     run = bpfed.ok(*(a for a in PLAIN if a != "--quiet"), "--rounds", "1", "--device", "cpu").err
     assert "loading digits …\n" in run
-    assert "FedAvg on digits, 3 clients, cpu, round 1: tracing the local step, once …\n" in run
+    assert "FedAvg on digits, 3 clients, cpu, round 1: training …\n" in run
 
 
 def test_who_the_clients_are_is_said_in_words(bpfed: Command) -> None:

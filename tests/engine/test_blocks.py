@@ -37,6 +37,7 @@ def test_a_run_in_blocks_is_the_same_run(method: Method, monkeypatch: pytest.Mon
         return made
 
     monkeypatch.setattr(compiled_step, "in_blocks", small_blocks)
+    monkeypatch.setattr(compiled_step, "TRACE_FROM", 0)
     blocks = scenarios.run(method, rounds=2, compile="off")
     assert len(regions) >= 1
     for one, other in zip(tree_leaves(whole.shared), tree_leaves(blocks.shared), strict=True):
@@ -61,6 +62,7 @@ def test_a_run_with_compiled_regions_is_the_same_run(method: Method, monkeypatch
         return made
 
     monkeypatch.setattr(compiled_step, "in_blocks", small)
+    monkeypatch.setattr(compiled_step, "TRACE_FROM", 0)
     parts = scenarios.run(method, rounds=2, compile="off")
     assert compiled
     for one, other in zip(tree_leaves(whole.shared), tree_leaves(parts.shared), strict=True):

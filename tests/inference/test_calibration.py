@@ -24,6 +24,7 @@ from bpfed.inference.calibration import (
     PRIOR,
     Calibration,
     Conformal,
+    Scales,
     by_client,
     counted,
     ends,
@@ -460,6 +461,49 @@ def test_a_pool_by_class_survives_its_record():
     for part, wrong in (("classes", [0, 1, 2, 0]), ("pool", {**made.record()["pool"], "cell": [CELLS] * 4})):
         with pytest.raises(ValueError, match="its"):
             Calibration.from_record({**made.record(), part: wrong}, 2)
+
+
+def test_scales_are_shrunk_by_what_differs_between_clients():
+    g = torch.Generator().manual_seed(0)
+    sizes = [12] * 400
+    offsets, owner = offsets_of(*sizes), torch.arange(400).repeat_interleave(12)
+    noise = torch.randn(4800, generator=g, dtype=torch.float64).abs()
+    alike = Scales.of(noise, offsets)
+    assert alike.square == pytest.approx(1.0, abs=0.1)
+    assert alike.strength > 50.0
+    factor = torch.randn(400, generator=g, dtype=torch.float64).mul(0.5).exp()
+    differing = Scales.of(noise * factor[owner], offsets)
+    assert differing.strength < 10.0
+    _, scale = differing.divided(noise * factor[owner], offsets)
+    assert (scale.log() - factor.log()).std() < 0.8 * factor.log().std()
+    assert Scales.of(noise[:0], offsets_of(0, 0)).square == 1.0
+    assert Scales.of(noise[:12], offsets_of(12)).strength == 1e6  # of one client nothing can be said
+
+
+def test_intervals_follow_the_spread_of_each_client():
+    g = torch.Generator().manual_seed(1)
+    offsets, owner = offsets_of(*[12] * 300), torch.arange(300).repeat_interleave(12)
+    factor = torch.randn(300, generator=g, dtype=torch.float64).mul(0.4).exp()
+    scores = torch.randn(3600, generator=g, dtype=torch.float64).abs() * factor[owner]
+    scores = scores[by_client(scores, offsets)].float()
+    new = torch.randn(300, 200, generator=g, dtype=torch.float64).abs() * factor[:, None]
+
+    def made(scales):
+        divided = scores if scales is None else scales.divided(scores, offsets)[0]
+        pool = counted(divided, None, torch.tensor([0, 3600]), 1, "intervals")[0]
+        return Calibration("sample", 20, torch.ones(300).double(), scores, offsets, None, pool, "intervals", scales)
+
+    shared, own = made(None), made(Scales.of(scores, offsets))
+    held = [(new <= c.thresholds(0.9)).double().mean(1) for c in (shared, own)]
+    assert all(float(h.mean()) == pytest.approx(0.9, abs=0.015) for h in held)
+    assert float(held[1].std()) < 0.8 * float(held[0].std())
+    again = Calibration.from_record(json.loads(json.dumps(own.record())), 300)
+    assert torch.equal(again.thresholds(0.9), own.thresholds(0.9))
+    assert torch.equal(own.client(7)[1].bounds(0.9), own.thresholds(0.9)[7])
+    assert own.unknown is not None
+    assert bool(own.unknown.bounds(0.9).isfinite())
+    with pytest.raises(ValueError, match="its scales"):
+        Calibration.from_record({**own.record(), "scales": {"square": 0.0, "strength": 1.0}}, 300)
 
 
 @pytest.fixture(scope="module")

@@ -344,7 +344,9 @@ class Site:
         # clients of any size, and what is beyond a client's examples counts for nothing; a site that joined late may
         # have more examples than any that told of theirs.
         compiled = settings.compile == "on"
-        federation.training = LocalRound.of(method, federation.model, train, settings, compiled, longest=longest)
+        federation.training = LocalRound.of(
+            method, federation.model, train, settings, compiled, longest, settings.rounds
+        )
         self.schemas = schemas(method, federation.model, settings.compression == "half")
         return federation
 
