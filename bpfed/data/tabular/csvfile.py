@@ -146,7 +146,7 @@ def _fast(path: Path, asked: ReadOptions) -> Table | None:
     ):
         return None
     header, delimiter, first = list(islice(_rows(path), 2))[-1]
-    if delimiter != "," or not first:
+    if delimiter != "," or not first or not any(header):
         return None
     numbers = [
         name not in asked.words and _numbers(cells, delimiter) is not None
