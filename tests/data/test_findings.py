@@ -19,6 +19,7 @@ from bpfed.config.reader import read
 from bpfed.data import load
 from bpfed.data.checks.agreement import code_findings, matched, unit_findings
 from bpfed.data.checks.findings import Asked, configuration, examine, survey
+from bpfed.data.tabular.recode import parse_dates
 from bpfed.data.tabular.table import Categorical, Table
 
 QUICK = {"rounds": 4, "epochs": 3, "adapt": "off", "members": 1, "eval_draws": 5, "compile": "off", "baselines": "off"}
@@ -246,3 +247,10 @@ def test_what_names_no_column_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=re.escape(why)):
             load(f"folder:{tmp_path}", target="died", **said)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("word", ["2024051412345678", "1" * 5000, "20240514x12", "2024-05-14-12:00", "2024-02-30"])
+def test_numbers_that_begin_like_a_date_are_none(word: str) -> None:
+    with pytest.raises(UserError, match="which is no date"):
+        parse_dates(["2024-05-14", word], "seen", "rows.csv")
+    assert len(set(parse_dates(["2024-05-14", "20240514", "2024-05-14T12:00:30", "2024-W20-2"], "seen", "a.csv"))) == 1
