@@ -204,7 +204,12 @@ def _toml(value: Any) -> str:
         return repr(value)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return json.dumps(str(value), ensure_ascii=False)
+    return toml_text(str(value))
+
+
+def toml_text(words: str) -> str:
+    """Words as TOML writes them, in quotes; it allows one control character less than JSON."""
+    return json.dumps(words, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 # --- A download: one file, fetched whole and checked, or not there at all ---------------------------------------------

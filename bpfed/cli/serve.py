@@ -57,6 +57,11 @@ def export(
         progress.close()
     checked = "" if format == "safetensors" else ", the same as predict on rows that were tried"
     Console().print(f"Model of '{client}' as {format}{checked}: {path}", style="bold", soft_wrap=True)
+    if run.data.preparation is not None:
+        Console().print(
+            "It holds means, scales and words of the training rows: whoever gets the file can read them.",
+            soft_wrap=True,
+        )
 
 
 def serve(

@@ -64,7 +64,7 @@ def entries(folder: Path) -> tuple[list[Entry], list[str]]:
         read = _comparison if (place / COMPARISON).is_file() else _run
         try:
             found.append(read(folder, place))
-        except (OSError, ValueError, TypeError, AttributeError, LookupError):
+        except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
             wrong.append(f"'{place.relative_to(folder)}' is damaged and left out.")
     return sorted(found, key=lambda one: -one.made), wrong
 
@@ -194,6 +194,13 @@ def write(folder: Path, path: Path) -> Path:
     return html.write_page(render(folder, links), path)
 
 
+#: A report may be of a stranger: its scripts reach neither the other reports nor the net, whatever it says itself.
+SERVED_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; sandbox allow-scripts"
+)
+
+
 # --- Served on loopback -----------------------------------------------------------------------------------------------
 
 
@@ -228,10 +235,12 @@ def _handler(folder: Path) -> type[BaseHTTPRequestHandler]:
         def _answer(self, body: bool) -> None:
             port = getattr(self.server, "server_port", 0)
             # A page of another site could otherwise reach this one under a name of its own (DNS rebinding).
-            if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
+            if self.headers.get_all("Host") not in ([f"127.0.0.1:{port}"], [f"localhost:{port}"]):
                 self.send_error(HTTPStatus.FORBIDDEN, "This server is for this machine alone")
                 return
-            content = self._content(unquote(urlsplit(self.path).path))
+            content = None
+            with contextlib.suppress(ValueError):  # an address that is none
+                content = self._content(unquote(urlsplit(self.path).path))
             if content is None:
                 self.send_error(HTTPStatus.NOT_FOUND, "There is no such report")
                 return
@@ -240,6 +249,8 @@ def _handler(folder: Path) -> type[BaseHTTPRequestHandler]:
                 ("Content-Type", "text/html; charset=utf-8"),
                 ("Content-Length", str(len(content))),
                 ("X-Content-Type-Options", "nosniff"),
+                ("Content-Security-Policy", SERVED_POLICY),
+                ("Cross-Origin-Resource-Policy", "same-origin"),
                 ("Referrer-Policy", "no-referrer"),
                 ("Cache-Control", "no-store"),
             ):

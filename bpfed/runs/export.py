@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from bpfed import __version__
 from bpfed._util.errors import UserError, check_count, unknown
 from bpfed._util.files import to_json_line, write_whole
+from bpfed.config.registry import shown
 from bpfed.data.tabular.table import Categorical, Table
 from bpfed.inference import inputs
 from bpfed.inference.predictive import (
@@ -182,7 +183,7 @@ def _about(client: Client) -> dict[str, Any]:
         "version": VERSION,
         "bpfed": __version__,
         "client": client.name,
-        "data": data.name,
+        "data": shown(data.name),
         "method": federation.method.name,
         "round": federation.round,
         "task": data.task,
@@ -338,8 +339,18 @@ def _recorded(scorer: Scorer, raw: tuple[Tensor, ...]) -> torch.export.ExportedP
 def _torch_file(program: torch.export.ExportedProgram, about: dict[str, Any]) -> bytes:
     content = io.BytesIO()
     with _quiet():
-        torch.export.save(program.run_decompositions({}), content, extra_files={"bpfed.json": to_json_line(about)})
+        made = _bare(program.run_decompositions({}))
+        torch.export.save(made, content, extra_files={"bpfed.json": to_json_line(about)})
     return content.getvalue()
+
+
+def _bare(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """A program without what it was recorded with: rows, which may be of training, and paths of this machine."""
+    program._example_inputs = None
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)
+    return program
 
 
 def _torch_runner(content: bytes) -> Runner:
@@ -462,7 +473,7 @@ def _onnx_file(
     try:
         with _quiet():
             made = torch.onnx.export(
-                program,
+                _bare(program),
                 dynamo=True,
                 verbose=False,
                 input_names=list(raw),

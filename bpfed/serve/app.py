@@ -20,6 +20,7 @@ from bpfed._util.errors import UserError
 from bpfed.serve.service import BadRequest, Service
 
 if TYPE_CHECKING:
+    import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
@@ -30,7 +31,7 @@ LOOPBACK = "127.0.0.1"
 ANYWHERE = ("0.0.0.0", "::")
 #: Bytes of a request's body.
 MOST_BYTES = 1_000_000
-#: Seconds within which a body must have come.
+#: Seconds within which a request's header must have come, and likewise its body.
 PATIENCE = 10.0
 #: Requests that are served at a time.
 CONCURRENT = 64
@@ -56,7 +57,7 @@ PUBLIC = {
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
 }
-_HOST = re.compile(r"\[?[A-Za-z0-9._:-]+\]?(:\d+)?")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 
 
 def read_token(path: Path) -> str:
@@ -208,8 +209,6 @@ def check_installed() -> None:
 
 def serve(service: Service, host: str, port: int, token: str | None, ready: Callable[[int], None]) -> None:
     """Answer until somebody ends it; ``ready`` is called with the port once it is taken."""
-    import uvicorn
-
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -220,8 +219,48 @@ def serve(service: Service, host: str, port: int, token: str | None, ready: Call
                 f"Port {port} of {host} cannot be used ({error.strerror}); choose another --port."
             ) from error
         port = taken.getsockname()[1]
-        settings = uvicorn.Config(
-            make_app(service, host, port, token),
+        made = server(make_app(service, host, port, token))
+        ready(port)
+        made.run(sockets=[taken])
+
+
+def server(app: Starlette) -> uvicorn.Server:
+    """What serves the application, and logs no request."""
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Prompt(H11Protocol):
+        """Ends a connection on which no whole header comes in time: such ones would take all the places there are."""
+
+        late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.wait()
+
+        def on_response_complete(self) -> None:
+            self.wait()
+            super().on_response_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self.late is not None:
+                self.late.cancel()
+            super().connection_lost(exc)
+
+        def wait(self) -> None:
+            if self.late is not None:
+                self.late.cancel()
+            self.late = self.loop.call_later(PATIENCE, self.end)
+
+        def end(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.close()
+
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=Prompt,
+            ws="none",
             access_log=False,
             log_level="warning",
             server_header=False,
@@ -230,5 +269,4 @@ def serve(service: Service, host: str, port: int, token: str | None, ready: Call
             timeout_keep_alive=5,
             lifespan="off",
         )
-        ready(port)
-        uvicorn.Server(settings).run(sockets=[taken])
+    )

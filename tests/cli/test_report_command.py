@@ -126,6 +126,7 @@ def port(place: Path) -> Iterator[int]:
         ("/first/../../sites/north.csv", 404),
         ("/%2e%2e/sites/north.csv", 404),
         ("//etc/passwd", 404),
+        ("http://[", 404),
     ],
 )
 def test_only_the_page_and_its_reports_are_served(port: int, path: str, status: int) -> None:
@@ -138,9 +139,27 @@ def test_only_the_page_and_its_reports_are_served(port: int, path: str, status: 
     if status == 200:
         assert b"<!DOCTYPE html>" in answer.read()
         assert answer.getheader("X-Content-Type-Options") == "nosniff"
+        policy = answer.getheader("Content-Security-Policy") or ""
+        assert "default-src 'none'" in policy  # a stranger's report asks nobody
+        assert policy.endswith("sandbox allow-scripts")  # and is of no origin that the others are of
 
 
 def test_a_page_of_another_name_gets_nothing(port: int) -> None:
     asked = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     asked.request("GET", "/", headers={"Host": "evil.example"})
     assert asked.getresponse().status == 403
+
+
+def test_files_of_a_stranger_neither_run_nor_break_the_pages(place: Path, command: Command) -> None:
+    shutil.copytree(place / "first", place / "<svg onload=x>")
+    odd = place / "<svg onload=x>"
+    summary = json.loads((odd / "summary.json").read_text())
+    (odd / "summary.json").write_text(json.dumps(summary | {"data": "<img src=x>", "title": "</script><img src=x>"}))
+    command.ok("view", "runs")
+    page = (place / "index.html").read_text()
+    assert not re.search("<img|<svg onload", page)
+    assert "&lt;img src=x&gt;" in page
+    assert "manifest.json" in command("report", str(odd)).sentence  # its files are not those that were written
+    (odd / "summary.json").write_text(json.dumps(summary | {"clients": 10**400}))
+    command.ok("view", "runs")
+    assert "is damaged and left out" in (place / "index.html").read_text()

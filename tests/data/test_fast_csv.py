@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,9 @@ LEFT: dict[str, str | bytes] = {
     "semicolons": PLAIN.replace(",", ";"),
     "mixed line ends": PLAIN + "1,x,1%,1,1,true,\r\n",
     "blank lines first": "\n\n" + PLAIN,
+    "a cell that is too long": PLAIN + f"1,{'x' * 140_000},1%,1,1,true,\n",
+    "a number that is too long": PLAIN + f"1.{'0' * 140_000},x,1%,1,1,true,\n",
+    "no column with a name": ",\n" + "a,1\n" * 5000,
 }
 
 
@@ -94,3 +98,40 @@ def test_what_is_wrong_is_said_in_the_same_sentence(
     fast, slow, _ = both(tmp_path / "a.csv", monkeypatch)
     assert isinstance(slow, str)
     assert fast == slow
+
+
+#: Cells that a number or a word could be taken for, and that readers disagree on.
+CELLS = (
+    "1 0x10 1_0 inf -inf nan nAn +nan NA Na n/a ? - -- null Null 1e400 1e-400 99999999999999999999999999 0.30000000000000004"
+    " 1.7976931348623159e308 4.9e-324 .5 5. 1e 1d5 ٣ １ ² #N/A <NA> <Na> -0 00012 9007199254740993 =1+1 @x 'q TRUE tRue 12% %"
+    " é e\u0301 \\N \\ \u2028 \x0b \x0c \x1b \x85 \x1a \ufeff 😀"
+)
+#: Lines of any number of cells.
+ODD = ("", " ", "\t", "1", "1,2,3", ",", "#c", '"', '"a\nb",1', "\r")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_hostile_files_are_read_alike_by_both(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyarrow")
+    rng, path = random.Random(seed), tmp_path / "a.csv"
+    monkeypatch.setattr(csvfile, "CHUNK", 20)  # what the fast reader goes by, so that the odd cells are after it
+    fast_ones = 0
+    for _ in range(60):
+        kinds = [["1", "2.5", ""], ["u", "v", ""]]
+        cells = [[rng.choice(kind) for _ in range(40)] for kind in rng.choices(kinds, k=2)]
+        for _ in range(rng.randint(0, 3)):
+            rng.choice(cells)[rng.randrange(40)] = rng.choice(CELLS.split(" "))
+        lines = [rng.choice(["a,b", "a,b", "a,", ",", "a,a", " a ,é", "1,2"]), *map(",".join, zip(*cells, strict=True))]
+        if rng.random() < 0.2:
+            lines.insert(rng.randrange(1, 40), rng.choice(ODD))
+        end = rng.choice(["\n", "\n", "\r\n", "\r"])
+        path.write_bytes(
+            rng.choice(["", "", "", "\ufeff"]).encode() + end.join(lines).encode() + rng.choice([b"", b"\n"])
+        )
+        fast, slow, used = both(path, monkeypatch)
+        fast_ones += used
+        if isinstance(fast, Table) and isinstance(slow, Table):
+            same(fast, slow)
+        else:
+            assert fast == slow, path.read_bytes()
+    assert fast_ones > 10

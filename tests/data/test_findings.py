@@ -14,10 +14,12 @@ from nasty import PLANTED, clean, nasty
 
 import bpfed
 from bpfed._util.errors import UserError
+from bpfed._util.files import from_toml
 from bpfed.config.reader import read
 from bpfed.data import load
 from bpfed.data.checks.agreement import code_findings, matched, unit_findings
 from bpfed.data.checks.findings import Asked, configuration, examine, survey
+from bpfed.data.tabular.recode import parse_dates
 from bpfed.data.tabular.table import Categorical, Table
 
 QUICK = {"rounds": 4, "epochs": 3, "adapt": "off", "members": 1, "eval_draws": 5, "compile": "off", "baselines": "off"}
@@ -60,6 +62,23 @@ def test_one_inspection_names_every_fault_and_one_configuration_mends_them(
     there = plain.client("davos").predict(tmp_path / "clean" / "davos.csv").probs
     assert float((here - there).abs().max()) < 0.05
     assert digest(folder) == before
+
+
+def test_words_of_files_are_neither_settings_nor_orders_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    word = "x\n]\n[run]\nseed = 7\nrounds = [#\x9b2J"
+    for client in ("ann", "ben"):
+        rows = "".join(f"{k / 7},{'uv'[k % 2]}\u202e,{'pq'[k % 2]}\n" for k in range(60))
+        Path(f"rows/{client}.csv").parent.mkdir(exist_ok=True)
+        Path(f"rows/{client}.csv").write_text(f'"a\x9b2J",b,t\n"{word}",u,p\n{rows}')
+    shown = Command(capsys)("data", "inspect", "folder:rows", "--target", "t", "--fix", "fix.toml")
+    assert "'x\\n]\\n[run]" in shown.err
+    assert not re.search("[\x80-\x9f\u202e]", shown.out + shown.err)
+    assert from_toml(Path("fix.toml").read_bytes()) == {
+        "data": {"name": "folder:rows", "target": "t", "missing": [f"a\x9b2J={word}"]}
+    }
 
 
 def test_a_clean_folder_has_no_findings(tmp_path: Path) -> None:
@@ -228,3 +247,10 @@ def test_what_names_no_column_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=re.escape(why)):
             load(f"folder:{tmp_path}", target="died", **said)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("word", ["2024051412345678", "1" * 5000, "20240514x12", "2024-05-14-12:00", "2024-02-30"])
+def test_numbers_that_begin_like_a_date_are_none(word: str) -> None:
+    with pytest.raises(UserError, match="which is no date"):
+        parse_dates(["2024-05-14", word], "seen", "rows.csv")
+    assert len(set(parse_dates(["2024-05-14", "20240514", "2024-05-14T12:00:30", "2024-W20-2"], "seen", "a.csv"))) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -111,6 +112,11 @@ def bomb(side: int) -> bytes:
     return png((b"IHDR", head), (b"IDAT", zlib.compress(bytes(1000))))
 
 
+def deep() -> bytes:
+    head = struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)
+    return png((b"IHDR", head), (b"IDAT", zlib.compress((b"\0" + b"\x01\x02" * 24) * 8)))
+
+
 def saved(mode: str, value: Any, **info: Any) -> Callable[[Path], None]:
     return lambda file: Image.new(mode, (8, 8), value).save(file, **info)
 
@@ -127,6 +133,16 @@ BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "another size": ("coat/x.png", lambda f: Image.new("L", (9, 5)).save(f), "5x9 pixels.*--image-size 8x8"),
     "see-through": ("coat/x.png", saved("RGBA", (9, 9, 9, 40)), "x.png' is transparent in places"),
     "16 bits": ("coat/x.png", saved("I;16", 999), "which bytes cannot hold"),
+    "16 bits in colour": ("coat/x.png", lambda f: f.write_bytes(deep()), "RGB;16B, which bytes cannot hold"),
+    "a link to a folder": ("hat", lambda f: f.symlink_to(f.parent / "coat"), "hat' is a link to a folder"),
+    "a link to nothing": ("coat/x.png", lambda f: f.symlink_to("nowhere.png"), "x.png' is no file that can be read"),
+    "a pipe": ("coat/x.png", os.mkfifo, "x.png' is no file that can be read"),
+    "orders to a terminal": (
+        "coat/=1\x1b[2J.png",
+        saved("L", 3),
+        r"'coat/=1\\x1b\[2J.png' in .* is a name that is not text",
+    ),
+    "a class that is no text": ("\udcff/x.png", saved("L", 3), r"'\\udcff/x.png' in .* is a name that is not text"),
     "of another kind": ("coat/x.gif", saved("L", 3), "x.gif' is not a PNG or JPEG image; move it"),
     "in no class": ("x.png", saved("L", 3), "x.png' is in no folder of a class"),
     "too deep": ("coat/old/x.png", saved("L", 3), "deeper than one folder for each class"),

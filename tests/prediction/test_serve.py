@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ pytest.importorskip("httpx", reason="the service is tested by httpx")
 
 from starlette.testclient import TestClient
 
+from bpfed.serve import app
 from bpfed.serve.app import MOST_BYTES, STATIC, make_app, read_token
 from bpfed.serve.service import MOST_ROWS, Service
 
@@ -157,12 +160,14 @@ def test_pages_of_other_sites_cannot_ask(client: TestClient) -> None:
 
 def test_a_token_guards_all_that_says_something_of_the_model(service: Service, tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f"{TOKEN}\n")
-    app = make_app(service, "0.0.0.0", 8000, read_token(tmp_path / "token"))
-    client = TestClient(app, base_url="http://scores.example:8000")
+    made = make_app(service, "0.0.0.0", 8000, read_token(tmp_path / "token"))
+    client = TestClient(made, base_url="http://scores.example:8000")
     assert [client.get(path).status_code for path in ("/", "/page.js", "/health", "/schema")] == [200, 200, 200, 401]
     assert asked(client, [ROW]).status_code == 401
     assert asked(client, [ROW], headers={"Authorization": "Bearer wrong"}).status_code == 401
     assert asked(client, [ROW], headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+    for host in ("[a", "a]", ":", "a/health?", "a#", "b@a", "a:1:2"):
+        assert client.get("/schema", headers={"Host": host}).status_code == 421
     (tmp_path / "token").write_text("short")
     with pytest.raises(UserError, match="at least 16 letters"):
         read_token(tmp_path / "token")
@@ -180,6 +185,30 @@ def test_the_page_loads_nothing_from_elsewhere_and_writes_no_html(client: TestCl
         assert not any(
             word in text for word in ("innerHTML", "insertAdjacentHTML", "document.write", "eval(", "style=")
         )
+
+
+def test_connections_that_send_no_request_are_ended(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "PATIENCE", 0.3)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        server = app.server(make_app(service, port=port))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)
+        thread.start()
+        while not server.started:
+            thread.join(0.01)
+        whole = f"GET /health HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()
+        for sent in (b"", b"GET /health HT", whole + b"GET /hea", whole.replace(b"GET", b"POST")[:-2] + b"X: "):
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as idle:
+                idle.sendall(sent)
+                found = b"".join(iter(lambda: idle.recv(10_000), b""))  # until the service ends it
+                assert found.count(b"200 OK") == sent.count(b"\r\n\r\n")
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as slow:
+            head = f"POST /predict HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+            slow.sendall(f"{head}Content-Length: 50\r\n\r\n{{".encode())
+            assert b"408" in b"".join(iter(lambda: slow.recv(10_000), b""))
+        server.should_exit = True
+        thread.join(10)
 
 
 def test_others_are_not_served_without_a_token(ward: Path, command: Command) -> None:

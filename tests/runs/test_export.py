@@ -87,6 +87,8 @@ def test_an_onnx_graph_takes_raw_columns_and_gives_what_predict_does(hospitals: 
     assert (found["set"] == right.prediction_set(0.8).numpy()).all()
     assert (said["labels"], said["level"], said["client"]) == (["ill", "well"], 0.8, "bern")
     assert "genf" not in json.dumps(said)
+    assert str(Path(torch.__file__).parent).encode() not in path.read_bytes()
+    assert b"runs/graph.py" not in path.read_bytes()
     one, _ = by_onnx(path, {name: values[:1] for name, values in ROWS.items()})
     np.testing.assert_allclose(one["probabilities"], right.probs[:1], atol=1e-5)
 
@@ -95,6 +97,9 @@ def test_a_torch_program_takes_numbers_and_codes_and_gives_what_predict_does(hos
     path = hospitals.export("genf", "torch", tmp_path / "genf.pt2")
     extra = {"bpfed.json": ""}
     program = torch.export.load(path, extra_files=extra)
+    assert program.example_inputs is None
+    assert str(Path(torch.__file__).parent).encode() not in path.read_bytes()
+    assert b"runs/graph.py" not in path.read_bytes()
     numbers, codes = json.loads(extra["bpfed.json"])["inputs"]
     x = np.stack([ROWS[name] for name in numbers["columns"]], 1)
     (ward,) = codes["columns"]

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from bpfed._util.errors import UserError, quoted
+from bpfed._util.files import toml_text
+from bpfed._util.text import plain
 from bpfed.config.schema import LISTS
 from bpfed.data.checks import Finding, file_of
 from bpfed.data.checks.agreement import code_findings, column_findings, spelling_findings, unit_findings
@@ -367,11 +369,13 @@ def configuration(found: Sequence[Finding], settings: Mapping[str, object]) -> s
     ]
     lists = {key.partition(".")[2]: separator for key, separator in LISTS.items()}
     head += [
-        f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in settings.items() if v is not None and k not in lists
+        f"{k} = {toml_text(v) if isinstance(v, str) else json.dumps(v)}"
+        for k, v in settings.items()
+        if v is not None and k not in lists
     ]
     for key, separator in lists.items():
         said = [entry for entry in str(settings.get(key) or "").split(separator) if entry.strip()]
-        lines = [f"    {json.dumps(entry, ensure_ascii=False)}," for entry in said]
+        lines = [f"    {toml_text(entry)}," for entry in said]
         proposals: dict[str, list[Finding]] = {}
         for finding in found:
             if finding.setting == key and finding.entry not in said and separator not in finding.entry:
@@ -379,7 +383,8 @@ def configuration(found: Sequence[Finding], settings: Mapping[str, object]) -> s
         for entry, why in proposals.items():
             mark = "" if why[0].sure else "# "
             files = quoted(list(dict.fromkeys(f.file for f in why)), 3).replace("'", "")
-            lines.append(f"    {mark}{json.dumps(entry, ensure_ascii=False)},  # {files}: {why[0].what}")
+            # What was found quotes the files: a line break in a cell must not end the comment.
+            lines.append(f"    {mark}{toml_text(entry)},  # {plain(f'{files}: {why[0].what}')}")
         if lines:
             head += [f"{key} = [", *lines, "]"]
     return "\n".join(head) + "\n"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from bpfed._util.errors import OTHERS, UserError, first_of
+from bpfed._util.errors import OTHERS, UserError, first_of, quoted
 from bpfed._util.files import write_whole
 from bpfed.data.tabular import fast_csv
 from bpfed.data.tabular.missing_values import MissingValues
@@ -146,7 +146,7 @@ def _fast(path: Path, asked: ReadOptions) -> Table | None:
     ):
         return None
     header, delimiter, first = list(islice(_rows(path), 2))[-1]
-    if delimiter != "," or not first:
+    if delimiter != "," or not first or not any(header):
         return None
     numbers = [
         name not in asked.words and _numbers(cells, delimiter) is not None
@@ -481,7 +481,7 @@ def _slip(column: Categorical, such: list[bool], name: str, what: str) -> list[S
     rows = np.flatnonzero(known & ~number)
     more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
     words = tuple(dict.fromkeys(column.levels[code] for code in column.codes[rows].tolist()))
-    return [Slip(name, words, int(rows[0]) + 1, f"{what} except for '{words[0][:40]}' in row {rows[0] + 1}{more}")]
+    return [Slip(name, words, int(rows[0]) + 1, f"{what} except for {quoted(words[:1])} in row {rows[0] + 1}{more}")]
 
 
 def _categories(column: Categorical, such: list[bool]) -> bool:

@@ -6,6 +6,7 @@ among words. So is whatever is wrong, since it says what and where.
 
 from __future__ import annotations
 
+import csv as other
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,9 +60,12 @@ def read_columns(path: Path, header: Sequence[str], numbers: Sequence[bool]) -> 
 
 
 def _plain(path: Path) -> bool:
-    """Whether a file begins with a name, has no quotes and no NUL, and ends all lines alike."""
+    """Whether a file begins with a name, has no quotes and no NUL, ends all lines alike, and has none that is very long.
+
+    A cell that the other reader takes for a quote that was not closed could be in such a line.
+    """
     ends, both, first, last = 0, 0, b"", b""
-    returns = 0
+    returns, begun = 0, 0
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             first = first or block[:1]
@@ -70,6 +74,10 @@ def _plain(path: Path) -> bool:
             returns += block.count(b"\r")
             ends += block.count(b"\n")
             both += block.count(b"\r\n") + (last == b"\r" and block[:1] == b"\n")
+            places = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+            if np.diff(places, prepend=-begun, append=len(block)).max() > other.field_size_limit():
+                return False
+            begun = len(block) - int(places[-1]) if len(places) else begun + len(block)
             last = block[-1:]
     return bool(first.strip()) and returns in (0, ends) and returns == both
 

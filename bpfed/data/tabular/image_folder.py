@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import warnings
 import zlib
@@ -26,6 +27,8 @@ LABEL, FILE = "label", "file"
 MOST_PIXELS = 64_000_000
 #: Files that systems leave in folders of images.
 _LITTER = ("thumbs.db", "desktop.ini")
+#: Control characters, and what stands for bytes that are no UTF-8.
+_NO_TEXT = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 #: Modes of Pillow that are shades of grey, and those that are read at all.
 _GREY = ("1", "L", "LA")
 _READ = (*_GREY, "P", "RGB", "RGBA", "CMYK", "YCbCr")
@@ -95,8 +98,14 @@ def _images(path: Path) -> tuple[list[Path], list[Path]]:
     for file in sorted(path.rglob("*")):
         inside = file.relative_to(path).parts
         hidden = any(part.startswith(".") for part in inside) or file.name.lower() in _LITTER
+        if file.is_dir() and file.is_symlink() and not hidden:
+            raise UserError(f"'{file}' is a link to a folder, which is not followed; put the folder itself there.")
         if hidden or file.suffix.lower() == ".md" or file.is_dir():
             continue
+        if not file.is_file():
+            raise UserError(f"'{file}' is no file that can be read, or a link to none; remove it.")
+        if _NO_TEXT.search("/".join(inside)):
+            raise UserError(f"{quoted(['/'.join(inside)])} in '{path}' is a name that is not text; rename it.")
         if is_image(file):
             files.append(file)
         elif len(inside) == 1 and file.suffix.lower() in LABELS:
@@ -187,9 +196,10 @@ def _one(file: Path, size: tuple[int, int] | None) -> tuple[np.ndarray, bool]:
                 )
             if getattr(opened, "n_frames", 1) > 1:
                 raise UserError(f"'{file}' is an animation of several images; save one of them.")
-            if opened.mode not in _READ:
+            deep = next((str(tile[3]) for tile in opened.tile if ";16" in str(tile[3])), None)
+            if opened.mode not in _READ or deep:
                 raise UserError(
-                    f"'{file}' has pixels of type {opened.mode}, which bytes cannot hold; save it with 8 bits per channel, "
+                    f"'{file}' has pixels of type {deep or opened.mode}, which bytes cannot hold; save it with 8 bits per channel, "
                     "or all images as an NPZ file."
                 )
             grey = opened.mode in _GREY

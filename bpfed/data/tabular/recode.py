@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date, datetime
+from datetime import date
 from functools import cached_property
 from typing import NamedTuple
 
@@ -316,7 +316,7 @@ def parse_dates(words: Sequence[str], name: str, where: str) -> list[date]:
                 year = int(match[4]) + (0 if len(match[4]) == 4 else 1900 if int(match[4]) > 50 else 2000)
                 found.append(date(year, int(month), int(day)))
             else:
-                found.append(datetime.fromisoformat(f"{text}-01" if _MONTH.fullmatch(text) else text).date())
+                found.append(date.fromisoformat(f"{text}-01" if _MONTH.fullmatch(text) else text))
         except ValueError:
             raise UserError(
                 f"Column '{name}' of '{where}' has '{word[:40]}', which is no date; correct it, or name it with --missing if "
