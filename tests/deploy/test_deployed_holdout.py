@@ -92,7 +92,7 @@ def test_server_and_sites_must_agree_on_it(tmp_path, files):
         ("time:when", "has no column 'when'"),
         ("time:patient", "must have numbers or ISO dates"),
         ("group:target", "is to be predicted"),
-        ("when", "must be time:COLUMN or group:COLUMN"),
+        ("when", "must be time:COLUMN, group:COLUMN or last:SHARE"),
     ],
 )
 def test_a_site_that_cannot_do_it_says_so_before_it_joins(tmp_path, files, holdout, why):
