@@ -20,7 +20,7 @@ MethodName = Annotated[
     str | None,
     typer.Option(
         metavar="TEXT",
-        help="Method (see 'bpfed methods'). \\[default: bpfed-adaptive for tables and other flat inputs, else bpfed-recipe]",
+        help="Method (see 'bpfed methods'). \\[default: bpfed-adaptive for tables, else bpfed-recipe]",
         show_default=False,
     ),
 ]

@@ -18,6 +18,7 @@ from bpfed._util.console import to_stderr
 from bpfed._util.errors import UserError, quoted
 from bpfed.callbacks.base import Callback
 from bpfed.callbacks.progress import Progress
+from bpfed.config.registry import PREFIX
 from bpfed.config.schema import changed
 from bpfed.config.settings import Settings
 from bpfed.data.checks.clients import unscaled
@@ -57,7 +58,7 @@ def fit(
 
     Args:
         method: E.g. ``bpfed.methods.BPFed()``, the paper's, or the name of one, such as ``"fedavg"``, with its usual
-            settings; None: ``bpfed.methods.Adaptive()`` for flat inputs, with settings chosen from the data, and else
+            settings; None: ``bpfed.methods.Adaptive()`` for tables, with settings chosen from the data, and else
             ``bpfed.methods.Recipe()``.
         data: A federated dataset, the name of one, or what else `bpfed.data.load` takes: ``folder:PATH``, a data frame.
         target: The column to predict, where the data are tables that are still to be loaded.
@@ -219,13 +220,14 @@ def seeds_of(seeds: int | Sequence[int]) -> list[int]:
 def method_of(method: Method | str | None, data: FederatedData | None = None) -> Method:
     """The method itself, or the one of that name with its usual settings.
 
-    Where none is given it is `methods.Adaptive` for flat inputs, such as tables and features, and else `methods.Recipe`.
+    Where none is given it is `methods.Adaptive` for tables and other files of flat inputs, and else `methods.Recipe`.
     """
     if isinstance(method, str):
         return methods.method(method)()
     if method is not None or not isinstance(data, FederatedData):
         return method or methods.Recipe()
-    return methods.Adaptive() if len(data.input_shape) == 1 else methods.Recipe()
+    files = data.preparation is not None or data.name.startswith(PREFIX)
+    return methods.Adaptive() if files and len(data.input_shape) == 1 else methods.Recipe()
 
 
 def likelihood_of(likelihood: Likelihood | str | None, data: FederatedData) -> Likelihood | None:

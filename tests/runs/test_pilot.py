@@ -165,11 +165,13 @@ def test_a_pilot_that_diverges_is_not_chosen(monkeypatch):
     assert choice.chosen[0] > 0
 
 
-def test_flat_inputs_are_trained_adaptively_and_other_data_by_the_recipe():
+def test_tables_are_trained_adaptively_and_other_data_by_the_recipe():
     data = federation(False)
-    image = dataclasses.replace(data, train=dataclasses.replace(data.train, x=data.train.x[:, None]))
-    assert [method_of(None, one).name for one in (data, image)] == ["bpfed-adaptive", "bpfed-recipe"]
-    assert method_of("fedavg", data).name == "fedavg"
+    flat_file = dataclasses.replace(data, name="folder:x")
+    image = dataclasses.replace(flat_file, train=dataclasses.replace(data.train, x=data.train.x[:, None]))
+    found = [method_of(None, one).name for one in (data, flat_file, image)]
+    assert found == ["bpfed-recipe", "bpfed-adaptive", "bpfed-recipe"]
+    assert method_of("fedavg", flat_file).name == "fedavg"
 
 
 def test_each_seed_has_a_choice_of_its_own():
