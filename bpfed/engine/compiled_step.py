@@ -37,8 +37,8 @@ OPTIONS: dict[str, dict[str, Any]] = {"cuda": {"combo_kernels": True}}  # small 
 #: Steps of one shape that repay tracing it on a CPU. Both the tracing and the steps take time for each operation:
 #: tracing as long as some 80 steps, of which each is faster by a fifth from then on.
 TRACE_FROM = 500
-#: Steps of one shape that repay compiling it on a CPU, which takes as long as some 3000 traced steps. At this many it
-#: adds no more than a tenth to what the steps take, even where they become no faster.
+#: Steps of one shape that repay compiling it on a CPU. For the network of digits compiling took as long as some 3000
+#: traced steps, so at this many it would add a tenth even if the steps became no faster. Others were not measured.
 COMPILE_FROM = 30_000
 
 
