@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bpfed.runs.run import Run
     from bpfed.sklearn import BPFedClassifier, BPFedRegressor
 
-__version__ = "0.11.0"
+__version__ = "0.12.0"
 
 __all__ = [
     "BPFedClassifier",
