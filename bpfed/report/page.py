@@ -18,7 +18,7 @@ from bpfed.report.charts import Curve, wilson
 from bpfed.report.html import Figure, Row, Table
 from bpfed.report.record import JUDGED, RunRecord, judged, value
 from bpfed.report.sections import ranked, worst_names
-from bpfed.report.verdicts import against_own, headline, verdicts
+from bpfed.report.verdicts import against_own, errors_known, headline, verdicts
 
 _KL = Metric("train_kl", "KL to the prior", text.decimal, "How far training moved the weights from their prior.")
 _FACTS: tuple[tuple[str, Callable[[Any], str]], ...] = (
@@ -135,7 +135,7 @@ def verdict(run: RunRecord) -> dict[str, Any] | None:
     found = verdicts(run) if run.measures and run.history else []
     if not found:
         return None
-    errors = "gain" in run.diagnostics.get("clients", {})
+    errors = errors_known(run)
     read = (
         "A difference counts if it is more than twice its standard error over the client's own test examples."
         if errors

@@ -180,7 +180,7 @@ class RunRecord:
         said = []
         if 1 < len(rows) <= NAMED:
             shares = [
-                f"{text.percent(r['coverage'])} of the {text.count(r['test'])} of {text.short(str(r['label']), 30)}"
+                f"{text.percent(r['coverage'])} of the {text.count(r['test'])} examples of '{text.short(str(r['label']), 30)}'"
                 for r in rows
             ]
             said.append(f"By class they hold the right label in {', '.join(shares)}.")
@@ -220,8 +220,8 @@ class RunRecord:
         settled = asked.get("calibrate", "none") != "none" or asked.get("scaling") == "client" or asked.get("noise")
         if self.calibration_words or fitted is None or settled or abs(math.log(fitted)) < NOTICED:
             return ""
-        surer = "surer" if fitted < 1.0 else "less sure"
-        return f"Trained with --calibrate pilot:3 the models would learn from training examples to be {surer}."
+        off = "under-confident" if fitted < 1.0 else "over-confident"
+        return f"The predictions are {off}. Train with --calibrate pilot:3 to calibrate them on held-out training examples."
 
     @property
     def no_use(self) -> str:

@@ -42,17 +42,14 @@ class Verdict(NamedTuple):
         level: How good it is.
         said: Sentences, the most important first.
         test: Test examples.
+        word: The level in words.
     """
 
     name: str
     level: Level
     said: list[str]
     test: int
-
-    @property
-    def word(self) -> str:
-        """Its level in words."""
-        return WORDS[self.level]
+    word: str
 
 
 class Recall(NamedTuple):
@@ -83,7 +80,7 @@ def headline(run: RunRecord, found: Sequence[Verdict]) -> str:
     if len(found) == 1:
         return f"{text.short(found[0].name, 40)}: {found[0].word}."
     parts: tuple[tuple[Level, str], ...] = (
-        ("good", "It can be used at"),
+        ("good", "It can be used at" if errors_known(run) else "It scores better than a guess at"),
         ("care", "Use it with care at"),
         ("poor", "Do not rely on it at"),
         ("unknown", "There are too few test examples to judge it at"),
@@ -92,9 +89,10 @@ def headline(run: RunRecord, found: Sequence[Verdict]) -> str:
     for level, start in parts:
         if named := [text.short(one.name, 30) for one in found if one.level == level]:
             of = f"{text.count(len(named))} of {total} clients" if not said else text.count(len(named))
-            of = f"all {total} clients" if len(named) == len(found) else of
-            rest = f" and {text.count(len(named) - 3)} more" if len(named) > 3 else ""
-            said.append(f"{start} {of}: {', '.join(named[:3])}{rest}.")
+            if len(named) == len(found):
+                return f"{start} all {total} clients."
+            rest = f" and {text.count(len(named) - 3)} more" if len(named) > 4 else ""
+            said.append(f"{start} {of}: {', '.join(named[: 3 if rest else 4])}{rest}.")
     return " ".join(said)
 
 
@@ -143,7 +141,7 @@ def _verdict(run: RunRecord, place: int, row: dict[str, Any]) -> Verdict:
     name, test = str(row["name"]), int(row["test"])
     if test < JUDGED:
         few = f"Only {text.plural(test, 'test example')}: too few to judge."
-        return Verdict(name, "unknown", [few], test)
+        return Verdict(name, "unknown", [few], test, WORDS["unknown"])
     level: Level = "good"
     said = []
     measure = get_metric(run.task.metric)
@@ -170,7 +168,13 @@ def _verdict(run: RunRecord, place: int, row: dict[str, Any]) -> Verdict:
     if sentence:
         said.append(sentence)
         level = "care" if over and level == "good" else level
-    return Verdict(name, level, said, test)
+    word = WORDS[level] if level != "good" or errors_known(run) else "better than a guess"
+    return Verdict(name, level, said, test, word)
+
+
+def errors_known(run: RunRecord) -> bool:
+    """Whether there are standard errors of the differences from a guess, so that chance can be told from a result."""
+    return "gain" in run.diagnostics.get("clients", {})
 
 
 def own_model(run: RunRecord, place: int, measure: Metric) -> tuple[str, float, str] | None:

@@ -73,7 +73,7 @@ def test_few_test_examples_are_not_judged_and_the_worst_is_first() -> None:
     found = verdicts(several)
     assert [(one.name, one.level) for one in found] == [("South", "poor"), ("North", "good"), ("East", "unknown")]
     assert headline(several, found) == (
-        "It can be used at 1 of 3 clients: North. Do not rely on it at 1: South. There are too few test examples to judge "
-        "it at 1: East."
+        "It scores better than a guess at 1 of 3 clients: North. Do not rely on it at 1: South. There are too few test "
+        "examples to judge it at 1: East."
     )
     assert "Standard errors are not known here" in Page(render(several)).text
