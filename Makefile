@@ -32,9 +32,11 @@ package-bare: .venv/.dev
 	$(BIN)/python .ci/package.py --bare
 
 # The site, from docs/, docstrings and settings; a warning or a broken link fails it. Open site/index.html.
+# With SITE=site/0.12.0 it stands beside other versions, and each page links them.
+SITE ?= site
 docs: .venv/.docs
-	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -b html -d site/.doctrees docs site
-	$(BIN)/python docs/check_site.py
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -b html -d $(SITE)/.doctrees docs $(SITE)
+	$(BIN)/python docs/check_site.py $(SITE)
 	$(BIN)/python docs/readability.py
 
 .venv/bin/python:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+import bpfed
 from benchmarks import cpu, gpu, kernels, large, league, moments, novel, privacy, scale, start
 
 RESULTS = Path(__file__).parent / "results"
@@ -33,7 +34,7 @@ def main(names: list[str]) -> None:
         if isinstance(result, str):
             print(f"  {result}")
             continue
-        result = {"torch": torch.__version__, "python": platform.python_version(), **result}
+        result = {"bpfed": bpfed.__version__, "torch": torch.__version__, "python": platform.python_version(), **result}
         text = json.dumps(result, indent=2, ensure_ascii=False)
         print(text)
         RESULTS.mkdir(exist_ok=True)

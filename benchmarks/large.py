@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+import bpfed
 from benchmarks.loops import bayesian, deterministic
 from benchmarks.stacked import Stacked
 from bpfed.engine import compiled_step
@@ -323,7 +324,11 @@ def main() -> None:
     setup = _setup(args.device, args.clients, args.steps, compiled, args.memory)
     jobs = [job for job in (*LOOPS, *METHODS) if job in args.jobs.split(";")]
     variants = tuple(VARIANTS) if args.variants == "all" else tuple(v for v in args.variants.split(",") if v)
-    result = {"torch": torch.__version__, **measure(setup, jobs, variants, args.profile, args.seconds)}
+    result = {
+        "bpfed": bpfed.__version__,
+        "torch": torch.__version__,
+        **measure(setup, jobs, variants, args.profile, args.seconds),
+    }
     if args.out:
         args.out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
 

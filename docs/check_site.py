@@ -1,6 +1,6 @@
 """What a built page may weigh and load: below 200 kB each, and nothing from another host (``make docs`` runs it).
 
-python docs/check_site.py
+python docs/check_site.py [FOLDER]
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-SITE = Path(__file__).parent.parent / "site"
+SITE = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent / "site"
 LIMIT = 200_000
 #: What a browser loads by itself, from another host.
 LOADED = re.compile(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -32,8 +34,17 @@ napoleon_google_docstring, napoleon_numpy_docstring = True, False
 python_maximum_signature_line_length = 88
 
 html_theme = "furo"
+templates_path = ["_templates"]
+html_sidebars = {
+    "**": [
+        *(
+            f"sidebar/{part}.html"
+            for part in ("brand", "versions", "search", "scroll-start", "navigation", "scroll-end")
+        ),
+    ]
+}
 html_static_path, html_css_files = ["_static"], ["site.css"]
-html_title = f"bpfed {version}"
+html_title = "bpfed"
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
@@ -54,8 +65,19 @@ def plain(app: object, what: str, name: str, value: object, options: object, lin
         lines.insert(0, "")
 
 
+def versions(app: Sphinx) -> None:
+    """Where the folder of the site is named as a version, list all versions beside it; each page links the others."""
+    place = Path(app.outdir)
+    app.config.html_context["versioned"] = bool(re.fullmatch(r"\d+(\.\d+)+", place.name))
+    if app.config.html_context["versioned"]:
+        there = {page.parent.name for page in place.parent.glob("[0-9]*/index.html")} | {place.name}
+        found = sorted(there, key=lambda name: [int(part) for part in re.findall(r"\d+", name)], reverse=True)
+        (place.parent / "versions.js").write_text(f"window.bpfedVersions = {json.dumps(found)};\n", encoding="utf-8")
+
+
 def setup(app: Sphinx) -> None:
     """Make the pages that follow from the code before any is read."""
     generate(HERE / "reference" / "generated")
+    app.connect("builder-inited", versions)
     app.connect("autodoc-skip-member", skipped)
     app.connect("autodoc-process-docstring", plain, priority=400)

@@ -49,7 +49,7 @@ def read_pages(docs: Path) -> dict[Path, str]:
 
 def tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
     """README and pages beside those of the parts with their tables, where they have a place for them."""
-    from experiments import audit, dirichlet, headline, many_classes, recipe, search
+    from experiments import audit, cifar100_features, dirichlet, headline, many_classes, recipe, search
     from experiments import tables as own_tables
 
     readme, cells = docs.resolve().parent / README, results / "paper"
@@ -63,6 +63,12 @@ def tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
             "dirichlet",
             results / "dirichlet",
             lambda: dirichlet.render(results / "dirichlet", None),
+        ),
+        (
+            docs / PAGES / "cifar100-features.md",
+            "cifar100-features",
+            results / "cifar100-features",
+            lambda: cifar100_features.render(results / "cifar100-features"),
         ),
         (
             docs / PAGES / "many-classes.md",

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from bpfed.data.federated import FederatedData
 from bpfed.engine.compiled_step import Stepper
 from bpfed.runs import run
-from bpfed.runs.baselines import baselines
+from bpfed.runs.baselines import Losses, baselines
 from bpfed.runs.metadata import fingerprint
 
 #: Folders of tests that make many small runs in which the steps themselves do not matter, and files of them that
@@ -52,14 +52,12 @@ def _plain_steps(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _remembered_baselines() -> Iterator[None]:
     """Plain models are fitted once for the same data: many tests train on the same few clients."""
-    fitted: dict[Any, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {}
+    fitted: dict[Any, tuple[dict[str, Any], dict[str, Losses]]] = {}
 
-    def remembered(
-        data: FederatedData, clients: torch.Tensor, bins: int, losses: dict[str, torch.Tensor]
-    ) -> dict[str, Any]:
+    def remembered(data: FederatedData, clients: torch.Tensor, bins: int, losses: dict[str, Losses]) -> dict[str, Any]:
         key = (fingerprint(data), tuple(data.clients), data.task, tuple(clients.tolist()), bins)
         if key not in fitted:
-            of_rows: dict[str, torch.Tensor] = {}
+            of_rows: dict[str, Losses] = {}
             fitted[key] = baselines(data, clients, bins, losses=of_rows), of_rows
         found, of_rows = copy.deepcopy(fitted[key])
         losses |= of_rows

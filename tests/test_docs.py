@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -97,3 +98,54 @@ def test_prose_is_measured_without_code_and_tables() -> None:
     count, length, _ = measure(page)
     assert (count, length) == (4, 2.0)
     assert measure("A cat sat. It ran.")[2] < measure("Institutional considerations necessitate deliberation.")[2]
+
+
+def test_figures_of_the_results_have_a_record_and_a_version() -> None:
+    """Tables stand between the marks of `bpfed paper render`, or their page names the file that they are from."""
+    wrong = []
+    for page in (ROOT / "README.md", *sorted((DOCS / "results").glob("*.md"))):
+        text = page.read_text()
+        own = re.sub(r"<!-- ([\w-]+) -->.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
+        figures = [line for line in own.splitlines() if line.startswith("|") and re.search(r"\d\.\d\d|\d %", line)]
+        named = re.findall(r"`(benchmarks/results/[\w-]+\.json)`", own)
+        wrong += [f"{page.name}: {line[:60]}" for line in figures if not named]
+        wrong += [f"{page.name}: there is no {name}" for name in named if not (ROOT / name).is_file()]
+        if own != text and not re.search(r"version|0\.\d+\.\d", text, re.IGNORECASE):
+            wrong.append(f"{page.name} names no version")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_tables_of_speeds_are_those_of_their_records() -> None:
+    def read(name: str) -> Any:
+        return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+    cpu, gpu, league, large = (read(name) for name in ("cpu", "gpu", "league", "large-gpu"))
+    steps = cpu["client-steps per second"]
+    shown = [
+        f"| {steps[name]:.0f} | {ratio:.1f} x |"
+        for name, ratio in (
+            ("plain Bayesian loop", steps["bpfed, BPFed, compiled"] / steps["plain Bayesian loop"]),
+            ("plain deterministic loop", steps["bpfed, BPFed, compiled"] / steps["plain deterministic loop"]),
+            ("bpfed, BPFed, traced only", steps["bpfed, BPFed, compiled"] / steps["bpfed, BPFed, traced only"]),
+        )
+    ]
+    mlp, lenet = gpu["MLP 784-100-10, 10 clients"], gpu["LeNet, CIFAR-10, 10 clients"]
+    shown.append(
+        f"| {mlp['µs per step']} | {gpu['MLP 784-100-10, 100 clients']['µs per step']:.0f} | {mlp['µs at copy bandwidth']} |"
+    )
+    shown.append(f"| {lenet['µs per step']:.0f} | 1 410 | {lenet['µs at copy bandwidth']} |")
+    for name in ("fedavg", "bpfed", "bpfed-recipe"):
+        on, off = league[f"{name}, kernels on"], league[f"{name}, kernels off"]
+        shown.append(f"| {on['seconds per round']:.3f} | {off['seconds per round']:.3f} | {on['first round']:.0f} s |")
+    shown.append(f"| {large['rows']['plain deterministic loop']['ms per step']:.1f} | – |")
+    page = (DOCS / "results" / "benchmarks.md").read_text()
+    assert [row for row in shown if row not in page] == []
+    for one in ("cpu", "gpu", "league", "large-gpu", "scale"):
+        assert re.search(rf"{one}\.json`, version {re.escape(read(one)['bpfed'])}\.", page), one
+    moments = read("moments")["bpfed-recipe"]["MLP, 10 clients"]["agreement"]
+    assert (
+        f"{moments['mean |p - p of 400 draws|']:.4f} ({moments['the same for 50 other draws']:.4f})"
+        in (DOCS / "results" / "prediction.md").read_text()
+    )
+    adapted = [f"{100 * one['accuracy']:.1f}" for one in read("novel")["adapted"][1:]]
+    assert f"| accuracy %, adapted | {' | '.join(adapted)} |" in (DOCS / "results" / "newcomers.md").read_text()

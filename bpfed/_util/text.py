@@ -36,7 +36,7 @@ def percent(x: float, digits: int = 1) -> str:
 
 def figure(x: float) -> str:
     """``51.78``, ``0.00123``: three digits or more, of a number of any size."""
-    return decimal(x, 2) if not 0 < abs(x) < 1 else f"{x:.3g}".replace("-", _MINUS)
+    return decimal(x, 2) if not 0 < abs(x) < 1 else f"{x:#.3g}".replace("-", _MINUS)
 
 
 def count(n: float) -> str:
@@ -61,7 +61,7 @@ def done(rounds: int) -> str:
 
 def dealt(partition: str) -> str:
     """``groups:5 partition``; where nothing was dealt out, whose the examples are."""
-    own = {"natural": "clients as the data has them", "sites": "each site with its own data"}
+    own = {"natural": "clients given by the data", "sites": "each site with its own data"}
     return own.get(partition, f"{partition} partition")
 
 

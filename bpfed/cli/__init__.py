@@ -47,7 +47,7 @@ COMMANDS = {
     "serve": LazyCommand("serve:serve", "Answer predictions of one client's model over HTTP until Ctrl-C."),
     "adapt": LazyCommand(
         "adapt:adapt",
-        "Let a newcomer join a finished run: it learns its own factors, and the shared ones stay as they are.",
+        "Let a newcomer join a finished run: it learns its own weights, and the shared ones stay as they are.",
     ),
     "methods": LazyCommand("methods:methods", "List the methods, or the settings of one of them."),
     "paper": LazyCommand(

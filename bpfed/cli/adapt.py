@@ -50,7 +50,7 @@ def adapt(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a newcomer of that name.")] = False,
 ) -> None:
-    """Let a newcomer join a finished run: it learns its own factors, and the shared ones stay as they are.
+    """Let a newcomer join a finished run: it learns its own weights, and the shared ones stay as they are.
 
     One example is enough; without any, it predicts from what the run knows about clients in general.
     """

@@ -90,7 +90,7 @@ def result(run: RunRecord, report: Path | None = None) -> None:
     from bpfed.report.record import value
 
     shown = table("", "last round", "worst client", "best round", title=run.title, right=3)
-    for measure in run.measures:
+    for measure in run.listed:
         name = measure.full
         if measure.name == "ece":
             floor = METRICS["ece"].typed(value(run.evaluation, "ece_floor"))

@@ -184,7 +184,10 @@ class Comparison:
         for name, runs in self.baselines.items():
             facts, found = next(iter(runs.values())).summary, self.difference(name)
             mean = self.mean(name, "nll")
-            rivals.append(Rival(facts["title"], facts["pooled"], mean, found.lower, found.higher, found.pairs))
+            known = math.isfinite(found.low)
+            same = (found.mean > 0) == (mean > self.mean(self.reference, "nll"))  # over clients as over examples
+            clear = found.clear and same if known else None
+            rivals.append(Rival(facts["title"], facts["pooled"], mean, found.lower, found.higher, found.pairs, clear))
         said = verdict(self.titles[self.reference], self.mean(self.reference, "nll"), rivals, tables.pairs(self))
         return " ".join(filter(None, (said, self.first.skipped_baselines)))
 

@@ -17,7 +17,7 @@ of their root mean square over all clients.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -252,7 +252,7 @@ class Survival(Task):
         risk, nll, at_time, survival = found.parts
         if (bounds := scoring.bounds) is not None:
             inside, finite = _earliness(at_time) <= bounds.bound, bounds.finite
-        return evaluate_survival(
+        scored = evaluate_survival(
             risk,
             nll,
             at_time,
@@ -265,6 +265,7 @@ class Survival(Task):
             inside,
             finite,
         )
+        return replace(scored, example_nll=nll.double)
 
     def form(self, classes: int, bins: int, calibrated: bool) -> Form:
         return form_of_times(bins, calibrated)

@@ -382,6 +382,7 @@ class Classification(Task):
         return replace(
             scored,
             losses=partial(diagnostics.losses_of_classes, probs, found.y),
+            example_nll=partial(diagnostics.losses_of_classes, probs, found.y),
             diagnose=partial(diagnostics.of_classes, probs, found.y, offsets, shares, sets, bounded),
             fitted_temperature=partial(calibration.common_temperature, probs, found.y),
             by_class=partial(by_class, probs, found.y, sets, bounded),
@@ -501,6 +502,7 @@ class Regression(Task):
         return replace(
             scored,
             losses=partial(diagnostics.losses_of_numbers, mean, found.y),
+            example_nll=nll.double,
             diagnose=partial(diagnostics.of_numbers, mean, scale, found.y, offsets, without),
             fitted_temperature=partial(calibration.common_scale_factor, squares),
             slopes=partial(calibration.slopes_of_numbers, squares),

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from bpfed.inference.estimators import Batch
     from bpfed.nn.model import Model
 
-#: Name of the phase in which a newcomer learns its personal state and the shared factors are frozen.
+#: Name of the phase in which a newcomer learns its personal state and the shared weights are frozen.
 ADAPT = "adapt"
 #: Name of the phase in which a client fine-tunes all weights before it predicts; the result is a network of its own.
 TUNE = "tune"
@@ -163,7 +163,7 @@ class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
     sampled: ClassVar[bool] = True
     #: Settings that are numbers and may differ between stacked rows (runs with other seeds or settings).
     stackable: ClassVar[tuple[str, ...]] = ("lr",)
-    #: Whether the server learns a distribution over personal factors, from what clients upload about theirs.
+    #: Whether the server learns a distribution over personal weights, from what clients upload about theirs.
     population: ClassVar[bool] = False
     #: How the step size changes over the rounds unless the run's settings say: ``constant`` or ``cosine``.
     schedule: ClassVar[str] = "constant"
@@ -217,7 +217,7 @@ class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
         return ()
 
     def adaptation(self, epochs: int) -> tuple[Phase, ...]:
-        """How a newcomer learns its personal state: `step` in the phase `ADAPT` does not change the shared factors."""
+        """How a newcomer learns its personal state: `step` in the phase `ADAPT` does not change the shared weights."""
         return self.tuning(epochs) or (Phase(ADAPT, epochs),)
 
     def adapting(self) -> Self:

@@ -1,4 +1,4 @@
-"""BPFed: shared and personal factors, both Gaussian; last round's posterior is the next round's prior.
+"""BPFed: shared and personal weights, both Gaussian; last round's posterior is the next round's prior.
 
 Chen, Liu, Cao, Zhang: Bayesian Personalized Federated Learning with Shared and Personalized Uncertainty
 Representations, 2023. Algorithm 1, Eq. 7-10: a round of client i, with ζ from the server and its own η_i,
@@ -54,7 +54,7 @@ def counted(steps: Tensor, phase: str) -> tuple[Tensor, Tensor]:
     """The counts after a step, and the one of the weights that move, ``[S]``.
 
     Args:
-        steps: Taken so far, ``[S]``; where shared and personal factors move in turn, of either, ``[S, 2]``.
+        steps: Taken so far, ``[S]``; where shared and personal weights move in turn, of either, ``[S, 2]``.
         phase: ``shared`` where those move.
     """
     if steps.ndim == 1:
@@ -68,7 +68,7 @@ def counted(steps: Tensor, phase: str) -> tuple[Tensor, Tensor]:
 def held(model: Model, before: StateT, after: StateT, phase: str) -> StateT:
     """The state after a step of this phase, tensors ``[S, P]``, with the part that it does not move as before.
 
-    In the phase ``all`` everything moves, in ``shared`` the shared factors, in any other the personal ones.
+    In the phase ``all`` everything moves, in ``shared`` the shared weights, in any other the personal ones.
     """
     if phase == "all":
         return after
@@ -96,11 +96,11 @@ class Personal(NamedTuple):
     """What a client keeps.
 
     Attributes:
-        eta: η_i, the distribution of its personal factors, ``[S, P_personal]``.
+        eta: η_i, the distribution of its personal weights, ``[S, P_personal]``.
         own: q of its last round, to predict with, ``[S, P]``; nothing if it predicts with (η_i, ζ).
         memory: The optimisers' memory of q and of π, where it is kept from round to round.
         steps: Local steps taken so far (in this round, where that memory is not kept), ``[S, 1]``; of the shared and of
-            the personal factors where they move in turn, ``[S, 2]``.
+            the personal weights where they move in turn, ``[S, 2]``.
     """
 
     eta: Gaussian
@@ -113,7 +113,7 @@ class Personal(NamedTuple):
 class BPFed(Method[Gaussian, Personal, Local, Gaussian]):
     """BPFed. The defaults are the paper's method; what it leaves open was chosen on validation data (docs/explanation/gotchas.md).
 
-    η_i is the distribution of a client's personal factors, ζ that of the shared factors, q a client's posterior and π
+    η_i is the distribution of a client's personal weights, ζ that of the shared weights, q a client's posterior and π
     its prior during a round.
 
     Attributes:
@@ -124,20 +124,20 @@ class BPFed(Method[Gaussian, Personal, Local, Gaussian]):
             prior, last round's posterior itself.
         prior_sigma: s0 in the formula of ``discount``.
         prior_step: Whether the prior π moves towards the posterior q in every step (Eq. 10), and gives the client's
-            personal factors and its upload. If not, π is fixed during the round and q gives them.
+            personal weights and its upload. If not, π is fixed during the round and q gives them.
         estimator: How the data term is estimated: ``weights`` (a draw of all weights for the batch), ``antithetic``
             (that draw, mirrored for every other example) or ``local`` (noise for each example in linear and convolution
             layers).
         draws: M, weight draws per step.
         rule: How the server combines uploads: ``mean``, ``moments``, ``precision`` or ``product``.
-        shared_point: Whether the shared factors are points (σ = 0, no KL term) and only the personal ones are random;
+        shared_point: Whether the shared weights are points (σ = 0, no KL term) and only the personal ones are random;
             it needs ``prior_step=False`` and ``rule="mean"``.
         optimiser: For Eq. 9: ``adam``, or ``ivon``, natural-gradient steps (`bpfed.inference.optim`). Eq. 10 always uses Adam.
         newton: With ``ivon``, its step size in units of ``lr``; lr · newton = 1 is a full Newton step.
         curvature: With ``ivon``, β2, how much of the old curvature a step keeps.
-        order: ``joint``: shared and personal factors move together; ``alternating``: the personal ones first, then the
+        order: ``joint``: shared and personal weights move together; ``alternating``: the personal ones first, then the
             shared ones.
-        body_epochs: With ``alternating``, passes over the data for the shared factors.
+        body_epochs: With ``alternating``, passes over the data for the shared weights.
         keep_adam: Whether a client keeps the optimiser's state from round to round; if not, every round starts with a
             new one.
         newcomer_sigma: Prior σ of the head of a client that joins later; its prior mean is 0, so that no class is

@@ -1,13 +1,13 @@
-"""BPFed's recipe with a population of heads: the server learns a prior over personal factors from summed moments.
+"""BPFed's recipe with a population of heads: the server learns a prior over personal weights from summed moments.
 
 As `bpfed.methods.recipe`, with a T that rises for clients with few examples and settings of its own, but for the prior
-of the personal factors, which is N(m_h, s_h²) weight by weight, with m_h and s_h estimated from all clients (empirical
+of the personal weights, which is N(m_h, s_h²) weight by weight, with m_h and s_h estimated from all clients (empirical
 Bayes; the moment matching of the paper's Eq. 22-25):
 
     m_h  ←  mean_i μ_i                       s_h²  ←  (1 − r) s_h² + r mean_i[σ_i² + (μ_i − m_h)²]
 
 This has a price in privacy, which is why it is a method of its own and never a default: a client uploads the mean and
-the second moment of its personal factors. The server needs nothing but their sums over clients, so secure summation
+the second moment of its personal weights. The server needs nothing but their sums over clients, so secure summation
 would hide each client's; without it the server sees them.
 """
 
@@ -39,7 +39,7 @@ class Server(NamedTuple):
     """What the server holds, and what is uploaded.
 
     Attributes:
-        zeta: Distribution of the shared factors, ``[P_shared]``.
+        zeta: Distribution of the shared weights, ``[P_shared]``.
         first: Mean of a personal factor, E h, ``[P_personal]``.
         second: Its second moment, E h², ``[P_personal]``.
     """
@@ -57,7 +57,7 @@ class Server(NamedTuple):
 @refuses_constants
 @dataclass(frozen=True)
 class Population(Recipe):
-    """BPFed's recipe with a learnt prior of heads; clients upload the moments of their personal factors.
+    """BPFed's recipe with a learnt prior of heads; clients upload the moments of their personal weights.
 
     Attributes:
         head_sigma: s_h at the start, for all head weights but biases.
@@ -93,7 +93,7 @@ class Population(Recipe):
                 "for weights that are points."
             )
         if self.personal == "none":
-            raise UserError("personal is 'none', but bpfed-population learns a prior of personal factors; choose some.")
+            raise UserError("personal is 'none', but bpfed-population learns a prior of personal weights; choose some.")
 
     def init(self, model: Model) -> Initial[Server, Personal]:  # type: ignore[override]
         start = super().init(model)

@@ -1,8 +1,8 @@
 """BPFed's recipe: the model of BPFed with priors that stay put, so that calibration does not depend on when one stops.
 
 BPFed takes last round's posterior for this round's prior, and refits the same data: every round counts the data once
-more, and in the end the model is far too sure. Here the priors are bounded; the personal factors never leave the client
-either way. With ζ = (m, σ̄) from the server and q = (q_w, q_h) over shared and personal factors a client minimises
+more, and in the end the model is far too sure. Here the priors are bounded; the personal weights never leave the client
+either way. With ζ = (m, σ̄) from the server and q = (q_w, q_h) over shared and personal weights a client minimises
 
     −E_q log p(D | w, h) + T · KL(q_w ‖ N(m, s²)) + T · KL(q_h ‖ N(g h0, s_h²)) + λ/2 ‖μ_w‖²
 
@@ -12,7 +12,7 @@ either way. With ζ = (m, σ̄) from the server and q = (q_w, q_h) over shared a
 2. Its mean m follows the posterior. That alone would be an estimate of m without a prior, and leave the size of the
    weights unbounded. The last term is each client's part of such a prior, N(0, s_m²) with K clients and λ = T/(K s_m²).
    It acts in every step, so it fades with the step size as the data's pull does.
-3. The prior of the personal factors is fixed, N(g h0, s_h²), where h0 is the head that every client starts with: drawn
+3. The prior of the personal weights is fixed, N(g h0, s_h²), where h0 is the head that every client starts with: drawn
    once for the run, the same for all, and never learnt. Heads that stay near a common one make features that mean the
    same everywhere, which is what a population of heads is for; but nothing of a head is uploaded for it. A bias says
    how frequent a class is here, not what it looks like: its prior is wide, and around what the client's own labels say
@@ -136,9 +136,9 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
         temperature: T, weight of both KL terms; 1 is the ELBO. At 0 there is no prior at all.
         discount: a, how much of the posterior's precision the next round's shared prior keeps, with up to 20 clients.
         prior_sigma: Scale of the rest of that prior, s0, times the square root of a unit's number of inputs.
-        head_gain: g, prior mean of the personal factors, in units of the head that all clients start with; 0: the mean
+        head_gain: g, prior mean of the personal weights, in units of the head that all clients start with; 0: the mean
             is 0. At most 1 is used where layers other than the head are personal.
-        head_sigma: s_h, the fixed scale of the personal factors' prior. This and ``head_gain`` are for classification;
+        head_sigma: s_h, the fixed scale of the personal weights' prior. This and ``head_gain`` are for classification;
             in regression the prior has mean 0 and σ 0.6 over the square root of the head's number of weights, and the
             noise scale has its own.
         sigma: Whether weights are Gaussian; without, they are points: MAP with the same priors. A point has no width to
@@ -227,7 +227,7 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
         return pad(class_log_prior(hparams["counts"]).repeat(1, model.members), (where.start, all_ - where.stop))
 
     def _grows(self, model: Model) -> bool:
-        """Whether personal factors are heads, which grow from h0 to their prior mean; other layers must not."""
+        """Whether personal weights are heads, which grow from h0 to their prior mean; other layers must not."""
         return self.personal == "head" and self.head_gain > 1.0 and isinstance(model.likelihood, Categorical)
 
     def hparams(self) -> dict[str, float]:

@@ -231,6 +231,7 @@ class Evaluation:
         by_class: Finds what is to be said of each class, ready for JSON; None where there are none, or only sums are known.
         slopes: Likewise, what is told of them to find it for clients that never meet (`bpfed.inference.calibration`).
         losses: Gives the loss of each example, ``[E]``: NLL of classes, squared error of numbers; None as above.
+        example_nll: Gives the NLL of each example, ``[E]``; None as above.
         diagnose: Finds what a report says beyond metrics, ready for JSON (`bpfed.metrics.diagnostics`); None as above.
     """
 
@@ -245,6 +246,7 @@ class Evaluation:
     by_class: Callable[[], list[dict[str, Any]]] | None = None
     slopes: Callable[[], Tensor] | None = None
     losses: Callable[[], Tensor] | None = None
+    example_nll: Callable[[], Tensor] | None = None
     diagnose: Callable[[], dict[str, Any]] | None = None
 
     def __getitem__(self, metric: str) -> Score:

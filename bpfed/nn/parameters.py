@@ -1,6 +1,6 @@
 """Which weights are shared and which are personal, and the flat vector that holds them.
 
-The vector has the shared factors first and the personal factors last, so that the two are slices and no other code
+The vector has the shared weights first and the personal weights last, so that the two are slices and no other code
 needs masks, names or layers.
 """
 
@@ -29,7 +29,7 @@ class ParameterLayout:
     Attributes:
         names: Parameter names, shared ones first.
         shapes: Their shapes in one network, in the same order.
-        shared: Number of shared weights; ``vector[..., :shared]`` are the shared factors.
+        shared: Number of shared weights; ``vector[..., :shared]`` are the shared weights.
         members: Networks of the same kind whose weights are in the vector (`bpfed.nn.networks`), parameter by parameter.
         inputs: Of each parameter how many numbers a unit sums over; 0: it is no part of a matrix. Nothing: not known,
             and taken from the shapes.
@@ -77,7 +77,7 @@ class ParameterLayout:
 
     @property
     def personal(self) -> int:
-        """Number of personal weights; ``vector[..., shared:]`` are the personal factors."""
+        """Number of personal weights; ``vector[..., shared:]`` are the personal weights."""
         return self.total - self.shared
 
     @property
@@ -212,7 +212,7 @@ def matching(names: tuple[str, ...], patterns: Personal, setting: str) -> set[st
 def without_running_statistics(module: nn.Module, constant: Collection[str] = ()) -> tuple[nn.Module, list[str]]:
     """Replace every batch normalisation in ``module`` (in place) by group normalisation of the same parameters.
 
-    Running statistics are neither shared nor personal factors: they are not weights, have no posterior, and averaging
+    Running statistics are neither shared nor personal weights: they are not weights, have no posterior, and averaging
     them over clients with different data describes nobody. Group normalisation keeps the layer's weight and bias (names
     and shapes), needs no statistics of other examples, and gives one example alone the same prediction as in a batch.
 

@@ -140,17 +140,17 @@ def render(folder: Path, links: str = "") -> str:
     shown = [name for name in SHOWN if any(math.isfinite(one.scores[name]) for one in found)]
     columns = [
         Column("name", "Run"),
-        Column("made", "Finished", sort="descending"),
-        Column("data", "Data", words=True),
-        Column("method", "Method", words=True),
-        Column("clients", "Clients", explain="How many clients there are."),
         *(Column(name, get_metric(name).label, explain=get_metric(name).explain) for name in shown),
+        Column("method", "Method", words=True),
+        Column("data", "Data", words=True),
+        Column("clients", "Clients", explain="How many clients there are."),
         Column(
             "calibrated",
             "Calibrated",
             explain="Whether examples or pilot runs were used to calibrate predictions.",
             words=True,
         ),
+        Column("made", "Finished", sort="descending"),
     ]
     return html.page(
         "index.html.j2",
@@ -166,16 +166,14 @@ def render(folder: Path, links: str = "") -> str:
 
 def _line(one: Entry, shown: list[str], links: str) -> Line:
     when = datetime.fromtimestamp(one.made, tz=UTC).astimezone()
-    cells = [
-        Cell(when.strftime("%Y-%m-%d %H:%M"), f"{one.made:.0f}"),
-        Cell(one.data, style="words"),
-        Cell(one.method, style="words"),
-    ]
-    cells.append(Cell(text.count(one.clients), f"{one.clients:.0f}" if math.isfinite(one.clients) else None))
+    cells = []
     for name in shown:
         v = one.scores[name]
         cells.append(Cell(get_metric(name).show(v), f"{v:.6g}" if math.isfinite(v) else None))
+    cells += [Cell(one.method, style="words"), Cell(one.data, style="words")]
+    cells.append(Cell(text.count(one.clients), f"{one.clients:.0f}" if math.isfinite(one.clients) else None))
     cells.append(Cell(one.calibrated or text.MISSING, style="words"))
+    cells.append(Cell(when.strftime("%Y-%m-%d %H:%M"), f"{one.made:.0f}"))
     name = str(one.path) if one.path.parts else "this folder"
     return Line(
         name, cells, "comparison" if one.kind == "comparison" else "", link=links + _address(one) if one.report else ""

@@ -18,7 +18,7 @@ from bpfed.report.charts import Curve, wilson
 from bpfed.report.html import Figure, Row, Table
 from bpfed.report.record import JUDGED, RunRecord, judged, value
 from bpfed.report.sections import ranked, worst_names
-from bpfed.report.verdicts import headline, verdicts
+from bpfed.report.verdicts import against_own, errors_known, headline, verdicts
 
 _KL = Metric("train_kl", "KL to the prior", text.decimal, "How far training moved the weights from their prior.")
 _FACTS: tuple[tuple[str, Callable[[Any], str]], ...] = (
@@ -135,7 +135,7 @@ def verdict(run: RunRecord) -> dict[str, Any] | None:
     found = verdicts(run) if run.measures and run.history else []
     if not found:
         return None
-    errors = "gain" in run.diagnostics.get("clients", {})
+    errors = errors_known(run)
     read = (
         "A difference counts if it is more than twice its standard error over the client's own test examples."
         if errors
@@ -143,6 +143,7 @@ def verdict(run: RunRecord) -> dict[str, Any] | None:
     )
     return {
         "headline": headline(run, found),
+        "own": against_own(run),
         "shown": found[:SHOWN],
         "more": found[SHOWN:],
         "filter": len(run.rows) > FILTERED,
@@ -412,7 +413,7 @@ def clients(run: RunRecord) -> dict[str, Any] | None:
             f"The {half} worst and the {half} best of {text.count(len(ranking))} clients; the "
             f"{text.count(len(ranking) - LONGEST)} between them are not shown."
         )
-    columns = _columns([run.in_units(m) or m for m in run.measures], any("calibration" in row for row in ranking))
+    columns = _columns([run.in_units(m) or m for m in run.listed], any("calibration" in row for row in ranking))
     longest = max((v for row in ranking if math.isfinite(v := value(row, main.name))), default=1.0)
     full = 1.0 if main.show is text.percent else longest
     many = len(columns) > ROOMY

@@ -84,6 +84,11 @@ class RunRecord:
         return measures(self._present, self.standardised, *self.target, labels, described)
 
     @property
+    def listed(self) -> list[Metric]:
+        """Those that a reader acts on. The others are in the records and in comparisons: one example can decide an MCE."""
+        return [measure for measure in self.measures if measure.name not in ("mce", "aurc")]
+
+    @property
     def _present(self) -> set[str]:
         """Names of the metrics that this run was scored with."""
         found = {name for entry in self.history for name, v in entry.items() if isinstance(v, dict) and "pooled" in v}
@@ -175,7 +180,7 @@ class RunRecord:
         said = []
         if 1 < len(rows) <= NAMED:
             shares = [
-                f"{text.percent(r['coverage'])} of the {text.count(r['test'])} of {text.short(str(r['label']), 30)}"
+                f"{text.percent(r['coverage'])} of the {text.count(r['test'])} examples of '{text.short(str(r['label']), 30)}'"
                 for r in rows
             ]
             said.append(f"By class they hold the right label in {', '.join(shares)}.")
@@ -215,8 +220,8 @@ class RunRecord:
         settled = asked.get("calibrate", "none") != "none" or asked.get("scaling") == "client" or asked.get("noise")
         if self.calibration_words or fitted is None or settled or abs(math.log(fitted)) < NOTICED:
             return ""
-        surer = "surer" if fitted < 1.0 else "less sure"
-        return f"Trained with --calibrate pilot:3 the models would learn from training examples to be {surer}."
+        off = "under-confident" if fitted < 1.0 else "over-confident"
+        return f"The predictions are {off}. Train with --calibrate pilot:3 to calibrate them on held-out training examples."
 
     @property
     def no_use(self) -> str:
@@ -276,7 +281,10 @@ class RunRecord:
             if theirs is not None and math.isfinite(ours := value(own, "nll"))
         ]
         lower, higher = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
-        return Rival(row["title"], row["pooled"], value(row["scores"], "nll", "pooled"), lower, higher, len(pairs))
+        gain, error = (value(self.diagnostics.get("overall", {}).get(row["name"], {}), key) for key in GAIN)
+        clear = abs(gain) > 2 * error if math.isfinite(gain) and math.isfinite(error) else None
+        nll = value(row["scores"], "nll", "pooled")
+        return Rival(row["title"], row["pooled"], nll, lower, higher, len(pairs), clear)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -330,6 +338,10 @@ class RunRecord:
         return round_, sign * signed
 
 
+#: Keys of a difference and its standard error.
+GAIN = ("gain", "gain_se")
+
+
 class Rival(NamedTuple):
     """A baseline beside a run.
 
@@ -340,6 +352,7 @@ class Rival(NamedTuple):
         lower: At how many clients it is lower than the run's.
         higher: At how many it is higher.
         pairs: How many clients there are; in a comparison, clients of each seed.
+        clear: Whether the difference from the run is more than chance; None: not known.
     """
 
     title: str
@@ -348,46 +361,72 @@ class Rival(NamedTuple):
     lower: int
     higher: int
     pairs: int
+    clear: bool | None = None
 
     @property
     def in_words(self) -> str:
         """Its heading inside a sentence."""
         return self.title[0].lower() + self.title[1:]
 
+    def state(self, nll: float) -> str:
+        """Whether a run with this NLL is better, worse, or about as good (``alike``)."""
+        if self.clear is False or text.decimal(self.nll) == text.decimal(nll):
+            return "alike"
+        return "better" if nll < self.nll else "worse"
+
 
 def verdict(title: str, nll: float, rivals: Sequence[Rival], what: str = "clients") -> str:
-    """Whether a baseline is better than a run, and what to do about it; empty where there is none to compare with.
+    """Whether a run is better than what each client could do alone, and than models of all rows in one place.
 
     Args:
         title: The run's method.
         nll: The run's NLL.
         rivals: The baselines.
         what: What is counted in pairs.
+
+    Returns:
+        A sentence or two; empty where there is nothing to compare with.
     """
     known = sorted((r for r in rivals if math.isfinite(r.nll)), key=lambda rival: rival.nll)
     if not known or not math.isfinite(nll):
         return ""
-    best, ours = known[0], text.decimal(nll)
+    ours = text.decimal(nll)
 
     def at(count: int, rival: Rival) -> str:
         return f", lower at {text.count(count)} of {text.count(rival.pairs)} {what}" if rival.pairs > 1 else ""
 
-    if text.decimal(best.nll) == ours:
-        return f"{best.title} is as good here as {title} (NLL {ours} both{at(best.lower, best)})."
-    if nll < best.nll:
-        every = "every baseline" if len(known) > 1 else "the baseline"
+    if all(rival.state(nll) == "better" for rival in known):
+        best, every = known[0], "every baseline" if len(known) > 1 else "the baseline"
         against = f"NLL {ours} against {text.decimal(best.nll)} of {best.in_words}"
         return f"{title} is better than {every}: {against}{at(best.higher, best)}."
-    found = f"{best.title} is better here (NLL {text.decimal(best.nll)} against {ours}{at(best.lower, best)}); use it"
-    if not best.pooled:
-        return f"{found} instead of {title}, or look for a better setting with 'bpfed tune'."
-    found += ", if all rows may be in one place."
-    apart = next((rival for rival in known if not rival.pooled), None)
-    if apart is None:
-        return found
-    if apart.nll < nll:
-        return f"{found} {apart.title}, which moves no rows, is better too (NLL {text.decimal(apart.nll)})."
-    return f"{found} If not, {title} is better than {apart.in_words} (NLL {text.decimal(apart.nll)})."
+    said = []
+    alone = next((rival for rival in known if not rival.pooled), None)
+    if alone is not None:
+        state, theirs = alone.state(nll), text.decimal(alone.nll)
+        if state == "better":
+            said.append(
+                f"{title} is better than {alone.in_words} (NLL {ours} against {theirs}{at(alone.higher, alone)})."
+            )
+        elif state == "alike":
+            said.append(f"{title} is about as good as {alone.in_words} (NLL {ours} against {theirs}, within chance).")
+        else:
+            said.append(
+                f"{alone.title} is better (NLL {theirs} against {ours}{at(alone.lower, alone)}); use it instead of "
+                f"{title}, or look for a better setting with 'bpfed tune'."
+            )
+    together = next((rival for rival in known if rival.pooled), None)
+    if together is not None:
+        state, figures = together.state(nll), f"NLL {text.decimal(together.nll)}"
+        figures += "" if said else f" against {ours}"
+        if state == "better":
+            said.append(f"{title} is better than {together.in_words} ({figures}).")
+        elif state == "alike":
+            said.append(
+                f"{together.title}, which needs all rows in one place, is about as good ({figures}, within chance)."
+            )
+        else:
+            said.append(f"If all rows may be in one place, use {together.in_words}: it is better ({figures}).")
+    return " ".join(said)
 
 
 def no_run(folder: Path) -> UserError:

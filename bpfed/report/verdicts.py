@@ -1,7 +1,7 @@
 """A verdict on each client in plain words: is its model better than a guess, and than a plain model; where does it fail?
 
 A difference counts if it is more than twice its standard error over the client's test examples, paired. Without the
-errors, as in a deployment, where only sums are told, a verdict says which is lower and no more.
+errors, as in a deployment, where only sums are told, a verdict says who scores better and no more.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ WEAK, SEEN = 0.75, 5
 Level = Literal["good", "care", "poor", "unknown"]
 #: What stands beside a client's name.
 WORDS: dict[Level, str] = {
-    "good": "useful",
+    "good": "can be used",
     "care": "use with care",
-    "poor": "no better than a guess",
-    "unknown": "too few tests",
+    "poor": "do not rely on it",
+    "unknown": "too few test examples",
 }
 #: What a plain model of a client's own rows is called in a sentence, by its key in the records.
 PLAIN = {
@@ -42,17 +42,14 @@ class Verdict(NamedTuple):
         level: How good it is.
         said: Sentences, the most important first.
         test: Test examples.
+        word: The level in words.
     """
 
     name: str
     level: Level
     said: list[str]
     test: int
-
-    @property
-    def word(self) -> str:
-        """Its level in words."""
-        return WORDS[self.level]
+    word: str
 
 
 class Recall(NamedTuple):
@@ -79,22 +76,40 @@ def headline(run: RunRecord, found: Sequence[Verdict]) -> str:
     """The verdicts in a sentence or two."""
     if not found:
         return ""
-    total = len(found)
-    if total == 1:
-        return f"The model of {text.short(found[0].name, 40)}: {found[0].word}."
-    useful = sum(one.level == "good" for one in found)
-    at = f"all {text.count(total)}" if useful == total else f"{text.count(useful)} of {text.count(total)}"
-    said = [f"The model can be used as it is at {at} clients."]
+    total = text.count(len(found))
+    if len(found) == 1:
+        return f"{text.short(found[0].name, 40)}: {found[0].word}."
     parts: tuple[tuple[Level, str], ...] = (
-        ("care", "It needs care at"),
-        ("poor", "It is no better than a guess at"),
+        ("good", "It can be used at" if errors_known(run) else "It scores better than a guess at"),
+        ("care", "Use it with care at"),
+        ("poor", "Do not rely on it at"),
         ("unknown", "There are too few test examples to judge it at"),
     )
+    said: list[str] = []
     for level, start in parts:
         if named := [text.short(one.name, 30) for one in found if one.level == level]:
-            rest = f" and {text.count(len(named) - 3)} more" if len(named) > 3 else ""
-            said.append(f"{start} {text.count(len(named))}: {', '.join(named[:3])}{rest}.")
+            of = f"{text.count(len(named))} of {total} clients" if not said else text.count(len(named))
+            if len(named) == len(found):
+                return f"{start} all {total} clients."
+            rest = f" and {text.count(len(named) - 3)} more" if len(named) > 4 else ""
+            said.append(f"{start} {of}: {', '.join(named[: 3 if rest else 4])}{rest}.")
     return " ".join(said)
+
+
+def against_own(run: RunRecord) -> str:
+    """At how many clients the run is better than a plain model of the client's own rows; empty where there is none."""
+    measure = get_metric(run.task.metric)
+    rows = [place for place, row in enumerate(run.rows) if (row.get("test") or 0) >= JUDGED]
+    rivals = [rival for place in rows if (rival := own_model(run, place, measure)) is not None]
+    if len(rivals) < 2:
+        return ""
+    words = {"better": "better", "alike": "about as good", "worse": "worse"}
+    words |= {"lower": "a better score", "not lower": "no better score"}
+    counts = [(said, sum(state == key for _, _, state in rivals)) for key, said in words.items()]
+    told = ", ".join(f"{said} at {text.count(n)}" for said, n in counts if n)
+    plain = rivals[0][0].replace("its own", "a client's own")
+    few = "" if len(rivals) == len(run.rows) else f" (clients with {JUDGED} or more test examples)"
+    return f"Against {plain}: {told} of {text.count(len(rivals))} clients{few}."
 
 
 def summary(run: RunRecord) -> dict[str, Any]:
@@ -110,6 +125,7 @@ def summary(run: RunRecord) -> dict[str, Any]:
             for m in run.measures
         },
         "verdict": headline(run, found),
+        "against_own_models": against_own(run),
         "against_baselines": run.verdict,
         "sites": [
             {"name": one.name, "verdict": one.word, "said": [text.typed(s) for s in one.said], "test": one.test}
@@ -125,7 +141,7 @@ def _verdict(run: RunRecord, place: int, row: dict[str, Any]) -> Verdict:
     name, test = str(row["name"]), int(row["test"])
     if test < JUDGED:
         few = f"Only {text.plural(test, 'test example')}: too few to judge."
-        return Verdict(name, "unknown", [few], test)
+        return Verdict(name, "unknown", [few], test, WORDS["unknown"])
     level: Level = "good"
     said = []
     measure = get_metric(run.task.metric)
@@ -133,26 +149,17 @@ def _verdict(run: RunRecord, place: int, row: dict[str, Any]) -> Verdict:
     if math.isfinite(ours) and math.isfinite(guess):
         state = _state(ours, guess, *_gain(run.diagnostics.get("clients", {}), place))
         figures = _figures(run, measure, ours, guess)
-        if state == "better":
-            said.append(f"Better than {run.task.guess} ({figures}).")
-        elif state == "alike" and ours < guess:
-            said.append(f"Not clearly better than {run.task.guess} ({figures}, within chance).")
-            level = "care"
-        else:
-            start = "Worse" if state == "worse" else "No better"
-            said.append(f"{start} than {run.task.guess} ({figures}{', within chance' if state == 'alike' else ''}).")
-            level = "poor"
+        said.append(f"{_compared(state)} {run.task.guess} ({figures}{_by_chance(state)}).")
+        if state not in ("better", "lower"):
+            level = "care" if state == "alike" else "poor"
     if (rival := own_model(run, place, measure)) is not None:
         model, theirs, state = rival
         figures = _figures(run, measure, ours, theirs)
-        if state == "better":
-            said.append(f"Better than {model} ({figures}).")
-        elif state == "alike":
-            said.append(f"About as good as {model} ({figures}, within chance).")
-        else:
-            start = "Worse" if state == "worse" else "No better"
-            said.append(f"{start} than {model} ({figures}), so consider that one here.")
-            level = "care" if level == "good" else level
+        behind = state in ("worse", "not lower")
+        start = "About as good as" if state == "alike" else _compared(state)
+        advice = ", so consider that model here" if behind else ""
+        said.append(f"{start} {model} ({figures}{_by_chance(state)}){advice}.")
+        level = "care" if behind and level == "good" else level
     weak, sentence = _weakness(recalls(run, place))
     if sentence:
         said.append(sentence)
@@ -161,7 +168,13 @@ def _verdict(run: RunRecord, place: int, row: dict[str, Any]) -> Verdict:
     if sentence:
         said.append(sentence)
         level = "care" if over and level == "good" else level
-    return Verdict(name, level, said, test)
+    word = WORDS[level] if level != "good" or errors_known(run) else "better than a guess"
+    return Verdict(name, level, said, test, word)
+
+
+def errors_known(run: RunRecord) -> bool:
+    """Whether there are standard errors of the differences from a guess, so that chance can be told from a result."""
+    return "gain" in run.diagnostics.get("clients", {})
 
 
 def own_model(run: RunRecord, place: int, measure: Metric) -> tuple[str, float, str] | None:
@@ -200,7 +213,22 @@ def _state(ours: float, theirs: float, gain: float, error: float) -> str:
         return "alike"
     if math.isfinite(gain):
         return "better" if gain > 0 else "worse"
-    return "better" if ours < theirs else "not better"  # by how much may be chance
+    return "lower" if ours < theirs else "not lower"  # which may be chance
+
+
+def _compared(state: str) -> str:
+    """A state as the start of a sentence."""
+    return {
+        "better": "Better than",
+        "alike": "Not clearly better than",
+        "worse": "Worse than",
+        "lower": "A better score than",
+        "not lower": "No better score than",
+    }[state]
+
+
+def _by_chance(state: str) -> str:
+    return {"alike": ", within chance", "lower": "; chance was not ruled out"}.get(state, "")
 
 
 def _figures(run: RunRecord, measure: Metric, ours: float, theirs: float) -> str:
@@ -217,7 +245,9 @@ def _weakness(found: Sequence[Recall]) -> tuple[bool, str]:
     if least.found == least.test:
         return False, ""
     label = f"‘{text.short(least.label, 30)}’"
-    sentence = f"Finds {text.percent(least.share, 0)} of the {label} cases ({least.found} of {least.test})."
+    sentence = (
+        f"It recognises {least.found} of the {least.test} test cases of {label} ({text.percent(least.share, 0)})."
+    )
     return least.share < WEAK, sentence
 
 

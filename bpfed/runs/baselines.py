@@ -73,6 +73,13 @@ class Baseline(NamedTuple):
     kind: str
 
 
+class Losses(NamedTuple):
+    """Of each test row under a baseline, ``[E]`` each: the loss that its task is judged by (None: it has none), and the NLL."""
+
+    loss: Tensor | None
+    nll: Tensor
+
+
 _CLASSES = (
     Baseline("site-logistic", "Per-site logistic regression", "logistic, per site", False, "linear"),
     Baseline("pooled-logistic", "Pooled logistic regression", "logistic, pooled", True, "linear"),
@@ -110,7 +117,7 @@ def baselines(
     clients: Tensor,
     bins: int = 10,
     most_rows: int = MOST_ROWS,
-    losses: dict[str, Tensor] | None = None,
+    losses: dict[str, Losses] | None = None,
 ) -> dict[str, Any]:
     """Fit the baselines to the training and calibration rows, and score them on the test rows, ready for JSON.
 
@@ -119,7 +126,7 @@ def baselines(
         clients: Indices of the clients that are tested, ``[C]``, each with a test row.
         bins: Bins of the ECE.
         most_rows: With more training rows than this nothing is fitted.
-        losses: Is given the loss of each test row under each baseline, by name, ``[E]`` (`Evaluation.losses`).
+        losses: Is given the losses of each test row under each baseline, by name.
 
     Returns:
         ``version``; ``rows``, one for each baseline with ``scores``, ``clients`` (each metric of each client, in the
@@ -145,8 +152,9 @@ def baselines(
             continue
         with _quietly():
             scored = _scored(baseline, data, parts, test, clients, bins)
-        if losses is not None and scored.losses is not None:
-            losses[baseline.name] = scored.losses()
+        if losses is not None and scored.example_nll is not None:
+            own = scored.losses() if scored.losses is not None else None
+            losses[baseline.name] = Losses(own, scored.example_nll())
         found["rows"].append(
             {
                 "name": baseline.name,
@@ -184,14 +192,15 @@ def _scored(
             )
         )
         scored = evaluate(torch.from_numpy(probs), test.y.cpu(), test.offsets.cpu(), bins)
-        return replace(scored, losses=partial(losses_of_classes, torch.from_numpy(probs), test.y.cpu()))
+        each = partial(losses_of_classes, torch.from_numpy(probs), test.y.cpu())
+        return replace(scored, losses=each, example_nll=each)
     spread = float(np.var(np.concatenate([_floats(part.y) for part in parts]))) or 1e-12
     found = _predicted(baseline, parts, test, clients, lambda x, y, new: number(baseline.kind, x, y, new, spread))
     mean, scale = (torch.from_numpy(np.concatenate(column)) for column in zip(*found, strict=True))
     y = test.y.cpu().double()
     nll = 0.5 * ((y - mean) / scale).square() + scale.log() + 0.5 * math.log(2 * math.pi)
     scored = evaluate_regression(mean=mean, scale=scale, nll=nll, y=y, offsets=test.offsets.cpu(), bins=bins)
-    return replace(scored, losses=partial(losses_of_numbers, mean, y))
+    return replace(scored, losses=partial(losses_of_numbers, mean, y), example_nll=nll.double)
 
 
 def _scored_times(baseline: Baseline, parts: list[Examples], test: Examples, clients: Tensor, bins: int) -> Evaluation:
@@ -214,7 +223,8 @@ def _scored_times(baseline: Baseline, parts: list[Examples], test: Examples, cli
     nll = torch.full_like(nll, math.nan) if baseline.kind == "curve" else nll
     reference = [parts[0].client(client)[1] for client in clients.tolist()]
     reference = [own if len(own) else parts[0].y for own in reference]
-    return evaluate_survival(risk, nll, left, survival, test.y.cpu(), test.offsets.cpu(), bins, grid, reference)
+    scored = evaluate_survival(risk, nll, left, survival, test.y.cpu(), test.offsets.cpu(), bins, grid, reference)
+    return replace(scored, example_nll=nll.double)
 
 
 def _predicted(

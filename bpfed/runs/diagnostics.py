@@ -22,6 +22,7 @@ from bpfed.engine.local import threads
 from bpfed.inference.rng import Purpose, words
 from bpfed.metrics import Evaluation
 from bpfed.metrics.diagnostics import MOST_CLIENTS, gains
+from bpfed.runs.baselines import Losses
 
 #: Columns whose effects are shown; with more, these are the first by a short look at all, up to so many.
 COLUMNS, MOST_COLUMNS = 20, 200
@@ -34,7 +35,7 @@ MOST_WORK = 4_000_000_000
 
 
 def diagnostics(
-    federation: Federation, evaluation: Evaluation, clients: Tensor, losses: Mapping[str, Tensor]
+    federation: Federation, evaluation: Evaluation, clients: Tensor, losses: Mapping[str, Losses]
 ) -> dict[str, Any]:
     """All of it, as in ``evaluation.json``; empty where only sums are known.
 
@@ -42,18 +43,23 @@ def diagnostics(
         federation: After the round that was evaluated.
         evaluation: Of these clients.
         clients: Indices, ``[C]``.
-        losses: Of each test row under each baseline, ``[E]``, in the order of the clients.
+        losses: Of the test rows under each baseline, in the order of the clients.
     """
     found: dict[str, Any] = evaluation.diagnose() if evaluation.diagnose is not None else {}
+    if evaluation.example_nll is not None:
+        nll = evaluation.example_nll().cpu()
+        one = torch.zeros(len(nll), dtype=torch.long)
+        over_all = {name: gains(nll, theirs.nll, one, 1) for name, theirs in losses.items()}
+        found["overall"] = {name: {key: g[key][0] for key in ("gain", "gain_se")} for name, g in over_all.items()}
     if evaluation.losses is not None and len(clients) <= MOST_CLIENTS and losses:
         own = evaluation.losses().cpu()
         owner = torch.repeat_interleave(torch.arange(len(clients)), federation.data.test.sizes[clients])
-        versus = {name: gains(own, theirs, owner, len(clients)) for name, theirs in losses.items()}
-        found["versus"] = {
-            name: {"gain": one["gain"], "gain_se": one["gain_se"]}
-            for name, one in versus.items()
-            if name.startswith("site-")
+        versus = {
+            name: gains(own, theirs.loss, owner, len(clients))
+            for name, theirs in losses.items()
+            if name.startswith("site-") and theirs.loss is not None
         }
+        found["versus"] = {name: {key: g[key] for key in ("gain", "gain_se")} for name, g in versus.items()}
     if effects := column_effects(federation, clients):
         found["effects"] = effects
     return found

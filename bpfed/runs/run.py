@@ -30,7 +30,7 @@ from bpfed.metrics.registry import BUILT_IN
 from bpfed.report import RunRecord
 from bpfed.report.record import temperature_name, temperature_words
 from bpfed.runs import metadata
-from bpfed.runs.baselines import baselines, wanted
+from bpfed.runs.baselines import Losses, baselines, wanted
 from bpfed.runs.client import Client
 from bpfed.runs.diagnostics import diagnostics
 
@@ -69,7 +69,7 @@ class Run:
         self.compiled = False
         self.calibration: Calibration | None = None
         self.deployed = federation.data.protocol == metadata.DEPLOYED
-        self.fitted: dict[Any, tuple[dict[str, Any], dict[str, Tensor]]] = {}
+        self.fitted: dict[Any, tuple[dict[str, Any], dict[str, Losses]]] = {}
         self._calibrated: tuple[tuple[int, How, int], Calibration] | None = None
         self._diagnosed: tuple[int, dict[str, Any]] | None = None
 
@@ -291,13 +291,13 @@ class Run:
         """
         return self._baselines()[0]
 
-    def _baselines(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def _baselines(self) -> tuple[dict[str, Any], dict[str, Losses]]:
         if self.settings.baselines == "off" or self.deployed or not wanted(self.data):
             return {}, {}
         clients, bins = tested_clients(self.federation), self.settings.bins
         key = (metadata.fingerprint(self.data), tuple(clients.tolist()), bins)
         if key not in self.fitted:
-            losses: dict[str, Tensor] = {}
+            losses: dict[str, Losses] = {}
             self.fitted[key] = baselines(self.data, clients, bins, losses=losses), losses
         return self.fitted[key]
 

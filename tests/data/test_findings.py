@@ -194,7 +194,7 @@ def test_copies_between_clients_and_between_training_and_test_are_found() -> Non
     again = two.take(np.r_[np.arange(53), np.arange(0, 6), 59])
     parts = Table("two", 60, {**again.columns, "split": split})
     (found,) = examine({"one": Table("one", 60, {**one.columns, "split": split}), "two": parts}, Asked(target="y"))
-    assert found.what == "has 6 test rows that are also training rows"
+    assert found.what == "has 6 test rows also among the training rows"
     assert found.row == 54
 
 

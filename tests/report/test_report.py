@@ -74,7 +74,7 @@ def test_coverage_of_few_examples_shows_how_little_they_say() -> None:
     ("partition", "said"),
     [
         ("groups:5", "groups:5 partition"),
-        ("natural", "clients as the data has them"),
+        ("natural", "clients given by the data"),
         ("sites", "each site with its own data"),
     ],
 )
@@ -114,7 +114,7 @@ def test_calibration_of_clients_with_few_test_examples_is_not_judged(capsys: pyt
     assert "98.7 %" in plain(Page(render(enough)).text)
     none = replace(run, evaluation=run.evaluation | {"clients": [row | few for row in rows]})
     terminal.result(none, Path("report.html"))
-    ece = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("MCE"))
+    ece = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("ECE"))
     assert ece.split()[-2:] == ["–", "–"]
 
 
@@ -187,7 +187,7 @@ def test_a_wide_table_has_less_room_for_each_column() -> None:
     more: dict[str, float] = {"coverage": 0.9}
     wide = replace(run, evaluation=run.evaluation | {"clients": [row | more for row in run.rows]})
     assert 'class="sortable many"' in render(wide)
-    more |= {"set_size": 1.2}
+    more |= {"set_size": 1.2, "sensitivity": 0.9, "specificity": 0.9}
     widest = replace(run, evaluation=run.evaluation | {"clients": [row | more for row in run.rows]})
     assert 'class="sortable many most"' in render(widest)
     assert 'class="sortable"' in render(record(task="regression"))

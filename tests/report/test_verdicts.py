@@ -31,7 +31,7 @@ def judged(gain: float, error: float, versus: tuple[float, float] | None = None,
     [
         (0.3, 0.05, "good", "Better than guessing (NLL 0.500 against 0.800)."),
         (0.05, 0.05, "care", "Not clearly better than guessing (NLL 0.500 against 0.550, within chance)."),
-        (-0.05, 0.05, "poor", "No better than guessing (NLL 0.500 against 0.450, within chance)."),
+        (-0.05, 0.05, "care", "Not clearly better than guessing (NLL 0.500 against 0.450, within chance)."),
         (-0.3, 0.05, "poor", "Worse than guessing (NLL 0.500 against 0.200)."),
     ],
 )
@@ -61,7 +61,7 @@ def test_a_class_that_is_missed_is_named() -> None:
     changed = replace(run, evaluation=run.evaluation | {"classes": classes, "diagnostics": {"clients": clients}})
     (found,) = verdicts(changed)
     assert found.level == "care"
-    assert "Finds 60 % of the ‘malignant’ cases (12 of 20)." in map(plain, found.said)
+    assert "It recognises 12 of the 20 test cases of ‘malignant’ (60 %)." in map(plain, found.said)
 
 
 def test_few_test_examples_are_not_judged_and_the_worst_is_first() -> None:
@@ -73,7 +73,7 @@ def test_few_test_examples_are_not_judged_and_the_worst_is_first() -> None:
     found = verdicts(several)
     assert [(one.name, one.level) for one in found] == [("South", "poor"), ("North", "good"), ("East", "unknown")]
     assert headline(several, found) == (
-        "The model can be used as it is at 1 of 3 clients. It is no better than a guess at 1: South. There are too few "
-        "test examples to judge it at 1: East."
+        "It scores better than a guess at 1 of 3 clients: North. Do not rely on it at 1: South. There are too few test "
+        "examples to judge it at 1: East."
     )
     assert "Standard errors are not known here" in Page(render(several)).text

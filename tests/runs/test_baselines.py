@@ -220,9 +220,12 @@ def test_the_verdict_goes_to_logistic_regression_where_that_is_better() -> None:
     best = min(record.rivals, key=lambda rival: rival.nll)
     assert best.title == "Pooled logistic regression"
     assert best.nll < record.last("nll")
-    start = f"Pooled logistic regression is better here (NLL {best.nll:.3f} against {record.last('nll'):.3f}, lower at "
-    assert record.verdict.startswith(f"{start}{best.lower} of 4 clients); use it, if all rows may be in one place. ")
-    assert record.verdict in render(record).replace("&#x27;", "'")
+    end = f" If all rows may be in one place, use pooled logistic regression: it is better (NLL {best.nll:.3f})."
+    assert record.verdict.endswith(end)
+    gain = record.diagnostics["overall"]["pooled-logistic"]
+    assert gain["gain"] == pytest.approx(best.nll - record.last("nll"), rel=1e-3)
+    assert -gain["gain"] > 2 * gain["gain_se"] > 0
+    assert record.verdict in render(record).replace("&#39;", "'").replace("&#x27;", "'")
 
 
 def test_the_verdict_goes_to_the_run_where_baselines_are_worse() -> None:
@@ -238,14 +241,23 @@ def test_the_verdict_goes_to_the_run_where_baselines_are_worse() -> None:
 
 def test_the_verdict_in_all_cases() -> None:
     site, pooled = Rival("Per-site X", False, 0.41, 3, 1, 4), Rival("Pooled X", True, 0.43, 2, 2, 4)
-    assert verdict("M", 0.45, [site, pooled]) == (
-        "Per-site X is better here (NLL 0.410 against 0.450, lower at 3 of 4 clients); use it instead of M, or look for "
-        "a better setting with 'bpfed tune'."
+    instead = (
+        "Per-site X is better (NLL 0.410 against 0.450, lower at 3 of 4 clients); use it instead of M, or look for a "
+        "better setting with 'bpfed tune'."
     )
+    together = " If all rows may be in one place, use pooled X: it is better (NLL 0.430)."
+    assert verdict("M", 0.45, [site, pooled]) == instead + together
+    alike = " Pooled X, which needs all rows in one place, is about as good (NLL 0.430, within chance)."
+    assert verdict("M", 0.45, [site, pooled._replace(clear=False)]) == instead + alike
     better = pooled._replace(nll=0.40)
-    assert verdict("M", 0.45, [site, better]).endswith(" Per-site X, which moves no rows, is better too (NLL 0.410).")
-    assert verdict("M", 0.405, [site, better]).endswith(" If not, M is better than per-site X (NLL 0.410).")
-    assert verdict("M", 0.4101, [site]) == "Per-site X is as good here as M (NLL 0.410 both, lower at 3 of 4 clients)."
+    assert verdict("M", 0.405, [site, better]).startswith(
+        "M is better than per-site X (NLL 0.405 against 0.410, lower at 1 "
+    )
+    within = "M is about as good as per-site X (NLL 0.450 against 0.410, within chance)."
+    assert verdict("M", 0.45, [site._replace(clear=False)]) == within
+    assert verdict("M", 0.4101, [site]) == within.replace("0.450", "0.410")
+    # A difference within chance is called neither better nor worse, whichever way it points.
+    assert "better" not in verdict("M", 0.2, [site._replace(clear=False), pooled._replace(clear=False)])
     assert verdict("M", 0.2, [site._replace(pairs=1)]) == (
         "M is better than the baseline: NLL 0.200 against 0.410 of per-site X."
     )

@@ -72,5 +72,5 @@ def test_the_page_says_of_each_client_whether_it_is_of_use(run: bpfed.Run) -> No
         assert one.said[0].startswith("Better than guessing (NLL ")
         assert "its own logistic regression" in one.said[1]
     page = render(run.record())
-    for section in ("Verdict", "Errors by class", "Acting on predictions", "Columns that matter", "Model card"):
+    for section in ("Can it be used?", "Errors by class", "Acting on predictions", "Columns that matter", "Model card"):
         assert f"<h2>{section}</h2>" in page

@@ -16,7 +16,7 @@ import numpy as np
 
 from bpfed._util.errors import UserError, quoted
 from bpfed._util.files import toml_text
-from bpfed._util.text import plain
+from bpfed._util.text import many, plain
 from bpfed.config.schema import LISTS
 from bpfed.data.checks import Finding, file_of
 from bpfed.data.checks.agreement import code_findings, column_findings, spelling_findings, unit_findings
@@ -337,7 +337,7 @@ def _copies(tables: Mapping[str, Table]) -> list[Finding]:
             test = np.array([word.casefold().startswith("test") for word in table.words(SPLIT)])
             part = np.flatnonzero(test & np.isin(own, own[~test]))
         if part is not None and len(part):
-            what = f"has {len(part)} test rows that are also training rows"
+            what = f"has {many(len(part), 'test row')} also among the training rows"
             found.append(Finding(file_of(table, client), "", int(part[0]) + 1, what, "remove one of each two"))
         elif part is None and len(again) >= FEWEST:
             what = f"has {len(again)} rows that occur more than once"

@@ -63,8 +63,8 @@ def _far(training: Mapping[str, Table], preparation: Preprocessor) -> str:
     if not told:
         return ""
     return (
-        f"More than {FAR:g} standard deviations from the mean of training are {first_of(told)}; a slip of the pen there "
-        "spoils the scale for everybody, so correct it if it is one."
+        f"More than {FAR:g} standard deviations from the training mean: {first_of(told)}. If such a value is a typing error, "
+        "correct it: it distorts the scaling of the column for all clients."
     )
 
 

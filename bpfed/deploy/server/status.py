@@ -118,7 +118,7 @@ def done(found: Mapping[str, Any]) -> int:
 
 
 #: Elsewhere than on a terminal, seconds without a line after which there is one: at first, and the most.
-SILENCE = (2.0, 15.0)
+SILENCE = (5.0, 60.0)
 
 
 class StatusDisplay:
@@ -202,7 +202,8 @@ class StatusDisplay:
         now, count = time.monotonic(), done(found)
         if self._seen is not None and count > self._seen[0]:
             self.shown.took((now - self._seen[1]) / (count - self._seen[0]))
-        if self._seen is None or count != self._seen[0]:
+        # Waiting for sites is no part of a round.
+        if self._seen is None or count != self._seen[0] or found["state"] == "waiting for sites":
             self._seen = count, now
         pilot = int(found.get("pilot", 0) or 0)
         waiting = int(found.get("pilots", 0)) - pilot + 1 if pilot else 0  # the run itself among them
