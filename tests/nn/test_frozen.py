@@ -84,13 +84,33 @@ def test_a_run_on_features_trains_predicts_calibrates_and_adapts_as_one_without(
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_on_features_runs_the_frozen_part_on_one_example_only():
+def test_a_step_on_features_does_not_run_the_frozen_part():
     model = bpfed.runs.fit.prepare(FedPer(), DATA, bpfed.Settings(device="cpu"), net()).federation.model
     features = model.features(X)
     Watched.batches.clear()
     key = scenarios.keys(2)
     model.gradient(model.initial.expand(2, -1), features.unflatten(0, (2, 20)), Y.view(2, 20), torch.ones(2, 20), key)
-    assert Watched.batches == [1]
+    assert Watched.batches == []
+
+
+class Twice(nn.Module):
+    """A frozen layer that is used inside another frozen one and again after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(108, 108).requires_grad_(False), nn.Linear(108, 2)
+        self.outer = nn.Sequential(self.inner, nn.Tanh())
+
+    def forward(self, x):
+        return self.head(self.inner(torch.sin(self.outer(x.flatten(1)))))
+
+
+def test_calls_of_a_layer_are_counted_though_some_are_not_run():
+    whole = Model.of(scenarios.seeded(Twice), Categorical(2), X[:4])
+    rest = whole.on_features(X[:4])
+    assert (rest.backbone.layer, rest.backbone.call, list(rest.backbone.skipped)) == ("inner", 1, [("outer", 0)])
+    torch.testing.assert_close(rest.outputs(rest.initial, rest.features(X)), whole.outputs(whole.initial, X))
+    assert "forward" not in vars(rest.module.inner)
 
 
 @pytest.mark.parametrize(
