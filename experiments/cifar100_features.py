@@ -378,7 +378,7 @@ def jobs(
     """One for the cache, and one for each head and seed."""
     made = []
     if "cache" in studies:
-        asked = {"part": part, "images": 120, "clients": 3, "rounds": 50}
+        asked = {"part": part, "images": 120, "clients": 3, "rounds": 30}
         made.append(Job("cache.json", compare_cache, asked, 100.0, device))
     if "heads" in studies:
         for seed in range(seeds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import tomllib
 from pathlib import Path
@@ -25,6 +26,7 @@ sys.path.append(str(Path(__file__).parents[1] / "deploy"))
 from federations import Deployed, simulated  # noqa: E402
 
 PACKAGE = "bpfed-sequences==1.0"
+PLAYS = Path(os.environ.get("BPFED_DATA", "")) / "tinyshakespeare" / "input.txt"
 
 
 @pytest.fixture
@@ -49,7 +51,11 @@ def two(walk):
     """Signals of two people, and the same for characters of two roles, a few rows each."""
 
     def some(name):
-        x, y, who = walk.signals(2, 18) if name == "gru" else walk.letters(dict(list(walk.VERSES.items())[:2]))
+        if name == "gru":
+            x, y, who = walk.signals(2, 18)
+        else:
+            said = walk.roles(60, 2) if name == "plays" else dict(list(walk.VERSES.items())[:2])
+            x, y, who = walk.letters(said)
         labels, y = np.unique(y, return_inverse=True)
         kept = np.concatenate([np.flatnonzero(who == one)[:18] for one in np.unique(who)])
         return from_arrays(x[kept], y[kept], who[kept], name="two", labels=labels.tolist(), task="classification")
@@ -67,9 +73,14 @@ def test_the_script_trains_reports_predicts_and_lets_a_client_join(walk, tmp_pat
         assert run.federation.model.layout.personal_names == ("head.weight", "head.bias")
 
 
-@pytest.mark.parametrize("network", ["gru", "characters"])
-def test_two_sites_have_the_simulators_numbers(two, network, tmp_path):
-    data, settings = two(network), {"rounds": 2, "epochs": 1, "network": network}
+@pytest.mark.parametrize("case", ["gru", "characters", "plays"])
+def test_two_sites_have_the_simulators_numbers(two, case, tmp_path, monkeypatch):
+    if case == "plays":
+        if not PLAYS.is_file():
+            pytest.skip("tinyshakespeare/input.txt is not in the folder that BPFED_DATA names")
+        monkeypatch.setenv("BPFED_DATA", str(PLAYS.parents[1]))
+    network = "gru" if case == "gru" else "characters"
+    data, settings = two(case), {"rounds": 2, "epochs": 1, "network": network}
     deployed = Deployed(tmp_path, BPFed(), data, **settings)
     for site in deployed.sites.values():
         site.plugins = (PACKAGE,)
