@@ -21,6 +21,7 @@ There are two studies.
 from __future__ import annotations
 
 import argparse
+import importlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -188,8 +189,10 @@ def prepared(features: NDArray[np.float32], train: NDArray[np.bool_], components
 def compare_cache(part: str, images: int, clients: int, rounds: int, device: Any) -> dict[str, Any]:
     """The same run with features computed once and with the whole network in every step.
 
-    Seconds are those of the processor, since others may use the machine.
+    Seconds are those of the processor, since others may use the machine. What torch imports at a first call is imported
+    before, so that it does not count for the run that happens to be first.
     """
+    importlib.import_module("torch._dynamo")
     data, backbone, found = Part.read(part).few(images, clients), pretrained(), dict[str, Any]()
     probs = []
     for how in ("auto", "off"):

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from bpfed.engine.batching import Plan
-from bpfed.engine.blocks import compiled_regions, in_blocks
+from bpfed.engine.blocks import LARGE, compiled_regions, in_blocks
 from bpfed.inference import inputs
 from bpfed.inference.estimators import Batch
 from bpfed.inference.inputs import Inputs
@@ -37,14 +37,17 @@ OPTIONS: dict[str, dict[str, Any]] = {"cuda": {"combo_kernels": True}}  # small 
 #: Steps of one shape that repay tracing it on a CPU. Both the tracing and the steps take time for each operation:
 #: tracing as long as some 80 steps, of which each is faster by a fifth from then on.
 TRACE_FROM = 500
+#: The same where vectors of all weights are so long that they are taken in blocks (`bpfed.engine.blocks`), which only a
+#: traced step can be: there tracing takes as long as a few steps, and a step in blocks half as long as one without.
+TRACE_LARGE_FROM = 8
 #: Steps of one shape that repay compiling it on a CPU. For the network of digits compiling took as long as some 3000
 #: traced steps, so at this many it would add a tenth even if the steps became no faster. Others were not measured.
 COMPILE_FROM = 30_000
 
 
-def worth_tracing(steps: int) -> bool:
-    """Whether a step that is taken so many times in one shape is to be traced on a CPU."""
-    return steps >= TRACE_FROM
+def worth_tracing(steps: int, weights: int = 0) -> bool:
+    """Whether a step on so many weights that is taken so many times in one shape is to be traced on a CPU."""
+    return steps >= (TRACE_LARGE_FROM if weights >= LARGE else TRACE_FROM)
 
 
 def worth_compiling(steps: float, shapes: int) -> bool:
@@ -175,7 +178,7 @@ class Repeated:
 
     def __call__(self, work: Work, steps: int) -> None:
         stepper = self.stepper
-        if self.call is None and (stepper.compiled or worth_tracing(self.taken + steps * stepper.rounds)):
+        if self.call is None and (stepper.compiled or self._repays(steps)):
             # Tracing runs the step once; it must not run on the real state.
             self.call = stepper.trace(stepper.advance, _own(work), Slot.select(work))
         self.taken += steps
@@ -185,6 +188,10 @@ class Repeated:
                 stepper.advance(work, Slot(*slot))
             else:
                 self.call(*leaves, *slot)
+
+    def _repays(self, steps: int) -> bool:
+        stepper = self.stepper
+        return worth_tracing(self.taken + steps * stepper.rounds, stepper.model.layout.total)
 
 
 class Recorded:

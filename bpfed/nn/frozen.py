@@ -83,12 +83,25 @@ def digest(module: nn.Module, trained: Collection[str]) -> str:
 
 # --- features ---------------------------------------------------------------------------------------------------------
 
-#: Examples whose features are computed at a time.
-BLOCK = 64
+#: Examples whose features are computed at a time: what a layer of 32 gives still fits into the cache of a core, and with
+#: 64 an image took twice as long.
+BLOCK = {"cpu": 32, "cuda": 256}
 #: Layers that are tried as the last of the frozen part, from the last one back.
 TRIED = 12
 
 _RAW, _FROZEN, _TRAINED = 1, 2, 4
+
+
+class _Skipped(NamedTuple):
+    """A call of a layer that is not run again, because what it gives is known.
+
+    Attributes:
+        output: What it gives, a tree of tensors.
+        inside: How often it calls layers inside it, by name.
+    """
+
+    output: Any
+    inside: dict[str, int]
 
 
 class Backbone(NamedTuple):
@@ -98,11 +111,15 @@ class Backbone(NamedTuple):
         layer: Name of the layer whose output is the features.
         call: Which of its calls in a forward pass, from 0.
         example: One input, ``[1, ...]``: the module's forward starts with it where the features are at hand.
+        skipped: Calls of frozen layers before that one, and what they give for the example.
+        inside: How often that call calls layers inside it, by name.
     """
 
     layer: str
     call: int
     example: Any
+    skipped: Mapping[tuple[str, int], _Skipped] = {}
+    inside: Mapping[str, int] = {}
 
     @property
     def words(self) -> str:
@@ -110,14 +127,41 @@ class Backbone(NamedTuple):
         return f"layer '{self.layer}'"
 
     def to(self, device: torch.device | str) -> Backbone:
-        """With its example on that device."""
-        return self._replace(example=inputs.move(self.example, device))
+        """With its example, and what is known of it, on that device."""
+        skipped = {at: one._replace(output=inputs.move(one.output, device)) for at, one in self.skipped.items()}
+        return self._replace(example=inputs.move(self.example, device), skipped=skipped)
 
     @contextmanager
     def replaced(self, module: nn.Module, features: Tensor) -> Iterator[None]:
-        """Inside, that call of the layer gives these features."""
-        with _hooked(module.get_submodule(self.layer), self.call, lambda output: features):
+        """Inside, that call of the layer gives these features, and no frozen layer before it is run."""
+        known = {**self.skipped, (self.layer, self.call): _Skipped(features, dict(self.inside))}
+        calls: dict[str, int] = dict.fromkeys((name for name, _ in known), 0)
+
+        def skipping(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                call = calls[name]
+                calls[name] += 1
+                if (one := known.get((name, call))) is None:
+                    return run(*args, **kwargs)
+                for other, count in one.inside.items():
+                    calls[other] = calls.get(other, 0) + count
+                # A copy, since what follows may work in place.
+                return features if one.output is features else inputs.each(torch.clone, one.output)
+
+            return forward
+
+        layers = {name: module.get_submodule(name) for name in calls}
+        before = {name: vars(layer).get("forward") for name, layer in layers.items()}
+        for name, layer in layers.items():
+            vars(layer)["forward"] = skipping(name, layer.forward)
+        try:
             yield
+        finally:
+            for name, layer in layers.items():
+                if (own := before[name]) is None:
+                    del vars(layer)["forward"]
+                else:
+                    vars(layer)["forward"] = own
 
     def features(self, module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs) -> Tensor:
         """What the layer gives for inputs ``[B, ...]``; nothing after it is run."""
@@ -131,6 +175,50 @@ class Backbone(NamedTuple):
         except _Reached as reached:
             return reached.output
         raise AssertionError("the layer was not reached")
+
+    def skipping(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> Backbone:
+        """The same with the outermost calls of layers before it that are computed without trained parameters."""
+        origins = _Origins()
+        named, given = _noted(origins, module, parameters, self.example)
+        known: dict[tuple[str, int], _Skipped] = {}
+        counts: dict[str, int] = {}
+        started: list[dict[str, int]] = []
+
+        def begin(layer: nn.Module, args: Any) -> None:
+            started.append(dict(counts))
+
+        def end(name: str) -> Callable[..., None]:
+            def hook(layer: nn.Module, args: Any, output: Any) -> None:
+                before, call = started.pop(), counts.get(name, 0)
+                inside = {n: count - before.get(n, 0) for n, count in counts.items() if count > before.get(n, 0)}
+                counts[name] = call + 1
+                tensors = tree_leaves(output)
+                if (name, call) == (self.layer, self.call) or (
+                    tensors
+                    and all(isinstance(t, Tensor) and not origins.get(t) & _TRAINED for t in tensors)
+                    and isinstance(output, Tensor | tuple | dict)
+                ):
+                    for at in [at for at in known if at[1] >= before.get(at[0], 0)]:
+                        del known[at]
+                    known[name, call] = _Skipped(inputs.each(torch.clone, output), inside)
+                if (name, call) == (self.layer, self.call):
+                    raise _Reached(output)
+
+            return hook
+
+        layers = list(module.eval().named_modules())
+        handles = [layer.register_forward_pre_hook(begin) for _, layer in layers]
+        handles += [layer.register_forward_hook(end(name)) for name, layer in layers]
+        try:
+            with trial.Functions(), origins:
+                function_modes.run(module, named, given)
+        except _Reached:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        own = known.pop((self.layer, self.call))
+        return self._replace(skipped=known, inside=own.inside)
 
 
 class _Reached(Exception):
@@ -212,6 +300,7 @@ def find_backbone(
         else:
             return None, "its inputs or other parameters enter beside or before it"
         backbone = Backbone(found.layer, found.call, inputs.each(lambda t: t[:1].clone(), x))
+        backbone = backbone.skipping(module, parameters)
         features = backbone.features(module, parameters, x)
         key = rng.key(0, rng.Purpose.INIT)
         seen: list[tuple[int, Tensor]] = []

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import maybe_current_level
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
@@ -331,6 +333,8 @@ def run(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs) -> Any:
         changes.enter_context(_uncheckpointed())
         if any(isinstance(part, nn.RNNBase | nn.LSTMCell) for part in module.modules()):
             changes.enter_context(Recurrence())
+        if maybe_current_level() is not None:  # fused attention has no rule for many clients and would run one by one
+            changes.enter_context(sdpa_kernel(SDPBackend.MATH))
         outputs = functional_call(module, dict(parameters), args, named)
     logits = getattr(outputs, "logits", None)
     return logits if isinstance(logits, Tensor) else outputs

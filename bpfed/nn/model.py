@@ -209,7 +209,7 @@ class Model:
         parameters, device = self._own(self.layout.unflatten(self.initial)), self.initial.device
         found = [
             self.backbone.features(self.module, parameters, inputs.move(block, device)).to(inputs.first(x).device)
-            for block in inputs.blocks(x, constants.BLOCK)
+            for block in inputs.blocks(x, constants.BLOCK[device.type])
         ]
         return torch.cat(found)
 
@@ -226,9 +226,10 @@ class Model:
 
     def call(self, parameters: dict[str, Tensor], x: Inputs, training: bool = False) -> Tensor:
         """The module's outputs with these parameters, by name; those of the likelihood may be among them."""
-        self.module.train(training)
-        for name in self.constant:
-            self.module.get_submodule(name).eval()
+        if self.module.training != training:  # to walk through all layers takes as long as a small step
+            self.module.train(training)
+            for name in self.constant:
+                self.module.get_submodule(name).eval()
         own = self._own(parameters)
         if self.backbone is None:
             return function_modes.run(self.module, own, x)

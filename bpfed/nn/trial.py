@@ -387,7 +387,7 @@ class Attributes:
             f"{name}.{key}" if name else key: (value, _state(value))
             for name, part in self.module.named_modules()
             for key, value in vars(part).items()
-            if key not in usual
+            if key not in usual and not (key == "_flat_weights" and isinstance(part, nn.RNNBase))  # PyTorch's own
         }
 
     def changed(self) -> list[str]:

@@ -1,16 +1,17 @@
 """A GRU on signals and a transformer on characters: training, report, predictions, and a client that joins later.
 
-    python examples/sequences/walk.py [FOLDER]
+    python examples/sequences/walk.py [FOLDER] [--rounds 3] [--roles 3] [--characters 400]
 
 The signals are made here; they are like those of a telephone that is carried by people who walk, run or sit. The characters
 are of speaking roles in Shakespeare's plays, from the file ``tinyshakespeare/input.txt`` in the folder that ``BPFED_DATA``
-names, or else of three verses below.
+names, or else of three verses below. Test rows are the last three tenths of what each client has: windows of a text
+overlap, so that rows drawn at random would be known from training.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def roles(most: int = 400, count: int = 3) -> dict[str, str]:
     """What the roles with most to say say, at most so many characters each."""
     path = Path(os.environ.get("BPFED_DATA", "")) / "tinyshakespeare" / "input.txt"
     if not path.is_file():
+        print(f"'{path}' is missing, so the plays are three verses; name the folder of the data in BPFED_DATA.")
         return {role: 4 * text for role, text in VERSES.items()}
     said: dict[str, str] = {}
     for speech in path.read_text(encoding="utf-8").split("\n\n"):
@@ -67,6 +69,15 @@ def letters(said: dict[str, str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.array(x, np.float32)[..., None], np.array(y), np.array(who)
 
 
+def last(who: np.ndarray, share: float = 0.3) -> np.ndarray:
+    """Which rows are among the last of their client's, ``[n]`` bool."""
+    test = np.zeros(len(who), bool)
+    for one in np.unique(who):
+        own = np.flatnonzero(who == one)
+        test[own[len(own) - int(share * len(own)) :]] = True
+    return test
+
+
 def walk(
     name: str, rows: tuple[np.ndarray, np.ndarray, np.ndarray], make: Make, folder: Path, rounds: int
 ) -> bpfed.Run:
@@ -74,7 +85,15 @@ def walk(
     x, y, who = rows
     labels, y = np.unique(y, return_inverse=True)
     late = who == who[-1]
-    data = from_arrays(x[~late], y[~late], who[~late], name=name, labels=labels.tolist(), task="classification")
+    data = from_arrays(
+        x[~late],
+        y[~late],
+        who[~late],
+        name=name,
+        labels=labels.tolist(),
+        task="classification",
+        test=last(who[~late]),
+    )
     model = make(x.shape[1:], len(labels))
     run = bpfed.fit("bpfed", data, model=model, rounds=rounds, epochs=2, batch=32, seed=0, eval_draws=4, progress=False)
     run.report(folder / f"{name}.html")
@@ -90,14 +109,20 @@ def walk(
     return run
 
 
-def main(folder: Path, rounds: int = 3) -> list[bpfed.Run]:
-    """Both networks."""
+def main(folder: Path, rounds: int = 3, count: int = 3, most: int = 400) -> list[bpfed.Run]:
+    """Both networks; of the plays so many roles, and so many characters of each."""
     folder.mkdir(parents=True, exist_ok=True)
     return [
         walk("activities", signals(), gru, folder, rounds),
-        walk("plays", letters(roles()), characters, folder, rounds),
+        walk("plays", letters(roles(most, count)), characters, folder, rounds),
     ]
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/sequences"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/sequences"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--roles", type=int, default=3)
+    parser.add_argument("--characters", type=int, default=400)
+    given = parser.parse_args()
+    main(given.folder, given.rounds, given.roles, given.characters)

@@ -9,7 +9,15 @@ from torch.utils._pytree import tree_leaves
 
 from bpfed.config.settings import Settings
 from bpfed.engine import compiled_step
-from bpfed.engine.compiled_step import COMPILE_FROM, TRACE_FROM, Stepper, worth_compiling, worth_tracing
+from bpfed.engine.blocks import LARGE
+from bpfed.engine.compiled_step import (
+    COMPILE_FROM,
+    TRACE_FROM,
+    TRACE_LARGE_FROM,
+    Stepper,
+    worth_compiling,
+    worth_tracing,
+)
 from bpfed.engine.federation import Federation
 from bpfed.engine.simulator import Simulator
 from bpfed.methods.base import Method
@@ -20,6 +28,9 @@ from bpfed.methods.fedavg import FedAvg
 def test_it_is_decided_by_the_number_of_steps_of_each_shape() -> None:
     assert not worth_tracing(TRACE_FROM - 1)
     assert worth_tracing(TRACE_FROM)
+    assert not worth_tracing(TRACE_LARGE_FROM - 1, LARGE)
+    assert worth_tracing(TRACE_LARGE_FROM, LARGE)  # only traced steps run in blocks
+    assert not worth_tracing(TRACE_LARGE_FROM, LARGE - 1)
     assert not worth_compiling(COMPILE_FROM - 1, 1)
     assert worth_compiling(COMPILE_FROM, 1)
     assert not worth_compiling(COMPILE_FROM, 2)

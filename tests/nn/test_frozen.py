@@ -12,7 +12,7 @@ from bpfed._util.errors import UserError
 from bpfed.data import from_arrays
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.likelihoods import Categorical
-from bpfed.methods import FedAvg, FedPer
+from bpfed.methods import BPFed, FedAvg, FedPer
 from bpfed.nn.model import Model
 
 X = torch.randn(40, 3, 6, 6, generator=scenarios.generator())
@@ -84,13 +84,33 @@ def test_a_run_on_features_trains_predicts_calibrates_and_adapts_as_one_without(
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_on_features_runs_the_frozen_part_on_one_example_only():
+def test_a_step_on_features_does_not_run_the_frozen_part():
     model = bpfed.runs.fit.prepare(FedPer(), DATA, bpfed.Settings(device="cpu"), net()).federation.model
     features = model.features(X)
     Watched.batches.clear()
     key = scenarios.keys(2)
     model.gradient(model.initial.expand(2, -1), features.unflatten(0, (2, 20)), Y.view(2, 20), torch.ones(2, 20), key)
-    assert Watched.batches == [1]
+    assert Watched.batches == []
+
+
+class Twice(nn.Module):
+    """A frozen layer that is used inside another frozen one and again after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(108, 108).requires_grad_(False), nn.Linear(108, 2)
+        self.outer = nn.Sequential(self.inner, nn.Tanh())
+
+    def forward(self, x):
+        return self.head(self.inner(torch.sin(self.outer(x.flatten(1)))))
+
+
+def test_calls_of_a_layer_are_counted_though_some_are_not_run():
+    whole = Model.of(scenarios.seeded(Twice), Categorical(2), X[:4])
+    rest = whole.on_features(X[:4])
+    assert (rest.backbone.layer, rest.backbone.call, list(rest.backbone.skipped)) == ("inner", 1, [("outer", 0)])
+    torch.testing.assert_close(rest.outputs(rest.initial, rest.features(X)), whole.outputs(whole.initial, X))
+    assert "forward" not in vars(rest.module.inner)
 
 
 @pytest.mark.parametrize(
@@ -207,3 +227,39 @@ def test_members_share_what_is_frozen_and_their_adapters_start_at_zero():
     assert not torch.equal(first["down.weight"], second["down.weight"])
     assert not second["up.weight"].any()
     assert model.frozen == 108 * 6 + 6
+
+
+# --- networks of torchvision and timm ---------------------------------------------------------------------------------
+
+
+def resnet18():
+    torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed (pip install torchvision)")
+    return torchvision.models.resnet18(num_classes=2), "fc"
+
+
+def vision_transformer():
+    timm = pytest.importorskip("timm", reason="timm is not installed (pip install timm)")
+    form = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "attn_drop_rate": 0.0, "num_classes": 2}
+    return timm.models.VisionTransformer(img_size=32, **form), "head"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("make", [resnet18, vision_transformer])
+def test_networks_of_torchvision_and_timm_train_whole_or_by_their_head_on_features(make, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
+    images = torch.randn(12, 3, 32, 32, generator=scenarios.generator())
+    data = from_arrays(images, torch.arange(12) % 2, torch.arange(12) // 6, test_fraction=0.34)
+    module, head = scenarios.seeded(make)
+    exact = {"device": device, "tf32": False}
+    whole = bpfed.fit(FedPer(), data, model=module, **QUICK | exact | {"rounds": 1})
+    assert whole.federation.model.frozen == 0
+    assert whole.federation.model.layout.personal_names == (f"{head}.weight", f"{head}.bias")
+    cached, uncached = (
+        bpfed.fit(BPFed(personal="none"), data, model=module, trainable=head, cache_features=how, **QUICK | exact)
+        for how in ("auto", "off")
+    )
+    assert (cached.federation.model.backbone is None, uncached.federation.model.backbone) == (False, None)
+    one, other = (run.clients()[1].predict(images[:7]).probs for run in (cached, uncached))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(one, whole.clients()[1].predict(images[:7]).probs, atol=1e-3)

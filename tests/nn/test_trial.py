@@ -14,6 +14,7 @@ import bpfed
 from bpfed._util.errors import UserError
 from bpfed.config.settings import Settings
 from bpfed.data import from_arrays
+from bpfed.inference import inputs
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.likelihoods import Categorical
 from bpfed.inference.tasks import get_task
@@ -306,8 +307,126 @@ def cut(layer):
         return nn.utils.weight_norm(layer)
 
 
+class Residual(nn.Module):
+    """A ResNet with three stages of one block each: eight layers of weights beside the ways around."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(1, 4, 3, padding=1), norm(4)
+        self.first = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.second = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(norm(4) for _ in range(6))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.stem(x[:, None])))
+        for i in range(3):
+            inner = F.relu(self.norms[2 * i](self.first[i](x)))
+            x = F.relu(x + self.norms[2 * i + 1](self.second[i](inner)))
+        return self.head(x.mean((2, 3)))
+
+
+class Vision(nn.Module):
+    """A transformer on patches with a token of its own and learnt places, and dropout on its attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.token = nn.Linear(6, 8), nn.Parameter(torch.zeros(1, 1, 8))
+        self.places = nn.Parameter(0.02 * torch.randn(1, 5, 8))
+        self.mix, self.out, self.norm, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = torch.cat([self.token.expand(len(x), -1, -1), self.patches(x)], 1) + self.places
+        q, k, v = self.mix(self.norm(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2 if self.training else 0.0)
+        return self.head(x[:, 0] + self.out(mixed.transpose(1, 2).flatten(2))[:, 0])
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter that starts at 0, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(6, 5).requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.zeros(5, 2))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.base(x) + x @ self.lora_A.T @ self.lora_B.T))
+
+
+class Named(nn.Module):
+    """Takes its inputs by name or by place, of which one is whole numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 5), nn.Linear(11, 3)
+
+    def forward(self, ids, signal):
+        return self.head(torch.cat([self.table(ids).mean(1), signal.mean(1)], 1))
+
+
+def prototypes(self, x):
+    return -torch.cdist(self.body(x), self.body(self.kept))
+
+
+def prototyped():
+    module = net(prototypes, body=linear(6, 5))
+    module.register_buffer("kept", torch.randn(3, 6, generator=scenarios.generator()))
+    return module
+
+
+def remembering(self, x):
+    self.seen = x.shape
+    return self.fc(x)
+
+
+def tied(self, x):
+    return self.head(F.linear(torch.tanh(self.body(x)), self.body.weight.T))
+
+
 MANY = r"for many clients at once"
 MODULES = {
+    "ResNet with group normalisation": (lambda: Residual(lambda n: nn.GroupNorm(2, n)), X, None),
+    "ResNet with batch normalisation": (lambda: Residual(nn.BatchNorm2d), X, None),
+    "ViT with dropout on its attention": (Vision, X, None),
+    "LoRA by hand": (Adapted, X[:, 0], None),
+    "head registered first": (
+        lambda: net(
+            lambda self, x: self.head(torch.tanh(self.body(x))),
+            order=("head", "body"),
+            head=linear(5, 3),
+            body=linear(6, 5),
+        ),
+        X[:, 0],
+        None,
+    ),
+    "LayerNorm registered last": (
+        lambda: net(
+            lambda self, x: self.head(self.norm(self.body(x))),
+            order=("body", "head", "norm"),
+            body=linear(6, 5),
+            head=linear(5, 3),
+            norm=lambda: nn.LayerNorm(5),
+        ),
+        X[:, 0],
+        None,
+    ),
+    "tied weights": (lambda: net(tied, body=linear(6, 5), head=linear(6, 3)), X[:, 0], None),
+    "examples mixed": (
+        lambda: net(lambda self, x: self.fc(x - x.mean(0)), fc=linear(6, 3)),
+        X[:, 0],
+        r"mixes examples of a batch",
+    ),
+    "Python state": (lambda: net(remembering, fc=linear(6, 3)), X[:, 0], None),
+    "ConvTranspose": (
+        lambda: nn.Sequential(nn.ConvTranspose1d(4, 4, 3, 2), nn.Flatten(), nn.Linear(52, 3)),
+        X,
+        None,
+    ),
+    "a layer on prototypes": (prototyped, X[:, 0], None),
+    "inputs by name": (Named, {"ids": IDS.long(), "signal": X}, None),
+    "inputs by place": (Named, (IDS.long(), X), None),
     "batch normalisation": (
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(24, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
         X,
@@ -381,8 +500,9 @@ MODULES = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:There is a performance drop")
 def test_a_module_trains_or_is_refused_with_the_true_reason(case):
     make, example, reason = MODULES[case]
-    x = example.repeat(4, *(1,) * (example.ndim - 1))
-    data = from_arrays(x, torch.arange(len(x)) % 3, torch.arange(len(x)) % 2, test_fraction=0.5)
+    x = inputs.each(lambda t: t.repeat(4, *(1,) * (t.ndim - 1)), example)
+    count = torch.arange(len(inputs.first(x)))
+    data = from_arrays(x, count % 3, count % 2, test_fraction=0.5)
 
     def fit():
         quick = Settings(rounds=1, epochs=1, eval_draws=2, compile="off", device="cpu")
@@ -393,6 +513,30 @@ def test_a_module_trains_or_is_refused_with_the_true_reason(case):
         return
     with pytest.raises(UserError, match=rf"^[^\n]*{reason}[^\n]*\.$"):
         fit()
+
+
+ROWS = torch.randn(40, 6, generator=scenarios.generator())
+TARGETS = {
+    "1 000 classes": (
+        nn.Linear(6, 1000),
+        torch.arange(40) % 7,
+        {"task": "classification", "labels": [str(k) for k in range(1000)]},
+    ),
+    "several labels": (nn.Linear(6, 2), (ROWS[:, :2] > 0).long(), {"task": "multilabel"}),
+    "a label for each step": (nn.Linear(6, 3), torch.arange(160).reshape(40, 4) % 3, {"task": "tokens"}),
+    "noise that depends on inputs": (nn.Linear(6, 2), ROWS.sum(1), {"task": "heteroscedastic"}),
+    "counts": (nn.Linear(6, 1), torch.arange(40) % 5, {"task": "counts"}),
+}
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_targets_of_all_kinds_train(case):
+    module, y, form = TARGETS[case]
+    x = {"input": ROWS[:, None].expand(-1, 4, -1)} if form["task"] == "tokens" else ROWS
+    data = from_arrays(x, y, torch.arange(40) % 2, **form)
+    quick = {"rounds": 1, "epochs": 1, "eval_draws": 2, "compile": "off", "device": "cpu"}
+    run = bpfed.fit(FedAvg(), data, model=module, say=lambda note: None, **quick)
+    assert math.isfinite(run.history[-1]["nll"]["pooled"])
 
 
 def test_ids_are_not_to_be_scaled_and_other_inputs_are():
