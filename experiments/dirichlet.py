@@ -153,7 +153,7 @@ def chosen(name: str, data: FederatedData, settings: Settings) -> tuple[Any, lis
 def grid(data: FederatedData, settings: Settings) -> list[dict[str, Any]]:
     """Scores of the priors with τ 0.1 and 0.3, and of all τ with the first prior."""
     how = selection_settings(settings)
-    changes = [{"temperature": t, "prior_scale": s} for t, s in PRIORS]
+    changes: list[dict[str, Any]] = [{"temperature": t, "prior_scale": s} for t, s in PRIORS]
     changes += [{"temperature": 0.3, "prior_scale": 2.0, "deviation": b, "head_deviation": h} for b, h in DEVIATIONS]
     tried = [method(ADAPTIVE)(**change) for change in changes]
     scores = score_methods(tried, data.folds(1, HELD, how.seed), how, None, None)

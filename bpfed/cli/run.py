@@ -106,9 +106,9 @@ def run(
         if not quiet:
             loading(progress, chosen.data.name, data_dir)
         data = chosen.load_data(data_dir)
-        shown, given = None if quiet else progress, chosen.method if chosen.named else None
+        shown, named = None if quiet else progress, chosen.method if chosen.named else None
         # A folder without a name is named after the method, which may be chosen by the data.
-        made, how = decided(given, data, chosen.run, folder=folder, say=progress.say, display=shown)
+        made, how = decided(named, data, chosen.run, folder=folder, say=progress.say, display=shown)
         out = out or free(data_word(chosen), made.name, how.seed)
         folder = folder or Folder(out, resume, overwrite, back_to)
         callbacks: list[Callback] = [*_trackers(track or [], out), *([] if quiet else [progress])]

@@ -280,7 +280,7 @@ def decided(
         return usual, chosen
     found = choose_method(data, settings, model, likelihood, say, display)
     say(found.words)
-    return found.method, chosen
+    return found.method, replace(chosen, members=settings.members or 1)  # as in the pilots, whichever it is
 
 
 def _unchoosable(
@@ -289,6 +289,8 @@ def _unchoosable(
     """Why no method can be chosen on held-out training examples, in a sentence; empty: it can."""
     if settings.noise > 0.0:
         return "pilot runs on the same clients' data would not be counted in ε."
+    if settings.rounds < 2:
+        return "one round is too short for pilot runs."
     try:
         held_out(data, HELD, settings.seed)
         prepare(methods.Adaptive(), data, settings, model, likelihood)

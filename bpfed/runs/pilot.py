@@ -421,8 +421,11 @@ def choose_method(
     as much.
     """
     plain, offering = Recipe(), ForImages()
-    shares = SHARES if int(data.train.sizes.sum()) <= MANY else SHORT_SHARES
-    short, long = (_lasting(selection_settings(settings), share, settings.rounds) for share in shares)
+    how = selection_settings(settings)
+    short, long = (
+        replace(how, rounds=rounds, eval_every=rounds)
+        for rounds in method_rounds(int(data.train.sizes.sum()), settings.rounds)
+    )
     parts, count = data.folds(1, HELD, short.seed), candidate_count(offering)
     cost = (count * short.rounds + 2 * long.rounds) / settings.rounds
     say(
@@ -450,10 +453,13 @@ def choose_method(
     return MethodChoice(tried, best(tried), choice)
 
 
-def _lasting(settings: Settings, share: float, rounds: int) -> Settings:
-    """The settings of a pilot with this share of a run's rounds; so few of them that the bound of the cost holds."""
-    own = max(1, int(share * rounds))
-    return replace(settings, rounds=own, eval_every=own)
+def method_rounds(examples: int, rounds: int) -> tuple[int, int]:
+    """Rounds of a pilot that chooses settings, and of one that chooses the method, before a run of at least two rounds.
+
+    ``examples``: training examples of all clients together. All pilots need at most five times the computation of a run.
+    """
+    short, long = (int(share * rounds) for share in (SHARES if examples <= MANY else SHORT_SHARES))
+    return max(1, short), max(1, long)
 
 
 class _SelectionDisplay:
