@@ -12,6 +12,7 @@ ALONE = {
     "tables": "experiments.tables",
     "many-classes": "experiments.many_classes",
     "dirichlet": "experiments.dirichlet",
+    "small-cells": "experiments.small_cells",
     "cifar100-features": "experiments.cifar100_features",
 }
 

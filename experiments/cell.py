@@ -224,6 +224,7 @@ def _short(value: float | None) -> float | None:
 
 def _settings(candidate: Candidate) -> dict[str, Any]:
     """What makes a record another one: settings of the method, and those of the run that are not its device."""
+    assert candidate.method is not None, "a cell's method is named"
     kept = ("rounds", *protocol.RUN, "eval_draws", "scaling", "calibration")
     run = {name: getattr(candidate.settings, name) for name in kept} | {"last_draws": protocol.LAST_DRAWS}
     chosen = candidate.settings.schedule

@@ -6,9 +6,10 @@
 
 Each class in turn is divided among the clients in Dirichlet(β) proportions; a client that has 1/20 of all images already
 gets no more of it. A quarter of every client's images is for testing, all clients take part in every round, and every
-method has the network MLP 784-100-10, 50 rounds and one network. ``bpfed-adaptive`` chooses its settings on held-out
-training images first. The recipe is scored on the same held-out images by the same pilot, so that the two can be
-compared without a test image.
+method has the network MLP 784-100-10, 50 rounds and one network, and none is calibrated. ``default`` is what `bpfed.fit` does
+where no method is given: it chooses between the recipe and ``bpfed-adaptive`` on held-out training images.
+``bpfed-adaptive`` chooses its settings there too. ``grid`` trains nothing but pilots: ``bpfed-adaptive`` with more values of
+τ than are chosen from, to see how much sharing held-out images prefer.
 """
 
 from __future__ import annotations
@@ -32,17 +33,27 @@ from bpfed.data.federated import HELD
 from bpfed.data.holdout import split
 from bpfed.methods import method
 from bpfed.runs.fit import prepare
-from bpfed.runs.pilot import Scores, choose, score_methods, selection_settings
+from bpfed.runs.pilot import ScoredCandidate, choose, choose_method, score_methods, selection_settings
 from bpfed.runs.run import train_together
 from experiments.jobs import Job, paired, records, run_jobs, run_record, settings_chosen
 
 RESULTS = Path("results/dirichlet")
 BETAS = (0.01, 0.1, 0.5, 5.0)
-ADAPTIVE, RECIPE = "bpfed-adaptive", "bpfed-recipe"
-METHODS = (ADAPTIVE, RECIPE, "fedavg", "fedper", "local", "ditto", "fedrep")
-CLIENTS, TEST_FRACTION, SEEDS, ROUNDS, EPOCHS = 20, 0.25, 2, 50, 5
+DEFAULT, ADAPTIVE, RECIPE, GRID = "default", "bpfed-adaptive", "bpfed-recipe", "grid"
+METHODS = (DEFAULT, ADAPTIVE, RECIPE, "fedavg", "fedper", "local", "ditto", "fedrep")
+CLIENTS, TEST_FRACTION, SEEDS, ROUNDS, EPOCHS = 20, 0.25, 3, 50, 5
+#: T and s, and τ of the body and the head, of the grid.
+PRIORS = ((0.3, 2.0), (0.3, 4.0), (0.1, 2.0), (0.1, 4.0), (0.3, 8.0))
+DEVIATIONS = (
+    *((body, head) for body in (0.0, 0.03, 0.1, 0.3, 1.0) for head in (0.1, 0.3, 1.0, 3.0)),
+    (0.0, 0.0),
+    (0.0, 100.0),
+    (100.0, 100.0),
+)
 #: Images of each class in the small file.
 EACH = 1_400
+#: Jobs that are begun first.
+COST = {DEFAULT: 9.0, RECIPE: 5.0, ADAPTIVE: 3.0, GRID: 0.5}
 CHOSEN = ("temperature", "prior_scale", "deviation", "head_deviation")
 
 
@@ -105,55 +116,70 @@ def fill(owners: np.ndarray, clients: int, drawn: np.random.Generator) -> np.nda
 
 
 def train(
-    images: str, beta: float, method_name: str, seeds: int, rounds: int, clients: int, device: Any
+    images: str, beta: float, method_name: str, seeds: Sequence[int], rounds: int, clients: int, device: Any
 ) -> dict[str, Any]:
-    """The record of one method at one β, all seeds side by side."""
+    """The record of one method at one β, these seeds side by side."""
     read, kept, runs = Images.read(Path(images)), [], []
-    one = method(method_name)()
-    for seed in range(seeds):
+    for seed in seeds:
         data = read.federation(beta, seed, clients)
         settings = Settings(
             rounds=rounds, epochs=EPOCHS, seed=seed, device=device, eval_every=rounds, baselines="off", members=1
         )
-        used, held = one, None
-        if method_name in (ADAPTIVE, RECIPE):
-            used, held = piloted(method_name, data, settings)
+        if method_name == GRID:
+            kept.append({"seed": seed, "held_out": grid(data, settings)})
+            continue
+        used, held = chosen(method_name, data, settings)
         runs.append(prepare(used, data, replace(settings, adapt="off")))
         kept.append({"seed": seed, "held_out": held, "chosen_settings": settings_chosen(used, CHOSEN)})
+    if not runs:
+        return {"runs": kept}
     train_together(runs, [[] for _ in runs])
     found = [k | run_record(run) for k, run in zip(kept, runs, strict=True)]
     return {"runs": found, "words": "; ".join(f"{one['words']} {one['chosen_settings']}" for one in found)}
 
 
-def piloted(name: str, data: FederatedData, settings: Settings) -> tuple[Any, dict[str, Any]]:
-    """The method with what its pilots choose, and its score on held-out training images."""
-    one = method(name)()
+def chosen(name: str, data: FederatedData, settings: Settings) -> tuple[Any, list[dict[str, Any]]]:
+    """The method with what its pilots choose, and the scores of all candidates on held-out training images."""
+    if name == DEFAULT:
+        found = choose_method(data, settings)
+        stages = () if found.settings is None else found.settings.stages
+        return found.method, [_scored(one) for stage in (*stages, found.tried) for one in stage]
     if name == ADAPTIVE:
-        choice = choose(one, data, settings)
-        scored = choice.stages[-1][choice.chosen[-1]]
-        one, scores = choice.method, Scores(scored.sums, scored.examples)
-    else:
-        how = selection_settings(settings)
-        (scores,) = score_methods([one], data.folds(1, HELD, how.seed), how, None, None)
-    return one, {"sums": scores.sums.tolist(), "examples": scores.examples.tolist()}
+        choice = choose(method(name)(), data, settings)
+        return choice.method, [_scored(one) for stage in choice.stages for one in stage]
+    return method(name)(), []
+
+
+def grid(data: FederatedData, settings: Settings) -> list[dict[str, Any]]:
+    """Scores of the priors with τ 0.1 and 0.3, and of all τ with the first prior."""
+    how = selection_settings(settings)
+    changes: list[dict[str, Any]] = [{"temperature": t, "prior_scale": s} for t, s in PRIORS]
+    changes += [{"temperature": 0.3, "prior_scale": 2.0, "deviation": b, "head_deviation": h} for b, h in DEVIATIONS]
+    tried = [method(ADAPTIVE)(**change) for change in changes]
+    scores = score_methods(tried, data.folds(1, HELD, how.seed), how, None, None)
+    return [_scored(ScoredCandidate(*one)) for one in zip(tried, changes, *zip(*scores, strict=True), strict=True)]
+
+
+def _scored(one: ScoredCandidate) -> dict[str, Any]:
+    """A candidate ready for JSON."""
+    of = {"method": one.method.name} | settings_chosen(one.method, CHOSEN)
+    return of | {"sums": one.sums.tolist(), "examples": one.examples.tolist()}
 
 
 def jobs(
     images: str, betas: Sequence[float], methods: Sequence[str], seeds: int, rounds: int, clients: int, device: str
 ) -> list[Job]:
-    """One for each β and method."""
-    common = {"images": images, "seeds": seeds, "rounds": rounds, "clients": clients}
-    return [
-        Job(
-            f"{beta:g}/{name}.json",
-            train,
-            {"beta": beta, "method_name": name, **common},
-            9.0 if name == ADAPTIVE else 1.0,
-            device,
-        )
-        for beta in betas
-        for name in methods
-    ]
+    """One for each β and method, and for each seed where there are pilots."""
+    common = {"images": images, "rounds": rounds, "clients": clients}
+    made = []
+    for beta in betas:
+        for name in methods:
+            long = name in (DEFAULT, ADAPTIVE, GRID)
+            for own in [[seed] for seed in range(seeds)] if long else [list(range(seeds))]:
+                path = f"{beta:g}/{name}-{own[0]}.json" if long else f"{beta:g}/{name}.json"
+                asked = {"beta": beta, "method_name": name, "seeds": own, **common}
+                made.append(Job(path, train, asked, COST.get(name, 1.0), device))
+    return made
 
 
 def make_images(path: Path, each: int = EACH) -> None:

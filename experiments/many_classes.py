@@ -28,8 +28,9 @@ from experiments.jobs import Job, paired, records, run_jobs, run_record, setting
 from experiments.typeset import signed
 
 RESULTS = Path("results/many-classes")
-METHODS = ("bpfed-recipe", "bpfed-adaptive", "fedper", "fedavg", "local")
-SEEDS = 2
+DEFAULT = "default"
+METHODS = (DEFAULT, "bpfed-recipe", "bpfed-adaptive", "fedper", "fedavg", "local")
+SEEDS = 3
 #: Settings that pilots choose, where a method has them.
 CHOSEN = ("temperature", "prior_scale", "deviation", "head_deviation", "head_gain")
 
@@ -100,9 +101,9 @@ def federation(case: Case, seed: int) -> FederatedData:
     )
 
 
-def with_settings(name: str, changes: dict[str, Any]) -> Method:
-    """A method by its name, with other settings."""
-    return method(name)(**changes)
+def with_settings(name: str, changes: dict[str, Any]) -> Method | None:
+    """A method by its name, with other settings; None: whichever is chosen where no method is given."""
+    return None if name == DEFAULT else method(name)(**changes)
 
 
 def train(size: str, method: str, seed: int, members: int, device: Any, changes: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +160,15 @@ def jobs(
                 "members": members,
                 "changes": changes,
             }
-            made.append(Job(f"{size}/{name}-{seed}.json", train, asked, 3.0 if "adaptive" in name else 1.0, device))
+            made.append(
+                Job(
+                    f"{size}/{name}-{seed}.json",
+                    train,
+                    asked,
+                    3.0 if name in (DEFAULT, "bpfed-adaptive") else 1.0,
+                    device,
+                )
+            )
     return made
 
 

@@ -34,7 +34,9 @@ def compare(
     methods: Annotated[
         str,
         typer.Option(
-            metavar="all|A,B,C", help="Methods to compare (see 'bpfed methods'), or variants such as fedper+laplace."
+            metavar="all|A,B,C",
+            help="Methods to compare (see 'bpfed methods'), or variants such as fedper+laplace; default is what 'bpfed run' "
+            "uses without --method.",
         ),
     ] = "all",
     seeds: Annotated[
@@ -48,7 +50,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Method that the others are compared with. \\[default: bpfed-adaptive, else bpfed-recipe, else bpfed, else the first]",
+            help="Method that the others are compared with. \\[default: default, else bpfed-adaptive, else bpfed-recipe, else bpfed, else the first]",
             show_default=False,
         ),
     ] = None,
@@ -82,7 +84,7 @@ def compare(
             progress.doing("starting")
         # The display is up before torch is imported, which takes seconds, and names are looked at before that.
         for word in filter(None, map(str.strip, methods.split(","))):
-            check_method(None if word == "all" else word.partition("+")[0])
+            check_method(None if word in ("all", "default") else word.partition("+")[0])
         check_data(flags["data"])
         from bpfed.comparison.candidates import REPORT
         from bpfed.comparison.runner import run_cells
@@ -124,7 +126,7 @@ def _candidates(
     methods: str, rounds: int, settings: list[str], flags: dict[str, str | None]
 ) -> tuple[list[Candidate], Config]:
     """Who takes part, and the configuration of the first of them."""
-    from bpfed.comparison.candidates import Candidate, changes, check_common, listed, title
+    from bpfed.comparison.candidates import DEFAULT, Candidate, changes, check_common, listed, title
     from bpfed.config.reader import Override, no_prefix, read
 
     names = listed(methods)
@@ -156,8 +158,9 @@ def _candidates(
                 f"--set: {name} would no longer be what its name says with another {undone[0].key.partition('.')[2]}; "
                 f"set that for {base}."
             )
-        config = read(None, [Override("method.name", base), *common, *theirs, *variant.values(), *mine])
-        found.append(Candidate(name, title(name), config.method, config.run))
+        called = [] if name == DEFAULT else [Override("method.name", base)]
+        config = read(None, [*called, *common, *theirs, *variant.values(), *mine])
+        found.append(Candidate(name, title(name), config.method if called else None, config.run))
         configs.append(config)
     return found, configs[0]
 
@@ -171,11 +174,12 @@ def _override(setting: str) -> Override:
 
 
 def _check(base: str, overrides: list[Override]) -> None:
-    """Raise unless the method has all settings that are meant for it."""
+    """Raise unless the method has all settings that are meant for it; the default has none, since it may be any."""
+    from bpfed.comparison.candidates import DEFAULT
     from bpfed.config.schema import fields_of
     from bpfed.methods import method
 
-    known = fields_of(method(base))
+    known = {} if base == DEFAULT else fields_of(method(base))
     for table, _, key in (o.key.partition(".") for o in overrides):
         if table == "method" and key not in known:
             raise UserError(

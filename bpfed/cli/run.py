@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -94,7 +93,7 @@ def run(
         chosen = read(source, said, _begun_with(out) if resume and config is None else None)
         from bpfed.callbacks import Folder
         from bpfed.report.record import temperature_name, temperature_words
-        from bpfed.runs.fit import RunRequest, get_ready, method_of, train_ready
+        from bpfed.runs.fit import RunRequest, decided, get_ready, train_ready
 
         folder = Folder(out, resume, overwrite, back_to) if out is not None else None  # refused before data are read
         if resume and source is None and not any(override.key == "data.name" for override in said):
@@ -107,13 +106,13 @@ def run(
         if not quiet:
             loading(progress, chosen.data.name, data_dir)
         data = chosen.load_data(data_dir)
-        if not chosen.named:
-            chosen = replace(chosen, method=method_of(None, data))
-        out = out or free(chosen)
+        shown, named = None if quiet else progress, chosen.method if chosen.named else None
+        # A folder without a name is named after the method, which may be chosen by the data.
+        made, how = decided(named, data, chosen.run, folder=folder, say=progress.say, display=shown)
+        out = out or free(data_word(chosen), made.name, how.seed)
         folder = folder or Folder(out, resume, overwrite, back_to)
         callbacks: list[Callback] = [*_trackers(track or [], out), *([] if quiet else [progress])]
-        shown = None if quiet else progress
-        request = RunRequest(chosen.method, data, chosen.run, folder=folder, callbacks=callbacks)
+        request = RunRequest(made, data, how, folder=folder, callbacks=callbacks, choose=False)
         trained = get_ready(request, progress.say, shown)
         chosen.confirm(trained.config())
 
@@ -139,9 +138,9 @@ def run(
     terminal.result(trained.record(), folder.report)
 
 
-def free(config: Config) -> Path:
+def free(data: str, method: str, seed: int) -> Path:
     """A folder for this run that does not exist yet: ``runs/DATA-METHOD-SEED``, then with ``-2`` and so on."""
-    name = f"{data_word(config)}-{config.method.name}-{config.run.seed}"
+    name = f"{data}-{method}-{seed}"
     return next(p for n in count(1) if not (p := RUNS / (name if n == 1 else f"{name}-{n}")).exists())
 
 

@@ -25,6 +25,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 #: The name that stands for every method of bpfed that takes any network: what is for tables alone, and what other
 #: packages have, has to be named.
 ALL = "all"
+#: The name of what `bpfed.fit` trains where no method is given: for images and arrays pilots choose it.
+DEFAULT = "default"
 
 
 #: Files of a comparison's folder, beside those of its methods; the first marks it as one.
@@ -44,13 +46,13 @@ class Candidate:
     Attributes:
         name: What it is called, also the name of its folder.
         title: Its heading.
-        method: The method with its settings.
+        method: The method with its settings; None: the default for the data.
         settings: How it is run; the seed is the cell's.
     """
 
     name: str
     title: str
-    method: Method
+    method: Method | None
     settings: Settings
 
 
@@ -73,6 +75,12 @@ def changes(name: str) -> dict[str, Any]:
         UserError: There is no such method or variant, or the variant does not apply to the method.
     """
     base, *variants = name.split("+")
+    if base == DEFAULT:
+        if variants:
+            raise UserError(
+                f"'{name}': the default has no variants; name the method, such as bpfed-recipe+{variants[0]}."
+            )
+        return {}
     chosen = method(base)
     found: dict[str, Any] = {}
     for variant in variants:
@@ -107,7 +115,8 @@ def check_common(name: str, common: Mapping[str, Any]) -> None:
 def title(name: str) -> str:
     """The heading of a name: ``fedper+laplace`` is FedPer + laplace; a method that is not known keeps its name."""
     base, *variants = name.split("+")
-    return " + ".join([method(base).title if base in names() else base, *variants])
+    known = "Default" if base == DEFAULT else method(base).title if base in names() else base
+    return " + ".join([known, *variants])
 
 
 def candidates(
@@ -128,13 +137,16 @@ def candidates(
                     f"'{name}' cannot name a method, since it would name its folder; choose a word that does not begin "
                     "with '.', has no '/' and is no file of the comparison."
                 )
-        return [Candidate(name, name, method_of(value), settings) for name, value in methods.items()]
+        return [
+            Candidate(name, name, None if value == DEFAULT else method_of(value), settings)
+            for name, value in methods.items()
+        ]
     found = []
     usual, common = asdict(Settings()), asdict(settings)
     for name in listed(methods if isinstance(methods, str) else [str(m) for m in methods]):
         check_common(name, {f"run.{key}": value for key, value in common.items() if value != usual[key]})
         values = _tables(changes(name))
-        made = method(name.split("+")[0])(**values.get("method", {}))
+        made = None if name == DEFAULT else method(name.split("+")[0])(**values.get("method", {}))
         found.append(Candidate(name, title(name), made, replace(settings, **values.get("run", {}))))
     return found
 

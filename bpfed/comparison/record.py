@@ -98,7 +98,7 @@ def _bootstrap(values: np.ndarray) -> tuple[float, float]:
 
 #: The metrics that are compared, as far as the runs have them.
 #: The reference where none is named: the first of these that takes part.
-REFERENCES = ("bpfed-adaptive", "bpfed-recipe", "bpfed")
+REFERENCES = ("default", "bpfed-adaptive", "bpfed-recipe", "bpfed")
 
 
 class Vocabulary(NamedTuple):

@@ -71,12 +71,12 @@ def compare(
 
     Args:
         methods: Names such as ``["bpfed", "fedper+laplace"]`` or ``"all"``, or methods (or their names) under names of
-            your own.
+            your own. ``"default"`` is what `fit` trains where no method is given.
         data: Name of a dataset, dealt out again for each seed; or a function from the seed to the data; or the data
             itself, the same for all seeds.
         seeds: Which, or how many: 3 is 0, 1 and 2.
-        reference: Whom the others' differences are taken from; None: ``bpfed-adaptive``, else ``bpfed-recipe``,
-            else ``bpfed``, else the first.
+        reference: Whom the others' differences are taken from; None: ``default``, else ``bpfed-adaptive``,
+            else ``bpfed-recipe``, else ``bpfed``, else the first.
         out: Folder to keep everything in; what is finished there is not run again. None: nothing is written.
         settings: See `Settings`; single ones can be given by name. Rounds are 30 where nothing is said.
 
@@ -170,7 +170,8 @@ def run_cells(
 def _check(who: Sequence[Candidate]) -> None:
     for candidate in who:
         try:
-            candidate.method.check()
+            if candidate.method is not None:
+                candidate.method.check()
         except UserError as error:
             raise UserError(f"{candidate.name}: {error}") from None
 
@@ -258,7 +259,8 @@ def _cell(
 ) -> Cell | RunRecord:
     """A cell that is ready to run, or the record of one that is finished."""
     settings = replace(candidate.settings, seed=seed)
-    if not settings.members and model is None and data.flat and candidate.method.network == "auto":
+    network = "auto" if candidate.method is None else candidate.method.network
+    if not settings.members and model is None and data.flat and network == "auto":
         settings = replace(settings, members=method_of(None, data).flat_members)  # the same number for all of them
     path = out / candidate.name / f"seed-{seed}" if out is not None else None
     folder = Folder(path, resume=begun(path)) if path is not None else None

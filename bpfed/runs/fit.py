@@ -22,7 +22,7 @@ from bpfed.config.registry import PREFIX
 from bpfed.config.schema import changed
 from bpfed.config.settings import Settings
 from bpfed.data.checks.clients import unscaled
-from bpfed.data.federated import FederatedData, untested
+from bpfed.data.federated import HELD, FederatedData, held_out, untested
 from bpfed.data.load import load
 from bpfed.data.tabular.frames import is_named
 from bpfed.engine.evaluate import sets_of
@@ -32,7 +32,7 @@ from bpfed.inference.likelihoods import Likelihood, named
 from bpfed.methods.base import Method
 from bpfed.metrics import SURE
 from bpfed.runs.folder import Folder
-from bpfed.runs.pilot import check_selection, choose, offers_choice, run_calibration_pilots
+from bpfed.runs.pilot import check_selection, choose, choose_method, offers_choice, run_calibration_pilots
 from bpfed.runs.run import Run, once, train_together
 
 
@@ -58,8 +58,8 @@ def fit(
 
     Args:
         method: E.g. ``bpfed.methods.BPFed()``, the paper's, or the name of one, such as ``"fedavg"``, with its usual
-            settings; None: ``bpfed.methods.Adaptive()`` for tables, with settings chosen from the data, and else
-            ``bpfed.methods.Recipe()``.
+            settings; None: ``bpfed.methods.Adaptive()`` for tables, with settings chosen from the data, and else that or
+            ``bpfed.methods.Recipe()``, whichever is better on held-out training examples.
         data: A federated dataset, the name of one, or what else `bpfed.data.load` takes: ``folder:PATH``, a data frame.
         target: The column to predict, where the data are tables that are still to be loaded.
         client_column: The column that identifies the client, likewise.
@@ -179,7 +179,8 @@ def get_ready(
     likelihood = likelihood_of(request.likelihood, data)
     method, settings = method_of(request.method, data), request.settings
     if request.choose:
-        method, settings = decided(method, data, settings, request.model, likelihood, folder, say, display)
+        given = None if request.method is None else method
+        method, settings = decided(given, data, settings, request.model, likelihood, folder, say, display)
     return prepare(method, data, settings, request.model, likelihood, folder, say)
 
 
@@ -198,12 +199,15 @@ def train_ready(
 
     For the other arguments see `train_runs`.
     """
-    folders = [request.folder for request in requests]
-    run_calibration_pilots(runs, folders, display, **pilots)
-    for run in runs:
-        calibrated(run)
-    callbacks = [[*([r.folder] if r.folder is not None else []), *r.callbacks] for r in requests]
-    return train_together(runs, callbacks)
+    # Seeds may have chosen different methods, which cannot be stacked.
+    for kind in dict.fromkeys(type(run.federation.method) for run in runs):
+        pairs = [(r, of) for r, of in zip(runs, requests, strict=True) if type(r.federation.method) is kind]
+        alike = [run for run, _ in pairs]
+        run_calibration_pilots(alike, [of.folder for _, of in pairs], display, **pilots)
+        for run in alike:
+            calibrated(run)
+        train_together(alike, [[*([of.folder] if of.folder is not None else []), *of.callbacks] for _, of in pairs])
+    return list(runs)
 
 
 def seeds_of(seeds: int | Sequence[int]) -> list[int]:
@@ -220,14 +224,20 @@ def seeds_of(seeds: int | Sequence[int]) -> list[int]:
 def method_of(method: Method | str | None, data: FederatedData | None = None) -> Method:
     """The method itself, or the one of that name with its usual settings.
 
-    Where none is given it is `methods.Adaptive` for tables and other files of flat inputs, and else `methods.Recipe`.
+    Where none is given it is `methods.Adaptive` for tables and other files of flat inputs, and else `methods.Recipe`, if
+    pilots choose no other (`decided`).
     """
     if isinstance(method, str):
         return methods.method(method)()
     if method is not None or not isinstance(data, FederatedData):
         return method or methods.Recipe()
+    return methods.Adaptive() if is_flat_file(data) else methods.Recipe()
+
+
+def is_flat_file(data: FederatedData) -> bool:
+    """Whether data are tables or other files of flat inputs, for which the method is always the same."""
     files = data.preparation is not None or data.name.startswith(PREFIX)
-    return methods.Adaptive() if files and len(data.input_shape) == 1 else methods.Recipe()
+    return files and len(data.input_shape) == 1
 
 
 def likelihood_of(likelihood: Likelihood | str | None, data: FederatedData) -> Likelihood | None:
@@ -236,7 +246,7 @@ def likelihood_of(likelihood: Likelihood | str | None, data: FederatedData) -> L
 
 
 def decided(
-    method: Method,
+    method: Method | None,
     data: FederatedData,
     settings: Settings,
     model: nn.Module | None = None,
@@ -245,21 +255,48 @@ def decided(
     say: Callable[[str], None] = lambda sentence: None,
     display: Progress | None = None,
 ) -> tuple[Method, Settings]:
-    """The method and the settings of a run once what the method offers is chosen (`bpfed.runs.pilot`).
+    """The method and the settings of a run once everything is chosen that the data decide (`bpfed.runs.pilot`).
 
-    A run that is resumed goes on with what was chosen for it. For the arguments see `fit`.
+    That is what the method offers; and where there is none and the data are no tables, the method too. A run that is
+    resumed goes on with what was chosen for it. For the arguments see `fit`.
     """
-    if not isinstance(method, Method) or not offers_choice(method, settings):
-        return method, settings  # what is no method is refused by `prepare`
+    usual = method_of(method, data)
+    between = method is None and isinstance(data, FederatedData) and not is_flat_file(data) and settings.adapt == "auto"
+    if not isinstance(usual, Method) or not (between or offers_choice(usual, settings)):
+        return usual, settings  # what is no method is refused by `prepare`
     if folder is not None and folder.begun is not None:
         from bpfed.config.reader import read
 
         return read(folder.begun).method, replace(settings, adapt="off")
-    check_selection(method, settings)
-    prepare(method, data, settings, model, likelihood)  # so that what cannot be run is refused at once
-    choice = choose(method, data, settings, model, likelihood, say, display)
-    say(choice.words)
-    return choice.method, replace(settings, adapt="off")
+    check_selection(usual, settings)
+    prepare(usual, data, settings, model, likelihood)  # so that what cannot be run is refused at once
+    chosen = replace(settings, adapt="off")
+    if not between:
+        choice = choose(usual, data, settings, model, likelihood, say, display)
+        say(choice.words)
+        return choice.method, chosen
+    if why := _unchoosable(data, settings, model, likelihood):
+        say(f"The method is {usual.name}, without a choice: {why}")
+        return usual, chosen
+    found = choose_method(data, settings, model, likelihood, say, display)
+    say(found.words)
+    return found.method, replace(chosen, members=settings.members or 1)  # as in the pilots, whichever it is
+
+
+def _unchoosable(
+    data: FederatedData, settings: Settings, model: nn.Module | None, likelihood: Likelihood | None
+) -> str:
+    """Why no method can be chosen on held-out training examples, in a sentence; empty: it can."""
+    if settings.noise > 0.0:
+        return "pilot runs on the same clients' data would not be counted in ε."
+    if settings.rounds < 2:
+        return "one round is too short for pilot runs."
+    try:
+        held_out(data, HELD, settings.seed)
+        prepare(methods.Adaptive(), data, settings, model, likelihood)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def prepare(

@@ -2,8 +2,8 @@
 
 There are two kinds, and no test example takes part in either.
 
-- *Selection pilots* choose settings of the method (``adapt = "auto"``, `choose`), such as how much clients share. They
-  are shorter than the run.
+- *Selection pilots* choose settings of the method (``adapt = "auto"``, `choose`), such as how much clients share, and for
+  images and arrays the method itself where none is given (`choose_method`). They are shorter than the run.
 - *Calibration pilots* fit the calibration temperature (``calibrate = "pilot:3"``, `run_calibration_pilots`). How
   confident a model should be depends on how noisy its targets are, which nobody knows before. A calibration pilot holds
   out a fifth of each client's training examples, trains on the others as the run will, and fits one number for all
@@ -15,22 +15,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from bpfed._util import text
 from bpfed._util.errors import Diverged, UserError
 from bpfed._util.scores import student
 from bpfed.callbacks.base import Callback
 from bpfed.callbacks.progress import Progress
 from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, Settings
 from bpfed.data.federated import HELD, FederatedData, held_out
+from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.tasks import get_task
+from bpfed.methods import Adaptive, Recipe
+from bpfed.methods.adaptive import ALONE
 from bpfed.methods.base import Method
 from bpfed.nn.networks import members_of
 from bpfed.report.record import temperature_name
@@ -192,6 +196,13 @@ def _train(
 FEW, FOLDS = 1_000, 3
 #: A pilot has this share of the run's rounds, and at least so many.
 SHARE, LEAST = 0.5, 10
+#: Training examples of all clients together above which pilots that choose the method are shorter: those of settings and,
+#: after them, those of the two methods; and their shares of the run's rounds up to there and beyond.
+MANY, SHARES, SHORT_SHARES = 20_000, (SHARE, 1.0), (0.2, 0.5)
+
+#: Weights of all candidates and clients together above which candidates are trained one after the other, not to hold the
+#: states of all of them at once.
+STACKED = 100_000_000
 
 
 class Unscored(UserError):
@@ -242,13 +253,23 @@ class Choice:
     chosen: tuple[int, ...]
 
     @property
+    def changed(self) -> dict[str, Any]:
+        """The settings that were chosen, by name."""
+        found: dict[str, Any] = {}
+        for stage, at in zip(self.stages, self.chosen, strict=True):
+            found |= stage[at].changed
+        return found
+
+    @property
+    def scored(self) -> ScoredCandidate:
+        """What was chosen in the last stage."""
+        return self.stages[-1][self.chosen[-1]]
+
+    @property
     def words(self) -> str:
         """A sentence on it."""
-        settings: dict[str, Any] = {}
-        for stage, at in zip(self.stages, self.chosen, strict=True):
-            settings |= stage[at].changed
-        named = ", ".join(f"{name} {value:g}" for name, value in settings.items())
-        last = self.stages[-1][self.chosen[-1]]
+        named = ", ".join(f"{name} {value:g}" for name, value in self.changed.items())
+        last = self.scored
         return (
             f"Chosen on held-out training examples: {named} (NLL {last.nll:.3f} on {last.examples.sum():.0f} of them). "
             "To repeat the run without choosing again, use its config.toml."
@@ -327,6 +348,118 @@ def choose(
     finally:
         if display is not None:
             display.stage, display.ahead = "", 0.0
+
+
+# --- The method itself ------------------------------------------------------------------------------------------------
+#
+# Where no method is given and the data are images, sequences or arrays, the recipe is compared with `Adaptive`. First,
+# short pilots choose settings of `Adaptive`, fewer than for tables. Then both methods train for as long as the run, so that
+# neither is judged by how fast it learns, and the better score decides: neither of them is the more usual one. If the run
+# is calibrated, each is scored with the temperature that suits it best. A class that a client has one training example of
+# is new to it where that example is held out, so new classes count as often as they are to be expected.
+
+
+@dataclass(frozen=True)
+class ForImages(Adaptive):
+    """`Adaptive` with those of its candidates that images and arrays may need."""
+
+    def candidates(self) -> tuple[tuple[dict[str, float], ...], ...]:
+        """Two prior scales at a low temperature, then how far clients deviate."""
+        return (
+            tuple({"temperature": 0.3, "prior_scale": scale} for scale in (2.0, 4.0)),
+            tuple(
+                {"deviation": body, "head_deviation": head}
+                for body, head in ((0.1, 0.3), (0.0, 0.1), (0.1, 1.0), (ALONE, ALONE))
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class MethodChoice:
+    """Which method was chosen, and from what.
+
+    Attributes:
+        tried: The recipe, and `Adaptive` with the settings chosen for it.
+        chosen: Which of them.
+        settings: How the settings of `Adaptive` were chosen; None: all its pilots diverged, and it is not among ``tried``.
+    """
+
+    tried: tuple[ScoredCandidate, ...]
+    chosen: int
+    settings: Choice | None
+
+    @property
+    def method(self) -> Method:
+        """The method with the settings that were chosen."""
+        return self.tried[self.chosen].method
+
+    @property
+    def words(self) -> str:
+        """A sentence on it."""
+        taken = self.tried[self.chosen]
+        own = ", ".join(f"{name} {value:g}" for name, value in taken.changed.items())
+        others = (one for at, one in enumerate(self.tried) if at != self.chosen and math.isfinite(one.nll))
+        against = "".join(f" against {one.nll:.3f} of {one.method.name}" for one in others)
+        return (
+            f"Chosen on held-out training examples: {taken.method.name}{f' with {own}' if own else ''} (NLL {taken.nll:.3f}"
+            f"{against}, on {taken.examples.sum():.0f} of them). To repeat the run without choosing again, use its "
+            "config.toml."
+        )
+
+
+def choose_method(
+    data: FederatedData,
+    settings: Settings,
+    model: nn.Module | None = None,
+    likelihood: Likelihood | None = None,
+    say: Callable[[str], None] = lambda sentence: None,
+    display: Progress | None = None,
+) -> MethodChoice:
+    """Choose between the recipe and `Adaptive`, whose settings are chosen too; for the arguments see `choose`.
+
+    One part of the examples is held out, however few there are: the run may have one network, and then each pilot costs
+    as much.
+    """
+    plain, offering = Recipe(), ForImages()
+    how = selection_settings(settings)
+    short, long = (
+        replace(how, rounds=rounds, eval_every=rounds)
+        for rounds in method_rounds(int(data.train.sizes.sum()), settings.rounds)
+    )
+    parts, count = data.folds(1, HELD, short.seed), candidate_count(offering)
+    cost = (count * short.rounds + 2 * long.rounds) / settings.rounds
+    say(
+        f"Choosing between {plain.name} and {offering.name} on held-out training examples first: {count} pilot runs of "
+        f"{text.many(short.rounds, 'round')} for settings, then two of {long.rounds}. They need about {cost:.1f} times the computation "
+        f"of a run with one network; --adapt off skips them and uses {plain.name}."
+    )
+    shown = _SelectionDisplay(display, count + 2, 1, settings) if display is not None else None
+
+    def scored(methods: Sequence[Method], how: Settings, calibrated: bool = False) -> list[Scores]:
+        return score_methods(methods, parts, how, model, likelihood, shown, calibrated)
+
+    def final(method: Method, changed: dict[str, Any]) -> ScoredCandidate:
+        return ScoredCandidate(method, changed, *scored([method], long, settings.calibration_pilots > 0)[0])
+
+    try:
+        choice = select(offering, lambda at: scored([with_candidates(offering, place) for place in at], short))
+        flexible = Adaptive(**{field.name: getattr(choice.method, field.name) for field in fields(Adaptive)})
+        tried = comparable([final(plain, {}), final(flexible, choice.changed)])
+    except Diverged:
+        return MethodChoice((ScoredCandidate(plain, {}, *scored([plain], long)[0]),), 0, None)
+    finally:
+        if display is not None:
+            display.stage, display.ahead = "", 0.0
+    return MethodChoice(tried, best(tried), choice)
+
+
+def method_rounds(examples: int, rounds: int) -> tuple[int, int]:
+    """Rounds of a pilot that chooses settings, and of one that chooses the method, before a run of at least two rounds.
+
+    ``examples``: training examples of all clients together. All pilots need at most five times the computation of a run.
+    """
+    short, long = (int(share * rounds) for share in (SHARES if examples <= MANY else SHORT_SHARES))
+    return max(1, short), max(1, long)
 
 
 class _SelectionDisplay:
@@ -430,25 +563,31 @@ def score_methods(
     model: nn.Module | None,
     likelihood: Likelihood | None,
     display: _SelectionDisplay | None = None,
+    calibrated: bool = False,
 ) -> list[Scores]:
     """How pilot runs of these methods did on each part of the data, all of them side by side.
 
-    Should one of them diverge, they are run one by one, to know which; its score is then infinite.
+    With ``calibrated`` each is scored with the calibration temperature that suits it best. Should one of them diverge, they are run one by one, to know which; its score is then infinite.
     """
     starts = [
         Federation.start(methods[0], part, replace(settings, seed=settings.seed + at), model, likelihood)
         for at, part in enumerate(parts)
     ]
+    if len(methods) > 1 and len(methods) * len(starts[0]) * starts[0].model.layout.total > STACKED:
+        return [score_methods([one], parts, settings, model, likelihood, display, calibrated)[0] for one in methods]
     try:
-        return _trained(methods, starts, display)
+        return _trained(methods, starts, display, calibrated)
     except Diverged:
         if len(methods) == 1:
             return [Scores(np.full(len(parts[0]), math.inf), np.ones(len(parts[0])))]
-        return [score_methods([one], parts, settings, model, likelihood)[0] for one in methods]
+        return [score_methods([one], parts, settings, model, likelihood, None, calibrated)[0] for one in methods]
 
 
 def _trained(
-    methods: Sequence[Method], starts: Sequence[Federation], display: _SelectionDisplay | None = None
+    methods: Sequence[Method],
+    starts: Sequence[Federation],
+    display: _SelectionDisplay | None = None,
+    calibrated: bool = False,
 ) -> list[Scores]:
     runs = [Run(Federation.of(one, of.data, of.settings, of.model)) for one in methods for of in starts]
     callbacks: list[list[Callback]] = [[] for _ in runs]
@@ -460,6 +599,9 @@ def _trained(
         sums, sizes = np.zeros(len(starts[0])), np.zeros(len(starts[0]))
         for run in runs[at * len(starts) : (at + 1) * len(starts)]:
             assert run.evaluation is not None
+            if calibrated:
+                run.federation.learnt_temperature = common([run.detail()["fitted_temperature"]])
+                run.evaluation = evaluate_clients(run.federation)
             evaluation, clients = run.evaluation  # clients without a held-out example are not among them
             count = np.asarray(evaluation.sizes, dtype=np.float64)
             sums[clients.numpy()] += np.asarray(evaluation.scores["nll"].clients) * count

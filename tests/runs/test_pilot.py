@@ -13,7 +13,7 @@ from bpfed._util.errors import Diverged, UserError
 from bpfed.config.reader import read
 from bpfed.config.settings import Settings
 from bpfed.data.federated import Examples, FederatedData
-from bpfed.methods import Adaptive, FedAvg
+from bpfed.methods import Adaptive, FedAvg, Recipe
 from bpfed.methods.adaptive import DEVIATIONS, PRIORS
 from bpfed.runs import pilot
 from bpfed.runs.fit import method_of
@@ -154,10 +154,10 @@ def test_a_private_run_has_no_pilots_that_nobody_counts():
 def test_a_pilot_that_diverges_is_not_chosen(monkeypatch):
     trained = pilot._trained
 
-    def some(methods, starts, display):
+    def some(methods, *rest):
         if any(one.prior_scale == 1.0 and one.temperature == 1.0 for one in methods):
             raise Diverged("as if")
-        return trained(methods, starts, display)
+        return trained(methods, *rest)
 
     monkeypatch.setattr(pilot, "_trained", some)
     choice = pilot.choose(Adaptive(lr=0.03), federation(False), Settings(**QUICK))
@@ -165,13 +165,103 @@ def test_a_pilot_that_diverges_is_not_chosen(monkeypatch):
     assert choice.chosen[0] > 0
 
 
-def test_tables_are_trained_adaptively_and_other_data_by_the_recipe():
+def test_tables_are_trained_adaptively_and_other_data_by_the_recipe_where_nothing_is_chosen():
     data = federation(False)
     flat_file = dataclasses.replace(data, name="folder:x")
     image = dataclasses.replace(flat_file, train=dataclasses.replace(data.train, x=data.train.x[:, None]))
     found = [method_of(None, one).name for one in (data, flat_file, image)]
     assert found == ["bpfed-recipe", "bpfed-adaptive", "bpfed-recipe"]
     assert method_of("fedavg", flat_file).name == "fedavg"
+
+
+# --- The method itself ------------------------------------------------------------------------------------------------
+
+FEW_ROUNDS = {**QUICK, "rounds": 4, "epochs": 1}
+
+
+def test_without_a_method_the_better_of_two_is_trained_and_its_configuration_repeats_it(tmp_path):
+    data, said = federation(True), []
+    run = bpfed.fit(None, data, out=tmp_path / "a", say=said.append, **FEW_ROUNDS)
+    choice = pilot.choose_method(data, Settings(**FEW_ROUNDS))
+    assert said == [said[0], choice.words]
+    assert said[0].startswith(
+        "Choosing between bpfed-recipe and bpfed-adaptive on held-out training examples first: 5 pilot"
+    )
+    assert "about 4.5 times the computation" in said[0]
+    assert [one.method.name for one in choice.tried] == ["bpfed-recipe", "bpfed-adaptive"]
+    assert choice.method.name in choice.words
+    assert choice.tried[choice.chosen].nll == min(one.nll for one in choice.tried)
+    assert run.federation.method == choice.method
+    config = read(tmp_path / "a" / "config.toml")
+    assert (config.method, config.run.adapt) == (choice.method, "off")
+    said.clear()
+    bpfed.fit(None, data, out=tmp_path / "a", resume=True, say=said.append, **FEW_ROUNDS)
+    again = bpfed.fit(config.method, data, settings=config.run, say=said.append)
+    assert not any("hoos" in sentence for sentence in said)
+    assert again.history[-1]["nll"] == run.history[-1]["nll"]
+
+
+def test_without_a_method_and_without_adapting_it_is_the_recipe():
+    said = []
+    run = bpfed.fit(None, federation(True), adapt="off", say=said.append, **FEW_ROUNDS)
+    assert run.federation.method == Recipe()
+    assert not said
+
+
+def test_where_nothing_can_be_chosen_the_recipe_is_trained_and_a_sentence_says_why():
+    said = []
+    private = bpfed.fit(None, federation(False), noise=1.0, clip=1.0, say=said.append, **FEW_ROUNDS)
+    assert private.federation.method == Recipe()
+    assert "The method is bpfed-recipe, without a choice: pilot runs on the same clients' data would not be" in said[0]
+    said.clear()
+    bpfed.fit(None, federation(False), say=said.append, **{**FEW_ROUNDS, "rounds": 1})
+    assert said[0] == "The method is bpfed-recipe, without a choice: one round is too short for pilot runs."
+
+
+@pytest.mark.parametrize("examples", [100, pilot.MANY + 1])
+def test_pilots_cost_at_most_five_runs_and_less_where_there_are_many_examples(examples):
+    for rounds in (2, 3, 5, 30, 50, 301):
+        short, long = pilot.method_rounds(examples, rounds)
+        cost = (pilot.candidate_count(pilot.ForImages()) * short + 2 * long) / rounds
+        assert 1 <= short <= long <= rounds
+        assert cost <= 5.0
+    assert examples == 100 or cost < 2.1
+
+
+def test_a_calibrated_run_compares_calibrated_methods():
+    data = federation(True)
+    plain, calibrated = (
+        pilot.choose_method(data, Settings(**FEW_ROUNDS, calibrate=how)).tried for how in ("none", "pilot:1")
+    )
+    assert [one.method.name for one in calibrated] == [one.method.name for one in plain]
+    # Two rounds leave models unsure, so a fitted temperature helps each of them.
+    assert all(new.nll < old.nll for new, old in zip(calibrated, plain, strict=True))
+
+
+def test_seeds_may_choose_different_methods_and_each_is_what_it_would_be_alone(monkeypatch):
+    def by_seed(data, settings, *_):
+        method = Recipe() if settings.seed == 0 else Adaptive(prior_scale=2.0)
+        return pilot.MethodChoice((ScoredCandidate(method, {}, np.ones(6), np.ones(6)),), 0, None)
+
+    monkeypatch.setattr("bpfed.runs.fit.choose_method", by_seed)
+    data, quiet = federation(True), {"say": lambda s: None, **FEW_ROUNDS}
+    both = bpfed.fit_seeds(None, data, 2, **quiet)
+    assert [run.federation.method.name for run in both] == ["bpfed-recipe", "bpfed-adaptive"]
+    for seed, run in enumerate(both):
+        alone = bpfed.fit(None, data, seed=seed, **quiet)
+        assert run.history[-1]["nll"]["pooled"] == pytest.approx(alone.history[-1]["nll"]["pooled"], rel=1e-5)
+
+
+def test_if_pilots_of_one_method_diverge_it_is_the_other(monkeypatch):
+    trained = pilot._trained
+
+    def recipe_alone(methods, *rest):
+        if not isinstance(methods[0], Recipe):
+            raise Diverged("as if")
+        return trained(methods, *rest)
+
+    monkeypatch.setattr(pilot, "_trained", recipe_alone)
+    assert pilot.choose_method(federation(False), Settings(**FEW_ROUNDS)).method == Recipe()
 
 
 def test_each_seed_has_a_choice_of_its_own():
