@@ -73,8 +73,9 @@ def load(
 
     Args:
         name: One of `names`, or ``folder:PATH`` for your own tables: a folder with a file of rows for each client, or
-            one such file (see ``docs/how-to/data.md``); or a data frame of pandas or polars with a ``client_column``. For one
-            data frame per client see `from_frames`.
+            one such file (see ``docs/how-to/data.md``); or a data frame of pandas or polars, or a dataset of Hugging Face
+            (``datasets``), with a ``client_column``; or a ``FederatedDataset`` of Flower Datasets, each partition of which
+            is a client. For one data frame or dataset per client see `from_frames`.
         clients: Number of clients; default: the dataset's own (10, or 20 for CIFAR-10).
         partition: How examples are distributed: ``"groups"`` (the default), ``"random:3"``, ``"dirichlet:0.3"``,
             ``"shards:2"`` or ``"iid"``; or a function of the classes ``[E]``, the number of clients and a numpy
@@ -123,7 +124,13 @@ def load(
     said = {"rename": rename, "map": map, "convert": convert, "dates": dates, "text": text}
     recoding = Recoding.of(**said)
     if in_memory := not isinstance(name, str):
-        read = frames.clients_of_frame(name, client_column, *_columns_of_frame(ignore, missing, holdout), recoding)
+        read = frames.clients_of_frame(
+            name,
+            client_column,
+            *_columns_of_frame(ignore, missing, holdout),
+            recoding,
+            ArrayOptions.of(input, image_size),
+        )
         name = FRAMES
     if in_memory or is_table(name):
         _natural_only(name, partition)
@@ -204,7 +211,7 @@ def from_frames(
     test_fraction: float | None = None,
     seed: int = 0,
 ) -> FederatedData:
-    """Make a federation from a data frame of pandas or polars for each client.
+    """Make a federation from a data frame of pandas or polars, or a dataset of Hugging Face, for each client.
 
     The result is the same as that of `load` for the same rows in CSV files.
 

@@ -33,6 +33,8 @@ BLOCK = 8_000_000
 WIDE = {"cpu": 256, "cuda": 2048}
 #: Calibration examples of each class that the clients must have together for sets that hold each class alike.
 EACH_CLASS = 20
+#: Training examples of a client at most that help to find the scale of its errors; more would tell little.
+TRAINED = 200
 #: Below this many test examples times weights an evaluation runs on one thread (see `bpfed.engine.local`).
 SMALL = 200_000_000
 
@@ -145,10 +147,21 @@ def _calibrate(
         rows = federation.data.classes if sets == "class" else 1
         everyone, divided = torch.tensor([0, len(scores)]), scores
         if task.residual_scores:
-            scales = Scales.of(scores, found.offsets)
+            scales = Scales.of(scores, found.offsets, _trained(federation, clients, tuned, how, draws))
             divided, _ = scales.divided(scores, found.offsets)
         pool = counted(divided, classes, everyone, rows, task.regions)[0]
     return Calibration(how, draws, ones, scores, found.offsets, classes, pool, task.regions, scales)
+
+
+def _trained(
+    federation: Federation, clients: Tensor, tuned: State | None, how: How, draws: int
+) -> tuple[Tensor, Tensor]:
+    """Conformal scores of training examples of each client, `TRAINED` at most, ``[E]``; and offsets, ``[C + 1]``."""
+    train = federation.data.train
+    place = torch.arange(len(train.y)) - train.offsets[:-1].repeat_interleave(train.sizes)
+    some = train.where((place < TRAINED).to(train.y.device))
+    found = _predict(federation, some, clients, tuned, how, draws)
+    return federation.data.task_type.conformal_scores(found).cpu(), found.offsets
 
 
 def _predict(

@@ -11,7 +11,7 @@ training.
   sets are to hold each class alike, and the counts of all clients are added. A client's bound is the quantile of its own
   counts and of the sum, which weighs as much as `POOLED` examples of its own (`pooled_bounds`).
 - *Scales*: how far targets lie from their predictions differs between clients. So scores of numbers are first divided
-  by their client's scale, which is shrunk to that of all clients (`Scales`).
+  by their client's scale, which is shrunk to that of all clients (`Scales`). Training examples help to find it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ FARTHEST = 10.0
 CELLS = 1000
 #: Log odds of a score of sets, and logarithm of one of intervals, at the ends of the grid.
 GRID = {"sets": 12.0, "intervals": 6.0}
-#: The scores of all clients weigh as much in a client's bound as so many of its own.
-POOLED = 50.0
+#: The scores of all clients weigh as much in a client's bound as so many of its own. Scores of intervals are divided by
+#: their client's scale first, so what is left to differ between clients is the form of their distribution.
+POOLED = {"sets": 50.0, "intervals": 200.0}
 #: The least and the most that the scale of all clients weighs in a client's, in examples of its own.
 WEAKEST, STRONGEST = 1.0, 1e6
 #: Counts of scores that are held at a time.
@@ -50,33 +51,51 @@ BLOCK = 20_000_000
 class Scales(NamedTuple):
     """How the scale of a client's scores follows from its own and from those of all clients.
 
-    Its square is (Σ s² + strength · square) / (n + strength), over the client's n scores s: the mean of its own squares,
-    and as many as ``strength`` of all clients'.
+    Its square is (Σ s² + t + strength · square) / (n + m + strength), over the client's n scores s: the mean of its own
+    squares, of those of its training examples as far as they tell (t, which weigh as m), and as many as ``strength`` of
+    all clients'.
 
     Attributes:
         square: The mean square of all clients' scores.
         strength: The variance of the squares within clients, divided by that between clients.
+        trained: t and m of each client, ``[N, 2]`` float64; None: they are 0.
     """
 
     square: float
     strength: float
+    trained: Tensor | None = None
 
     @classmethod
-    def of(cls, scores: Tensor, offsets: Tensor) -> Scales:
-        """Estimated from sums over the scores of each client, ``[E]`` with ``[N + 1]`` offsets."""
-        owner, clients = owners(offsets, scores)
-        squares, sizes = _squares(scores), offsets.diff().double()
-        (sums, fourths) = summed([squares, squares.square()], owner, clients)
-        total, parts = float(sizes.sum()), int((sizes > 0).sum())
-        if not total:
+    def of(cls, scores: Tensor, offsets: Tensor, trained: tuple[Tensor, Tensor] | None = None) -> Scales:
+        """Estimated from sums over the scores of each client, ``[E]`` with ``[N + 1]`` offsets.
+
+        Scores of training examples are too small, and how much so may differ between clients. So they are multiplied
+        by what they lack on average. Each then weighs as the slope of a regression of the clients' squares on those
+        of their training examples, at least 0 and at most 1.
+
+        Args:
+            scores: Of examples that were kept from training.
+            offsets: Of these.
+            trained: Scores and offsets of training examples of the same clients; None: they are not used.
+        """
+        kept = _Moments.of(scores, offsets)
+        if not kept.total:
             return cls(1.0, STRONGEST)
-        own = float((sums.square() / sizes.clamp(min=1.0)).sum())
-        square = float(sums.sum()) / total
-        within = max(float(fourths.sum()) - own, 0.0) / max(total - parts, 1.0)
-        between = own - total * square**2 - (parts - 1) * within
-        between /= max(total - float(sizes.square().sum()) / total, 1e-9)
-        strength = STRONGEST if parts < 2 or between <= 0.0 else within / between
-        return cls(max(square, 1e-12), min(max(strength, WEAKEST), STRONGEST))
+        square, (within, between) = max(kept.mean, 1e-12), kept.variances()
+        if trained is None:
+            return cls(square, _strength(kept, within, between))
+        fitted = _Moments.of(*trained)
+        fitted = fitted.times(square / max(fitted.mean, 1e-12))
+        slope = _slope(kept, fitted)
+        # Variances of training examples count as far as these do.
+        together = kept.plus(fitted).variances()
+        within, between = ((1.0 - slope) * a + slope * b for a, b in zip((within, between), together, strict=True))
+        told = slope * torch.stack([fitted.sums, fitted.sizes], 1)
+        return cls(square, _strength(kept, within, between), told)
+
+    def take(self, clients: slice) -> Scales:
+        """Those of some of the clients."""
+        return self if self.trained is None else self._replace(trained=self.trained[clients])
 
     def divided(self, scores: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Scores that are divided by their client's scale without themselves, ``[E]``; each client's scale, ``[N]``.
@@ -86,9 +105,66 @@ class Scales(NamedTuple):
         owner, clients = owners(offsets, scores)
         squares, sizes = _squares(scores), offsets.diff().double()
         (sums,) = summed([squares], owner, clients)
-        prior = self.strength * self.square
-        others = (sums[owner] - squares + prior).clamp(min=prior) / (sizes[owner] - 1.0 + self.strength)
-        return scores.double() / others.sqrt(), ((sums + prior) / (sizes + self.strength)).sqrt()
+        told = torch.zeros(clients, 2, dtype=torch.float64) if self.trained is None else self.trained
+        prior, weight = told[:, 0] + self.strength * self.square, told[:, 1] + self.strength
+        others = torch.maximum(sums[owner] - squares + prior[owner], prior[owner]) / (sizes + weight - 1.0)[owner]
+        return scores.double() / others.sqrt(), ((sums + prior) / (sizes + weight)).sqrt()
+
+
+class _Moments(NamedTuple):
+    """Sums over the squared scores of each client: their number, sum and sum of squares, ``[N]`` float64 each."""
+
+    sizes: Tensor
+    sums: Tensor
+    fourths: Tensor
+
+    @classmethod
+    def of(cls, scores: Tensor, offsets: Tensor) -> _Moments:
+        owner, clients = owners(offsets, scores)
+        squares = _squares(scores)
+        return cls(offsets.diff().double(), *summed([squares, squares.square()], owner, clients))
+
+    @property
+    def total(self) -> float:
+        return float(self.sizes.sum())
+
+    @property
+    def mean(self) -> float:
+        return float(self.sums.sum()) / max(self.total, 1.0)
+
+    def times(self, factor: float) -> _Moments:
+        return _Moments(self.sizes, factor * self.sums, factor**2 * self.fourths)
+
+    def plus(self, other: _Moments) -> _Moments:
+        return _Moments(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def variances(self) -> tuple[float, float]:
+        """Within clients and between them, by an analysis of variance; the latter may be below 0."""
+        total, parts = self.total, int((self.sizes > 0).sum())
+        own = float((self.sums.square() / self.sizes.clamp(min=1.0)).sum())
+        within = max(float(self.fourths.sum()) - own, 0.0) / max(total - parts, 1.0)
+        between = own - total * self.mean**2 - (parts - 1) * within
+        return within, between / max(total - float(self.sizes.square().sum()) / max(total, 1.0), 1e-9)
+
+
+def _strength(kept: _Moments, within: float, between: float) -> float:
+    alike = int((kept.sizes > 0).sum()) < 2 or between <= 0.0
+    return STRONGEST if alike else min(max(within / between, WEAKEST), STRONGEST)
+
+
+def _slope(kept: _Moments, fitted: _Moments) -> float:
+    """By how much a client's mean square rises with that of its training examples, from 0 to 1.
+
+    The errors of the two means are independent, so their covariance over clients is that of what they estimate.
+    """
+    a, b = kept.sizes, fitted.sizes
+    weight = a * b / (a + b).clamp(min=1.0)
+    weight = weight / weight.sum().clamp(min=1e-9)
+    x, y = fitted.sums / b.clamp(min=1.0), kept.sums / a.clamp(min=1.0)
+    products = (weight * x * y).sum() - (weight * x).sum() * (weight * y).sum()
+    together = float(products / (1.0 - weight.square().sum()).clamp(min=1e-9))
+    between = fitted.variances()[1]
+    return min(max(together / between, 0.0), 1.0) if between > 0.0 else 0.0
 
 
 def _squares(scores: Tensor) -> Tensor:
@@ -192,15 +268,15 @@ class Calibration:
         """One client's temperature and what bounds its scores."""
         own = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         classes = None if self.classes is None else self.classes[own]
-        return float(self.temperatures[index]), Conformal(
-            self.scores[own], classes, self.pool, self.regions, self.scales
-        )
+        scales = None if self.scales is None else self.scales.take(slice(index, index + 1))
+        return float(self.temperatures[index]), Conformal(self.scores[own], classes, self.pool, self.regions, scales)
 
     @property
     def unknown(self) -> Conformal | None:
         """What bounds the scores of a client without calibration examples; None: nothing does."""
         none = None if self.classes is None else self.classes[:0]
-        return None if self.pool is None else Conformal(self.scores[:0], none, self.pool, self.regions, self.scales)
+        scales = None if self.scales is None else self.scales._replace(trained=None)
+        return None if self.pool is None else Conformal(self.scores[:0], none, self.pool, self.regions, scales)
 
     def thresholds(self, level: float) -> Tensor:
         """The bounds of each client's scores, ``[N, K]`` by class and else ``[N, 1]``."""
@@ -221,7 +297,8 @@ class Calibration:
         offsets = self.offsets[int(some[0]) : int(some[-1]) + 2]
         own = slice(int(offsets[0]), int(offsets[-1]))
         classes = None if self.classes is None else self.classes[own]
-        return _bounds(self.scores[own], classes, offsets - offsets[0], pool, self.regions, self.scales, level)
+        scales = None if self.scales is None else self.scales.take(slice(int(some[0]), int(some[-1]) + 1))
+        return _bounds(self.scores[own], classes, offsets - offsets[0], pool, self.regions, scales, level)
 
     def record(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -231,7 +308,7 @@ class Calibration:
             kept = {"row": row.tolist(), "cell": cell.tolist(), "count": self.pool[row, cell].long().tolist()}
             more = {"regions": self.regions, "pool": {"rows": len(self.pool), "cells": CELLS, **kept}}
             more |= {} if self.classes is None else {"classes": self.classes.tolist()}
-            more |= {} if self.scales is None else {"scales": self.scales._asdict()}
+            more |= {} if self.scales is None else {"scales": _scales_record(self.scales)}
         return {
             "how": self.how,
             "draws": self.draws,
@@ -257,7 +334,7 @@ class Calibration:
             torch.tensor(record["classes"], dtype=torch.int64) if "classes" in record else None,
             _pool_of(record["pool"]) if "pool" in record else None,
             str(record.get("regions", "sets")),
-            _scales_of(record["scales"]) if "scales" in record else None,
+            _scales_of(record["scales"], len(record["temperatures"])) if "scales" in record else None,
         )
         if made.regions not in GRID:
             raise ValueError(f"it is of '{made.regions[:20]}'")
@@ -295,11 +372,19 @@ def _pool_of(record: Mapping[str, Any]) -> Tensor:
     return torch.zeros(rows, CELLS, dtype=torch.float64).index_put_((row, cell), count)
 
 
-def _scales_of(record: Mapping[str, Any]) -> Scales:
+def _scales_record(scales: Scales) -> dict[str, Any]:
+    told = {} if scales.trained is None else {"trained": scales.trained.tolist()}
+    return {"square": scales.square, "strength": scales.strength, **told}
+
+
+def _scales_of(record: Mapping[str, Any], clients: int) -> Scales:
     """What a `Calibration.record` holds of them."""
-    made = Scales(float(record["square"]), float(record["strength"]))
-    if not all(math.isfinite(value) and value > 0.0 for value in made):
+    told = torch.tensor(record["trained"], dtype=torch.float64) if "trained" in record else None
+    made = Scales(float(record["square"]), float(record["strength"]), told)
+    if not all(math.isfinite(value) and value > 0.0 for value in made[:2]):
         raise ValueError("its scales are not numbers above 0")
+    if told is not None and (told.shape != (clients, 2) or not bool((told.isfinite() & (told >= 0.0)).all())):
+        raise ValueError(f"its scales are not those of {clients} clients")
     return made
 
 
@@ -360,7 +445,7 @@ def pooled_bounds(own: Tensor, pool: Tensor, level: float, regions: str) -> Tens
     """
     _check(level)
     size, total = own.sum(-1), pool.sum(-1)
-    borrowed = total.clamp(max=POOLED)
+    borrowed = total.clamp(max=POOLED[regions])
     each = borrowed / total.clamp(min=1.0)
     weight = size + borrowed
     squares = size * (1.0 + 2.0 * each) + borrowed * each

@@ -57,7 +57,7 @@ class Client:
 
         Args:
             source: For a run on tables the path of a CSV, TSV, Parquet or NPZ file, a data frame of pandas or polars, a
-                mapping of columns by name, a `bpfed.data.Table`, or an array ``[n, C]`` with ``columns``. For a run on
+                dataset of Hugging Face, a mapping of columns by name, a `bpfed.data.Table`, or an array ``[n, C]`` with ``columns``. For a run on
                 arrays the path of an NPZ file with ``x``.
             columns: The names of an array's columns.
 

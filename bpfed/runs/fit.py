@@ -24,7 +24,7 @@ from bpfed.config.settings import Settings
 from bpfed.data.checks.clients import unscaled
 from bpfed.data.federated import HELD, FederatedData, held_out, untested
 from bpfed.data.load import load
-from bpfed.data.tabular.frames import is_named
+from bpfed.data.tabular.frames import is_named, is_partitioned
 from bpfed.engine.evaluate import sets_of
 from bpfed.engine.federation import Federation, check_data
 from bpfed.inference.calibration import fewest
@@ -60,7 +60,8 @@ def fit(
         method: E.g. ``bpfed.methods.BPFed()``, the paper's, or the name of one, such as ``"fedavg"``, with its usual
             settings; None: ``bpfed.methods.Adaptive()`` for tables, with settings chosen from the data, and else that or
             ``bpfed.methods.Recipe()``, whichever is better on held-out training examples.
-        data: A federated dataset, the name of one, or what else `bpfed.data.load` takes: ``folder:PATH``, a data frame.
+        data: A federated dataset, the name of one, or what else `bpfed.data.load` takes: ``folder:PATH``, a data frame, a
+            dataset of Hugging Face, or a ``FederatedDataset`` of Flower Datasets.
         target: The column to predict, where the data are tables that are still to be loaded.
         client_column: The column that identifies the client, likewise.
         model: Any module; None: a network that suits the data. With ``members`` its weights are the first member's, and
@@ -80,7 +81,7 @@ def fit(
     if back_to is not None and out is None:
         raise UserError("back_to needs the run folder, out, with resume=True.")
     folder = Folder(Path(out), resume, overwrite, back_to) if out is not None else None
-    if isinstance(data, str) or is_named(data):
+    if isinstance(data, str) or is_named(data) or is_partitioned(data):
         data = load(data, target=target, client_column=client_column, seed=settings.seed)
     elif target is not None or client_column is not None:
         raise UserError("The data are loaded already; give target and client_column to bpfed.data.load.")

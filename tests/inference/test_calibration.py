@@ -417,7 +417,7 @@ def test_numbers_have_no_temperature():
 
 def weighted_bound(own, everyone, level, grid):
     """The bound as it is documented, written apart: scores and weights, one by one."""
-    borrowed = min(POOLED, len(everyone))
+    borrowed = min(POOLED["sets"], len(everyone))
     scores = [*own, *everyone]
     weights = np.array([1.0] * len(own) + [borrowed / len(everyone)] * len(everyone))
     # An example of the client's own is in both, as one with the sum of both weights.

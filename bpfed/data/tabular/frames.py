@@ -1,6 +1,7 @@
-"""Tables in memory: data frames of pandas or polars, columns by name, and arrays whose columns are named.
+"""Tables in memory: data frames of pandas or polars, datasets of Hugging Face, columns by name, and named arrays.
 
-Nothing here imports pandas or polars: a data frame is whatever has ``columns`` and gives each by its name.
+Nothing here imports pandas, polars, datasets or flwr-datasets: a data frame is whatever has ``columns`` and gives each
+by its name, a dataset has ``column_names`` and ``features``, and what gives partitions has ``load_partition``.
 """
 
 from __future__ import annotations
@@ -15,12 +16,27 @@ import numpy as np
 from torch import Tensor
 
 from bpfed._util.errors import UserError, quoted
+from bpfed.data.partition import client_names
 from bpfed.data.tabular.csvfile import check_slips, column_of
-from bpfed.data.tabular.federate import SHOWN, by_column, check_client_name, recoded
+from bpfed.data.tabular.federate import SHOWN, SPLIT, by_column, check_client_name, recoded
+from bpfed.data.tabular.image_folder import stacked
 from bpfed.data.tabular.missing_values import MissingValues
 from bpfed.data.tabular.recode import NOTHING, Recoding
-from bpfed.data.tabular.table import Categorical, Column, Table, as_text, check_range, column_name, written
+from bpfed.data.tabular.table import (
+    AS_THEY_ARE,
+    ArrayOptions,
+    Categorical,
+    Column,
+    Table,
+    as_text,
+    check_range,
+    column_name,
+    written,
+)
 
+#: How the type of a column of images is called in datasets, and what their splits are used for.
+IMAGE = "Image"
+SPLITS = {"train": "train", "validation": "train", "test": "test"}
 #: How pandas calls what is not known, beside NaN and None.
 NOT_KNOWN = ("NAType", "NaTType")
 
@@ -29,7 +45,19 @@ def is_named(x: Any) -> bool:
     """Whether these are rows whose columns have names of their own."""
     if isinstance(x, np.ndarray):
         return x.dtype.names is not None
-    return isinstance(x, Mapping) or (hasattr(x, "columns") and hasattr(x, "__getitem__"))
+    return isinstance(x, Mapping) or is_dataset(x) or (hasattr(x, "columns") and hasattr(x, "__getitem__"))
+
+
+def is_dataset(x: Any) -> bool:
+    """Whether this is a dataset of Hugging Face, or several of them by split."""
+    if isinstance(x, Mapping):
+        return bool(x) and all(is_dataset(part) for part in x.values())
+    return hasattr(x, "column_names") and hasattr(x, "features") and hasattr(x, "with_format")
+
+
+def is_partitioned(x: Any) -> bool:
+    """Whether this gives a dataset for each client, as ``FederatedDataset`` of Flower Datasets does."""
+    return hasattr(x, "load_partition") and (hasattr(x, "partitioners") or hasattr(x, "num_partitions"))
 
 
 def table_of(
@@ -40,16 +68,18 @@ def table_of(
     used: Iterable[str] | None = None,
     missing: Iterable[str] = (),
     name: str | None = None,
+    arrays: ArrayOptions = AS_THEY_ARE,
 ) -> Table:
     """Rows in memory as a table; a cell is read as that of a CSV file would be, and dates as ISO text.
 
     Args:
-        x: A data frame, a mapping of columns, an array with named fields, or an array ``[n, C]``.
+        x: A data frame, a dataset, a mapping of columns, an array with named fields, or an array ``[n, C]``.
         columns: The names of an array's columns, ``[C]``; None where they have names of their own.
         words: Columns that are words, though all their cells may be numbers.
         used: The only columns that are needed; others may have any type. None: all.
         missing: What else stands for no value (`bpfed.data.tabular.missing_values`).
         name: What to call it in errors; None: by what it is.
+        arrays: How a dataset's images are read.
 
     Raises:
         UserError: It is none of these, or a column that is needed has a type that is not read.
@@ -57,16 +87,17 @@ def table_of(
     what, missing_values = name or ("array" if columns is not None else "data frame"), MissingValues.of(missing)
     found = _array_columns(x, columns) if columns is not None else _own_columns(x)
     wanted = None if used is None else set(used)
+    images, found = _images(x, found, arrays, what) if columns is None and is_dataset(x) else (None, found)
     made: dict[str, Column] = {}
     for name, values in found.items():
         if wanted is None or name in wanted:
             made[name] = _column(values, name, what, name in words, missing_values)
         else:
             made[name] = Categorical(np.full(len(values), -1), ())
-    lengths = {len(column) for column in made.values()}
+    lengths = {len(column) for column in made.values()} | ({len(images)} if images is not None else set())
     if len(lengths) > 1:
         raise UserError(f"The columns of the {what} differ in length; give every row one entry in each.")
-    table = missing_values.out_of(Table(what, lengths.pop() if lengths else 0, made))
+    table = missing_values.out_of(Table(what, lengths.pop() if lengths else 0, made, images))
     check_range(table)
     return table
 
@@ -80,11 +111,113 @@ def column_table(table: Table, name: str, values: Any, missing: Iterable[str] = 
 
 
 def _own_columns(x: Any) -> dict[str, Any]:
+    if is_dataset(x):
+        return _of_splits(x) if isinstance(x, Mapping) else _of_dataset(x)
     names = list(x.dtype.names if isinstance(x, np.ndarray) else x if isinstance(x, Mapping) else x.columns)
     texts = [column_name(str(name)) for name in names]
     if twice := sorted({text for text in texts if text and texts.count(text) > 1}):
         raise UserError(f"The data frame has two columns {quoted(twice[:1])}; rename or remove one.")
     return {text: x[name] for text, name in zip(texts, names, strict=True) if text}
+
+
+def _of_dataset(x: Any) -> dict[str, Any]:
+    """The columns of a dataset, as pyarrow or Python holds them; labels by their names."""
+    if not hasattr(x, "__getitem__") or not hasattr(x, "__len__"):
+        raise UserError(
+            f"The data are a stream ({type(x).__name__}), but are read more than once; load them as a whole."
+        )
+    stored, found = x.with_format("arrow")[:], {}
+    for name in x.column_names:
+        kind = x.features[name]
+        if type(kind).__name__ == IMAGE:
+            found[name] = list(x.with_format(None)[name])
+        elif hasattr(kind, "names"):
+            found[name] = _class_names(stored.column(name).to_pylist(), kind.names, name)
+        else:
+            found[name] = stored.column(name)
+    texts = [column_name(str(name)) for name in found]
+    return {text: column for text, column in zip(texts, found.values(), strict=True) if text}
+
+
+def _class_names(codes: Sequence[int | None], names: Sequence[str], column: str) -> list[str | None]:
+    if strange := next((code for code in codes if code is not None and not -1 <= code < len(names)), None):
+        raise UserError(
+            f"Column '{column}' of the dataset has the label {strange}, but {len(names)} names; correct it."
+        )
+    return [None if code is None or code < 0 else str(names[code]) for code in codes]
+
+
+def _of_splits(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of several datasets, end to end; and which rows are for testing, where a split is called so."""
+    if strange := [name for name in parts if name not in SPLITS]:
+        raise UserError(
+            f"The dataset has {'a split' if len(strange) == 1 else 'splits'} {quoted(strange, SHOWN)}, but only "
+            f"{quoted(list(SPLITS))} are known; give one of its splits, or a dict of those to use."
+        )
+    read = [_of_dataset(part) for part in parts.values()]
+    other = next((columns for columns in read if columns.keys() != read[0].keys()), None)
+    if other is not None:
+        only = sorted(other.keys() ^ read[0].keys())
+        raise UserError(f"Not all splits of the dataset have a column {quoted(only[:1])}; remove it or add it to all.")
+    if SPLIT in read[0]:
+        raise UserError(f"The dataset has splits and a column '{SPLIT}'; rename or remove the column.")
+    made = {name: [cell for columns in read for cell in _cells(columns[name])] for name in read[0]}
+    if "test" not in parts:
+        return made
+    marks = [SPLITS[name] for name, part in parts.items() for _ in range(len(part))]
+    return {**made, SPLIT: marks}
+
+
+def _cells(column: Any) -> list[Any]:
+    return column.to_pylist() if hasattr(column, "to_pylist") else list(column)
+
+
+def _images(
+    x: Any, columns: dict[str, Any], asked: ArrayOptions, what: str
+) -> tuple[np.ndarray | None, dict[str, Any]]:
+    """The images of a dataset, ``[n, c, h, w]``, or None; and its other columns."""
+    features = (next(iter(x.values())) if isinstance(x, Mapping) else x).features
+    names = [name for name in columns if name in features and type(features[name]).__name__ == IMAGE]
+    if not names:
+        return None, columns
+    if len(names) > 1:
+        raise UserError(f"The {what} has images in the columns {quoted(names)}; keep one with remove_columns.")
+    if None in columns[names[0]]:
+        row = columns[names[0]].index(None) + 1
+        raise UserError(f"Row {row} of the {what} has no image in '{names[0]}'; remove the row.")
+    opened = [(f"Image {row + 1} of the {what}", image) for row, image in enumerate(columns[names[0]])]
+    return stacked(opened, asked, what), {name: c for name, c in columns.items() if name != names[0]}
+
+
+def partitions(x: Any) -> dict[str, Any]:
+    """The dataset of each client, by the client's name: what it is split by if it says so, else ``client-00`` and so on.
+
+    Where training and test rows are both partitioned, a client has both (`is_dataset`).
+    """
+    given = getattr(x, "partitioners", None)
+    if given is None:
+        given = {"train": x}
+    loaded: dict[str, list[Any]] = {}
+    for split, partitioner in given.items():
+        ask = partitioner.load_partition if partitioner is x else lambda i, split=split: x.load_partition(i, split)
+        try:
+            first = ask(0)  # before it nobody knows how many there are
+            loaded[split] = [first, *(ask(i) for i in range(1, partitioner.num_partitions))]
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"The partitions of the dataset cannot be loaded ({error}); correct them.") from error
+    if len({len(parts) for parts in loaded.values()}) > 1:
+        counts = ", ".join(f"'{split}' {len(parts)}" for split, parts in loaded.items())
+        raise UserError(f"The splits have different numbers of partitions ({counts}); give all the same.")
+    number = len(next(iter(loaded.values())))
+    known = [getattr(one, "partition_id_to_natural_id", {}) for one in given.values()]
+    if any(ids != known[0] for ids in known):
+        raise UserError(
+            "The splits have different clients; give one of them to bpfed, which splits each client's rows."
+        )
+    names = [str(known[0][i]) for i in range(number)] if len(known[0]) == number else list(client_names(number))
+    if len(loaded) == 1:
+        return dict(zip(names, next(iter(loaded.values())), strict=True))
+    return {name: {split: parts[i] for split, parts in loaded.items()} for i, name in enumerate(names)}
 
 
 def _array_columns(x: Any, columns: Sequence[str]) -> dict[str, Any]:
@@ -185,23 +318,28 @@ def clients_of_frame(
     missing: Sequence[str] = (),
     words: Sequence[str] = (),
     recoding: Recoding = NOTHING,
+    arrays: ArrayOptions = AS_THEY_ARE,
 ) -> dict[str, Table]:
-    """The tables of all clients in one data frame, cut by its client column.
+    """The tables of all clients in one data frame or dataset, cut by its client column; or in partitions.
 
     ``ignore`` are columns of any type, which are not read; ``missing`` and ``words`` are as for `table_of`; ``recoding``
     is done to columns then.
     """
+    if is_partitioned(frame):
+        if client_column is not None:
+            raise UserError("Each partition of the dataset is a client; omit client_column.")
+        return clients_of_frames(partitions(frame), ignore, missing, words, recoding, arrays)
     if not isinstance(frame, Table) and not is_named(frame):
         raise UserError(
             f"The data are a {type(frame).__name__}; give the name of a dataset, 'folder:PATH', or a data frame."
         )
     # As in a file, names are words even if they are digits.
     words = [*words, *recoding.words, *([client_column] if client_column else ())]
-    table = training_table(frame, "data frame", ignore, missing, words)
+    table = training_table(frame, "dataset" if is_dataset(frame) else "data frame", ignore, missing, words, arrays)
     if client_column is None:
         raise UserError(
-            "The data are a single data frame; use client_column to name the column that identifies the client: "
-            f"{quoted(list(table.columns), SHOWN)}; or give one data frame for each client with from_frames."
+            f"The data are a single {table.name}; use client_column to name the column that identifies the client: "
+            f"{quoted(list(table.columns), SHOWN)}; or give one for each client with from_frames."
         )
     return recoded(by_column(table, client_column), recoding, missing)
 
@@ -212,6 +350,7 @@ def clients_of_frames(
     missing: Sequence[str] = (),
     words: Sequence[str] = (),
     recoding: Recoding = NOTHING,
+    arrays: ArrayOptions = AS_THEY_ARE,
 ) -> dict[str, Table]:
     """The table of each client, from a data frame for each, by name; for the arguments see `clients_of_frame`."""
     if not isinstance(frames, Mapping) or not frames:
@@ -223,18 +362,23 @@ def clients_of_frames(
         if not isinstance(frame, Table) and not is_named(frame):
             raise UserError(f"The rows of client '{name}' are a {type(frame).__name__}; give a data frame.")
     words = [*words, *recoding.words]
-    found = {name: training_table(frame, name, ignore, missing, words) for name, frame in frames.items()}
+    found = {name: training_table(frame, name, ignore, missing, words, arrays) for name, frame in frames.items()}
     return recoded(found, recoding, missing)
 
 
 def training_table(
-    frame: Any, name: str, ignore: Sequence[str] = (), missing: Sequence[str] = (), words: Sequence[str] = ()
+    frame: Any,
+    name: str,
+    ignore: Sequence[str] = (),
+    missing: Sequence[str] = (),
+    words: Sequence[str] = (),
+    arrays: ArrayOptions = AS_THEY_ARE,
 ) -> Table:
     """A data frame as a table to learn from, with the checks that a file gets."""
     if isinstance(frame, Table):
         return frame
     used = [column for column in _own_columns(frame) if column not in ignore] if ignore else None
-    table = table_of(frame, words=words, used=used, missing=missing, name=name)
+    table = table_of(frame, words=words, used=used, missing=missing, name=name, arrays=arrays)
     if not table.rows:
         raise UserError(f"'{name}' has no rows; remove it or give it some.")
     check_slips({key: column for key, column in table.columns.items() if key not in words}, name, ",")

@@ -145,33 +145,46 @@ def _labels(table: Path, path: Path, files: Sequence[Path], asked: ReadOptions) 
 
 
 def _decoded(files: Sequence[Path], asked: ArrayOptions, path: Path) -> np.ndarray:
-    """All images, ``[n, c, h, w]`` bytes: one channel if all are shades of grey, else red, green and blue."""
+    """All images of these files; see `stacked`."""
+    return stacked([(f"'{file}'", file) for file in files], asked, f"'{path}'")
+
+
+def stacked(given: Sequence[tuple[str, Path | Image]], asked: ArrayOptions, where: str) -> np.ndarray:
+    """All images, ``[n, c, h, w]`` bytes: one channel if all are shades of grey, else red, green and blue.
+
+    Args:
+        given: What each is called in errors, and its file or the image itself.
+        asked: How they are read.
+        where: What they are of.
+    """
     if asked.kind == "sequence":
-        raise UserError(f"'{path}' has images, so --input is 'image' there; omit it.")
+        raise UserError(f"{where} has images, so --input is 'image' there; omit it.")
     colour = asked.channels == 3
     made: list[np.ndarray] = []
     first: tuple[int, ...] = ()
     most, held = unpacked_limit() * 2**30, 0
-    for file in files:
-        image, grey = _one(file, asked.size)
+    for what, source in given:
+        image, grey = _one(source, asked.size) if isinstance(source, Path) else _pixels(source, what, asked.size)
         colour = colour or not grey
         if not made:
             first = image.shape[:2]
         elif image.shape[:2] != first:
+            before = given[0][1]
             raise UserError(
-                f"'{file}' has {_size(image.shape)} pixels, but '{files[0].name}' has {_size(first)} (height x width); "
-                f"make them alike, or have all resized with --image-size {_size(first)}."
+                f"{what} has {_size(image.shape)} pixels, but {quoted([before.name]) if isinstance(before, Path) else 'the first'} "
+                f"has {_size(first)} (height x width); make them alike, or have all resized with --image-size "
+                f"{_size(first)}."
             )
         held += image.nbytes
         if held * (3 if colour and image.ndim == 2 else 1) > most:
             raise UserError(
-                f"The images of '{path}' take more than {most / 2**30:g} GiB; use a smaller --image-size, or allow more "
+                f"The images of {where} take more than {most / 2**30:g} GiB; use a smaller --image-size, or allow more "
                 f"with the environment variable {LIMIT_NAME}."
             )
         made.append(image)
     if asked.channels == 1 and colour:
-        file = files[next(k for k, image in enumerate(made) if image.ndim == 3)]
-        raise UserError(f"'{file}' is a colour image, but training was on greyscale images; convert it.")
+        what = given[next(k for k, image in enumerate(made) if image.ndim == 3)][0]
+        raise UserError(f"{what} is a colour image, but training was on greyscale images; convert it.")
     if not colour:
         return np.stack(made)[:, None]
     return np.stack([in_colour(i[None])[0] if i.ndim == 2 else i.transpose(2, 0, 1) for i in made])
@@ -184,7 +197,7 @@ def in_colour(grey: np.ndarray) -> np.ndarray:
 
 def _one(file: Path, size: tuple[int, int] | None) -> tuple[np.ndarray, bool]:
     """An image as bytes, ``[h, w]`` or ``[h, w, 3]``, and whether it is shades of grey."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(file, formats=("PNG", "JPEG")) as opened:
@@ -196,17 +209,7 @@ def _one(file: Path, size: tuple[int, int] | None) -> tuple[np.ndarray, bool]:
                 )
             if getattr(opened, "n_frames", 1) > 1:
                 raise UserError(f"'{file}' is an animation of several images; save one of them.")
-            deep = next((str(tile[3]) for tile in opened.tile if ";16" in str(tile[3])), None)
-            if opened.mode not in _READ or deep:
-                raise UserError(
-                    f"'{file}' has pixels of type {deep or opened.mode}, which bytes cannot hold; save it with 8 bits per channel, "
-                    "or all images as an NPZ file."
-                )
-            grey = opened.mode in _GREY
-            image = _opaque(ImageOps.exif_transpose(opened), file).convert("L" if grey else "RGB")
-            if size is not None and image.size != size[::-1]:
-                image = image.resize(size[::-1], Image.Resampling.BILINEAR)
-            return np.asarray(image), grey
+            return _pixels(opened, f"'{file}'", size)
     except (
         OSError,
         SyntaxError,
@@ -224,12 +227,29 @@ def _one(file: Path, size: tuple[int, int] | None) -> tuple[np.ndarray, bool]:
         ) from error
 
 
-def _opaque(image: Image, file: Path) -> Image:
+def _pixels(opened: Image, what: str, size: tuple[int, int] | None) -> tuple[np.ndarray, bool]:
+    """An image of Pillow as `_one` gives it."""
+    from PIL import Image, ImageOps
+
+    deep = next((str(tile[3]) for tile in getattr(opened, "tile", ()) if ";16" in str(tile[3])), None)
+    if opened.mode not in _READ or deep:
+        raise UserError(
+            f"{what} has pixels of type {deep or opened.mode}, which bytes cannot hold; save it with 8 bits per channel, "
+            "or all images as an NPZ file."
+        )
+    grey = opened.mode in _GREY
+    image = _opaque(ImageOps.exif_transpose(opened), what).convert("L" if grey else "RGB")
+    if size is not None and image.size != size[::-1]:
+        image = image.resize(size[::-1], Image.Resampling.BILINEAR)
+    return np.asarray(image), grey
+
+
+def _opaque(image: Image, what: str) -> Image:
     """The image, unless one can see through a part of it: what is behind is nobody's guess."""
     if image.mode in ("LA", "RGBA") or "transparency" in image.info:
         seen = image.convert("RGBA").getchannel("A").getextrema()
         if seen[0] != 255:
-            raise UserError(f"'{file}' is transparent in places; save it with a background.")
+            raise UserError(f"{what} is transparent in places; save it with a background.")
     return image
 
 

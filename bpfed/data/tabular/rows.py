@@ -15,7 +15,7 @@ from bpfed._util.errors import UserError, quoted
 from bpfed.data.checks.new_rows import Unusual, check_new_rows, unusual
 from bpfed.data.federated import FederatedData
 from bpfed.data.tabular.federate import column_names, gathered
-from bpfed.data.tabular.frames import column_table, is_named, table_of
+from bpfed.data.tabular.frames import column_table, is_dataset, is_named, table_of
 from bpfed.data.tabular.npz import read_arrays
 from bpfed.data.tabular.preprocessing import SHOWN, Preprocessor
 from bpfed.data.tabular.table import Table, read_table
@@ -119,6 +119,14 @@ def _in_memory(
     say: Callable[[str], None],
 ) -> Table:
     """Rows in memory as a table that has every column of training; others are ignored with a word."""
+    if preparation.shape is not None and columns is None and is_dataset(source):
+        words, arrays = [*preparation.words, *preparation.recoding.words], preparation.arrays
+        table = table_of(source, words=words, used=needed, missing=preparation.missing, arrays=arrays)
+        if table.images is None:
+            raise UserError(
+                "The dataset has no column of images, but the run was trained on images; cast one to Image."
+            )
+        return table
     if preparation.shape is not None:
         raise UserError(
             "The run was trained on images or sequences of files, which it scales; give the path of one, or inputs that are "
