@@ -228,10 +228,10 @@ def method_of(method: Method | str | None, data: FederatedData | None = None) ->
     Where none is given it is `methods.Adaptive` for tables and other files of flat inputs, and else `methods.Recipe`, if
     pilots choose no other (`decided`).
     """
-    if isinstance(method, str):
-        return methods.method(method)()
-    if method is not None or not isinstance(data, FederatedData):
-        return method or methods.Recipe()
+    if method is not None:
+        return methods.as_method(method)
+    if not isinstance(data, FederatedData):
+        return methods.Recipe()
     return methods.Adaptive() if is_flat_file(data) else methods.Recipe()
 
 

@@ -28,7 +28,8 @@ from bpfed.methods import FedAvg, FedPer, Recipe
 from bpfed.report.record import temperature_words
 from bpfed.runs import fit, pilot
 from bpfed.runs.fit import prepare
-from bpfed.runs.pilot import APART, as_pilot, common, uncertain
+from bpfed.runs.metadata import uncertain
+from bpfed.runs.pilot import APART, as_pilot, common
 from bpfed.runs.run import Run
 
 pytestmark = pytest.mark.usefixtures("untraced")

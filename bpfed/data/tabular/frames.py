@@ -18,17 +18,20 @@ from torch import Tensor
 from bpfed._util.errors import UserError, quoted
 from bpfed.data.partition import client_names
 from bpfed.data.tabular.csvfile import check_slips, column_of
-from bpfed.data.tabular.federate import SHOWN, SPLIT, by_column, check_client_name, recoded
 from bpfed.data.tabular.image_folder import stacked
 from bpfed.data.tabular.missing_values import MissingValues
-from bpfed.data.tabular.recode import NOTHING, Recoding
+from bpfed.data.tabular.recode import NOTHING, Recoding, recoded
 from bpfed.data.tabular.table import (
     AS_THEY_ARE,
+    SHOWN,
+    SPLIT,
     ArrayOptions,
     Categorical,
     Column,
     Table,
     as_text,
+    by_column,
+    check_client_name,
     check_range,
     column_name,
     written,
