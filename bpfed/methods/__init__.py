@@ -79,7 +79,6 @@ __all__ = [
     "PerFedAvg",
     "Population",
     "Recipe",
-    "as_method",
     "method",
     "names",
 ]
