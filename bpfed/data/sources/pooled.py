@@ -18,9 +18,8 @@ from bpfed._util.errors import UserError
 from bpfed._util.files import DataDir, DownloadError, Remote, destination, download, roots
 from bpfed.config import registry
 from bpfed.data.sources.images import CIFAR10, FMNIST, MNIST
-from bpfed.data.tabular.federate import TEST_FRACTION, by_column
-from bpfed.data.tabular.statistics import SPLIT
-from bpfed.data.tabular.table import MISSING, Categorical, Table
+from bpfed.data.tabular.federate import TEST_FRACTION
+from bpfed.data.tabular.table import MISSING, SPLIT, Categorical, Table, by_column
 
 # --- Datasets whose rows come from somebody ---------------------------------------------------------------------------
 #
