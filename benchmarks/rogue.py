@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from bpfed.deploy.site import site
 from bpfed.deploy.ops import flower, supervise
 from bpfed.deploy.settings import Plan
-from bpfed.deploy.site import worker
+from bpfed.deploy.site import site, worker
 from bpfed.deploy.site.site import Site
 
 GIGABYTE = 1 << 30

@@ -6,7 +6,7 @@ from scenarios import classification
 
 from bpfed.config.reader import Config, Document
 from bpfed.config.settings import DataSettings, Settings
-from bpfed.deploy.protocol.transport import GridTransport
+from bpfed.deploy.server.roster import GridTransport
 from bpfed.deploy.server.server import Server
 from bpfed.deploy.settings import Limits, Plan
 from bpfed.deploy.site.data import one_client

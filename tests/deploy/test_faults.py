@@ -15,7 +15,7 @@ from test_same_numbers import same
 
 from bpfed._util.errors import UserError
 from bpfed.deploy.protocol.messages import Reply, Request
-from bpfed.deploy.protocol.transport import GridTransport
+from bpfed.deploy.server.roster import GridTransport
 from bpfed.deploy.site.site import States
 from bpfed.methods import BPFed, FedAvg, Recipe
 

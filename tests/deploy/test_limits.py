@@ -16,7 +16,7 @@ from bpfed._util.errors import UserError
 from bpfed.data.tabular.preprocessing import Preprocessor
 from bpfed.deploy.protocol.messages import Request
 from bpfed.deploy.protocol.state_schema import RejectedMessage, schemas
-from bpfed.deploy.protocol.transport import GridTransport
+from bpfed.deploy.server.roster import GridTransport
 from bpfed.deploy.server.rounds import server_side
 from bpfed.deploy.settings import Limits
 from bpfed.deploy.site.data import File, agreed

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from bpfed.engine import compiled_step
-from bpfed.engine.blocks import Region, compiled_regions, in_blocks
+from bpfed.engine.compiled_step import Region, compiled_regions, in_blocks
 from bpfed.methods import BPFed, FedAvg, FedPer, Recipe
 from bpfed.methods.base import Method
 

@@ -12,8 +12,22 @@ import torch
 
 from bpfed._util import text
 from bpfed._util.errors import UserError
-from bpfed._util.files import append_line, to_json, to_json_line, to_toml, write_whole
-from bpfed._util.paths import CHECKPOINT, CONFIG, EVALUATION, EXCHANGES, MANIFEST, METRICS, PILOTS, REPORT, SUMMARY
+from bpfed._util.files import (
+    CHECKPOINT,
+    CONFIG,
+    EVALUATION,
+    EXCHANGES,
+    MANIFEST,
+    METRICS,
+    PILOTS,
+    REPORT,
+    SUMMARY,
+    append_line,
+    to_json,
+    to_json_line,
+    to_toml,
+    write_whole,
+)
 from bpfed.config.reader import Config
 from bpfed.data.federated import held_back
 from bpfed.deploy.server.roster import SiteStatus

@@ -27,8 +27,8 @@ from bpfed.config.reader import Config
 from bpfed.data.federated import FederatedData
 from bpfed.deploy.protocol.messages import Reply, Request, size
 from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchema, StateSchemas, listed, schemas
-from bpfed.deploy.protocol.transport import Transport
 from bpfed.deploy.server.journal import FoundScores, Journal, sentence
+from bpfed.deploy.server.roster import Transport
 from bpfed.deploy.settings import Plan
 from bpfed.engine.evaluate import evaluated_clients
 from bpfed.engine.federation import Federation, check_run, suited

@@ -17,8 +17,7 @@ import torch
 
 from bpfed._util import text
 from bpfed._util.errors import Diverged, UserError
-from bpfed._util.files import to_json, when_full, write_whole, writing
-from bpfed._util.paths import CONFIG, PILOTS, RUN
+from bpfed._util.files import CONFIG, PILOTS, RUN, to_json, when_full, write_whole, writing
 from bpfed.config.reader import Config, read
 from bpfed.config.registry import NETWORKS
 from bpfed.data.federated import FederatedData
@@ -27,9 +26,8 @@ from bpfed.data.tabular.federate import not_inputs
 from bpfed.deploy.ops.certificates import KEYS, public_keys
 from bpfed.deploy.protocol.messages import fingerprint
 from bpfed.deploy.protocol.state_schema import schemas
-from bpfed.deploy.protocol.transport import Transport
 from bpfed.deploy.server.journal import FOUND, GIVEN, SELECTION, Found, FoundScores, Journal, SelectionPilot
-from bpfed.deploy.server.roster import Roster, SiteStatus
+from bpfed.deploy.server.roster import Roster, SiteStatus, Transport
 from bpfed.deploy.server.rounds import Rule, Training, method_rule, server_side
 from bpfed.deploy.server.status import Status
 from bpfed.deploy.settings import Plan

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from bpfed._util.errors import UserError, first_of, quoted
-from bpfed._util.files import DataDir, to_json, when_full, write_whole
-from bpfed._util.paths import PLAN
+from bpfed._util.files import PLAN, DataDir, to_json, when_full, write_whole
 from bpfed._util.text import spelling
 from bpfed.config.reader import Config
 from bpfed.data.checks.column_types import coded, doubts, telling

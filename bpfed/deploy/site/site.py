@@ -24,8 +24,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bpfed._util.errors import UserError
-from bpfed._util.files import PART, clear_parts, lock, sync_folder, when_full, write_whole, writing
-from bpfed._util.paths import CONFIG, PILOTS, RUN, STATES
+from bpfed._util.files import (
+    CONFIG,
+    PART,
+    PILOTS,
+    RUN,
+    STATES,
+    clear_parts,
+    lock,
+    sync_folder,
+    when_full,
+    write_whole,
+    writing,
+)
 from bpfed.config.reader import Config, read
 from bpfed.config.registry import allowing
 from bpfed.data.federated import HELD, parted
