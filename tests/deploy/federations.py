@@ -33,7 +33,7 @@ class PersonalNetwork:
     def __init__(self, data, site):
         self.own = one_client(data, site)
 
-    def facts(self):
+    def data_statement(self):
         own = self.own
         return {
             "shape": list(own.input_shape),

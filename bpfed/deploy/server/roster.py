@@ -31,8 +31,8 @@ COUNTED = 2**53
 AXES = 4
 
 
-def read_facts(text: str, site: str, ignore: Collection[str] = (), agreed: str = "") -> dict[str, Any]:
-    """What a site tells of its data, as plain data: what `bpfed.deploy.site.data.Source.facts` gives, and nothing more.
+def read_statement(text: str, site: str, ignore: Collection[str] = (), agreed: str = "") -> dict[str, Any]:
+    """What a site tells of its data, as plain data: what `bpfed.deploy.site.data.Source.data_statement` gives, and nothing more.
 
     Args:
         text: As it came, JSON.
@@ -48,35 +48,35 @@ def read_facts(text: str, site: str, ignore: Collection[str] = (), agreed: str =
         if not _count(told["train"], 1):
             raise ValueError("train")
         if "preparation" in told:
-            facts = {key: told[key] for key in ("preparation", "target", "train")}
-            if not (isinstance(facts["preparation"], str) and isinstance(facts["target"], str)):
+            statement = {key: told[key] for key in ("preparation", "target", "train")}
+            if not (isinstance(statement["preparation"], str) and isinstance(statement["target"], str)):
                 raise ValueError("preparation")
         elif "summary" in told:
             summary, target = ColumnStatistics.from_record(told["summary"]), told["target"]
             _check_summary(summary, site, target)
-            facts = {"summary": summary.record(), "target": target, "train": told["train"]}
+            statement = {"summary": summary.record(), "target": target, "train": told["train"]}
         else:
-            facts = {key: told[key] for key in ("shape", "task", "classes", "train")}
-            _check_part(facts)
+            statement = {key: told[key] for key in ("shape", "task", "classes", "train")}
+            _check_part(statement)
     # Deeply nested lists are a RecursionError; what is no mapping has no keys, attributes or items.
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise RejectedMessage("what it sent about its data cannot be read.") from None
-    if facts.get("preparation", "") != agreed:
+    if statement.get("preparation", "") != agreed:
         raise RejectedMessage(
             "it and the server have not agreed on the same preparation; give all the same file ('preparation' of "
             "deploy.toml)."
         )
-    if "summary" in facts:
+    if "summary" in statement:
         _check_columns(summary, {target, SPLIT, *ignore})
-    return facts
+    return statement
 
 
-def _check_part(facts: dict[str, Any]) -> None:
-    """A ValueError unless these are facts of a part of a named dataset."""
-    shape = facts["shape"]
+def _check_part(statement: dict[str, Any]) -> None:
+    """A ValueError unless this is the statement of a part of a named dataset."""
+    shape = statement["shape"]
     if not (isinstance(shape, list) and 0 < len(shape) <= AXES and all(_count(n, 1) for n in shape)):
         raise ValueError("shape")
-    if not is_task(facts["task"]) or not _count(facts["classes"], 0):
+    if not is_task(statement["task"]) or not _count(statement["classes"], 0):
         raise ValueError("task")
 
 
@@ -131,14 +131,14 @@ class SiteStatus:
 
     Attributes:
         node: Where it is reached now; None: it is not online.
-        facts: What it told of its data; None: nothing yet.
+        statement: What it told of its data; None: nothing yet.
         refused: How many of its messages were refused.
         lost: How many of its answers never came.
         why: Of the last message that was refused or lost, what was said of it.
     """
 
     node: int | None = None
-    facts: dict[str, Any] | None = None
+    statement: dict[str, Any] | None = None
     refused: int = 0
     lost: int = 0
     why: str = ""
@@ -146,7 +146,7 @@ class SiteStatus:
     @property
     def ready(self) -> bool:
         """Whether it is online and has introduced itself."""
-        return self.node is not None and self.facts is not None
+        return self.node is not None and self.statement is not None
 
 
 class Roster:
@@ -194,7 +194,7 @@ class Roster:
                 if self.sites[owner].node != node.id:
                     self.sites[owner].node = node.id
                     self.say(f"Site '{owner}' is online.")
-                if self.sites[owner].facts is None:
+                if self.sites[owner].statement is None:
                     unknown_nodes.append(node.id)
             elif node.id not in known:
                 unknown_nodes.append(node.id)
@@ -215,10 +215,10 @@ class Roster:
                     raise RejectedMessage(reply)
                 answer = Reply.read(reply, None, None)
                 claimed = answer.site[:64]
-                facts = self._facts(answer, run, node, by_key.get(node))
+                statement = self._statement(answer, run, node, by_key.get(node))
                 if self.sites[claimed].node is None:
                     self.say(f"Site '{claimed}' is online.")
-                self.sites[claimed].node, self.sites[claimed].facts = node, facts
+                self.sites[claimed].node, self.sites[claimed].statement = node, statement
             except (RejectedMessage, ValueError) as refused:
                 site = by_key.get(node, claimed)
                 if site in self.sites:
@@ -227,7 +227,7 @@ class Roster:
                 who = f"site '{plain(site)}'" if site else f"node {node}"
                 self.say(f"The greeting from {who} was refused: {refused}")
 
-    def _facts(self, answer: Reply, run: str, node: int, owner: str | None) -> dict[str, Any]:
+    def _statement(self, answer: Reply, run: str, node: int, owner: str | None) -> dict[str, Any]:
         """What a site tells of its data, if it is the site that it says it is; ``owner`` is whose key the node has."""
         claimed = answer.site[:64]
         if answer.refused:
@@ -240,7 +240,7 @@ class Roster:
             raise RejectedMessage("its key is not that site's.")
         if self.sites[claimed].node not in (None, node):
             raise RejectedMessage("a site of that name is already online.")
-        return read_facts(answer.facts, claimed, self.ignore, self.agreed)
+        return read_statement(answer.facts, claimed, self.ignore, self.agreed)
 
 
 # --- Transport --------------------------------------------------------------------------------------------------------
