@@ -96,7 +96,6 @@ __all__ = [
     "PerFedAvg",
     "Population",
     "Recipe",
-    "as_method",
     "method",
     "names",
 ]

@@ -535,9 +535,11 @@ def first_not_worse(tried: Sequence[ScoredCandidate]) -> int:
 
 def _half_width(one: ScoredCandidate, other: ScoredCandidate) -> float:
     """Half the width of the 95 % interval of the difference of two scores."""
+    if not (np.isfinite(one.sums).all() and np.isfinite(other.sums).all()):
+        return 0.0
     difference = (one.sums - other.sums)[one.examples > 0]
     count = len(difference)
-    if count < 2 or not np.isfinite(difference).all():
+    if count < 2:
         return 0.0
     spread = math.sqrt(count / (count - 1) * float(((difference - difference.mean()) ** 2).sum()))
     return student(count - 1) * spread / float(one.examples.sum())

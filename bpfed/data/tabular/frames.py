@@ -53,7 +53,8 @@ def is_named(x: Any) -> bool:
 def is_dataset(x: Any) -> bool:
     """Whether this is a dataset of Hugging Face, or several of them by split."""
     if isinstance(x, Mapping):
-        return bool(x) and all(is_dataset(part) for part in x.values())
+        parts = list(x.values())
+        return bool(parts) and all(is_dataset(part) for part in parts)
     return hasattr(x, "column_names") and hasattr(x, "features") and hasattr(x, "with_format")
 
 
