@@ -43,13 +43,14 @@ html_sidebars = {
         ),
     ]
 }
-html_static_path, html_css_files = ["_static"], ["site.css"]
+html_static_path, html_css_files, html_js_files = ["_static"], ["site.css"], ["focus.js"]
 html_title = "bpfed"
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
+html_show_copyright = False
 html_permalinks_icon = "#"
-pygments_style, pygments_dark_style = "tango", "monokai"
+pygments_style, pygments_dark_style = "a11y-high-contrast-light", "monokai"
 
 default_role = "py:obj"  # docstrings refer to names in single quotes of this kind
 

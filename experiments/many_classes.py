@@ -201,10 +201,10 @@ def render(results: Path, size: str) -> str:
             interval(*difference, 2),
         ]
         where = " and ".join(sorted({device_name(one) for one in made}))
-        rows.append([title(name), *cells, str(len(made)), where])
-    versions = ", ".join(sorted({one["bpfed"] for by_seed in found.values() for one in by_seed.values()}))
+        versions = " and ".join(sorted({one["bpfed"] for one in made}))
+        rows.append([title(name), *cells, str(len(made)), where, versions])
     head = ["method", "accuracy %", "NLL", "classes seen: % / NLL", "classes new: % / NLL", "NLL − FedPer's"]
-    return table([*head, "seeds", "device"], rows) + f"\n\nMeans over seeds. Version {versions}.{_chosen(found)}"
+    return table([*head, "seeds", "device", "version"], rows) + f"\n\nMeans over seeds.{_chosen(found)}"
 
 
 def _chosen(found: dict[str, dict[int, dict[str, Any]]]) -> str:

@@ -16,7 +16,6 @@ from bpfed.cli.flags import (
     ConfigFile,
     DataDir,
     Json,
-    MethodName,
     ModelName,
     Quiet,
     argument,
@@ -40,7 +39,15 @@ TRACKERS = ("mlflow", "tensorboard")
 @with_schema
 def run(
     config: ConfigFile = None,
-    method: MethodName = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Method (see 'bpfed methods'). \\[default: bpfed-adaptive for tables; for images and arrays, pilot runs "
+            "choose between it and bpfed-recipe]",
+            show_default=False,
+        ),
+    ] = None,
     model: ModelName = None,
     settings: Annotated[
         list[str] | None,

@@ -93,8 +93,8 @@ def result(run: RunRecord, report: Path | None = None) -> None:
     for measure in run.listed:
         name = measure.full
         if measure.name == "ece":
-            floor = METRICS["ece"].typed(value(run.evaluation, "ece_floor"))
-            name = f"ECE ({run.evaluation.get('bins')} bins, floor {floor})"
+            by_chance = METRICS["ece"].typed(value(run.evaluation, "ece_floor"))
+            name = f"ECE ({run.evaluation.get('bins')} bins, {by_chance} by chance)"
         elif measure.name == "answered_accuracy" and run.sure:
             name = text.typed(f"{name} (of {text.count(run.sure)})")
         if own := run.in_units(measure):

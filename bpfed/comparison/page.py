@@ -69,7 +69,7 @@ def _columns(comparison: Comparison) -> list[Column]:
         title = f"ECE, {comparison.bins} bins" if m.name == "ece" else m.full
         columns.append(Column(m.name, title, m.show, m.explain, "ascending" if m.name == "nll" else ""))
     more = (
-        ("ECE floor", "What perfect calibration would show on so many examples, on average."),
+        ("ECE by chance", "What perfect calibration would show on so many examples, on average."),
         ("NLL, client mean", "Mean over clients, each counted once however many examples it has."),
         (
             f"Worst client’s {comparison.measures[0].in_words}",
@@ -157,7 +157,7 @@ def _calibration(comparison: Comparison) -> dict[str, Any]:
     for name in comparison.shown:
         centre, sd = _spread(comparison, name, "ece")
         floor, title = comparison.floor(name), comparison.label(name)
-        note = f"{ece.show(centre)}, floor {ece.show(floor)}"
+        note = f"{ece.show(centre)}, by chance {ece.show(floor)}"
         rows.append(
             Row(title, centre, centre - sd, centre + sd, floor=floor, note=note, chief=name == comparison.reference)
         )
@@ -166,8 +166,8 @@ def _calibration(comparison: Comparison) -> dict[str, Any]:
         small.append(Figure(title, drawn, _leaning(found, intervals)))
     over = f", mean over {comparison.words.time}s ± standard deviation" if len(comparison.seeds) > 1 else ""
     read = (
-        f"Expected calibration error over {comparison.bins} bins{over}. The upright stroke is the floor: what chance "
-        "alone gives perfectly calibrated predictions as sure as these. Bars that end near it are indistinguishable "
+        f"Expected calibration error over {comparison.bins} bins{over}. The upright stroke is what perfectly "
+        "calibrated predictions, as sure as these, would show by chance. Bars that end near it are indistinguishable "
         "from perfect calibration."
     )
     axes = (
@@ -176,7 +176,7 @@ def _calibration(comparison: Comparison) -> dict[str, Any]:
         else "Across: confidence; up: share that was right; a dot’s area is its share of examples."
     )
     return {
-        "bars": Figure("ECE and its floor", charts.bars(rows, ece), read),
+        "bars": Figure("ECE, and what chance alone gives", charts.bars(rows, ece), read),
         "small": small,
         "note": f"All clients and {comparison.words.time}s pooled. {axes} Below the dotted line is over-confident.",
     }

@@ -60,7 +60,7 @@ def caption(comparison: Comparison, marked: str = "in bold") -> str:
     floor = f"{low} %" if low == high else f"{low} to {high} %"
     return (
         f"{over}, all {comparison.words.scored} of the last round pooled, lowest NLL first, the best {marked}. "
-        f"ECE over {comparison.bins} bins; perfectly calibrated predictions would show {floor} by chance (the floor).{_about(comparison)}"
+        f"ECE over {comparison.bins} bins; perfectly calibrated predictions would show {floor} by chance.{_about(comparison)}"
     )
 
 

@@ -166,7 +166,7 @@ SURE = 0.9
 #: A lower probability counts as this one, so that one wrong certainty costs 27.6 nats, not infinity. float32 holds it.
 SMALLEST = 1e-12
 #: What a calibration error would be by chance; it has no page of its own.
-FLOOR = Metric("ece_floor", "ECE floor", calibrates=True)
+FLOOR = Metric("ece_floor", "ECE by chance", calibrates=True)
 
 
 @dataclass(frozen=True)

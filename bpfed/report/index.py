@@ -169,9 +169,9 @@ def _line(one: Entry, shown: list[str], links: str) -> Line:
     for name in shown:
         v = one.scores[name]
         cells.append(Cell(get_metric(name).show(v), f"{v:.6g}" if math.isfinite(v) else None))
-    cells += [Cell(one.method, style="words"), Cell(one.data, style="words")]
+    cells += [Cell(one.method, style="words"), Cell(one.data.removeprefix("folder:"), style="words short")]
     cells.append(Cell(text.count(one.clients), f"{one.clients:.0f}" if math.isfinite(one.clients) else None))
-    cells.append(Cell(one.calibrated or text.MISSING, style="words"))
+    cells.append(Cell(one.calibrated or text.MISSING, style="words short"))
     cells.append(Cell(when.strftime("%Y-%m-%d %H:%M"), f"{one.made:.0f}"))
     name = str(one.path) if one.path.parts else "this folder"
     return Line(

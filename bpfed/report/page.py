@@ -18,7 +18,7 @@ from bpfed.report.charts import Curve, wilson
 from bpfed.report.html import Figure, Row, Table
 from bpfed.report.record import JUDGED, RunRecord, judged, value
 from bpfed.report.sections import ranked, worst_names
-from bpfed.report.verdicts import against_own, errors_known, headline, verdicts
+from bpfed.report.verdicts import against_own, errors_known, headline, verdicts, why
 
 _KL = Metric("train_kl", "KL to the prior", text.decimal, "How far training moved the weights from their prior.")
 _FACTS: tuple[tuple[str, Callable[[Any], str]], ...] = (
@@ -143,6 +143,7 @@ def verdict(run: RunRecord) -> dict[str, Any] | None:
     )
     return {
         "headline": headline(run, found),
+        "why": why(found),
         "own": against_own(run),
         "shown": found[:SHOWN],
         "more": found[SHOWN:],
@@ -198,7 +199,7 @@ def _tile(run: RunRecord, measure: Metric) -> Tile:
         lines.append(("in standard deviations", measure.show(run.last(measure.name))))
     if measure.name == "ece":
         floor = value(run.evaluation, "ece_floor")
-        lines.append((f"floor, {run.evaluation.get('bins', '?')} bins", show(floor)))
+        lines.append((f"by chance, {run.evaluation.get('bins', '?')} bins", show(floor)))
     name, words = measure.without
     if math.isfinite(without := run.last(name)):
         lines.append((words, show(without)))
@@ -254,17 +255,17 @@ def training(run: RunRecord) -> list[Figure]:
     if main.name != "nll":
         lines = [Curve("test", run.over("nll"), "first"), Curve("training", run.over("train_nll", None), "second")]
         read = (
-            "Low is good. Training is measured with single weight draws while learning, test with their average; "
-            "test rising while training falls means overfitting."
+            "Low is good. If the test line rises while the training line falls, the model overfits. Training is measured "
+            "during the steps with one draw of the weights, test with the average over draws."
         )
         drawn = charts.curves(run.rounds, lines, METRICS["nll"])
         figures.append(Figure("Negative log-likelihood (nats per example)", drawn, read))
     if any(map(math.isfinite, run.over("ece"))):
         floor = value(run.evaluation, "ece_floor")
-        level = ("floor", floor) if math.isfinite(floor) else None
+        level = ("by chance", floor) if math.isfinite(floor) else None
         read = (
-            "The gap between claimed and observed. At the dotted floor it is what chance alone gives perfectly "
-            "calibrated predictions on these test examples; a difference of that size means nothing."
+            "The gap between claimed and observed. The dotted line is what perfectly calibrated predictions would show by "
+            "chance on these test examples; a gap of that size means nothing."
         )
         drawn = charts.curves(run.rounds, [Curve("pooled", run.over("ece"), "first")], METRICS["ece"], level=level)
         figures.append(Figure(f"Calibration error (ECE, {run.evaluation.get('bins', '?')} bins)", drawn, read))
@@ -300,7 +301,7 @@ def calibration(run: RunRecord) -> dict[str, Any] | None:
         read = "Each bar is a bin of confidence: as high as the share that was right, its dot at the mean confidence. "
     read += "Dots on the dotted line are perfectly calibrated; a whisker (95 % interval) that crosses it may be."
     return {
-        "said": f"{_verdict(found, intervals)}{_temperature(run)}{_in_use(run)}",
+        "said": [sentence for sentence in (_verdict(found, intervals), _temperature(run), *_in_use(run)) if sentence],
         "diagram": Figure("Claimed against observed", charts.reliability(found, bins, intervals), read),
         "table": _bins_table(found, bins, intervals),
         "more": [one for one in (sections.client_confidence(run), sections.observed(run)) if one is not None],
@@ -356,41 +357,38 @@ def _verdict(found: dict[str, Any], intervals: bool) -> str:
         return f"{start}: they are over-confident."
     if claimed < low:
         return f"{start}: they are under-confident."
-    return f"{start}: no difference beyond chance on average, though single bins may still be off."
+    return f"{start}: no difference beyond chance. Single bins may still be off."
 
 
 def _temperature(run: RunRecord) -> str:
     """What was done about that, or could be."""
-    said = run.calibration_words or run.calibration_advice
-    return f" {said}" if said else ""
+    return run.calibration_words or run.calibration_advice
 
 
-def _in_use(run: RunRecord) -> str:
-    """What the predictions are worth to who acts on them, in a sentence or two."""
+def _in_use(run: RunRecord) -> list[str]:
+    """What the predictions are worth to who acts on them, in some sentences."""
     abstained, right = run.last("abstained"), run.last("answered_accuracy")
-    words, rest = "", f" ({text.plural(run.sure, 'example')})" if run.sure else ""
+    rest = f" ({text.plural(run.sure, 'example')})" if run.sure else ""
+    abstention, sets = "", ""
     if math.isfinite(abstained):
-        words += (
-            f" Asked to answer only where they are 90 % sure, they abstain on {text.percent(abstained)} of the examples"
-        )
-        words += f" and are right in {text.percent(right)} of the rest{rest}." if math.isfinite(right) else "."
+        abstention = f"On {text.percent(abstained)} of the examples the models are less than 90 % sure and abstain."
+        abstention += f" On the rest{rest} they are right in {text.percent(right)}." if math.isfinite(right) else ""
     held, size, width = (run.last(name) for name in ("coverage", "set_size", "interval_width"))
     if math.isfinite(size):
-        words += (
-            f" The 90 % prediction sets, calibrated on examples held back, hold the right label in {text.percent(held)}"
+        sets = (
+            f"The 90 % prediction sets, calibrated on examples held back, hold the right label in {text.percent(held)} of the "
+            f"examples. They have {text.decimal(size, 2)} labels on average."
         )
-        words += f" and have {text.decimal(size, 2)} labels on average."
     elif math.isfinite(held):
         unit = " standard deviations" if run.standardised else ""
         own = run.in_units(METRICS["interval_width"])
         shown = own.show(width) if own else f"{text.decimal(width, 2)}{unit}"
         wide = f" and are {shown} wide on average" if math.isfinite(width) else ""
-        words += (
-            f" The calibrated 90 % intervals, widened or narrowed by what examples held back say, hold "
-            f"{text.percent(held)} of the targets{wide}; the diagram and the numbers below are of the models’ own intervals."
+        sets = (
+            f"The calibrated 90 % intervals, widened or narrowed by what examples held back say, hold "
+            f"{text.percent(held)} of the targets{wide}. The diagram and the numbers below are of the models’ own intervals."
         )
-    more = (run.sets_words, run.uncovered)
-    return " ".join(filter(None, (words, *more)))
+    return [abstention, " ".join(filter(None, (sets, run.sets_words))), run.uncovered]
 
 
 def clients(run: RunRecord) -> dict[str, Any] | None:
@@ -440,7 +438,7 @@ def _columns(measures: Sequence[Metric], held_back: bool) -> list[Column]:
         columns.append(Column(measure.name, measure.label, measure.show, measure.explain + more, sort))
         if measure.name == "ece":
             floor = "What perfect calibration would show on so few examples, on average."
-            columns.append(Column("ece_floor", "ECE floor", text.percent, floor))
+            columns.append(Column("ece_floor", "ECE by chance", text.percent, floor))
     return columns
 
 

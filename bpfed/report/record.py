@@ -66,7 +66,7 @@ class RunRecord:
         """The run in one line of plain words."""
         name = self.summary.get("title") or self.summary.get("method", "A run")
         if "members" in self.summary:
-            name = f"{name} with {text.many(self.summary['members'], 'member')}"
+            name = f"{name} ({text.many(self.summary['members'], 'network')})"
         facts = [f"{name} on {self.summary.get('data', 'unnamed data')}"]
         for key, one in (("clients", "client"), ("rounds", "round")):
             if key in self.summary:
@@ -196,7 +196,7 @@ class RunRecord:
             said.append(f"At {what} their share is within what chance allows at {text.percent(found['level'])}.")
         how = {
             "class": "They are calibrated by class with examples of all clients, so that the level holds for each class over all clients.",
-            "pooled": f"The {kind} of a client are calibrated with its own examples and, as if 50, those of all clients; the level holds over all clients.",
+            "pooled": f"The {kind} of a client are calibrated with its own examples and those of all clients, which together count as 50. The level holds over all clients.",
         }
         said.append(how.get(found.get("by", ""), ""))
         return " ".join(filter(None, said))

@@ -215,7 +215,7 @@ def _class_table(run: RunRecord, place: int | None) -> Table:
     held = any(row.get("coverage") is not None for row in found)
     own = recalls(run, place) if place is not None and len(run.rows) > 1 else []
     heads = ["Class", "Test", "Recall", "95 % interval"]
-    heads += ["Recall, worst client"] if own else []
+    heads += [f"Recall at {text.short(str(run.rows[place or 0]['name']), 24)}"] if own else []
     heads += ["Coverage of sets", "Set size", "Empty sets"] if held else []
     lines = []
     for k, row in enumerate(found):
@@ -274,8 +274,8 @@ def _thresholds(run: RunRecord) -> Figure | None:
     ]
     drawn = charts.paths(lines, f"threshold of the probability of ‘{second}’", "Sensitivity and specificity")
     read = (
-        f"If a case counts as ‘{second}’ from this probability on: the share of the ‘{second}’ cases that are found "
-        f"(sensitivity) and of the ‘{first}’ cases that are left alone (specificity). All clients pooled."
+        f"A case counts as ‘{second}’ if its probability is at least the threshold. Sensitivity: share of the ‘{second}’ "
+        f"cases that are found. Specificity: share of the ‘{first}’ cases that are not taken for ‘{second}’. All clients pooled."
     )
     return Figure("Sensitivity and specificity by threshold", drawn, read)
 
@@ -297,8 +297,8 @@ def _net_benefit(run: RunRecord) -> Figure | None:
     second = text.short(run.class_labels[1], 12)
     drawn = charts.paths(lines, "threshold probability", "Net benefit", text.decimal, low=-0.2 * top)
     read = (
-        f"Decision curve: the share of ‘{second}’ cases that are found, less the others that are acted on, weighted by the "
-        "odds of the threshold. The model helps where its line is above both others."
+        f"Decision curve: ‘{second}’ cases that are found, minus false alarms weighted by the odds of the threshold, as a "
+        "share of all cases. Acting on the model helps where its line is above both others."
     )
     return Figure("Net benefit of acting on the model", drawn, read)
 
@@ -322,7 +322,7 @@ def _abstention(run: RunRecord) -> Figure | None:
     half = points[len(points) // 2 - 1]
     read = (
         f"If only the surest cases are answered and the rest is left to a person: with half of them answered the {what if squares else 'error rate'} "
-        f"is {show(half[1])}, with all {show(points[-1][1])}. A line that rises to the right means that the model knows what it does not know."
+        f"is {show(half[1])}, with all {show(points[-1][1])}. If the line rises to the right, the model errs most where it is least sure."
     )
     return Figure("Leaving unsure cases to a person", drawn, read)
 
@@ -340,8 +340,8 @@ def _set_sizes(run: RunRecord) -> Figure | None:
         if n or k
     ]
     read = (
-        "How many labels the calibrated 90 % prediction sets hold. One label is an answer; more are a short list for a "
-        "person; none means that the case is unlike those seen."
+        "How many labels the calibrated 90 % prediction sets hold. One label is an answer. More are a short list for a "
+        "person. None means that no label is likely enough, so a person should look."
     )
     return Figure("Sizes of prediction sets", rows.bars(lines, share), read)
 
@@ -380,7 +380,7 @@ def effects(run: RunRecord) -> dict[str, Any] | None:
     more = f" These are the first {len(names)} of {found['of']} columns." if found.get("of", 0) > len(names) else ""
     said = (
         f"Permutation importance over {text.plural(found['rows'], 'test row')}, with each client's own model.{more} It "
-        "says what the models use, not what causes what; of two columns that say the same, each may look unimportant."
+        "says what the models use, not what causes what. Two columns that hold the same may both look unimportant."
     )
     matrix = None
     usable = [(name, row) for name, row in zip(found["clients"], found["rises"], strict=True) if None not in row]

@@ -34,6 +34,16 @@ PLAIN = {
 }
 
 
+#: Why a model is not simply good, in the order in which it is told.
+REASONS = (
+    "it is no better than a guess",
+    "it is not clearly better than a guess",
+    "the client's own plain model is better",
+    "it misses more than a quarter of a class",
+    "it claims more than it should",
+)
+
+
 class Verdict(NamedTuple):
     """What is said of a client.
 
@@ -43,6 +53,7 @@ class Verdict(NamedTuple):
         said: Sentences, the most important first.
         test: Test examples.
         word: The level in words.
+        reasons: Why it is no better, in the order of `REASONS`.
     """
 
     name: str
@@ -50,6 +61,7 @@ class Verdict(NamedTuple):
     said: list[str]
     test: int
     word: str
+    reasons: tuple[str, ...] = ()
 
 
 class Recall(NamedTuple):
@@ -94,6 +106,13 @@ def headline(run: RunRecord, found: Sequence[Verdict]) -> str:
             rest = f" and {text.count(len(named) - 3)} more" if len(named) > 4 else ""
             said.append(f"{start} {of}: {', '.join(named[: 3 if rest else 4])}{rest}.")
     return " ".join(said)
+
+
+def why(found: Sequence[Verdict]) -> str:
+    """Why care is needed, and at how many clients, in a sentence; empty where it is not."""
+    counts = [(reason, sum(reason in one.reasons for one in found)) for reason in REASONS]
+    told = [reason if len(found) == 1 else f"{reason} (at {text.count(n)})" for reason, n in counts if n]
+    return f"Why care is needed: {'; '.join(told)}." if told else ""
 
 
 def against_own(run: RunRecord) -> str:
@@ -143,7 +162,8 @@ def _verdict(run: RunRecord, place: int, row: dict[str, Any]) -> Verdict:
         few = f"Only {text.plural(test, 'test example')}: too few to judge."
         return Verdict(name, "unknown", [few], test, WORDS["unknown"])
     level: Level = "good"
-    said = []
+    said, reasons = [], []
+    useless, unclear, own, weakness, overconfident = REASONS
     measure = get_metric(run.task.metric)
     ours, guess = value(row, measure.name), value(row, run.task.without)
     if math.isfinite(ours) and math.isfinite(guess):
@@ -152,6 +172,7 @@ def _verdict(run: RunRecord, place: int, row: dict[str, Any]) -> Verdict:
         said.append(f"{_compared(state)} {run.task.guess} ({figures}{_by_chance(state)}).")
         if state not in ("better", "lower"):
             level = "care" if state == "alike" else "poor"
+            reasons.append(unclear if state == "alike" else useless)
     if (rival := own_model(run, place, measure)) is not None:
         model, theirs, state = rival
         figures = _figures(run, measure, ours, theirs)
@@ -160,16 +181,19 @@ def _verdict(run: RunRecord, place: int, row: dict[str, Any]) -> Verdict:
         advice = ", so consider that model here" if behind else ""
         said.append(f"{start} {model} ({figures}{_by_chance(state)}){advice}.")
         level = "care" if behind and level == "good" else level
+        reasons += [own] if behind else []
     weak, sentence = _weakness(recalls(run, place))
     if sentence:
         said.append(sentence)
         level = "care" if weak and level == "good" else level
+        reasons += [weakness] if weak else []
     over, sentence = _confidence(run, place, row)
     if sentence:
         said.append(sentence)
         level = "care" if over and level == "good" else level
+        reasons += [overconfident] if over else []
     word = WORDS[level] if level != "good" or errors_known(run) else "better than a guess"
-    return Verdict(name, level, said, test, word)
+    return Verdict(name, level, said, test, word, tuple(reasons))
 
 
 def errors_known(run: RunRecord) -> bool:
@@ -245,9 +269,7 @@ def _weakness(found: Sequence[Recall]) -> tuple[bool, str]:
     if least.found == least.test:
         return False, ""
     label = f"‘{text.short(least.label, 30)}’"
-    sentence = (
-        f"It recognises {least.found} of the {least.test} test cases of {label} ({text.percent(least.share, 0)})."
-    )
+    sentence = f"Its weakest class is {label}: it finds {least.found} of {least.test} test cases ({text.percent(least.share, 0)})."
     return least.share < WEAK, sentence
 
 

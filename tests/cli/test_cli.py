@@ -43,7 +43,7 @@ def bpfed(
 def test_a_run_prints_a_table_and_keeps_everything_in_its_folder(bpfed: Command) -> None:
     outcome = bpfed.ok(*SMALL, "--rounds", "2", "--out", "first")
     assert "BPFed recipe on digits, 3 clients, 2 rounds, seed 0" in outcome.out
-    for metric in ("Accuracy", "NLL", "Brier", "ECE (10 bins, floor"):
+    for metric in ("Accuracy", "NLL", "Brier", "ECE (10 bins, "):
         assert metric in outcome.out
     assert outcome.out.endswith("Report: first/report.html\n")
     assert outcome.err == ""

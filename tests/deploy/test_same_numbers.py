@@ -50,7 +50,7 @@ def test_members_deploy_too(name, tmp_path):
     assert federation.model.members == 2
     server = deployed.serve()
     same(server, federation, history)
-    assert RunRecord.read(server.journal.folder).title.startswith(f"{method.title} with 2 members on ")
+    assert RunRecord.read(server.journal.folder).title.startswith(f"{method.title} (2 networks) on ")
 
 
 @pytest.mark.parametrize(("name", "data"), [("bpfed-recipe", classification(sizes=(7, 12))), ("fedper", regression())])

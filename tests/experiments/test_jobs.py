@@ -192,11 +192,11 @@ def test_many_classes_are_compared_with_fedper_at_the_seeds_that_both_have(tmp_p
     for seed in range(3):
         write("default", seed, 1.0 + seed, "cuda:0")
     table = many_classes.render(tmp_path, "large")
-    assert "| Default | 50.0 | 2.000 ± 1.000 | 50.0 / 1.00 | 50.0 / 1.00 | – | 3 | GPU |" in table
+    assert "| Default | 50.0 | 2.000 ± 1.000 | 50.0 / 1.00 | 50.0 / 1.00 | – | 3 | GPU | 1.2.3 |" in table
     assert "The default chose `bpfed-adaptive` at 3 seeds." in table
     write("fedper", 0, 4.0, "cpu")
     table = many_classes.render(tmp_path, "large")
-    assert "| 50.0 / 1.00 | −3.00 | 3 | GPU |" in table
-    assert "| FedPer | 50.0 | 4.000 | 50.0 / 1.00 | 50.0 / 1.00 | – | 1 | CPU |" in table
+    assert "| 50.0 / 1.00 | −3.00 | 3 | GPU | 1.2.3 |" in table
+    assert "| FedPer | 50.0 | 4.000 | 50.0 / 1.00 | 50.0 / 1.00 | – | 1 | CPU | 1.2.3 |" in table
     with pytest.raises(UserError, match="no records of size small"):
         many_classes.render(tmp_path, "small")

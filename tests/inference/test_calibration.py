@@ -543,6 +543,9 @@ def test_intervals_of_small_clients_are_finite_and_hold_the_target():
     assert [s for s in said if s.startswith("All 30 clients have fewer than the 9 calibration examples")]
     assert run.history[-1]["interval_width"]["worst"] < math.inf
     assert run.history[-1]["coverage"]["pooled"] == pytest.approx(0.9, abs=0.06)
-    assert "calibrated with its own examples and, as if 50, those of all clients" in run.record().sets_words
+    assert (
+        "calibrated with its own examples and those of all clients, which together count as 50"
+        in run.record().sets_words
+    )
     with pytest.raises(UserError, match=r"sets is 'class', but a regression has no sets of classes"):
         fitted(scenarios.regression(), calibration=0.2, sets="class")

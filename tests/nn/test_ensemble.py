@@ -176,7 +176,7 @@ def test_a_run_says_how_many_members_it_has():
     run = bpfed.fit(FedAvg(), data, model=small_mlp(), say=said.append, settings=SETTINGS)
     assert said == ["The first member starts with the module's weights, the others with new ones."]
     assert run.summary().startswith("FedAvg, 2 members on small: 3 clients, round 2")
-    assert run.record().title.startswith("FedAvg with 2 members on small")
+    assert run.record().title.startswith("FedAvg (2 networks) on small")
     assert repr(run) == "<run of fedavg on 'small': 3 clients, 2 of 2 rounds>"
     alone = bpfed.fit(FedAvg(), data, settings=replace(SETTINGS, members=1))
     assert "member" not in alone.summary() + alone.record().title

@@ -123,7 +123,7 @@ def test_the_examples_behind_the_accuracy_if_sure_are_told(capsys: pytest.Captur
     sure = sum(round(row["test"] * (1 - row["abstained"])) for row in run.rows if row["test"])
     terminal.result(run, Path("report.html"))
     assert f"Accuracy if sure (of {sure}) " in capsys.readouterr().out
-    assert f"of the rest ({sure} examples)." in plain(Page(render(run)).text)
+    assert f"On the rest ({sure} examples) they are right in" in plain(Page(render(run)).text)
     unsure = {"abstained": 1.0, "answered_accuracy": None}
     last = run.history[-1] | {"abstained": {"pooled": 1.0}, "answered_accuracy": {"pooled": None}}
     rows = [row | unsure for row in run.rows]

@@ -9,7 +9,7 @@ import pytest
 from pages import Page, plain, record
 
 from bpfed.report import RunRecord, render
-from bpfed.report.verdicts import headline, verdicts
+from bpfed.report.verdicts import headline, verdicts, why
 
 
 def judged(gain: float, error: float, versus: tuple[float, float] | None = None, **row: Any) -> RunRecord:
@@ -61,7 +61,9 @@ def test_a_class_that_is_missed_is_named() -> None:
     changed = replace(run, evaluation=run.evaluation | {"classes": classes, "diagnostics": {"clients": clients}})
     (found,) = verdicts(changed)
     assert found.level == "care"
-    assert "It recognises 12 of the 20 test cases of ‘malignant’ (60 %)." in map(plain, found.said)
+    assert "Its weakest class is ‘malignant’: it finds 12 of 20 test cases (60 %)." in map(plain, found.said)
+    assert why([found]) == "Why care is needed: it misses more than a quarter of a class."
+    assert "it misses more than a quarter of a class" in Page(render(changed)).text
 
 
 def test_few_test_examples_are_not_judged_and_the_worst_is_first() -> None:
@@ -76,4 +78,5 @@ def test_few_test_examples_are_not_judged_and_the_worst_is_first() -> None:
         "It scores better than a guess at 1 of 3 clients: North. Do not rely on it at 1: South. There are too few test "
         "examples to judge it at 1: East."
     )
+    assert why(found) == "Why care is needed: it is no better than a guess (at 1)."
     assert "Standard errors are not known here" in Page(render(several)).text
