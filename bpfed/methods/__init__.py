@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from bpfed.config import registry
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
     from bpfed.methods.population import Population
     from bpfed.methods.recipe import Recipe
 
-    #: Those of this package; `method` knows those of others too.
-    METHODS: dict[str, type[AnyMethod]]
+    #: Those of this package, for reading; `method` knows those of others too, which entry points name.
+    METHODS: Mapping[str, type[AnyMethod]]
 
 # Imported when first asked for: a prediction needs the one method of its run.
 _HOME = registry.METHODS.homes()
@@ -36,7 +38,8 @@ _HOME = registry.METHODS.homes()
 
 def __getattr__(name: str) -> Any:
     if name == "METHODS":
-        return globals().setdefault(name, {known: registry.METHODS.load_own(known) for known in registry.METHODS.own})
+        own = {known: registry.METHODS.load_own(known) for known in registry.METHODS.own}
+        return globals().setdefault(name, MappingProxyType(own))
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'bpfed.methods' has no attribute '{name}'")
