@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rounds
-from bpfed._util.files import write_whole
-from bpfed._util.paths import RUN, SERVER, STATES
+from bpfed._util.files import RUN, SERVER, STATES, write_whole
 from bpfed.config.reader import Override, read
 from bpfed.deploy.ops import admin, certificates, supervise
 from bpfed.deploy.settings import Plan

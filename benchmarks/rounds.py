@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bpfed._util.paths import EXCHANGES
+from bpfed._util.files import EXCHANGES
 
 DAY = 86_400.0
 #: What marks a moment in a site's log; the times of `bpfed.deploy.ops.supervise.stamp` stand before it.

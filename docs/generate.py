@@ -67,7 +67,7 @@ def generate(folder: Path) -> None:
     pages |= {"messages.md": messages()}
     pages |= {f"commands/{name}.md": text for name, text in commands()}
     pages |= {f"api/{name}.md": api(*about) for name, about in API.items()}
-    classes = {name: cls for name, cls in vars(import_module("bpfed.methods")).items() if name in _method_classes()}
+    classes = {name: getattr(import_module("bpfed.methods"), name) for name in _method_classes()}
     of_methods = {
         f"method-{cls.name}": (name, f"`--method {cls.name}`", [f"bpfed.methods.{name}"])
         for name, cls in classes.items()

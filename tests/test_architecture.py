@@ -17,8 +17,6 @@ ROOT = Path(bpfed.__file__).parent
 LONGEST = 14
 #: Lines of a module that has one importer, at least.
 SMALL = 60
-#: Smaller ones with one importer, and why they are files of their own.
-ALONE = dict.fromkeys(("fedbabu", "fedper", "fedrep", "lgfedavg", "local"), "a method is one file")
 
 
 def modules() -> dict[str, Path]:
@@ -77,4 +75,4 @@ def test_no_small_module_is_there_for_one_importer() -> None:
         for name, path in modules().items()
         if path.name != "__init__.py" and importers[name] == 1 and len(path.read_text().splitlines()) < SMALL
     }
-    assert {name.rpartition(".")[2] for name in small} <= set(ALONE), small
+    assert small == set()

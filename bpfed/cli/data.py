@@ -270,7 +270,7 @@ def prepare(
     """
     with _busy() as progress:
         from bpfed._util.errors import UserError
-        from bpfed._util.paths import DATA, of_run
+        from bpfed._util.files import DATA, of_run
         from bpfed.config.reader import read as configured
         from bpfed.data.tabular.preprocessing import write_preparation
         from bpfed.runs.metadata import preparation_of

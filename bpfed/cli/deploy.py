@@ -145,7 +145,7 @@ def client(
 ) -> None:
     """Run a site in the foreground until SIGTERM or Ctrl-C."""
     _flower()
-    from bpfed._util.paths import PLAN
+    from bpfed._util.files import PLAN
     from bpfed.deploy import logs
     from bpfed.deploy.ops import flower
     from bpfed.deploy.settings import Plan, no_deployment, site_folders
@@ -183,7 +183,7 @@ def run(
 ) -> None:
     """Run the remaining rounds, on the server's machine, and write the report."""
     _flower()
-    from bpfed._util.paths import REPORT, RUN
+    from bpfed._util.files import REPORT, RUN
     from bpfed.deploy.ops import admin
     from bpfed.deploy.server.status import StatusDisplay
     from bpfed.deploy.settings import Plan, server_folder
@@ -249,7 +249,7 @@ def demo(
     """Run a server and several sites on this machine, with TLS and keys, and write the report."""
     check_data(data)
     _flower()
-    from bpfed._util.paths import REPORT, RUN, SERVER
+    from bpfed._util.files import REPORT, RUN, SERVER
     from bpfed.config.reader import Override, read
     from bpfed.deploy.ops import admin, supervise
     from bpfed.deploy.server.status import StatusDisplay

@@ -368,7 +368,7 @@ def finished_run(folder: Path, say: Any) -> LoadedRun:
 
 def newcomers_of(folder: Path) -> Path:
     """Where the newcomers to the run in this folder are; beside a site's own model, which may be written again."""
-    from bpfed._util.paths import PLAN
+    from bpfed._util.files import PLAN
 
     return (folder.parent if (folder.parent / PLAN).is_file() else folder) / ADAPTED
 
@@ -402,7 +402,7 @@ def _newcomers(run: LoadedRun) -> dict[str, Path]:
 
 def _another_site(folder: Path, name: str) -> UserError | None:
     """The error where a site's own run is asked for another site's model; None: it is not."""
-    from bpfed._util.paths import PLAN
+    from bpfed._util.files import PLAN
     from bpfed.deploy.settings import Plan
 
     if not (folder.parent / PLAN).is_file():

@@ -67,7 +67,7 @@ def report(
     data_dir: DataDir = None,
 ) -> None:
     """Write report.html of a run again from its files, and print its figures."""
-    from bpfed._util.paths import REPORT, SUMMARY, of_run, part
+    from bpfed._util.files import REPORT, SUMMARY, of_run, part
     from bpfed.report import RunRecord
     from bpfed.report.html import write_page
     from bpfed.report.page import render

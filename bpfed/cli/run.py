@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bpfed._util.errors import UserError, unknown
-from bpfed._util.paths import CONFIG, PILOTS
+from bpfed._util.files import CONFIG, PILOTS
 from bpfed.cli import terminal
 from bpfed.cli.flags import (
     ConfigFile,

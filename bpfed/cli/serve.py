@@ -87,10 +87,9 @@ def serve(
     It listens on this machine alone unless --host is given. Values of requests are not logged.
     """
     from bpfed.callbacks.progress import Progress
-    from bpfed.serve import app
-    from bpfed.serve.service import Service
+    from bpfed.serve import service
 
-    app.check_installed()
+    service.check_installed()
     if host is not None and token_file is None:
         raise UserError(
             f"With --host {host} others reach the service, so it needs a token; give a file with one, with --token-file."
@@ -99,20 +98,20 @@ def serve(
         raise UserError(f"--level is {level:g}, but must be above 0 and below 1, such as 0.9.")
     if abstain is not None and not 0.0 <= abstain <= 1.0:
         raise UserError(f"--abstain is {abstain:g}, but must be a probability, such as 0.9.")
-    token = None if token_file is None else app.read_token(token_file)
+    token = None if token_file is None else service.read_token(token_file)
     progress = Progress(patience=PATIENCE)
     try:
         progress.doing(f"loading {folder}")
         run = finished_run(folder, progress.say)
         if client is None:
             raise UserError(f"Choose whose model to use, with --client, from: {quoted(known(run), SHOWN)}.")
-        service = Service(find(run, client), level, abstain)
+        scored = service.Service(find(run, client), level, abstain)
     finally:
         progress.close()
-    where = host or app.LOOPBACK
+    where = host or service.LOOPBACK
 
     def ready(taken: int) -> None:
         shown = f"[{where}]" if ":" in where else where
         Console().print(f"Model of '{client}': http://{shown}:{taken} (Ctrl-C ends it)", style="bold", soft_wrap=True)
 
-    app.serve(service, where, port, token, ready)
+    service.serve(scored, where, port, token, ready)

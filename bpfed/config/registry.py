@@ -120,6 +120,11 @@ class Registry(Collection[str]):
         module, _, attribute = self.own[name].partition(":")
         return getattr(import_module(module), attribute)
 
+    def homes(self) -> dict[str, str]:
+        """The module of each class of bpfed itself, by the class's name."""
+        assert isinstance(self.own, Mapping)
+        return {name: module for module, _, name in (place.partition(":") for place in self.own.values())}
+
     def unfit(self, name: str, why: str) -> UserError:
         """A `UserError` for a plug-in that cannot be used, with the package that it is of."""
         return UserError(

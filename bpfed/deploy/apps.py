@@ -24,7 +24,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from bpfed._util.console import Say
 from bpfed._util.errors import UserError
-from bpfed._util.paths import CONFIG
+from bpfed._util.files import CONFIG
 from bpfed.deploy import logs
 from bpfed.deploy.site import worker
 
@@ -38,7 +38,7 @@ server, client = ServerApp(), ClientApp()
 def serve(grid: Grid, context: Context) -> None:
     """Run the rounds that are left."""
     from bpfed.deploy.ops.supervise import SERVER_FOLDER
-    from bpfed.deploy.protocol.transport import GridTransport
+    from bpfed.deploy.server.roster import GridTransport
     from bpfed.deploy.server.server import open_server
 
     folder = os.environ.get(SERVER_FOLDER)

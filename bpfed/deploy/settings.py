@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bpfed._util.errors import UserError, hint
-from bpfed._util.files import to_toml, write_whole
-from bpfed._util.paths import PLAN, SERVER
+from bpfed._util.files import PLAN, SERVER, to_toml, write_whole
 
 _LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 #: What a host may be called.

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
-from bpfed.config import registry
-from bpfed.methods.adaptive import Adaptive
-from bpfed.methods.base import AnyMethod, Method, unfit
-from bpfed.methods.bpfed import BPFed
-from bpfed.methods.ditto import Ditto
-from bpfed.methods.fedavg import FedAvg, FedAvgFT
-from bpfed.methods.fedbabu import FedBABU
-from bpfed.methods.fedper import FedPer
-from bpfed.methods.fedrep import FedRep
-from bpfed.methods.fedsoul import FedSOUL
-from bpfed.methods.lgfedavg import LGFedAvg
-from bpfed.methods.linear import Linear
-from bpfed.methods.local import LocalOnly
-from bpfed.methods.perfedavg import PerFedAvg
-from bpfed.methods.pfedbayes import PFedBayes
-from bpfed.methods.pfedme import PFedMe
-from bpfed.methods.pfedvem import PFedVEM
-from bpfed.methods.population import Population
-from bpfed.methods.recipe import Recipe
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-#: Those of this package; `method` knows those of others too.
-METHODS: dict[str, type[AnyMethod]] = {name: registry.METHODS.load_own(name) for name in registry.METHODS.own}
+from bpfed.config import registry
+from bpfed.methods.base import AnyMethod, Method, unfit
+
+if TYPE_CHECKING:
+    from bpfed.methods.adaptive import Adaptive
+    from bpfed.methods.bpfed import BPFed
+    from bpfed.methods.ditto import Ditto
+    from bpfed.methods.fedavg import FedAvg, FedAvgFT
+    from bpfed.methods.fedbabu import FedBABU
+    from bpfed.methods.fedper import FedPer
+    from bpfed.methods.fedrep import FedRep
+    from bpfed.methods.fedsoul import FedSOUL
+    from bpfed.methods.lgfedavg import LGFedAvg
+    from bpfed.methods.linear import Linear
+    from bpfed.methods.local import LocalOnly
+    from bpfed.methods.perfedavg import PerFedAvg
+    from bpfed.methods.pfedbayes import PFedBayes
+    from bpfed.methods.pfedme import PFedMe
+    from bpfed.methods.pfedvem import PFedVEM
+    from bpfed.methods.population import Population
+    from bpfed.methods.recipe import Recipe
+
+    #: Those of this package, for reading; `method` knows those of others too, which entry points name.
+    METHODS: Mapping[str, type[AnyMethod]]
+
+# Imported when first asked for: a prediction needs the one method of its run.
+_HOME = registry.METHODS.homes()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "METHODS":
+        own = {known: registry.METHODS.load_own(known) for known in registry.METHODS.own}
+        return globals().setdefault(name, MappingProxyType(own))
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'bpfed.methods' has no attribute '{name}'")
+
 
 #: What a method says of itself, for lists and reports.
 WORDS = ("name", "title", "paper", "shared_words", "personal_words", "random_words")
@@ -31,7 +51,7 @@ WORDS = ("name", "title", "paper", "shared_words", "personal_words", "random_wor
 
 def names() -> tuple[str, ...]:
     """Names that `method` knows: those of `METHODS`, then those of other packages."""
-    return (*METHODS, *registry.METHODS.plugins())
+    return (*registry.METHODS.own, *registry.METHODS.plugins())
 
 
 def method(name: str) -> type[AnyMethod]:
@@ -40,9 +60,9 @@ def method(name: str) -> type[AnyMethod]:
     Raises:
         UserError: There is none, several packages have one, or it is not on the contract of `bpfed.methods.base`.
     """
-    if name in METHODS:
+    if name in registry.METHODS.own:
         registry.METHODS.refuse_clash(name)
-        return METHODS[name]
+        return registry.METHODS.load_own(name)
     found = registry.METHODS.load(name)
     if why := unfit(found):
         raise registry.METHODS.unfit(name, why)

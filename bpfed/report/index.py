@@ -15,8 +15,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from bpfed._util import text
 from bpfed._util.errors import UserError
-from bpfed._util.files import from_json, from_toml
-from bpfed._util.paths import CONFIG, REPORT, SUMMARY
+from bpfed._util.files import CONFIG, REPORT, SUMMARY, from_json, from_toml
 from bpfed.metrics.registry import get_metric
 from bpfed.report import html
 from bpfed.report.page import Cell, Column, Line

@@ -22,8 +22,20 @@ from typing import Any
 
 from bpfed import __version__
 from bpfed._util.errors import UserError
-from bpfed._util.files import from_json, from_toml, sha256, to_json, write_whole
-from bpfed._util.paths import CHECKPOINT, CONFIG, LEARNT, MANIFEST, METRICS, SUMMARY, part
+from bpfed._util.files import (
+    CHECKPOINT,
+    CONFIG,
+    LEARNT,
+    MANIFEST,
+    METRICS,
+    SUMMARY,
+    from_json,
+    from_toml,
+    part,
+    sha256,
+    to_json,
+    write_whole,
+)
 
 FORMAT = 1
 #: What a checkpoint says of the run it belongs to.

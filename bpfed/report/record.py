@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from bpfed._util import text
 from bpfed._util.errors import UserError
-from bpfed._util.files import from_json, from_toml
-from bpfed._util.paths import CONFIG, EVALUATION, PILOTS, SUMMARY
-from bpfed._util.paths import METRICS as METRICS_FILE
+from bpfed._util.files import CONFIG, EVALUATION, PILOTS, SUMMARY, from_json, from_toml
+from bpfed._util.files import METRICS as METRICS_FILE
 from bpfed.config.migrations import current_config, current_record
 from bpfed.config.settings import MOST_EVALUATED, Settings
 from bpfed.metrics.registry import AS_GIVEN, METRICS, Metric, get_metric

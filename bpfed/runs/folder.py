@@ -13,19 +13,6 @@ from typing import TYPE_CHECKING, Any
 from bpfed._util import text
 from bpfed._util.errors import UserError
 from bpfed._util.files import (
-    append_line,
-    clear_parts,
-    from_json,
-    from_toml,
-    is_part,
-    lock,
-    to_json,
-    to_json_line,
-    to_toml,
-    write_whole,
-    writing,
-)
-from bpfed._util.paths import (
     CALIBRATION,
     CHECKPOINT,
     CONFIG,
@@ -38,6 +25,17 @@ from bpfed._util.paths import (
     REPORT,
     STATES,
     SUMMARY,
+    append_line,
+    clear_parts,
+    from_json,
+    from_toml,
+    is_part,
+    lock,
+    to_json,
+    to_json_line,
+    to_toml,
+    write_whole,
+    writing,
 )
 from bpfed.callbacks.base import Callback
 from bpfed.config.migrations import current_record

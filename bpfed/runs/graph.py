@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map
 from bpfed._util.errors import UserError
 from bpfed.data.load import names, source_of
 from bpfed.data.sources.pooled import Entry, entry
-from bpfed.data.tabular.missing_values import MissingValues
 from bpfed.data.tabular.preprocessing import Feature, Preprocessor
+from bpfed.data.tabular.recode import MissingValues
 from bpfed.data.tabular.statistics import OTHER
 from bpfed.data.tabular.table import MISSING, TRUTH
 from bpfed.inference import inputs

@@ -13,8 +13,21 @@ from torch import nn
 
 from bpfed import __version__
 from bpfed._util.errors import UserError
-from bpfed._util.files import from_json, from_toml
-from bpfed._util.paths import CALIBRATION, CHECKPOINT, CONFIG, DATA, LEARNT, METRICS, MODEL, RUN, SERVER, STATES, part
+from bpfed._util.files import (
+    CALIBRATION,
+    CHECKPOINT,
+    CONFIG,
+    DATA,
+    LEARNT,
+    METRICS,
+    MODEL,
+    RUN,
+    SERVER,
+    STATES,
+    from_json,
+    from_toml,
+    part,
+)
 from bpfed.callbacks.base import Callback
 from bpfed.config import reader
 from bpfed.config.migrations import check_states, current_config

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bpfed import __version__
 from bpfed._util.errors import UserError
-from bpfed._util.paths import DATA
+from bpfed._util.files import DATA
 from bpfed.config.registry import PREFIX, located, shown
 from bpfed.config.schema import PLACE
 from bpfed.data.federated import Examples, FederatedData

@@ -32,9 +32,9 @@ from bpfed.data.federated import HELD, FederatedData, held_out
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.inference.likelihoods import Likelihood
-from bpfed.methods import Adaptive, Recipe
-from bpfed.methods.adaptive import ALONE
+from bpfed.methods.adaptive import ALONE, Adaptive
 from bpfed.methods.base import Method
+from bpfed.methods.recipe import Recipe
 from bpfed.nn.networks import members_of
 from bpfed.runs.folder import Folder
 from bpfed.runs.metadata import uncertain

@@ -1,4 +1,4 @@
-"""What the service answers, without HTTP: rows as plain data in, predictions as plain data out.
+"""The service: what it answers, rows as plain data in and predictions as plain data out; then the same over HTTP.
 
 Rows are read and prepared by the same functions as those of ``bpfed predict``, and written by the same, so both agree to
 the digit.
@@ -6,9 +6,16 @@ the digit.
 
 from __future__ import annotations
 
+import asyncio
+import hmac
+import json
 import math
-from collections.abc import Mapping
+import re
+import socket
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +29,11 @@ from bpfed.inference.tasks import EMPTY_SET
 from bpfed.runs.client import prediction_columns
 
 if TYPE_CHECKING:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
     from bpfed.runs.client import Client
 
 #: Rows of one request.
@@ -244,3 +256,257 @@ def _field(feature: Feature, name: str, made: Preprocessor, client: str) -> Fiel
 
 def _short(value: float) -> float:
     return float(f"{value:.3g}")
+
+
+# --- Over HTTP --------------------------------------------------------------------------------------------------------
+#
+# Who may ask, how much, and what page there is to try a row by hand. The service listens on loopback, or elsewhere behind
+# a token. A page of another site cannot ask it: the header ``Host`` must be the service's own, and a POST must come from
+# its own page or from no page at all. Values of requests are written nowhere.
+
+
+STATIC = Path(__file__).parent / "static"
+LOOPBACK = "127.0.0.1"
+#: Addresses that mean every interface of the machine, whose names nobody can list.
+ANYWHERE = ("0.0.0.0", "::")
+#: Bytes of a request's body.
+MOST_BYTES = 1_000_000
+#: Seconds within which a request's header must have come, and likewise its body.
+PATIENCE = 10.0
+#: Requests that are served at a time.
+CONCURRENT = 64
+#: Letters of a token, at least.
+SHORTEST_TOKEN = 16
+#: Nothing is loaded but the service's own files, and nobody may put the page into another.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+#: What is served without a token: files that say nothing of the model.
+PUBLIC = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
+
+
+def read_token(path: Path) -> str:
+    """The token in a file, without the space around it."""
+    try:
+        token = path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The token file '{path}' cannot be read; give a text file with one token in it.") from error
+    if len(token) < SHORTEST_TOKEN or not token.isascii() or len(token.split()) != 1:
+        raise UserError(
+            f"The token in '{path}' must be one word of at least {SHORTEST_TOKEN} letters; make one with: python -c "
+            "'import secrets; print(secrets.token_urlsafe())'"
+        )
+    return token
+
+
+def make_app(service: Service, host: str = LOOPBACK, port: int = 8000, token: str | None = None) -> Starlette:
+    """The application.
+
+    Args:
+        service: What answers.
+        host: Address that it listens on.
+        port: Likewise.
+        token: That requests must show; None: whoever reaches it may ask.
+    """
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+
+    hosts = {f"{name}:{port}" for name in (LOOPBACK, "localhost", "[::1]", f"[{host}]" if ":" in host else host)}
+    hosts |= {name.rpartition(":")[0] for name in hosts} if port == 80 else set()
+
+    def refused(sentence: str, status: int) -> Response:
+        return JSONResponse({"error": sentence}, status, HEADERS)
+
+    def fault(request: Request) -> Response | None:
+        """The refusal of a request that may not be answered; None: it may."""
+        said = request.headers.getlist("host")
+        if len(said) != 1 or not (_HOST.fullmatch(said[0]) if host in ANYWHERE else said[0].lower() in hosts):
+            return refused("The request names another host than this service; use the address that it printed.", 421)
+        if request.method == "POST":
+            origin = request.headers.get("origin")
+            if origin is not None and origin.lower() not in (f"http://{said[0].lower()}", f"https://{said[0].lower()}"):
+                return refused("A page of another site may not ask this service.", 403)
+            if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+                return refused("A page of another site may not ask this service.", 403)
+        if token is not None and request.url.path not in (*PUBLIC, "/health"):
+            shown = request.headers.get("authorization", "")
+            if not hmac.compare_digest(shown.encode(), f"Bearer {token}".encode()):
+                return refused("This service asks for a token; send it as 'Authorization: Bearer TOKEN'.", 401)
+        return None
+
+    async def body(request: Request) -> bytes:
+        found = b""
+        async for part in request.stream():
+            found += part
+            if len(found) > MOST_BYTES:
+                raise _TooLarge
+        return found
+
+    async def predict(request: Request) -> Response:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            return refused("The body must be JSON, with the header 'Content-Type: application/json'.", 415)
+        length = request.headers.get("content-length", "0")
+        try:
+            if not length.isdecimal() or int(length[:20]) > MOST_BYTES:
+                raise _TooLarge
+            content = await asyncio.wait_for(body(request), PATIENCE)
+            rows = parsed(content)
+            return JSONResponse(await run_in_threadpool(service.predict, rows), headers=HEADERS)
+        except _TooLarge:
+            return refused(f"The body has more than {MOST_BYTES} bytes; send fewer rows at a time.", 413)
+        except TimeoutError:
+            return refused("The body did not come in time.", 408)
+        except BadRequest as error:
+            return refused(str(error), 422)
+
+    async def schema(request: Request) -> Response:
+        return JSONResponse(service.schema(), headers=HEADERS)
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"}, headers=HEADERS)
+
+    async def file(request: Request) -> Response:
+        name, kind = PUBLIC[request.url.path]
+        return Response((STATIC / name).read_bytes(), headers=HEADERS, media_type=kind)
+
+    def guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def ask(request: Request) -> Response:
+            return fault(request) or await answer(request)
+
+        return ask
+
+    async def lost(request: Request, error: Exception) -> Response:
+        return fault(request) or refused("There is nothing at this address; see /schema and /predict.", 404)
+
+    async def wrong_method(request: Request, error: Exception) -> Response:
+        return fault(request) or refused(
+            "This address is asked in another way: /predict by POST, the others by GET.", 405
+        )
+
+    async def failed(request: Request, error: Exception) -> Response:
+        return refused("The service failed to answer; its terminal says more.", 500)
+
+    return Starlette(
+        routes=[
+            Route("/predict", guarded(predict), methods=["POST"]),
+            Route("/schema", guarded(schema)),
+            Route("/health", guarded(health)),
+            *(Route(path, guarded(file)) for path in PUBLIC),
+        ],
+        exception_handlers={404: lost, 405: wrong_method, 500: failed},
+    )
+
+
+class _TooLarge(Exception):
+    pass
+
+
+def parsed(content: bytes) -> Any:
+    """The rows in a body, or `BadRequest`."""
+
+    def no_number(word: str) -> float:
+        raise BadRequest(f"The body has {word}, which is no number of JSON; send null where a value is not known.")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise BadRequest("An object of the body has a key twice; name each column once.")
+        return found
+
+    try:
+        read = json.loads(content.decode("utf-8"), parse_constant=no_number, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest('The body is not JSON; send {"rows": [{...}]}.') from error
+    if not isinstance(read, dict) or set(read) != {"rows"}:
+        raise BadRequest('The body must be an object with "rows" and nothing else.')
+    return read["rows"]
+
+
+def check_installed() -> None:
+    """Raise a `UserError` unless there is what serves HTTP."""
+    if lost := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise UserError(
+            f"The service needs the package '{lost[0]}', which is not installed; run: pip install 'bpfed[serve]'"
+        )
+
+
+def serve(service: Service, host: str, port: int, token: str | None, ready: Callable[[int], None]) -> None:
+    """Answer until somebody ends it; ``ready`` is called with the port once it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind((host, port))
+        except OSError as error:
+            raise UserError(
+                f"Port {port} of {host} cannot be used ({error.strerror}); choose another --port."
+            ) from error
+        port = taken.getsockname()[1]
+        made = server(make_app(service, host, port, token))
+        ready(port)
+        made.run(sockets=[taken])
+
+
+def server(app: Starlette) -> uvicorn.Server:
+    """What serves the application, and logs no request."""
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Prompt(H11Protocol):
+        """Ends a connection on which no whole header comes in time: such ones would take all the places there are."""
+
+        late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.wait()
+
+        def on_response_complete(self) -> None:
+            self.wait()
+            super().on_response_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self.late is not None:
+                self.late.cancel()
+            super().connection_lost(exc)
+
+        def wait(self) -> None:
+            if self.late is not None:
+                self.late.cancel()
+            self.late = self.loop.call_later(PATIENCE, self.end)
+
+        def end(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.close()
+
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=Prompt,
+            ws="none",
+            access_log=False,
+            log_level="warning",
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=CONCURRENT,
+            timeout_keep_alive=5,
+            lifespan="off",
+        )
+    )

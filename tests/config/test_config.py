@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 
 from bpfed._util.errors import UserError
+from bpfed.config import registry
 from bpfed.config.reader import Document, Override, read
 from bpfed.config.schema import TABLES, about, fields_of
 from bpfed.config.settings import DataSettings, Settings, words
@@ -206,7 +207,8 @@ def test_a_new_method_needs_no_change_here(monkeypatch: pytest.MonkeyPatch) -> N
         name: ClassVar[str] = "mine"
         knobs: int | None = None
 
-    monkeypatch.setitem(METHODS, "mine", Mine)
+    monkeypatch.setitem(registry.METHODS.own, "mine", f"{__name__}:Mine")
+    monkeypatch.setitem(globals(), "Mine", Mine)
     assert about(fields_of(Mine)["knobs"]) == "How many knobs."
     assert read(None, [Override("method.name", "mine"), Override("method.knobs", "3")]).method == Mine(knobs=3)
     with pytest.raises(UserError, match="did you mean 'knobs'"):

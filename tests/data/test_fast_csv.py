@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bpfed._util.errors import UserError
-from bpfed.data.tabular import csvfile, fast_csv
+from bpfed.data.tabular import csvfile
 from bpfed.data.tabular.table import Categorical, Table, read_table
 
 PLAIN = "n,w,share,gap,code,flag,empty\n" + "".join(
@@ -47,10 +47,10 @@ def both(path: Path, monkeypatch: pytest.MonkeyPatch, **options: list[str]) -> t
     """What both readers make of a file, and whether the fast one read it."""
     used: list[bool] = []
     found: list[Table | str] = []
-    original = fast_csv.read_columns
-    monkeypatch.setattr(csvfile.fast_csv, "read_columns", lambda *a: (r := original(*a), used.append(r is not None))[0])
+    original = csvfile.read_columns
+    monkeypatch.setattr(csvfile, "read_columns", lambda *a: (r := original(*a), used.append(r is not None))[0])
     for large in (1, 1 << 60):
-        monkeypatch.setattr(fast_csv, "LARGE", large)
+        monkeypatch.setattr(csvfile, "LARGE", large)
         try:
             found.append(read_table(path, **options))
         except UserError as error:

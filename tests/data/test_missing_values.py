@@ -14,7 +14,7 @@ from command import Command
 
 from bpfed._util.errors import UserError
 from bpfed.data import load
-from bpfed.data.tabular.missing_values import MissingValues
+from bpfed.data.tabular.recode import MissingValues
 from bpfed.data.tabular.table import Categorical, read_table
 
 ROWS = "age;smoker;dose;sick\n" + "".join(

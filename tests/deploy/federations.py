@@ -6,7 +6,7 @@ from scenarios import classification
 
 from bpfed.config.reader import Config, Document
 from bpfed.config.settings import DataSettings, Settings
-from bpfed.deploy.protocol.transport import GridTransport
+from bpfed.deploy.server.roster import GridTransport
 from bpfed.deploy.server.server import Server
 from bpfed.deploy.settings import Limits, Plan
 from bpfed.deploy.site.data import one_client
@@ -33,7 +33,7 @@ class PersonalNetwork:
     def __init__(self, data, site):
         self.own = one_client(data, site)
 
-    def facts(self):
+    def data_statement(self):
         own = self.own
         return {
             "shape": list(own.input_shape),

@@ -16,7 +16,7 @@ from bpfed.data.tabular.preprocessing import Feature, Preprocessor
 from bpfed.data.tabular.statistics import ColumnStatistics
 from bpfed.deploy.protocol.messages import fingerprint
 from bpfed.deploy.protocol.state_schema import RejectedMessage
-from bpfed.deploy.server.roster import read_facts
+from bpfed.deploy.server.roster import read_statement
 from bpfed.deploy.site.data import File, agreed
 from bpfed.methods import FedAvg
 
@@ -88,7 +88,7 @@ UNREADABLE = {
     "told", [PART, FILE, column(count=0, mean=0.0, squares=0), column(levels=["1", "3"]), images([2, 4, 4], 2)]
 )
 def test_what_sites_tell_is_let_in_and_nothing_beside_it(told):
-    found = read_facts(json.dumps(told | {"more": "x" * 100}), "a")
+    found = read_statement(json.dumps(told | {"more": "x" * 100}), "a")
     assert json.loads(json.dumps(found)) == told
 
 
@@ -96,14 +96,14 @@ def test_what_sites_tell_is_let_in_and_nothing_beside_it(told):
 def test_facts_that_no_data_have_are_refused(fault):
     told = UNREADABLE[fault]
     with pytest.raises(RejectedMessage, match="what it sent about its data cannot be read"):
-        read_facts(told if isinstance(told, str) else json.dumps(told), "a")
+        read_statement(told if isinstance(told, str) else json.dumps(told), "a")
 
 
 @pytest.mark.parametrize("name", ["sick", "split", "patient"])
 def test_no_site_can_make_others_use_what_is_left_out(name):
     told = FILE | {"summary": SUMMARY | {"columns": {"age": NUMBERS, name: NUMBERS}}}
     with pytest.raises(RejectedMessage, match=f"has '{name}' among the inputs"):
-        read_facts(json.dumps(told), "a", ["patient"])
+        read_statement(json.dumps(told), "a", ["patient"])
 
 
 @pytest.mark.parametrize(("target", "inputs"), [("sick", "patient"), ("sick", "sick"), ("age", "height")])
@@ -134,11 +134,11 @@ def test_a_site_recodes_its_own_file_and_tells_nobody(tmp_path):
     said = {"rename": "Creatinine=creatinine", "map": "sex:F=female,M=male", "convert": "creatinine@a:/88.4"}
     asked = DataSettings(name="x", target="sick", dates="seen", **said)
     site = File("a", path, replace(config, data=asked), OPEN)
-    told = ColumnStatistics.from_record(site.facts()["summary"])
+    told = ColumnStatistics.from_record(site.data_statement()["summary"])
     assert told.columns["creatinine"].mean == pytest.approx(1 + 19.5 / 9, rel=0.2)
     assert told.columns["sex"].levels == ("female", "male")
     assert set(told.columns) == {"creatinine", "sex", "seen year", "seen month", "seen weekday", "seen days"}
-    common = agreed({"a": site.facts()}, replace(config, data=asked))
+    common = agreed({"a": site.data_statement()}, replace(config, data=asked))
     assert "88.4" not in json.dumps(common)
     assert "Creatinine" not in json.dumps(common)
     made = site.data(common).preparation

@@ -19,7 +19,7 @@ from bpfed._util.errors import UserError
 from bpfed.deploy import apps
 from bpfed.deploy.ops import admin, flower, supervise
 from bpfed.deploy.protocol.messages import Request, fingerprint
-from bpfed.deploy.protocol.transport import GridTransport
+from bpfed.deploy.server.roster import GridTransport
 from bpfed.deploy.server.server import open_server
 from bpfed.deploy.settings import Plan
 from bpfed.deploy.site.site import open_site

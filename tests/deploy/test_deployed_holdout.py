@@ -14,7 +14,7 @@ from bpfed._util.errors import UserError
 from bpfed.data.tabular.federate import federate
 from bpfed.data.tabular.table import read_table
 from bpfed.deploy.protocol.state_schema import RejectedMessage
-from bpfed.deploy.server.roster import read_facts
+from bpfed.deploy.server.roster import read_statement
 from bpfed.deploy.server.server import check_deployment
 from bpfed.deploy.site.data import File
 from bpfed.deploy.site.site import Site
@@ -65,7 +65,7 @@ def test_sites_hold_out_what_a_simulation_does(tmp_path, files, holdout):
     assert b"2031-" not in wire
     assert b"pat-" not in wire
     for i, name in enumerate(data.clients):
-        own = made.sites[name].source.data(server.journal.facts)
+        own = made.sites[name].source.data(server.journal.common)
         assert own.preparation.input_names == ("age", "dose")
         assert own.holdout == data.holdout
         assert own.test.sizes.tolist() == [int(data.test.sizes[i])]
@@ -108,7 +108,7 @@ def test_no_site_can_make_the_column_an_input(tmp_path, files):
     assert list(server.roster.ignore) == ["patient", "seen"]
     plain = replace(made.config, data=replace(made.config.data, ignore="patient", holdout=None))
     files["north"].write_text(files["north"].read_text().replace("2031-", "").replace("-", ""))
-    told = File("north", files["north"], plain, OPEN).facts()
+    told = File("north", files["north"], plain, OPEN).data_statement()
     assert "seen" in told["summary"]["columns"]
     with pytest.raises(RejectedMessage, match="has 'seen' among the inputs"):
-        read_facts(json.dumps(told), "north", server.roster.ignore)
+        read_statement(json.dumps(told), "north", server.roster.ignore)

@@ -305,7 +305,7 @@ def test_no_byte_has_a_rare_word_or_class(tmp_path):
     assert not [word for word in (b"leprosarium", b"hermitage", b"kuru") if word in wire]
     assert b"east" in wire
     assert b"minimum" not in wire  # no message sets it
-    found = server.journal.facts["preparation"]
+    found = server.journal.common["preparation"]
     assert list(found["labels"]) == ["n", "y"]
     ward = next(f for f in found["features"] if f["name"] == "ward")
     assert list(ward["levels"]) == [OTHER, "east", "west"]
@@ -314,7 +314,7 @@ def test_no_byte_has_a_rare_word_or_class(tmp_path):
     # As many rows as it told before: the difference would be how many are of the rare class.
     own = made.sites["a"].source
     assert {record["reply"]["train"] for record in made.answers["a"]} == {0, len(own.train)}
-    inputs = own.data(server.journal.facts).preparation
+    inputs = own.data(server.journal.common).preparation
     column = inputs.input_names.index(f"ward = {OTHER}")
     rare = [word not in ("east", "west") for word in own.train.words("ward")]
     x = inputs.inputs(own.train)[:, column]
@@ -347,7 +347,7 @@ def test_no_byte_has_a_rare_code_and_all_sites_use_the_others(tmp_path):
     assert not [form for form in (RARE_CODE.encode(), *forms(float(RARE_CODE))) if form in wire]
     source = made.sites["a"].source
     assert any("'ward' (1 of 5 whole numbers are too rare)" in note for note in source.notes)
-    prepared = source.data(server.journal.facts).preparation
+    prepared = source.data(server.journal.common).preparation
     ward = next(f for f in prepared.features if f.name == "ward")
     assert (ward.kind, ward.levels) == ("number", CODES)
     at = prepared.input_names.index("ward") + 1
@@ -366,7 +366,7 @@ def test_a_rare_code_is_seen_on_the_wire_without_a_minimum(tmp_path):
 def test_with_an_agreed_preparation_no_byte_has_a_code_of_a_small_site(tmp_path):
     """The file has codes that are common elsewhere; those of the small site are used as numbers."""
     public = coded_federation(tmp_path / "public", limits={"a": Limits(minimum=1)})
-    common = agreed({name: site.source.facts() for name, site in public.sites.items()}, public.config)
+    common = agreed({name: site.source.data_statement() for name, site in public.sites.items()}, public.config)
     made = Preprocessor.from_record(common["preparation"])
     write_preparation(tmp_path / "p.json", made)
     rows = [[*row[:2], ward, row[3]] for row, ward in zip(rows_of(3, 9), [RARE_CODE, "41117771"] * 5, strict=False)]
@@ -379,7 +379,7 @@ def test_with_an_agreed_preparation_no_byte_has_a_code_of_a_small_site(tmp_path)
     assert not [
         form for word in (RARE_CODE, "41117771") for form in (word.encode(), *forms(float(word))) if form in sent
     ]
-    x = deployed.sites["a"].source.data(server.journal.facts).train.x
+    x = deployed.sites["a"].source.data(server.journal.common).train.x
     assert x.shape[1] == len(made.input_names) == 2 + 1 + 5
     assert set(x[:, 3:].sum(1).tolist()) == {0.0, 1.0}  # one of them is in the file, the other is not
 
@@ -387,7 +387,7 @@ def test_with_an_agreed_preparation_no_byte_has_a_code_of_a_small_site(tmp_path)
 def test_a_site_refuses_codes_that_it_has_not(tmp_path):
     made = coded_federation(tmp_path)
     source = made.sites["a"].source
-    common = agreed({name: site.source.facts() for name, site in made.sites.items()}, made.config)
+    common = agreed({name: site.source.data_statement() for name, site in made.sites.items()}, made.config)
     assert source.data(common).preparation.input_names[2:] == ("ward", *(f"ward = {code}" for code in CODES))
     for levels in (CODES[1:], CODES[::-1], ("1.5", *CODES)):
         changed = json.loads(json.dumps(common))
@@ -444,7 +444,7 @@ def test_statistics_are_told_anew_only_when_many_rows_have_come(tmp_path):
     def facts(number, more=()):
         written_to(path, [*rows[:number], *more], head)
         made = File("a", path, config, Limits(), None, told_at)
-        return made.facts(), made.notes
+        return made.data_statement(), made.notes
 
     first, notes = facts(60)
     assert not notes
@@ -521,7 +521,7 @@ def test_a_preparation_is_written_by_a_command_named_by_all_and_pinned(tmp_path,
         assert (place / "preparation.json").read_bytes() == out.read_bytes()
     small = written_to(tmp_path / "a.csv", rows_of(1, 9))
     site = open_site(admin.site_folder(fed, "a"), print, str(small))
-    assert site.source.facts() == {
+    assert site.source.data_statement() == {
         "preparation": digest(out.read_bytes()),
         "target": "sick",
         "train": len(site.source.train),
@@ -543,7 +543,7 @@ def test_a_preparation_is_taken_from_a_run(tmp_path, capsys):
     server = made.serve()
     Command(capsys).ok("data", "prepare", tmp_path / "own" / "a", "--out", tmp_path / "p.json")
     found, _ = read_preparation(tmp_path / "p.json")
-    wanted = made.sites["a"].source.data(server.journal.facts).preparation
+    wanted = made.sites["a"].source.data(server.journal.common).preparation
     assert (found.features, found.labels) == (wanted.features, wanted.labels)
 
 
@@ -566,8 +566,8 @@ def test_a_preparation_can_be_written_by_hand(tmp_path):
     server = made.serve()
     assert server.journal.counted == {"a": 2, "b": 2}
     assert server.federation.model is not None
-    assert server.journal.facts["shape"] == [3]
-    x = made.sites["a"].source.data(server.journal.facts).train.x
+    assert server.journal.common["shape"] == [3]
+    x = made.sites["a"].source.data(server.journal.common).train.x
     assert torch.isfinite(x).all()
 
 

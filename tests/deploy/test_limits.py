@@ -16,7 +16,7 @@ from bpfed._util.errors import UserError
 from bpfed.data.tabular.preprocessing import Preprocessor
 from bpfed.deploy.protocol.messages import Request
 from bpfed.deploy.protocol.state_schema import RejectedMessage, schemas
-from bpfed.deploy.protocol.transport import GridTransport
+from bpfed.deploy.server.roster import GridTransport
 from bpfed.deploy.server.rounds import server_side
 from bpfed.deploy.settings import Limits
 from bpfed.deploy.site.data import File, agreed
@@ -35,9 +35,9 @@ class Hostile:
         self.site, self.deployed = deployed.sites[name], deployed
         if ran:
             server = deployed.serve()
-            federation, self.facts, self.run = server.federation, server.journal.facts, server.journal.run
+            federation, self.facts, self.run = server.federation, server.journal.common, server.journal.run
         else:
-            told = {name: site.source.facts() for name, site in deployed.sites.items()}
+            told = {name: site.source.data_statement() for name, site in deployed.sites.items()}
             self.facts, self.run = agreed(told, deployed.config) | {"sites": len(told)}, "abcd"
             federation = server_side(deployed.config, deployed.data.clients, self.facts)
         self.schemas, self.shared = schemas(federation.method, federation.model), federation.shared
@@ -215,7 +215,7 @@ def made_in(folder):
 def honest(tmp_path_factory):
     """A federation, and what its sites have agreed on."""
     made = made_in(tmp_path_factory.mktemp("honest"))
-    return made, made.serve().journal.facts
+    return made, made.serve().journal.common
 
 
 def changed(feature, **changes):
@@ -292,7 +292,7 @@ def test_other_sites_may_add_columns_words_and_classes(tmp_path):
         "b": written_to(tmp_path / "b.csv", other, ["age", "dose", "ward", "length", "sick"]),
     }
     server = Federation(tmp_path, files).serve()
-    assert list(server.journal.facts["preparation"]["labels"]) == ["maybe", "n", "y"]
+    assert list(server.journal.common["preparation"]["labels"]) == ["maybe", "n", "y"]
     assert not any(seen.refused for seen in server.sites.values())
 
 

@@ -11,7 +11,7 @@ from federations import simulated
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.faults import children
-from bpfed._util.paths import RUN, SERVER
+from bpfed._util.files import RUN, SERVER
 from bpfed.config.reader import Override, read
 from bpfed.deploy.ops import admin, certificates, flower, supervise
 from bpfed.deploy.settings import Plan

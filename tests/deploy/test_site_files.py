@@ -85,7 +85,7 @@ def test_codes_are_used_as_in_a_simulation(tmp_path, files):
     wanted = tuple(f"pain{what}" for what in ("", " = 1", " = 2", " = 3", " missing"))
     assert data.preparation.input_names == ("age", "height", *wanted, "ward = a", "ward = b")
     for k, name in enumerate(data.clients):
-        own = made.sites[name].source.data(server.journal.facts)
+        own = made.sites[name].source.data(server.journal.common)
         assert torch.allclose(own.train.x, data.train.client(k)[0], atol=1e-6)
     same(server, *simulated(FedAvg(), data, rounds=ROUNDS))
     assert any(note.startswith("'pain' has few whole numbers") for note in status_of(made)["notes"])
@@ -139,7 +139,7 @@ def test_sites_whose_columns_contradict_each_other_are_told_so(tmp_path, files):
 @pytest.mark.parametrize("told", [{}, {"summary": "x"}, {"summary": {"columns": 3}}])
 def test_what_a_site_told_in_another_form_is_not_remarked_on(tmp_path, files, told):
     made, _ = deployed(tmp_path, files, FedAvg())
-    facts = {name: site.source.facts() for name, site in made.sites.items()}
+    facts = {name: site.source.data_statement() for name, site in made.sites.items()}
     assert check_sites(facts | {"late": told}, agreed(facts, made.config)) == []
 
 

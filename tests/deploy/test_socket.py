@@ -12,7 +12,7 @@ import pytest
 from flwr.app import Array, ArrayRecord
 from test_wire import found, secrets
 
-from bpfed._util.paths import SERVER
+from bpfed._util.files import SERVER
 from bpfed.config.reader import Override, read
 from bpfed.deploy.ops import admin, supervise
 from bpfed.deploy.ops.certificates import KEYS

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import below, children
-from bpfed._util.paths import RUN, SERVER
+from bpfed._util.files import RUN, SERVER
 from bpfed.config.reader import Override, read
 from bpfed.deploy.ops import admin, certificates, flower, gate, supervise
 from bpfed.deploy.settings import Plan

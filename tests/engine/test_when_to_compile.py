@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves
 
 from bpfed.config.settings import Settings
 from bpfed.engine import compiled_step
-from bpfed.engine.blocks import LARGE
 from bpfed.engine.compiled_step import (
     COMPILE_FROM,
+    LARGE,
     TRACE_FROM,
     TRACE_LARGE_FROM,
     Stepper,

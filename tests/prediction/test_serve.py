@@ -21,9 +21,7 @@ pytest.importorskip("httpx", reason="the service is tested by httpx")
 
 from starlette.testclient import TestClient
 
-from bpfed.serve import app
-from bpfed.serve.app import MOST_BYTES, STATIC, make_app, read_token
-from bpfed.serve.service import MOST_ROWS, Service
+from bpfed.serve.service import MOST_BYTES, MOST_ROWS, STATIC, Service, make_app, read_token, server
 
 ROW = {"age": 71.5, "dose": 0.25, "ward": "east"}
 TOKEN = "a-token-of-many-letters"
@@ -188,14 +186,14 @@ def test_the_page_loads_nothing_from_elsewhere_and_writes_no_html(client: TestCl
 
 
 def test_connections_that_send_no_request_are_ended(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "PATIENCE", 0.3)
+    monkeypatch.setattr("bpfed.serve.service.PATIENCE", 0.3)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        server = app.server(make_app(service, port=port))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)
+        running = server(make_app(service, port=port))
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [taken]}, daemon=True)
         thread.start()
-        while not server.started:
+        while not running.started:
             thread.join(0.01)
         whole = f"GET /health HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()
         for sent in (b"", b"GET /health HT", whole + b"GET /hea", whole.replace(b"GET", b"POST")[:-2] + b"X: "):
@@ -207,7 +205,7 @@ def test_connections_that_send_no_request_are_ended(service: Service, monkeypatc
             head = f"POST /predict HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
             slow.sendall(f"{head}Content-Length: 50\r\n\r\n{{".encode())
             assert b"408" in b"".join(iter(lambda: slow.recv(10_000), b""))
-        server.should_exit = True
+        running.should_exit = True
         thread.join(10)
 
 

@@ -1,4 +1,7 @@
-"""CSV: rows of text with a header, separated by comma, semicolon, tab or bar; also compressed by gzip or zstd."""
+"""CSV: rows of text with a header, separated by comma, semicolon, tab or bar; also compressed by gzip or zstd.
+
+Large plain files are read by pyarrow, where that is installed.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,8 @@ import numpy as np
 
 from bpfed._util.errors import OTHERS, UserError, first_of, quoted
 from bpfed._util.files import write_whole
-from bpfed.data.tabular import fast_csv
-from bpfed.data.tabular.missing_values import MissingValues
 from bpfed.data.tabular.npz import LIMIT_NAME, unpacked_limit
+from bpfed.data.tabular.recode import MissingValues
 from bpfed.data.tabular.table import (
     MISSING,
     UNKNOWN,
@@ -138,12 +140,8 @@ def read_csv(path: Path, asked: ReadOptions) -> Table:
 
 
 def _fast(path: Path, asked: ReadOptions) -> Table | None:
-    """A large plain file, read by pyarrow (`bpfed.data.tabular.fast_csv`); None: it is none, or not plain enough."""
-    if (
-        asked.missing != MissingValues()
-        or path.stat().st_size < fast_csv.LARGE
-        or path.suffix.lower() not in (".csv", ".tsv")
-    ):
+    """A large plain file, read by pyarrow (`read_columns`); None: it is none, or not plain enough."""
+    if asked.missing != MissingValues() or path.stat().st_size < LARGE or path.suffix.lower() not in (".csv", ".tsv"):
         return None
     header, delimiter, first = list(islice(_rows(path), 2))[-1]
     if delimiter != "," or not first or not any(header):
@@ -152,7 +150,7 @@ def _fast(path: Path, asked: ReadOptions) -> Table | None:
         name not in asked.words and _numbers(cells, delimiter) is not None
         for name, cells in zip(header, zip(*first, strict=True), strict=True)
     ]
-    columns = fast_csv.read_columns(path, header, numbers)
+    columns = read_columns(path, header, numbers)
     if columns is None:
         return None
     named = {name: column for name, column in zip(header, columns, strict=True) if name}
@@ -564,6 +562,90 @@ def _unpacking(packed: io.BufferedReader, kind: str, path: Path) -> Any:
             f"'{path}' needs pyarrow, which is not installed; run pip install 'bpfed[tables]', or unpack the file."
         ) from error
     return pa.CompressedInputStream(pa.PythonFile(packed, mode="r"), kind)
+
+
+# --- Large plain files ------------------------------------------------------------------------------------------------
+#
+# These are read by pyarrow, where that is installed, with the same result. Whatever could be read in two ways is left to the
+# reader above: quotes, separators other than the comma, numbers among words. So is whatever is wrong, since it says what
+# and where.
+
+
+#: Bytes from which on a file is read so.
+LARGE = 4_000_000
+#: Bytes that are looked at together.
+BLOCK = 1 << 24
+#: Cells that mean "not known" in columns of numbers; other spellings of them are left to the other reader.
+_GAPS = sorted({spelt for word in MISSING for spelt in (word, word.upper(), word.capitalize())} | {"NaN", "<Na>"})
+
+
+def read_columns(path: Path, header: Sequence[str], numbers: Sequence[bool]) -> list[Column] | None:
+    """The columns of a file that is separated by commas; None: it is for the other reader.
+
+    Args:
+        path: The file.
+        header: The names of its columns, in its first line.
+        numbers: Whether each column is numbers in its first rows.
+    """
+    if path.stat().st_size < LARGE:
+        return None
+    try:
+        import pyarrow as pa
+        from pyarrow import csv as fast
+    except ImportError:
+        return None
+    if not _plain(path):
+        return None
+    names = [str(k) for k in range(len(header))]
+    words = pa.dictionary(pa.int32(), pa.string())
+    types = {name: pa.float64() if number else words for name, number in zip(names, numbers, strict=True)}
+    try:
+        table = fast.read_csv(
+            path,
+            fast.ReadOptions(column_names=names, skip_rows=1),
+            fast.ParseOptions(quote_char=False),
+            fast.ConvertOptions(column_types=types, null_values=_GAPS, strings_can_be_null=False),
+        )
+    except (pa.ArrowException, OSError):
+        return None
+    found: list[Column] = []
+    for k, number in enumerate(numbers):
+        column = table.column(k)
+        table = table.set_column(k, names[k], pa.nulls(table.num_rows))  # which frees what is no longer needed
+        found.append(column.to_numpy() if number else _words(column.combine_chunks()))
+    return found
+
+
+def _plain(path: Path) -> bool:
+    """Whether a file begins with a name, has no quotes and no NUL, ends all lines alike, and has none that is very long.
+
+    A cell that the other reader takes for a quote that was not closed could be in such a line.
+    """
+    ends, both, first, last = 0, 0, b"", b""
+    returns, begun = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            first = first or block[:1]
+            if b'"' in block or b"\0" in block:
+                return False
+            returns += block.count(b"\r")
+            ends += block.count(b"\n")
+            both += block.count(b"\r\n") + (last == b"\r" and block[:1] == b"\n")
+            places = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+            if np.diff(places, prepend=-begun, append=len(block)).max() > csv.field_size_limit():
+                return False
+            begun = len(block) - int(places[-1]) if len(places) else begun + len(block)
+            last = block[-1:]
+    return bool(first.strip()) and returns in (0, ends) and returns == both
+
+
+def _words(column: object) -> Categorical:
+    """An array of words with their dictionary, which `Categorical.of` would have made of the same cells."""
+    cells = column.dictionary.to_pylist()  # type: ignore[attr-defined]
+    codes = column.indices.to_numpy().astype(np.int64)  # type: ignore[attr-defined]
+    levels = Categorical.of(cells)
+    made = np.append(levels.codes, UNKNOWN)[codes]
+    return Categorical(made, levels.levels)
 
 
 FORMAT = TableFormat(read_csv, read_cells)

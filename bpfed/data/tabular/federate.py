@@ -14,8 +14,7 @@ from bpfed._util.text import many
 from bpfed.data.checks.agreement import disagreements
 from bpfed.data.checks.clients import check_clients, of_one_class, rare_classes
 from bpfed.data.checks.column_types import PARTS, check_column_types, coded, doubts
-from bpfed.data.checks.leakage import check_leakage
-from bpfed.data.checks.order import check_order
+from bpfed.data.checks.leakage import check_leakage, check_order
 from bpfed.data.checks.spelling import check_spelling
 from bpfed.data.federated import Examples, FederatedData
 from bpfed.data.holdout import Holdout, split

@@ -19,8 +19,7 @@ from bpfed._util.errors import UserError, quoted
 from bpfed.data.partition import client_names
 from bpfed.data.tabular.csvfile import check_slips, column_of
 from bpfed.data.tabular.image_folder import stacked
-from bpfed.data.tabular.missing_values import MissingValues
-from bpfed.data.tabular.recode import NOTHING, Recoding, recoded
+from bpfed.data.tabular.recode import NOTHING, MissingValues, Recoding, recoded
 from bpfed.data.tabular.table import (
     AS_THEY_ARE,
     SHOWN,
@@ -81,7 +80,7 @@ def table_of(
         columns: The names of an array's columns, ``[C]``; None where they have names of their own.
         words: Columns that are words, though all their cells may be numbers.
         used: The only columns that are needed; others may have any type. None: all.
-        missing: What else stands for no value (`bpfed.data.tabular.missing_values`).
+        missing: What else stands for no value (`bpfed.data.tabular.recode.MissingValues`).
         name: What to call it in errors; None: by what it is.
         arrays: How a dataset's images are read.
 

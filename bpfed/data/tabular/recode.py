@@ -1,4 +1,4 @@
-"""Recoding: what a user says of single columns before anything is learnt from them.
+"""Recoding: what a user says of single columns before anything is learnt from them, and which words stand for no value.
 
 Names, words and units that differ between clients are made the same, and dates and texts become columns of numbers. It
 is done to each client's table by itself, after reading and before its statistics: a site of a deployment does it to its
@@ -11,7 +11,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from typing import NamedTuple
@@ -20,7 +20,6 @@ import numpy as np
 
 from bpfed._util.errors import UserError, hint, quoted
 from bpfed._util.text import spelling
-from bpfed.data.tabular.missing_values import MissingValues
 from bpfed.data.tabular.table import UNKNOWN, Categorical, Column, Table, written
 
 #: What separates several maps in one text; those of the other settings are separated by commas.
@@ -352,3 +351,70 @@ def recoded(tables: Mapping[str, Table], recoding: Recoding, missing: Sequence[s
     every = [*tables.values(), *found.values()]
     MissingValues.of(missing).check(column for table in every for column in table.columns)
     return found
+
+
+# --- Values that stand for none ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MissingValues:
+    """What else is missing, beside `bpfed.data.tabular.table.MISSING`; whatever its case.
+
+    Attributes:
+        everywhere: Words that are in every column.
+        columns: By column, those that are in it alone.
+    """
+
+    everywhere: frozenset[str] = frozenset()
+    columns: dict[str, frozenset[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, said: Iterable[str]) -> MissingValues:
+        """Of ``WORD`` or ``COLUMN=WORD`` each."""
+        everywhere: set[str] = set()
+        columns: dict[str, frozenset[str]] = {}
+        for text in said:
+            column, equals, word = text.rpartition("=")
+            word = word.strip().casefold()
+            if not word or (equals and not column.strip()):
+                raise UserError(f"'{text}' names no missing value; write WORD, or COLUMN=WORD for one column alone.")
+            if equals:
+                columns[column.strip()] = columns.get(column.strip(), frozenset()) | {word}
+            else:
+                everywhere.add(word)
+        return cls(frozenset(everywhere), columns)
+
+    def words(self, column: str) -> frozenset[str]:
+        """Those of a column, in small letters."""
+        return self.everywhere | self.columns.get(column, frozenset())
+
+    def cells(self, column: str, cells: Sequence[str]) -> Sequence[str]:
+        """Cells of a text file, empty where they stand for no value."""
+        gone = self.words(column)
+        return [("" if cell.strip().casefold() in gone else cell) for cell in cells] if gone else cells
+
+    def out_of(self, table: Table) -> Table:
+        """A table without the values that stand for none; a number is one of them however it is written."""
+        if not self.everywhere and not self.columns:
+            return table
+        return replace(table, columns={name: self._out_of(name, column) for name, column in table.columns.items()})
+
+    def _out_of(self, name: str, column: Column) -> Column:
+        if isinstance(column, Categorical):
+            return Categorical.of(self.cells(name, column.words()))
+        numbers = [number for word in self.words(name) if (number := _number(word)) is not None]
+        return np.where(np.isin(column, numbers), np.nan, column) if numbers else column
+
+    def check(self, known: Iterable[str]) -> None:
+        """Raise a `UserError` if a column is named that nobody has."""
+        known = set(known)
+        for name in self.columns:
+            if name not in known:
+                raise UserError(f"No client has the column '{name}' with missing values; {hint(name, known)}")
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None

@@ -18,7 +18,7 @@ from bpfed._util.errors import UserError, hint, quoted
 from bpfed.config import registry
 
 if TYPE_CHECKING:
-    from bpfed.data.tabular.missing_values import MissingValues
+    from bpfed.data.tabular.recode import MissingValues
 
 #: Cells that mean "not known", whatever their case.
 MISSING = frozenset({"", "?", "-", "--", "na", "n/a", "n.a.", "#n/a", "nan", "null", "<na>"})
@@ -253,13 +253,13 @@ def read_table(
         words: Columns that are words, though all their cells may look like numbers: ``250.00``, ``007``.
         ignore: Columns that are not inputs, and may have a type that is not read otherwise, such as dates in Parquet.
         used: The only columns that are needed; others may have such a type too. None: all but those of ``ignore``.
-        missing: What else stands for no value, ``WORD`` or ``COLUMN=WORD`` each (`bpfed.data.tabular.missing_values`).
+        missing: What else stands for no value, ``WORD`` or ``COLUMN=WORD`` each (`bpfed.data.tabular.recode.MissingValues`).
         arrays: How images and sequences are read.
 
     Raises:
         UserError: It cannot be read, or is not what its ending says.
     """
-    from bpfed.data.tabular.missing_values import MissingValues
+    from bpfed.data.tabular.recode import MissingValues
 
     path = Path(path)
     needed = None if used is None else frozenset(used)

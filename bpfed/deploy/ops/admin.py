@@ -18,8 +18,19 @@ from typing import Any
 from bpfed._util import text
 from bpfed._util.console import Say
 from bpfed._util.errors import UserError
-from bpfed._util.files import PART, sync_folder, to_toml, when_full, write_whole, writing
-from bpfed._util.paths import CONFIG, PREPARATION, REPORT, RUN, SERVER
+from bpfed._util.files import (
+    CONFIG,
+    PART,
+    PREPARATION,
+    REPORT,
+    RUN,
+    SERVER,
+    sync_folder,
+    to_toml,
+    when_full,
+    write_whole,
+    writing,
+)
 from bpfed.config.reader import Config
 from bpfed.config.registry import PREFIX
 from bpfed.config.settings import MOST_EVALUATED

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from bpfed._util import text
 from bpfed._util.console import Say
 from bpfed._util.errors import UserError
-from bpfed._util.paths import PLAN
+from bpfed._util.files import PLAN
 from bpfed.deploy.ops import certificates, gate, launch
 from bpfed.deploy.ops.supervise import (
     LAUNCH,

@@ -227,6 +227,8 @@ class Reply:
         return cls(**plain, upload=upload, sums=sums, held=held, score=score, info=info)
 
 
+# Fields have the names that they have on the wire: `facts` are the data statement of a site, and in a request what those
+# of all sites have in common.
 _REQUEST: dict[str, type] = {
     "fingerprint": str,
     "run": str,

@@ -12,8 +12,22 @@ import torch
 
 from bpfed._util import text
 from bpfed._util.errors import UserError
-from bpfed._util.files import append_line, to_json, to_json_line, to_toml, write_whole
-from bpfed._util.paths import CHECKPOINT, CONFIG, EVALUATION, EXCHANGES, MANIFEST, METRICS, PILOTS, REPORT, SUMMARY
+from bpfed._util.files import (
+    CHECKPOINT,
+    CONFIG,
+    EVALUATION,
+    EXCHANGES,
+    MANIFEST,
+    METRICS,
+    PILOTS,
+    REPORT,
+    SUMMARY,
+    append_line,
+    to_json,
+    to_json_line,
+    to_toml,
+    write_whole,
+)
 from bpfed.config.reader import Config
 from bpfed.data.federated import held_back
 from bpfed.deploy.server.roster import SiteStatus
@@ -85,7 +99,7 @@ class Journal:
         candidate: The settings of the method that were chosen in selection pilots, or that this one tries; empty: its own.
         calibration_temperature: In the run itself, what calibration pilots have learnt; None: there were none.
         held: Held-out examples that it was learnt from, in all calibration pilots together.
-        facts: What all sites' data have in common.
+        common: What all sites' data have in common.
         counted: The last round in which a site's upload was used, by site; none of whom none was.
         history: A line of metrics for each round that was tested.
         pending: What is known of the last round beside its scores.
@@ -121,7 +135,7 @@ class Journal:
         self.run = secrets.token_hex(8)
         self.calibration_temperature: float | None = None
         self.held = 0
-        self.facts: dict[str, Any] = {}
+        self.common: dict[str, Any] = {}
         self.counted: dict[str, int] = {}
         self.history: list[dict[str, Any]] = []
         self.pending: dict[str, Any] = {}
@@ -134,9 +148,9 @@ class Journal:
         if self.calibration_temperature is None:
             return ""
         doubt = uncertain(
-            self.calibration_temperature, self.held, self.config.run.calibration_pilots, self.facts["task"]
+            self.calibration_temperature, self.held, self.config.run.calibration_pilots, self.common["task"]
         )
-        name, given = temperature_name(self.facts["task"]), temperature_words(self.calibration_temperature)
+        name, given = temperature_name(self.common["task"]), temperature_words(self.calibration_temperature)
         return f"Calibration pilots are over: predictions will have a {name} of {given}. {doubt}".strip()
 
     def place(self, round_: int) -> str:
@@ -214,7 +228,7 @@ class Journal:
             "seconds": round(self.seconds, 3),
             "calibration_temperature": self.calibration_temperature,
             "held": self.held,
-            "facts": self.facts,
+            "facts": self.common,
             "pending": self.pending,
             "counted": self.counted,
             "sites": sites,
@@ -287,7 +301,7 @@ class Journal:
         """The files of a finished run, and its report."""
         assert self.evaluation is not None
         evaluation, order = self.evaluation
-        sizes = torch.tensor([int((self.sites[site].facts or {}).get("train", 0)) for site in order])
+        sizes = torch.tensor([int((self.sites[site].statement or {}).get("train", 0)) for site in order])
         part = self.config.run.calibration
         held = held_back(sizes, part) if part > 0.0 else torch.zeros_like(sizes)
         kept = held.tolist() if part > 0.0 else None

@@ -1,13 +1,17 @@
-"""The sites as the server meets them: which node is which site, who is there, and what each told of its data."""
+"""The sites as the server meets them: which node is which site, who is there, and what each told of its data; and what carries messages to them."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
+
+from flwr.app import Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+from google.protobuf.message import DecodeError
 
 from bpfed._util.text import plain
 from bpfed.data.tabular.preprocessing import whole
@@ -15,7 +19,6 @@ from bpfed.data.tabular.statistics import MOST_CODES, ColumnStatistics, ColumnSu
 from bpfed.data.tabular.table import SPLIT
 from bpfed.deploy.protocol.messages import LARGEST, MOST, Reply, Request
 from bpfed.deploy.protocol.state_schema import RejectedMessage, listed
-from bpfed.deploy.protocol.transport import Transport
 from bpfed.inference.tasks import is_task
 
 # --- What a site tells of its data, read at the server's door ---------------------------------------------------------
@@ -28,8 +31,8 @@ COUNTED = 2**53
 AXES = 4
 
 
-def read_facts(text: str, site: str, ignore: Collection[str] = (), agreed: str = "") -> dict[str, Any]:
-    """What a site tells of its data, as plain data: what `bpfed.deploy.site.data.Source.facts` gives, and nothing more.
+def read_statement(text: str, site: str, ignore: Collection[str] = (), agreed: str = "") -> dict[str, Any]:
+    """What a site tells of its data, as plain data: what `bpfed.deploy.site.data.Source.data_statement` gives, and nothing more.
 
     Args:
         text: As it came, JSON.
@@ -45,35 +48,35 @@ def read_facts(text: str, site: str, ignore: Collection[str] = (), agreed: str =
         if not _count(told["train"], 1):
             raise ValueError("train")
         if "preparation" in told:
-            facts = {key: told[key] for key in ("preparation", "target", "train")}
-            if not (isinstance(facts["preparation"], str) and isinstance(facts["target"], str)):
+            statement = {key: told[key] for key in ("preparation", "target", "train")}
+            if not (isinstance(statement["preparation"], str) and isinstance(statement["target"], str)):
                 raise ValueError("preparation")
         elif "summary" in told:
             summary, target = ColumnStatistics.from_record(told["summary"]), told["target"]
             _check_summary(summary, site, target)
-            facts = {"summary": summary.record(), "target": target, "train": told["train"]}
+            statement = {"summary": summary.record(), "target": target, "train": told["train"]}
         else:
-            facts = {key: told[key] for key in ("shape", "task", "classes", "train")}
-            _check_part(facts)
+            statement = {key: told[key] for key in ("shape", "task", "classes", "train")}
+            _check_part(statement)
     # Deeply nested lists are a RecursionError; what is no mapping has no keys, attributes or items.
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise RejectedMessage("what it sent about its data cannot be read.") from None
-    if facts.get("preparation", "") != agreed:
+    if statement.get("preparation", "") != agreed:
         raise RejectedMessage(
             "it and the server have not agreed on the same preparation; give all the same file ('preparation' of "
             "deploy.toml)."
         )
-    if "summary" in facts:
+    if "summary" in statement:
         _check_columns(summary, {target, SPLIT, *ignore})
-    return facts
+    return statement
 
 
-def _check_part(facts: dict[str, Any]) -> None:
-    """A ValueError unless these are facts of a part of a named dataset."""
-    shape = facts["shape"]
+def _check_part(statement: dict[str, Any]) -> None:
+    """A ValueError unless this is the statement of a part of a named dataset."""
+    shape = statement["shape"]
     if not (isinstance(shape, list) and 0 < len(shape) <= AXES and all(_count(n, 1) for n in shape)):
         raise ValueError("shape")
-    if not is_task(facts["task"]) or not _count(facts["classes"], 0):
+    if not is_task(statement["task"]) or not _count(statement["classes"], 0):
         raise ValueError("task")
 
 
@@ -128,14 +131,14 @@ class SiteStatus:
 
     Attributes:
         node: Where it is reached now; None: it is not online.
-        facts: What it told of its data; None: nothing yet.
+        statement: What it told of its data; None: nothing yet.
         refused: How many of its messages were refused.
         lost: How many of its answers never came.
         why: Of the last message that was refused or lost, what was said of it.
     """
 
     node: int | None = None
-    facts: dict[str, Any] | None = None
+    statement: dict[str, Any] | None = None
     refused: int = 0
     lost: int = 0
     why: str = ""
@@ -143,7 +146,7 @@ class SiteStatus:
     @property
     def ready(self) -> bool:
         """Whether it is online and has introduced itself."""
-        return self.node is not None and self.facts is not None
+        return self.node is not None and self.statement is not None
 
 
 class Roster:
@@ -191,7 +194,7 @@ class Roster:
                 if self.sites[owner].node != node.id:
                     self.sites[owner].node = node.id
                     self.say(f"Site '{owner}' is online.")
-                if self.sites[owner].facts is None:
+                if self.sites[owner].statement is None:
                     unknown_nodes.append(node.id)
             elif node.id not in known:
                 unknown_nodes.append(node.id)
@@ -212,10 +215,10 @@ class Roster:
                     raise RejectedMessage(reply)
                 answer = Reply.read(reply, None, None)
                 claimed = answer.site[:64]
-                facts = self._facts(answer, run, node, by_key.get(node))
+                statement = self._statement(answer, run, node, by_key.get(node))
                 if self.sites[claimed].node is None:
                     self.say(f"Site '{claimed}' is online.")
-                self.sites[claimed].node, self.sites[claimed].facts = node, facts
+                self.sites[claimed].node, self.sites[claimed].statement = node, statement
             except (RejectedMessage, ValueError) as refused:
                 site = by_key.get(node, claimed)
                 if site in self.sites:
@@ -224,7 +227,7 @@ class Roster:
                 who = f"site '{plain(site)}'" if site else f"node {node}"
                 self.say(f"The greeting from {who} was refused: {refused}")
 
-    def _facts(self, answer: Reply, run: str, node: int, owner: str | None) -> dict[str, Any]:
+    def _statement(self, answer: Reply, run: str, node: int, owner: str | None) -> dict[str, Any]:
         """What a site tells of its data, if it is the site that it says it is; ``owner`` is whose key the node has."""
         claimed = answer.site[:64]
         if answer.refused:
@@ -237,4 +240,86 @@ class Roster:
             raise RejectedMessage("its key is not that site's.")
         if self.sites[claimed].node not in (None, node):
             raise RejectedMessage("a site of that name is already online.")
-        return read_facts(answer.facts, claimed, self.ignore, self.agreed)
+        return read_statement(answer.facts, claimed, self.ignore, self.agreed)
+
+
+# --- Transport --------------------------------------------------------------------------------------------------------
+
+
+#: Seconds between looks for answers.
+POLL = 0.5
+#: What comes of reading a message that is none; a lost connection is something else.
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, DecodeError)
+
+
+class Node(NamedTuple):
+    """A site that is online: the address of its mail, and its public key (empty where sites have none)."""
+
+    id: int
+    key: bytes = b""
+
+
+class Transport(Protocol):
+    """What carries messages to sites and back."""
+
+    def nodes(self) -> list[Node]:
+        """Who is online."""
+        ...
+
+    def exchange(self, requests: Mapping[int, RecordDict], round_: int, timeout: float) -> dict[int, RecordDict | str]:
+        """Send to each node and wait for answers: each a message, or in words why there is none; without lost ones."""
+        ...
+
+
+class GridTransport:
+    """Carries messages over a Flower grid."""
+
+    def __init__(self, grid: Grid, poll: float = POLL) -> None:
+        self.grid, self.poll, self.apart = grid, poll, False
+
+    def nodes(self) -> list[Node]:
+        """Who is online."""
+        return [Node(node.node_id, bytes(node.public_key)) for node in self.grid.get_nodes()]
+
+    def exchange(self, requests: Mapping[int, RecordDict], round_: int, timeout: float) -> dict[int, RecordDict | str]:
+        """Send to each node and wait for answers: each a message, or in words why there is none; without lost ones."""
+        kind = MessageType.TRAIN if round_ else MessageType.QUERY
+        # An answer that nobody waits for any more is not to be worked for, hence the time to live.
+        messages = [
+            Message(request, node, kind, ttl=timeout, group_id=str(round_)) for node, request in requests.items()
+        ]
+        waiting = {i: node for i, node in zip(self.grid.push_messages(messages), requests, strict=True) if i}
+        found: dict[int, RecordDict | str] = {}
+        until = time.monotonic() + timeout
+        while waiting and time.monotonic() < until:
+            for asked, reply in self._pull(list(waiting)):
+                node = waiting.pop(asked, None)
+                if node is not None:
+                    found[node] = reply
+            if waiting:
+                time.sleep(self.poll)
+        return found
+
+    def _pull(self, asked: list[str]) -> Iterator[tuple[str, RecordDict | str]]:
+        """Answers that are there, each with what it replies to.
+
+        Flower fails with all of them where one is not as it should be. From then on they are taken one by one, which
+        costs a request for each, but such a message costs no more than itself.
+        """
+        if not self.apart:
+            try:
+                replies = list(self.grid.pull_messages(asked))
+                yield from [(reply.metadata.reply_to_message_id, _content(reply)) for reply in replies]
+                return
+            except UNREADABLE:
+                self.apart = True
+        for one in asked:
+            try:
+                replies = list(self.grid.pull_messages([one]))
+                yield from [(one, _content(reply)) for reply in replies]
+            except UNREADABLE:
+                yield one, "it is not a message of Flower's."
+
+
+def _content(reply: Message) -> RecordDict | str:
+    return f"Flower says: {reply.error.reason}" if reply.has_error() else reply.content

@@ -27,8 +27,8 @@ from bpfed.config.reader import Config
 from bpfed.data.federated import FederatedData
 from bpfed.deploy.protocol.messages import Reply, Request, size
 from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchema, StateSchemas, listed, schemas
-from bpfed.deploy.protocol.transport import Transport
 from bpfed.deploy.server.journal import FoundScores, Journal, sentence
+from bpfed.deploy.server.roster import Transport
 from bpfed.deploy.settings import Plan
 from bpfed.engine.evaluate import evaluated_clients
 from bpfed.engine.federation import Federation, check_run, suited
@@ -97,7 +97,7 @@ class Exchange:
     def __call__(self, transport: Transport, number: int, shared: State, todo: Mapping[str, SiteTask]) -> Exchanged:
         """Ask these sites, in round ``number``, with the server's state."""
         journal, down = self.journal, self.schemas.down(number)
-        facts = json.dumps(journal.facts, sort_keys=True)
+        common = json.dumps(journal.common, sort_keys=True)
         requests = {
             site: Request(
                 journal.fingerprint,
@@ -106,7 +106,7 @@ class Exchange:
                 train=what.train,
                 evaluate=what.test or what.held or what.score,
                 counted=journal.counted.get(site, 0),
-                facts=facts,
+                facts=common,
                 pilot=journal.pilot,
                 calibration_temperature=1.0
                 if journal.calibration_temperature is None
@@ -163,7 +163,7 @@ class Exchange:
             if isinstance(reply, str):
                 raise RejectedMessage(reply)
             schema: StateSchema | None = self.schemas.upload if asked.train else None
-            most = int((self.journal.sites[site].facts or {}).get("train", 0))
+            most = int((self.journal.sites[site].statement or {}).get("train", 0))
             answer = Reply.read(
                 reply,
                 schema,
@@ -188,7 +188,7 @@ class Exchange:
                 raise RejectedMessage("its training reports {} where {} are expected.".format(*names))
             if asked.train and answer.train < 1:
                 raise RejectedMessage("it reports no training example.")
-            told = (self.journal.sites[site].facts or {}).get("train")
+            told = (self.journal.sites[site].statement or {}).get("train")
             if isinstance(told, int) and answer.train > told:  # what it says before the run is what all can agree on
                 raise RejectedMessage(
                     f"it reports {answer.train} training examples, but said before that it has {told}."
@@ -437,7 +437,7 @@ def _stacked(answers: Sequence[Reply]) -> State:
 def server_side(
     config: Config,
     sites: tuple[str, ...],
-    facts: Mapping[str, Any],
+    common: Mapping[str, Any],
     pilot: int = 0,
     candidate: tuple[int, ...] = (),
     fold: int = 0,
@@ -447,15 +447,15 @@ def server_side(
     Args:
         config: What is computed.
         sites: The clients' names.
-        facts: What their data have in common.
+        common: What their data have in common.
         pilot: Which calibration pilot it is, from 1; 0: the run itself. All start with the run's first weights.
         candidate: Settings of the method that were chosen, or are tried (`bpfed.runs.pilot.with_candidates`).
         fold: In a selection pilot, which part of their training examples sites hold out, from 1; 0: it is none.
     """
-    method, data = with_candidates(config.method, candidate), _known(config, sites, facts)
+    method, data = with_candidates(config.method, candidate), _known(config, sites, common)
     asked = replace(config.run, sets="client", adapt="off" if candidate else config.run.adapt)
     settings = suited(method, selection_settings(asked, fold - 1) if fold else asked, len(sites))
-    check_run(method, settings, len(sites), facts["task"])
+    check_run(method, settings, len(sites), common["task"])
     model = make_model(torch.zeros(2, *data.input_shape), data.task_type, data.classes, method, settings)
     first = method.init(model)
     settings = as_pilot(settings, pilot) if pilot else settings
@@ -463,16 +463,16 @@ def server_side(
     return Federation(method, data, settings, model, cpu, first.shared, MemoryStore(first.personal, 0), ids)
 
 
-def _known(config: Config, sites: tuple[str, ...], facts: Mapping[str, Any]) -> FederatedData:
+def _known(config: Config, sites: tuple[str, ...], common: Mapping[str, Any]) -> FederatedData:
     """What the server knows of the sites' data, which it does not have."""
-    asked, preparation = config.data, facts.get("preparation")
+    asked, preparation = config.data, common.get("preparation")
     return without_examples(
         {
             "name": asked.name,
             "clients": sites,
-            "input_shape": facts["shape"],
-            "task": facts["task"],
-            "classes": int(facts["classes"]),
+            "input_shape": common["shape"],
+            "task": common["task"],
+            "classes": int(common["classes"]),
             "labels": () if preparation is None else preparation["labels"],  # of a named dataset no site tells them
             "partition": asked.partition or SITES,
             "protocol": DEPLOYED,

@@ -17,8 +17,7 @@ import torch
 
 from bpfed._util import text
 from bpfed._util.errors import Diverged, UserError
-from bpfed._util.files import to_json, when_full, write_whole, writing
-from bpfed._util.paths import CONFIG, PILOTS, RUN
+from bpfed._util.files import CONFIG, PILOTS, RUN, to_json, when_full, write_whole, writing
 from bpfed.config.reader import Config, read
 from bpfed.config.registry import NETWORKS
 from bpfed.data.federated import FederatedData
@@ -27,9 +26,8 @@ from bpfed.data.tabular.federate import not_inputs
 from bpfed.deploy.ops.certificates import KEYS, public_keys
 from bpfed.deploy.protocol.messages import fingerprint
 from bpfed.deploy.protocol.state_schema import schemas
-from bpfed.deploy.protocol.transport import Transport
 from bpfed.deploy.server.journal import FOUND, GIVEN, SELECTION, Found, FoundScores, Journal, SelectionPilot
-from bpfed.deploy.server.roster import Roster, SiteStatus
+from bpfed.deploy.server.roster import Roster, SiteStatus, Transport
 from bpfed.deploy.server.rounds import Rule, Training, method_rule, server_side
 from bpfed.deploy.server.status import Status
 from bpfed.deploy.settings import Plan
@@ -164,14 +162,14 @@ class Server:
     def _serve(self, transport: Transport) -> RunRecord:
         training = self._begin(transport)
         if training is None:
-            facts = self._given() or self._agreed()
+            common = self._given() or self._agreed()
             if offers_choice(self.config.method, self.config.run):
-                self._select(transport, facts)
-            training = self._take_up(facts)
+                self._select(transport, common)
+            training = self._take_up(common)
         while training.journal.pilot:
             self._rounds(transport, training)
             self._conclude(training, *training.held_out(transport))
-            training = self._take_up(training.journal.facts)
+            training = self._take_up(training.journal.common)
         self._rounds(transport, training)
         training.last_scores(transport)
         record = self.journal.finish(training.federation)
@@ -193,13 +191,13 @@ class Server:
 
     # --- selection pilots ---------------------------------------------------------------------------------------------
 
-    def _select(self, transport: Transport, facts: dict[str, Any]) -> None:
+    def _select(self, transport: Transport, common: dict[str, Any]) -> None:
         """Choose the settings that the method offers, as `bpfed.runs.pilot.choose` does in a simulation.
 
         Selection pilots that are over are not repeated after a restart.
         """
         method, settings = self.config.method, self.config.run
-        folds, rounds = self._folds(facts), selection_settings(settings).rounds
+        folds, rounds = self._folds(common), selection_settings(settings).rounds
         count = candidate_count(method)
         self.say(
             f"Choosing between {count} settings on held-out training examples first, in {count * folds} selection pilots of "
@@ -213,7 +211,7 @@ class Server:
                 [SelectionPilot(candidate, fold, next(numbers), count * folds) for fold in range(1, folds + 1)]
                 for candidate in candidates
             ]
-            return [self._scores([self._piloted(transport, facts, pilot) for pilot in each]) for each in pilots]
+            return [self._scores([self._piloted(transport, common, pilot) for pilot in each]) for each in pilots]
 
         try:
             choice = select(method, scored)
@@ -227,13 +225,13 @@ class Server:
         if silent := [site for site, examples in zip(self.plan.sites, told, strict=True) if not examples]:
             self.say(f"Sites without a score of every candidate had no part in this choice: {', '.join(silent)}.")
 
-    def _piloted(self, transport: Transport, facts: dict[str, Any], pilot: SelectionPilot) -> FoundScores:
+    def _piloted(self, transport: Transport, common: dict[str, Any], pilot: SelectionPilot) -> FoundScores:
         """What a selection pilot finds, or has found before."""
         journal = Journal(self.journal.home, self.config, self.fingerprint, self.sites, self.say, selection=pilot)
-        journal.facts = facts
+        journal.common = common
         if (before := journal.found_scores()) is not None:
             return before
-        federation = server_side(self.config, self.plan.sites, facts, candidate=pilot.candidate, fold=pilot.fold)
+        federation = server_side(self.config, self.plan.sites, common, candidate=pilot.candidate, fold=pilot.fold)
         self.training = Training(self.plan, federation, journal, self._meet, self.rule, self.say, self.sleep)
         if journal.kept() is not None:
             journal.restore(federation)
@@ -260,15 +258,15 @@ class Server:
                 examples[at] += number
         return Scores(sums, examples)
 
-    def _folds(self, facts: dict[str, Any]) -> int:
+    def _folds(self, common: dict[str, Any]) -> int:
         """How many folds there are: as before, where selection pilots were broken off."""
         path = self.journal.home / PILOTS / GIVEN
         if path.exists():
             return int(json.loads(path.read_text())["folds"])
         by = Holdout.of(self.config.data.holdout)
-        examples = sum(int(told.get("train", 0)) for told in self._facts().values())
+        examples = sum(int(told.get("train", 0)) for told in self._statements().values())
         folds = selection_folds(examples, by is not None and by.ordered)
-        write_whole(path, to_json({"fingerprint": self.fingerprint, "folds": folds, "facts": facts}))
+        write_whole(path, to_json({"fingerprint": self.fingerprint, "folds": folds, "facts": common}))
         return folds
 
     def _given(self) -> dict[str, Any] | None:
@@ -278,28 +276,28 @@ class Server:
             return None
         try:
             given = json.loads(path.read_text())
-            same, facts = given["fingerprint"] == self.fingerprint, dict(given["facts"])
+            same, common = given["fingerprint"] == self.fingerprint, dict(given["facts"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"'{path}' is damaged ({error}); delete '{path.parent}' to choose again.") from error
         if not same:
             raise UserError(
                 f"The run in '{self.journal.home}' has a different configuration; move that folder away to start a new run."
             )
-        return facts
+        return common
 
     # --- calibration pilots and the run -------------------------------------------------------------------------------
 
-    def _take_up(self, facts: dict[str, Any]) -> Training:
+    def _take_up(self, common: dict[str, Any]) -> Training:
         """What is next: the run where it has begun, else the first calibration pilot that is not over, else the run."""
         over = [] if self.journal.kept() is not None else [pilot.found() for pilot in self.pilots]
         journal = self.pilots[over.index(None)] if None in over else self.journal
-        journal.facts, journal.candidate = facts, self.candidate
+        journal.common, journal.candidate = common, self.candidate
         if self.candidate:
             self.status.chosen_in = (
                 candidate_count(self.config.method) * FOLDS * selection_settings(self.config.run).rounds
             )
-        self._remark(facts)
-        federation = server_side(self.config, self.plan.sites, facts, journal.pilot, journal.candidate)
+        self._remark(common)
+        federation = server_side(self.config, self.plan.sites, common, journal.pilot, journal.candidate)
         training = Training(self.plan, federation, journal, self._meet, self.rule, self.say, self.sleep)
         if journal.kept() is not None:
             journal.restore(federation)
@@ -345,15 +343,15 @@ class Server:
     def _agreed(self) -> dict[str, Any]:
         """What the data of the sites that are there have in common."""
         preparation = self.agreed.preparation if self.agreed else None
-        return {**agreed(self._facts(), self.config, preparation), "sites": len(self.plan.sites)}
+        return {**agreed(self._statements(), self.config, preparation), "sites": len(self.plan.sites)}
 
-    def _facts(self) -> dict[str, dict[str, Any]]:
+    def _statements(self) -> dict[str, dict[str, Any]]:
         """What the sites have told of their data, by site."""
-        return {site: seen.facts for site, seen in self.sites.items() if seen.facts is not None}
+        return {site: seen.statement for site, seen in self.sites.items() if seen.statement is not None}
 
     def _remark(self, common: Mapping[str, Any]) -> None:
         """Say what is to be known of the sites' data together, each sentence once; the status has all of them."""
-        notes = check_sites(self._facts(), common)
+        notes = check_sites(self._statements(), common)
         for note in notes:
             if note not in self.status.notes:
                 self.say(note)
@@ -386,7 +384,7 @@ class Server:
         if unknown_nodes:
             self.roster.greet(transport, self.journal.run, unknown_nodes)
             if self.training is not None:
-                self._remark(self.training.journal.facts)
+                self._remark(self.training.journal.common)
             self._note(None)
 
     def _note(self, state: str | None, error: BaseException | None = None) -> None:

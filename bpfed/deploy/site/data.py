@@ -1,6 +1,6 @@
 """A site's examples: its own file, or its part of a named dataset; and what sites tell each other about theirs.
 
-Before the first round every site tells the server its `Source.facts`; the server makes of them what all have in common
+Before the first round every site tells the server its `Source.data_statement`; the server makes of them what all have in common
 (`agreed`) and sends that along, and only then can a site turn its rows into inputs as all others do (`Source.data`).
 """
 
@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from bpfed._util.errors import UserError, first_of, quoted
-from bpfed._util.files import DataDir, to_json, when_full, write_whole
-from bpfed._util.paths import PLAN
+from bpfed._util.files import PLAN, DataDir, to_json, when_full, write_whole
 from bpfed._util.text import spelling
 from bpfed.config.reader import Config
 from bpfed.data.checks.column_types import coded, doubts, telling
@@ -60,7 +59,7 @@ class Source(Protocol):
         """What the site's owner should know of them; none of it is sent."""
         ...
 
-    def facts(self) -> dict[str, Any]:
+    def data_statement(self) -> dict[str, Any]:
         """What the server is told of them, as plain data; all that is."""
         ...
 
@@ -88,7 +87,7 @@ class Part:
         self.own = replace(own, clients=(site,), preparation=made)
         self.notes: tuple[str, ...] = ()
 
-    def facts(self) -> dict[str, Any]:
+    def data_statement(self) -> dict[str, Any]:
         own = self.own
         return {
             "shape": list(own.input_shape),
@@ -98,7 +97,7 @@ class Part:
         }
 
     def data(self, common: Mapping[str, Any]) -> FederatedData:
-        here = self.facts()
+        here = self.data_statement()
         if any(common.get(key) != here[key] for key in ("shape", "task", "classes")):
             raise RejectedMessage("the other sites' data have a different shape or task.")
         return self.own
@@ -198,7 +197,7 @@ class File:
                 "('bpfed deploy init')."
             )
 
-    def facts(self) -> dict[str, Any]:
+    def data_statement(self) -> dict[str, Any]:
         return dict(self._facts)
 
     def data(self, common: Mapping[str, Any]) -> FederatedData:
@@ -332,7 +331,7 @@ def _near(pooled: float, own: float) -> bool:
 
 
 def _check_told(table: Table, path: Path, target: str, ignore: Sequence[str]) -> None:
-    """Refuse, before anything is sent, a file whose words look like dates or identifiers: `File.facts` has them.
+    """Refuse, before anything is sent, a file whose words look like dates or identifiers: `File.data_statement` has them.
 
     ``ignore`` are columns that have been left out already, for the advice.
     """
@@ -348,18 +347,18 @@ def _check_told(table: Table, path: Path, target: str, ignore: Sequence[str]) ->
     )
 
 
-def told_before(path: Path, facts: Mapping[str, Any], minimum: int, say: Callable[[str], None]) -> dict[str, Any]:
+def told_before(path: Path, statement: Mapping[str, Any], minimum: int, say: Callable[[str], None]) -> dict[str, Any]:
     """What a site tells now, given what it told last: statistics that differ by few rows would tell of these rows.
 
     If fewer than ``minimum`` rows have come or gone since, each column that was told of is told of as before.
 
     Args:
         path: Where that is kept.
-        facts: Of the site's rows as they are now.
+        statement: Of the site's rows as they are now.
         minimum: Rows that must have come or gone.
         say: Called with a message for the site's owner.
     """
-    now, made = ColumnStatistics.from_record(facts["summary"]), dict(facts)
+    now, made = ColumnStatistics.from_record(statement["summary"]), dict(statement)
     if path.exists():
         try:
             kept = json.loads(path.read_text())
@@ -371,14 +370,14 @@ def told_before(path: Path, facts: Mapping[str, Any], minimum: int, say: Callabl
             ) from None
         if abs(now.rows - before.rows) < minimum and now.shape == before.shape:
             columns = {name: before.columns.get(name, column) for name, column in now.columns.items()}
-            aim = before.target if kept["target"] == facts["target"] else now.target
+            aim = before.target if kept["target"] == statement["target"] else now.target
             same = replace(now, rows=before.rows, columns=columns, target=aim)
             if same != now:
                 say(
                     f"The site's file has changed by fewer than {minimum} rows since it was told of, so the same is told "
                     f"again: the difference would tell of these rows. To tell anew, delete '{path}'."
                 )
-            made = {**facts, "summary": same.record(), "train": kept["train"]}
+            made = {**statement, "summary": same.record(), "train": kept["train"]}
     text = to_json(made)
     if not path.exists() or path.read_text() != text:
         with when_full(path, "and the site rejoins by itself"):
@@ -387,29 +386,29 @@ def told_before(path: Path, facts: Mapping[str, Any], minimum: int, say: Callabl
 
 
 def agreed(
-    facts: Mapping[str, Mapping[str, Any]], config: Config, preparation: Preprocessor | None = None
+    statements: Mapping[str, Mapping[str, Any]], config: Config, preparation: Preprocessor | None = None
 ) -> dict[str, Any]:
     """What the sites' data have in common, from what each told.
 
     Args:
-        facts: By site, as `bpfed.deploy.server.roster.read_facts` let them in.
+        statements: By site, as `bpfed.deploy.server.roster.read_statement` let them in.
         config: What is computed.
         preparation: What all have agreed on beforehand, if they have.
 
     Raises:
         UserError: They cannot be brought together.
     """
-    longest = max(int(told["train"]) for told in facts.values())
+    longest = max(int(told["train"]) for told in statements.values())
     if preparation is not None:
-        _target({**facts, "the preparation": {"target": preparation.target}})
+        _target({**statements, "the preparation": {"target": preparation.target}})
         return _of_tables(preparation, longest)
-    summaries = [ColumnStatistics.from_record(told["summary"]) for told in facts.values() if "summary" in told]
-    if summaries and len(summaries) == len(facts):
+    summaries = [ColumnStatistics.from_record(told["summary"]) for told in statements.values() if "summary" in told]
+    if summaries and len(summaries) == len(statements):
         asked = config.data
         _check_enough(summaries, asked.task)
         made = combine(
             summaries,
-            _target(facts),
+            _target(statements),
             task=asked.task,
             standardise=asked.standardise,
             ignore=column_names(asked.ignore),
@@ -419,12 +418,14 @@ def agreed(
         )
         return _of_tables(made, longest)
     if summaries:
-        file, part = (next(site for site, told in facts.items() if ("summary" in told) is own) for own in (True, False))
+        file, part = (
+            next(site for site, told in statements.items() if ("summary" in told) is own) for own in (True, False)
+        )
         raise UserError(
             f"Site '{file}' has a file of its own and site '{part}' a part of a named dataset; give all the same kind."
         )
-    first, told = next(iter(facts.items()))
-    for site, other in facts.items():
+    first, told = next(iter(statements.items()))
+    for site, other in statements.items():
         if any(told[key] != other[key] for key in ("shape", "task", "classes")):
             raise UserError(
                 f"The data of site '{site}' have a different shape or task than those of '{first}'; fix one."
@@ -465,11 +466,11 @@ def _check_enough(summaries: Sequence[ColumnStatistics], task: str | None) -> No
         )
 
 
-def check_sites(facts: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any]) -> list[str]:
+def check_sites(statements: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any]) -> list[str]:
     """What whoever runs the deployment should know of the sites' data together, in sentences.
 
     Args:
-        facts: What each site told.
+        statements: What each site told.
         common: What they have in common, see `agreed`.
     """
     if "preparation" not in common:
@@ -477,7 +478,7 @@ def check_sites(facts: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any
     preparation = Preprocessor.from_record(common["preparation"])
     found = [*check_spelling(preparation), *coded(preparation)]
     lacking: dict[str, list[str]] = {}
-    for site, told in facts.items() if preparation.shape is None else ():
+    for site, told in statements.items() if preparation.shape is None else ():
         # Of a site that came late, nobody knows yet whether it has a file.
         summary = told.get("summary")
         columns = summary.get("columns") if isinstance(summary, dict) else None
@@ -494,8 +495,8 @@ def check_sites(facts: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any
     return found
 
 
-def _target(facts: Mapping[str, Mapping[str, Any]]) -> str:
-    named = {str(told["target"]): site for site, told in facts.items()}
+def _target(statements: Mapping[str, Mapping[str, Any]]) -> str:
+    named = {str(told["target"]): site for site, told in statements.items()}
     if len(named) > 1:
         (one, here), (two, there) = list(named.items())[:2]
         raise UserError(f"Site '{here}' predicts '{one}' and '{there}' predicts '{two}'; set data.target for all.")

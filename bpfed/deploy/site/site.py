@@ -24,8 +24,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bpfed._util.errors import UserError
-from bpfed._util.files import PART, clear_parts, lock, sync_folder, when_full, write_whole, writing
-from bpfed._util.paths import CONFIG, PILOTS, RUN, STATES
+from bpfed._util.files import (
+    CONFIG,
+    PART,
+    PILOTS,
+    RUN,
+    STATES,
+    clear_parts,
+    lock,
+    sync_folder,
+    when_full,
+    write_whole,
+    writing,
+)
 from bpfed.config.reader import Config, read
 from bpfed.config.registry import allowing
 from bpfed.data.federated import HELD, parted
@@ -261,9 +272,9 @@ class Site:
         check_candidate(request, self.config, self.limits)
         check_request(request, selection_settings(self.config.run) if request.fold else self.config.run)
         if request.round == 0:
-            facts = self.source.facts()
-            facts["train"] = self.limits.told(facts["train"])
-            return self._plain(request, facts=json.dumps(facts, sort_keys=True))
+            statement = self.source.data_statement()
+            statement["train"] = self.limits.told(statement["train"])
+            return self._plain(request, statement=json.dumps(statement, sort_keys=True))
         self.requests.count(request, self._states(request).folder)
         federation = self._placed(request, record)
         # As it told before, with the rows that are left out and without those that have come since: the difference would
@@ -320,7 +331,7 @@ class Site:
             data = self.source.data(common)
         finally:
             self._note_source()
-        self._untold = int(self.source.facts()["train"]) - int(data.train.sizes[0])
+        self._untold = int(self.source.data_statement()["train"]) - int(data.train.sizes[0])
         self._tell(data.notes)
         # No site is told of the scores of others, so that its sets are its own.
         settings = replace(self.config.run, participants=None, eval_clients=None, store="memory", sets="client")
@@ -485,8 +496,8 @@ class Site:
             with writing(folder):
                 shutil.rmtree(folder)
 
-    def _plain(self, request: Request, facts: str = "", train: int = 0) -> Reply:
-        return Reply(self.fingerprint, request.run, request.round, self.name, "", facts, train)
+    def _plain(self, request: Request, statement: str = "", train: int = 0) -> Reply:
+        return Reply(self.fingerprint, request.run, request.round, self.name, "", statement, train)
 
 
 def open_site(folder: Path, say: Callable[[str], None], data: str | None = None) -> Site:
