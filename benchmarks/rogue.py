@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from bpfed.deploy import folders
+from bpfed.deploy.site import site
 from bpfed.deploy.ops import flower, supervise
 from bpfed.deploy.settings import Plan
 from bpfed.deploy.site import worker
@@ -84,8 +84,8 @@ def main() -> None:
     def say(sentence: str) -> None:
         print(sentence, file=sys.stderr, flush=True)
 
-    honest = folders.open_site
-    folders.open_site = lambda folder, say, data=None: spoiling(honest(folder, say, data), folder / "spoil")
+    honest = site.open_site
+    site.open_site = lambda folder, say, data=None: spoiling(honest(folder, say, data), folder / "spoil")
     threading.Thread(target=worker.work, args=(folder, say), daemon=True).start()
     env = supervise.environment(folder / "flwr", plan)
     supervise.watch("The SuperNode", lambda: flower.supernode_command(folder, plan), env, say, lambda: None)

@@ -22,10 +22,9 @@ from sklearn.utils.validation import check_consistent_length, check_is_fitted, v
 from bpfed._util.console import to_stderr
 from bpfed._util.errors import UserError
 from bpfed.data.federated import FederatedData
-from bpfed.data.tabular.federate import check_client_name, federate
+from bpfed.data.tabular.federate import federate
 from bpfed.data.tabular.frames import is_named, table_of
-from bpfed.data.tabular.statistics import SPLIT
-from bpfed.data.tabular.table import Categorical, Column, as_text
+from bpfed.data.tabular.table import SPLIT, Categorical, Column, as_text, check_client_name
 from bpfed.inference.predictive import Classified, Prediction, Regressed
 from bpfed.runs.client import Client
 from bpfed.runs.fit import fit

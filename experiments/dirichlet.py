@@ -15,7 +15,9 @@ where no method is given: it chooses between the recipe and ``bpfed-adaptive`` o
 from __future__ import annotations
 
 import argparse
+import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +28,8 @@ import numpy as np
 from bpfed._util.console import to_stderr
 from bpfed._util.errors import UserError
 from bpfed._util.files import whole
-from bpfed._util.scores import mean
+from bpfed._util.scores import deviation, mean
+from bpfed._util.text import plural
 from bpfed.config.settings import Settings
 from bpfed.data import FederatedData, from_arrays
 from bpfed.data.federated import HELD
@@ -35,7 +38,9 @@ from bpfed.methods import method
 from bpfed.runs.fit import prepare
 from bpfed.runs.pilot import ScoredCandidate, choose, choose_method, score_methods, selection_settings
 from bpfed.runs.run import train_together
-from experiments.jobs import Job, paired, records, run_jobs, run_record, settings_chosen
+from experiments.jobs import Job, device_name, paired, records, run_jobs, run_record, settings_chosen
+from experiments.lineup import title
+from experiments.typeset import NOTHING, figures, interval, strong, table
 
 RESULTS = Path("results/dirichlet")
 BETAS = (0.01, 0.1, 0.5, 5.0)
@@ -193,81 +198,176 @@ def make_images(path: Path, each: int = EACH) -> None:
         np.savez_compressed(file, x=grey, y=source.y[rows].astype(np.uint8))
 
 
-# --- The table and the figure -----------------------------------------------------------------------------------------
+# --- The tables and the figure ----------------------------------------------------------------------------------------
+
+
+#: Of a β and a method: its runs by seed.
+Runs = dict[float, dict[str, list[dict[str, Any]]]]
 
 
 def render(results: Path, figures: Path | None) -> str:
-    """The table of all records as Markdown; with a folder, the figure of τ and NLL over β too."""
-    found: dict[float, dict[str, list[dict[str, Any]]]] = {}
-    for record in records(results, "*/*.json"):
-        found.setdefault(record["asked"]["beta"], {})[record["asked"]["method_name"]] = record["runs"]
-    if not found:
+    """The tables of all records as Markdown; with a folder, the figure too."""
+    found: Runs = {}
+    made = records(results, "*/*.json")
+    for record in made:
+        by = found.setdefault(record["asked"]["beta"], {})
+        by.setdefault(record["asked"]["method_name"], []).extend(record["runs"])
+    grids = {beta: by.pop(GRID) for beta, by in sorted(found.items()) if GRID in by}
+    if not any(found.values()):
         raise UserError(f"'{results}' has no records; run the experiment first.")
-    names = [name for name in METHODS if any(name in by for by in found.values())]
-    lines = [
-        f"| β | {' | '.join(names)} | τ body, head | held out, adaptive − recipe |",
-        "|---" * (len(names) + 3) + "|",
-    ]
-    for beta in sorted(found):
-        by = found[beta]
-        cells = [_cell(by[name]) if name in by else "–" for name in names]
-        tau = ", ".join(_tau(one) for one in by.get(ADAPTIVE, []))
-        lines.append(f"| {beta:g} | {' | '.join(cells)} | {tau} | {_held_out(by)} |")
     if figures is not None:
-        draw(found, names, figures / "dirichlet.svg")
-    return "\n".join([*lines, "", "Cells: NLL (accuracy %), mean over seeds."])
+        draw(found, figures)
+    versions = ", ".join(sorted({record["bpfed"] for record in made}))
+    parts = [_scores(found, versions), _choices(found), *(_grid(beta, runs[0]) for beta, runs in grids.items())]
+    return "\n\n".join(part for part in parts if part)
 
 
-def _cell(runs: Sequence[dict[str, Any]]) -> str:
-    nll, accuracy = (mean([one["scores"][m]["pooled"] for one in runs]) for m in ("nll", "accuracy"))
-    return f"{nll:.3f} ({100 * accuracy:.1f})"
+def _scores(found: Runs, versions: str) -> str:
+    """NLL and accuracy on test images, methods by β; the lowest NLL of a column is bold."""
+    betas, names = sorted(found), _methods(found)
+    usual = Counter(_made(runs) for by in found.values() for runs in by.values()).most_common(1)[0][0]
+    columns = []
+    for beta in betas:
+        runs = [found[beta].get(name, []) for name in names]
+        means = [mean(_values(each, "nll")) for each in runs]
+        texts = [figures(m, "nll", deviation(_values(each, "nll"))) for m, each in zip(means, runs, strict=True)]
+        # Of other seeds the mean may be lower by chance alone.
+        comparable = [m if _made(each)[0] == usual[0] else math.nan for m, each in zip(means, runs, strict=True)]
+        texts = strong(comparable, texts, "nll")
+        columns.append([f"{text}{_beside(each, usual)}" for text, each in zip(texts, runs, strict=True)])
+    rows = [[title(name), *cells] for name, *cells in zip(names, *columns, strict=True)]
+    words = (
+        "Test NLL, mean ± standard deviation over seeds (accuracy %). "
+        f"Version {versions}, {' on a '.join(usual)} where a cell says nothing else."
+    )
+    return table(["method", *(f"β = {beta:g}" for beta in betas)], rows) + f"\n\n{words}"
 
 
-def _tau(one: dict[str, Any]) -> str:
-    chosen = one["chosen_settings"]
-    return f"{chosen['deviation']:g}/{chosen['head_deviation']:g}"
+def _methods(found: Runs) -> list[str]:
+    return [name for name in METHODS if any(name in by for by in found.values())]
 
 
-def _held_out(by: dict[str, list[dict[str, Any]]]) -> str:
-    """Difference per held-out image of each seed with its 95 % interval, clients as units."""
-    if ADAPTIVE not in by or RECIPE not in by:
-        return "–"
-    shown = []
-    for ours, theirs in zip(by[ADAPTIVE], by[RECIPE], strict=True):
-        examples = np.array(ours["held_out"]["examples"])
-        sums = [np.array(one["held_out"]["sums"])[examples > 0] for one in (ours, theirs)]
-        scale = (examples > 0).sum() / examples.sum()
-        difference, half = paired((sums[0] * scale).tolist(), (sums[1] * scale).tolist())
-        shown.append(f"{difference:+.3f} ± {half:.3f}")
-    return ", ".join(shown)
+def _values(runs: Sequence[dict[str, Any]], measure: str) -> list[float]:
+    return [one["scores"][measure]["pooled"] for one in runs]
 
 
-def draw(found: dict[float, dict[str, list[dict[str, Any]]]], names: Sequence[str], path: Path) -> None:
-    """τ that was chosen and NLL of every method over β."""
+def _made(runs: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """How many seeds, and on what."""
+    return plural(len(runs), "seed"), " and a ".join(sorted({device_name(one) for one in runs}))
+
+
+def _beside(runs: Sequence[dict[str, Any]], usual: tuple[str, str]) -> str:
+    """The accuracy, and what is unusual about these runs."""
+    if not runs:
+        return ""
+    marks = [mark for mark, other in zip(_made(runs), usual, strict=True) if mark != other]
+    return "".join([f" ({100 * mean(_values(runs, 'accuracy')):.1f})", *(f", {mark}" for mark in marks)])
+
+
+def _choices(found: Runs) -> str:
+    """What each run without a method chose, and the NLL on held-out training images that it chose by."""
+    rows = []
+    for beta in sorted(found):
+        for one in found[beta].get(DEFAULT, []):
+            recipe, adaptive = _last(one, RECIPE), _last(one, ADAPTIVE)
+            kept = one["chosen_settings"]
+            tau = f"{kept['deviation']:g}, {kept['head_deviation']:g}" if "deviation" in kept else NOTHING
+            cells = [f"{beta:g}", str(one["seed"]), f"{_nll(recipe):.3f}", f"{_nll(adaptive):.3f}"]
+            rows.append([*cells, _minus(adaptive, recipe, 3), one["config"]["method"]["name"], tau])
+    if not rows:
+        return ""
+    head = ["β", "seed", RECIPE, ADAPTIVE, "difference", "chosen", "τ of body, head"]
+    words = "NLL on held-out training images. The difference is paired, with a 95 % interval (clients as units)."
+    return table(head, rows) + f"\n\n{words}"
+
+
+def _last(one: dict[str, Any], name: str) -> dict[str, Any]:
+    """The score that a method was chosen by: its last."""
+    return next(held for held in reversed(one["held_out"]) if held["method"] == name)
+
+
+def _nll(held: dict[str, Any]) -> float:
+    return float(np.sum(held["sums"]) / np.sum(held["examples"]))
+
+
+def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, float]:
+    """Difference per held-out image, and half its 95 % interval, clients as units."""
+    examples = np.array(ours["examples"])
+    sums = [np.array(each["sums"])[examples > 0] for each in (ours, theirs)]
+    scale = (examples > 0).sum() / examples.sum()
+    return paired((sums[0] * scale).tolist(), (sums[1] * scale).tolist())
+
+
+def _minus(ours: dict[str, Any], theirs: dict[str, Any], digits: int) -> str:
+    return interval(*_difference(ours, theirs), digits)
+
+
+def _grid(beta: float, one: dict[str, Any]) -> str:
+    """Held-out NLL of ``bpfed-adaptive`` over T and s, and over τ at the first of them."""
+    first = one["held_out"][0]
+    by_prior: dict[tuple[float, float], dict[str, Any]] = {}
+    by_tau: dict[tuple[float, float], dict[str, Any]] = {}
+    for held in one["held_out"]:
+        prior, tau = ((held[a], held[b]) for a, b in (CHOSEN[:2], CHOSEN[2:]))
+        if tau == (first["deviation"], first["head_deviation"]):
+            by_prior.setdefault(prior, held)
+        if prior == (first["temperature"], first["prior_scale"]):
+            by_tau.setdefault(tau, held)
+    priors = [
+        [f"{t:g}", f"{s:g}", f"{_nll(held):.4f}", NOTHING if held is first else _minus(held, first, 4)]
+        for (t, s), held in by_prior.items()
+    ]
+    heads = sorted({head for _, head in by_tau})
+    taus = [
+        [_tau(body), *(f"{_nll(by_tau[body, head]):.4f}" if (body, head) in by_tau else NOTHING for head in heads)]
+        for body in sorted({body for body, _ in by_tau})
+    ]
+    where = f"Held-out NLL of `{ADAPTIVE}` at β = {beta:g}, seed {one['seed']}"
+    return "\n\n".join(
+        [
+            f"{where}, over T and s:",
+            table(["T", "s", "NLL", "minus the first row"], priors),
+            f"{where}, over τ, with the T and s of the first row above:",
+            table(["τ of body", *(f"τ of head {_tau(head)}" for head in heads)], taus),
+        ]
+    )
+
+
+def _tau(value: float) -> str:
+    return f"{value:g}" if value < 100.0 else "∞"
+
+
+def draw(found: Runs, folder: Path) -> None:
+    """What decides between the two methods, and the test NLL of every method, over β."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    betas = sorted(found)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for key, label, marker in (("deviation", "other layers", "o"), ("head_deviation", "last layer", "s")):
-        points = [(b, one["chosen_settings"][key]) for b in betas for one in found[b].get(ADAPTIVE, [])]
-        left.plot(*zip(*points, strict=True), marker, fillstyle="none", label=label)
-    left.set(xscale="log", xlabel="β", ylabel="τ chosen on held-out images (100: ∞)")
-    left.set_yscale("symlog", linthresh=0.05)
-    for name in names:
-        shown = [
-            (b, mean([one["scores"]["nll"]["pooled"] for one in found[b][name]])) for b in betas if name in found[b]
-        ]
-        right.plot(*zip(*shown, strict=True), marker="o", label=name, linewidth=2 if name == ADAPTIVE else 1)
-    right.set(xscale="log", yscale="log", xlabel="β", ylabel="test NLL")
-    left.legend()
-    right.legend(fontsize=7)
-    with whole(path) as file:
-        figure.savefig(file, format="svg")
-    with whole(path.with_suffix(".png")) as file:
-        figure.savefig(file, format="png", dpi=150)
+    from experiments import panel
+
+    betas, names = sorted(found), _methods(found)
+    with panel.style():
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.4, 3.8), layout="constrained")
+        for seed in sorted({one["seed"] for by in found.values() for one in by.get(DEFAULT, [])}):
+            runs = [(b, one) for b in betas for one in found[b].get(DEFAULT, []) if one["seed"] == seed]
+            differences = [_difference(_last(one, ADAPTIVE), _last(one, RECIPE)) for _, one in runs]
+            at = [b * 1.2 ** (seed - 1) for b, _ in runs]  # beside each other
+            left.errorbar(at, *zip(*differences, strict=True), fmt="osD^v"[seed % 5], capsize=2, label=f"seed {seed}")
+        left.axhline(0.0, color=panel.WORDS, linewidth=1)
+        left.set_ylabel("held-out NLL, bpfed-adaptive − bpfed-recipe")
+        left.legend(loc="upper left")
+        drawn = []
+        for name in names:
+            values = [[mean(_values(found[b].get(name, []), "nll")) for b in betas]]
+            drawn.append(panel.Line(name, title(name), np.array(betas), np.array(values)))
+        for axes in (left, right):
+            axes.set(xscale="log", xlabel="β (small: unlike clients)")
+            axes.set_xticks(betas, [f"{b:g}" for b in betas])
+            axes.minorticks_off()
+        panel.lines(right, drawn, panel.NLL, 0.0)
+        panel.name_ends(right, drawn)
+        panel.save(figure, folder, "dirichlet")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -286,7 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no job is begun")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
-        "--render", nargs="?", const=True, metavar="FOLDER", help="print the table, draw the figure there"
+        "--render", nargs="?", const=True, metavar="FOLDER", help="print the tables, draw the figure there"
     )
     given = parser.parse_args(arguments)
     if given.prepare is not None:

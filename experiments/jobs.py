@@ -170,6 +170,11 @@ def records(results: Path, pattern: str) -> list[dict[str, Any]]:
     return found
 
 
+def device_name(record: dict[str, Any]) -> str:
+    """What a run was trained on: ``GPU`` or ``CPU``."""
+    return "CPU" if record["device"] == "cpu" else "GPU"
+
+
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
     """Mean difference, and half the width of its 95 % interval by Student's t; NaN of a single pair."""
     difference = [a - b for a, b in zip(ours, theirs, strict=True)]

@@ -11,6 +11,7 @@ network (one hidden layer, or a linear path beside it for ``bpfed-adaptive``), r
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,12 +21,14 @@ import numpy as np
 
 from bpfed._util.console import to_stderr
 from bpfed._util.errors import UserError
-from bpfed._util.scores import mean
+from bpfed._util.scores import deviation, mean
+from bpfed._util.text import plural
 from bpfed.data import FederatedData, from_arrays
 from bpfed.methods import Method, method
 from bpfed.runs.fit import fit
-from experiments.jobs import Job, paired, records, run_jobs, run_record, settings_chosen
-from experiments.typeset import signed
+from experiments.jobs import Job, device_name, paired, records, run_jobs, run_record, settings_chosen
+from experiments.lineup import title
+from experiments.typeset import figures, interval, table
 
 RESULTS = Path("results/many-classes")
 DEFAULT = "default"
@@ -173,31 +176,42 @@ def jobs(
 
 
 def render(results: Path, size: str) -> str:
-    """The table of all records of a size as Markdown."""
+    """The table of all records of a size as Markdown; a method is compared with FedPer at the seeds that both have."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for record in records(results, f"{size}/*.json"):
         found.setdefault(record["asked"]["method"], {})[record["asked"]["seed"]] = record
-    if "fedper" not in found:
-        raise UserError(f"'{results}' has no record of fedper with size {size}; run the experiment first.")
-    lines = [
-        "| method | accuracy % | NLL | classes seen: % / NLL | classes new: % / NLL | NLL − FedPer's |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, by_seed in found.items():
-        seeds = sorted(by_seed.keys() & found["fedper"].keys())
-        scores = {m: mean([by_seed[s]["scores"][m]["pooled"] for s in seeds]) for m in ("accuracy", "nll")}
+    if not found:
+        raise UserError(f"'{results}' has no records of size {size}; run the experiment first.")
+    of_fedper = found.get("fedper", {})
+    rows = []
+    for name in sorted(found, key=METHODS.index):
+        made = [found[name][seed] for seed in sorted(found[name])]
+        nll, right = ([one["scores"][m]["pooled"] for one in made] for m in ("nll", "accuracy"))
         parts = [
-            f"{100 * mean([by_seed[s]['kinds'][kind]['accuracy'] for s in seeds]):.1f} / "
-            f"{mean([by_seed[s]['kinds'][kind]['nll'] for s in seeds]):.2f}"
+            f"{100 * mean([one['kinds'][kind]['accuracy'] for one in made]):.1f} / "
+            f"{mean([one['kinds'][kind]['nll'] for one in made]):.2f}"
             for kind in ("seen", "new")
         ]
-        nll = [[r[s]["scores"]["nll"]["pooled"] for s in seeds] for r in (by_seed, found["fedper"])]
-        difference, half = paired(*nll)
-        lines.append(
-            f"| {name} | {100 * scores['accuracy']:.1f} | {scores['nll']:.3f} | {parts[0]} | {parts[1]} | "
-            f"{signed(difference, 2)} ± {half:.2f} |"
-        )
-    return "\n".join(lines)
+        both = sorted(found[name].keys() & of_fedper.keys()) if name != "fedper" else []
+        difference = paired(*([by[s]["scores"]["nll"]["pooled"] for s in both] for by in (found[name], of_fedper)))
+        cells = [
+            f"{100 * mean(right):.1f}",
+            figures(mean(nll), "nll", deviation(nll)),
+            *parts,
+            interval(*difference, 2),
+        ]
+        where = " and ".join(sorted({device_name(one) for one in made}))
+        rows.append([title(name), *cells, str(len(made)), where])
+    versions = ", ".join(sorted({one["bpfed"] for by_seed in found.values() for one in by_seed.values()}))
+    head = ["method", "accuracy %", "NLL", "classes seen: % / NLL", "classes new: % / NLL", "NLL − FedPer's"]
+    return table([*head, "seeds", "device"], rows) + f"\n\nMeans over seeds. Version {versions}.{_chosen(found)}"
+
+
+def _chosen(found: dict[str, dict[int, dict[str, Any]]]) -> str:
+    """What was chosen where no method was given, as a sentence."""
+    names = [one["config"]["method"]["name"] for one in found.get(DEFAULT, {}).values()]
+    chosen = ", ".join(f"`{name}` at {plural(count, 'seed')}" for name, count in sorted(Counter(names).items()))
+    return f" The default chose {chosen}." if chosen else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

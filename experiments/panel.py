@@ -60,9 +60,11 @@ class Ink(NamedTuple):
 
 
 SOLID, DASHED, DOTTED, MIXED, LONG = "-", (0, (4, 1.6)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)), (0, (8, 2.5))
+TWO_DOTS = (0, (6, 1.5, 1, 1.5, 1, 1.5))
 
 #: The chief methods: strong lines, their names at their ends. No two share dash and marker.
 CHIEF = {
+    "default": Ink("#c2570c", TWO_DOTS, "*", True, 2.2),
     "bpfed-recipe": Ink("#17599e", SOLID, "o", True, 2.2),
     "bpfed-population": Ink("#0b7a5b", LONG, "s", True, 1.9),
     "bpfed": Ink("#b0243f", DASHED, "D", True, 1.6),

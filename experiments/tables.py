@@ -35,7 +35,7 @@ from bpfed.data import FederatedData
 from bpfed.runs.baselines import baselines
 from bpfed.runs.fit import fit
 from experiments.jobs import Job, paired, records, run_jobs, run_record, settings_chosen
-from experiments.typeset import NOTHING, signed, table
+from experiments.typeset import NOTHING, interval, table
 
 RESULTS = Path("results/tables")
 SEEDS, ROUNDS, MEMBERS = 5, 50, 3
@@ -205,8 +205,8 @@ def render(results: Path) -> str:
             f"**{means[k]:.3f}**" if means.get(k) == lowest else f"{means[k]:.3f}" if k in means else "–"
             for k in COLUMNS
         ]
-        interval = f"{signed(difference, 3)} ± {half:.3f}"
-        lines.append(_row([of.title, str(ours[0]["clients"]), str(len(seeds)), *cells, COLUMNS[best], interval]))
+        least = interval(difference, half, 3)
+        lines.append(_row([of.title, str(ours[0]["clients"]), str(len(seeds)), *cells, COLUMNS[best], least]))
     if len(lines) == 2:
         raise UserError(f"'{results}' has no records; run the experiment first.")
     return "\n".join([*lines, "", f"Test NLL, {', '.join(sorted(versions))}."])

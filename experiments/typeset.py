@@ -80,6 +80,11 @@ def signed(value: float, digits: int) -> str:
     return f"{value:+.{digits}f}".replace("-", "−") if math.isfinite(value) else NOTHING
 
 
+def interval(value: float, half: float, digits: int) -> str:
+    """A difference with half the width of its interval, where there is one."""
+    return signed(value, digits) + (f" ± {half:.{digits}f}" if math.isfinite(half) else "")
+
+
 def unit(measure: str) -> str:
     """A measure's name as a column's head."""
     word = {"accuracy": "accuracy", "brier": "Brier", "hellinger": "error"}.get(measure, measure.upper())

@@ -17,7 +17,7 @@ import pytest
 from bpfed.cli import main
 
 #: A run that takes a second or less, as far as it can.
-SMALL = ("run", "--clients", "3", "--epochs", "1", "--eval-draws", "2", "--quiet")
+SMALL = ("run", "--clients", "3", "--epochs", "1", "--eval-draws", "2", "--adapt", "off", "--quiet")
 #: The same with the method that is quickest to trace, where the method does not matter.
 PLAIN = (*SMALL, "--method", "fedavg")
 

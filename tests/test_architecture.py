@@ -14,7 +14,7 @@ import bpfed
 
 ROOT = Path(bpfed.__file__).parent
 #: Modules in the longest chain of imports, at most.
-LONGEST = 20
+LONGEST = 14
 #: Lines of a module that has one importer, at least.
 SMALL = 60
 #: Smaller ones with one importer, and why they are files of their own.

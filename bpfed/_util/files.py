@@ -126,6 +126,22 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"'{path}' cannot be written ({error.strerror}); choose another location.") from error
 
 
+@contextmanager
+def when_full(path: Path, then: str) -> Iterator[None]:
+    """Say of a disk that is full what there is to do in a deployment, where nothing goes on with ``--resume``.
+
+    Args:
+        path: What is written inside.
+        then: How the sentence ends after ``free some space``, such as ``and run it again``.
+    """
+    try:
+        yield
+    except UserError as error:  # see `writing`
+        if getattr(error.__cause__, "errno", 0) not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(f"The disk is full: '{path}' cannot be written; free some space, {then}.") from error.__cause__
+
+
 def sha256(content: bytes | str) -> str:
     """The SHA-256 hash of a file's content, as ``sha256sum`` prints it."""
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()

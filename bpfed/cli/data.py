@@ -293,9 +293,9 @@ def prepare(
     _say("It holds means, scales and words of these tables: whoever gets the file can read them.")
 
 
-@app.command(epilog="Example: bpfed data export heart-disease hospitals")
+@app.command(epilog="Example: bpfed data export breast-cancer hospitals")
 def export(
-    name: Annotated[str, typer.Argument(help="A dataset of tables, such as heart-disease.")],
+    name: Annotated[str, typer.Argument(help="A dataset of tables, such as breast-cancer (built in).")],
     folder: Annotated[Path, typer.Argument(help="A new folder, for one CSV file per client.")],
     data_dir: DataDir = None,
 ) -> None:

@@ -426,8 +426,7 @@ def _named(path: Path) -> dict[str, list[str]]:
 
 def _copied(path: Path, keep: str | None, rows: int) -> dict[str, list[str]]:
     """The columns of the input that go into the output as they are, by name."""
-    from bpfed.data.tabular.federate import column_names
-    from bpfed.data.tabular.table import passthrough
+    from bpfed.data.tabular.table import column_names, passthrough
 
     kept = passthrough(path, column_names(keep)) if keep else {}
     for name, cells in kept.items():

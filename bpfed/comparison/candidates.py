@@ -9,8 +9,7 @@ from typing import Any
 from bpfed._util.errors import UserError, unknown
 from bpfed.config.schema import TABLES, fields_of
 from bpfed.config.settings import Settings
-from bpfed.methods import METHODS, Method, method, names
-from bpfed.runs.fit import method_of
+from bpfed.methods import METHODS, Method, as_method, method, names
 
 #: What may follow a method's name after a ``+``, and the settings that it stands for.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -124,7 +123,7 @@ def candidates(
 ) -> list[Candidate]:
     """Those named, or those given, under names of one's own or each under its own."""
     if not isinstance(methods, str | Mapping) and any(isinstance(m, Method) for m in methods):
-        given = [method_of(m) for m in methods]
+        given = [as_method(m) for m in methods]
         methods = {method.name: method for method in given}
         if len(methods) < len(given):
             raise UserError("Two of the methods have the same name; give them in a dict, under names of your own.")
@@ -138,7 +137,7 @@ def candidates(
                     "with '.', has no '/' and is no file of the comparison."
                 )
         return [
-            Candidate(name, name, None if value == DEFAULT else method_of(value), settings)
+            Candidate(name, name, None if value == DEFAULT else as_method(value), settings)
             for name, value in methods.items()
         ]
     found = []

@@ -170,8 +170,8 @@ METHODS = Registry("method", "bpfed.methods", {
     "fedbabu": "bpfed.methods.fedbabu:FedBABU",
 })
 DATASETS = Registry("dataset", "bpfed.datasets", (
-    "digits", "mnist", "fmnist", "cifar10", "heart-disease", "wisdm", "wisdm-later", "mnist-small",
-    "mnist-large", "fmnist-small", "fmnist-large", "cifar10-small", "cifar10-large",
+    "digits", "mnist", "fmnist", "cifar10", "breast-cancer", "heart-disease", "wisdm", "wisdm-later",
+    "mnist-small", "mnist-large", "fmnist-small", "fmnist-large", "cifar10-small", "cifar10-large",
 ))
 # fmt: on
 #: Networks that are made where none is given. One of a package is a function of the shape of an example and the number of

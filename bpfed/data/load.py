@@ -23,8 +23,8 @@ from bpfed.data.sources import pooled
 from bpfed.data.sources.pooled import NATURAL, SOURCES, Natural, Source
 from bpfed.data.tabular import federate, frames
 from bpfed.data.tabular.preprocessing import Codes, Standardise
-from bpfed.data.tabular.recode import Recoding
-from bpfed.data.tabular.table import ArrayOptions, Table
+from bpfed.data.tabular.recode import Recoding, recoded
+from bpfed.data.tabular.table import ArrayOptions, Table, column_names
 from bpfed.inference.tasks import Classification
 
 PARTITION = "groups"
@@ -154,8 +154,8 @@ def load(
             task=task,
             standardise=standardise,
             client_column=client_column,
-            ignore=federate.column_names(ignore),
-            missing=federate.column_names(missing),
+            ignore=column_names(ignore),
+            missing=column_names(missing),
             codes=codes,
             holdout=holdout,
             recoding=recoding,
@@ -231,8 +231,8 @@ def from_frames(
         with_event(target, event),
         task=task,
         standardise=standardise,
-        ignore=federate.column_names(ignore),
-        missing=federate.column_names(missing),
+        ignore=column_names(ignore),
+        missing=column_names(missing),
         codes=codes,
         holdout=holdout,
         recoding=recoding,
@@ -246,8 +246,8 @@ def _columns_of_frame(
 ) -> tuple[list[str], list[str], tuple[str, ...]]:
     """Columns that may be of any type, words for no value, and columns that are words."""
     by = Holdout.of(holdout)
-    ignored = [name for name in federate.column_names(ignore) if by is None or name != by.column]
-    return ignored, federate.column_names(missing), by.words if by is not None else ()
+    ignored = [name for name in column_names(ignore) if by is None or name != by.column]
+    return ignored, column_names(missing), by.words if by is not None else ()
 
 
 def is_table(name: str) -> bool:
@@ -284,7 +284,7 @@ def tables(
             name.removeprefix(PREFIX),
             client_column,
             federate.not_inputs(ignore, by),
-            federate.column_names(missing),
+            column_names(missing),
             by.words if by is not None else (),
             recoding,
             ArrayOptions.of(input, image_size),
@@ -296,7 +296,7 @@ def tables(
         raise UserError(f"'{name}' has its own clients; omit --client-column.")
     if missing is not None:
         raise UserError(f"What is missing in '{name}' is known; omit --missing.")
-    return federate.recoded(known.files.read(pooled.obtain(name, data_dir, download)), recoding)
+    return recoded(known.files.read(pooled.obtain(name, data_dir, download)), recoding)
 
 
 def fetch(name: str, data_dir: DataDir = None) -> Path | None:

@@ -37,9 +37,9 @@ server, client = ServerApp(), ClientApp()
 @server.main()
 def serve(grid: Grid, context: Context) -> None:
     """Run the rounds that are left."""
-    from bpfed.deploy.folders import open_server
     from bpfed.deploy.ops.supervise import SERVER_FOLDER
     from bpfed.deploy.protocol.transport import GridTransport
+    from bpfed.deploy.server.server import open_server
 
     folder = os.environ.get(SERVER_FOLDER)
     if not folder:
@@ -97,7 +97,7 @@ def _answer(message: Message, context: Context, say: Say) -> Message:
         say(f"{what}: answered.")
         return reply
 
-    from bpfed.deploy.folders import open_site
+    from bpfed.deploy.site.site import open_site
 
     return Message(open_site(folder, say).answer(message.content), reply_to=message)
 

@@ -467,18 +467,16 @@ def pooled_bounds(own: Tensor, pool: Tensor, level: float, regions: str) -> Tens
     return ends(regions)[cell.clamp(max=CELLS - 1)].masked_fill(infinite, math.inf)
 
 
-def threshold(scores: Tensor | Conformal, level: float) -> float:
+def threshold(scores: Tensor, level: float) -> float:
     """The score that a new example's does not exceed with probability of at least ``level``.
 
     Args:
-        scores: In rising order, ``[n]``; or what bounds the scores of a client, not by class.
+        scores: In rising order, ``[n]``.
         level: Above 0 and below 1.
 
     Returns:
         The ⌈(n + 1) · level⌉-th smallest score; infinity if there are fewer.
     """
-    if isinstance(scores, Conformal):
-        return scores.bound(level)
     rank = int(_rank(torch.tensor(float(len(scores)), dtype=torch.float64), level))
     return float(scores[rank - 1]) if rank <= len(scores) else math.inf
 
@@ -572,15 +570,6 @@ def common_scale_factor(squares: Tensor) -> float:
     """
     total, weight = float(squares.sum()), len(squares) + PRIOR
     return (PRIOR + math.sqrt(PRIOR**2 + 4.0 * total * weight)) / (2.0 * weight)
-
-
-def tempered(probs: Tensor, temperature: Tensor | float) -> Tensor:
-    """p^(1/T) / Z, ``[..., K]``; a tensor of temperatures broadcasts against ``probs`` without its last axis."""
-    if not isinstance(temperature, Tensor) and temperature == 1.0:
-        return probs
-    t = torch.as_tensor(temperature, dtype=torch.float64, device=probs.device)
-    logits = probs.double().clamp(min=SMALLEST).log() / t[..., None]
-    return torch.where((t == 1.0)[..., None], probs, torch.softmax(logits, -1).to(probs.dtype))
 
 
 # --- One calibration temperature for the examples of clients that never meet, from sums over the examples of each --------------------

@@ -12,7 +12,7 @@ All are unbiased; they differ in where the noise is drawn, hence in variance and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from bpfed._util.errors import unknown
 from bpfed.inference import inputs, rng
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.inputs import Inputs
-from bpfed.nn.model import Model
+
+if TYPE_CHECKING:
+    from bpfed.nn.model import Model
 
 
 class Batch(NamedTuple):
@@ -72,7 +74,7 @@ def mean_gradient(model: Model, weights: Tensor, batch: Batch) -> tuple[Tensor, 
     return total / batch.examples, gradient / batch.examples[:, None]
 
 
-Estimator = Callable[[Model, Gaussian, Batch], DataTerm]
+Estimator = Callable[["Model", Gaussian, Batch], DataTerm]
 
 
 def weights(model: Model, q: Gaussian, batch: Batch) -> DataTerm:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bpfed.inference.calibration import Conformal, threshold
+from bpfed.inference.calibration import Conformal
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import IGNORED, Bernoulli, Likelihood, Ordinal, Tokens
 from bpfed.inference.predictive import How, Prediction, Predictive, posterior_outputs, uncalibrated
@@ -29,8 +29,8 @@ from bpfed.inference.tasks import (
     written,
 )
 from bpfed.metrics import SMALLEST, Evaluation, Form, Sums, evaluate, evaluate_sums
-from bpfed.metrics.classification import form_of_classes
 from bpfed.metrics.evaluation import counting, summed
+from bpfed.metrics.scores import form_of_classes
 
 if TYPE_CHECKING:
     from bpfed.nn.model import Model
@@ -104,7 +104,7 @@ class Labelled(Prediction):
         """
         if self.scores is None:
             raise uncalibrated("sets of labels", self.unscored)
-        bound = threshold(self.scores, level)
+        bound = self.scores.bound(level)
         return self.probs > bound, 1.0 - self.probs <= bound
 
 
@@ -284,7 +284,7 @@ class Tagged(Prediction):
         sequence are in their sets (see `Classified.prediction_set`)."""
         if self.scores is None:
             raise uncalibrated("prediction sets", self.unscored)
-        return 1.0 - self.probs <= threshold(self.scores, level)
+        return 1.0 - self.probs <= self.scores.bound(level)
 
 
 class TokenClassification(Classification):

@@ -15,14 +15,15 @@ from torch.func import vmap
 
 from bpfed._util.errors import UserError, unknown
 from bpfed.inference import inputs, rng
-from bpfed.inference.calibration import Conformal, tempered, threshold
 from bpfed.inference.gaussian import Gaussian
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Heteroscedastic, Normal, Ordinal
 from bpfed.inference.moment_propagation import Propagation
+from bpfed.metrics.evaluation import SMALLEST
 from bpfed.nn.kernels.conv import Convolutions
 
 if TYPE_CHECKING:
+    from bpfed.inference.calibration import Conformal
     from bpfed.nn.model import Model
 
 
@@ -384,8 +385,17 @@ class Regressed(Prediction):
         """
         if self.scores is None:
             raise uncalibrated("intervals", self.unscored)
-        half = threshold(self.scores, level) * self.scale
+        half = self.scores.bound(level) * self.scale
         return self.mean - half, self.mean + half
+
+
+def tempered(probs: Tensor, temperature: Tensor | float) -> Tensor:
+    """p^(1/T) / Z, ``[..., K]``; a tensor of temperatures broadcasts against ``probs`` without its last axis."""
+    if not isinstance(temperature, Tensor) and temperature == 1.0:
+        return probs
+    t = torch.as_tensor(temperature, dtype=torch.float64, device=probs.device)
+    logits = probs.double().clamp(min=SMALLEST).log() / t[..., None]
+    return torch.where((t == 1.0)[..., None], probs, torch.softmax(logits, -1).to(probs.dtype))
 
 
 def uncalibrated(what: str, why: str | None) -> UserError:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bpfed._util.errors import UserError
-from bpfed.inference.calibration import Conformal, threshold
+from bpfed.inference.calibration import Conformal
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Likelihood, check_one_output
 from bpfed.inference.predictive import How, Prediction, Predictive, posterior_outputs, uncalibrated
@@ -144,7 +144,7 @@ class Survived(Prediction):
         """
         if self.scores is None:
             raise uncalibrated("lower bounds", self.unscored)
-        return self.time_at(math.exp(-1.0 / max(threshold(self.scores, level), 1e-12)))
+        return self.time_at(math.exp(-1.0 / max(self.scores.bound(level), 1e-12)))
 
 
 def crossing(survival: Tensor, level: float) -> Tensor:

@@ -26,12 +26,11 @@ from bpfed.inference import calibration
 from bpfed.inference.calibration import HeldOutSlopes
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Categorical, Heteroscedastic, Likelihood, Normal
-from bpfed.inference.predictive import Classified, How, Prediction, Predictive, Regressed, classify, regress
+from bpfed.inference.predictive import Classified, How, Prediction, Predictive, Regressed, classify, regress, tempered
 from bpfed.metrics import Evaluation, Form, Sums, diagnostics, evaluate, evaluate_regression, evaluate_sums
-from bpfed.metrics.classification import by_class, form_of_classes
 from bpfed.metrics.evaluation import summed, with_means
 from bpfed.metrics.registry import of_examples
-from bpfed.metrics.regression import form_of_numbers
+from bpfed.metrics.scores import by_class, form_of_classes, form_of_numbers
 
 if TYPE_CHECKING:
     from bpfed.data.federated import Examples
@@ -353,7 +352,7 @@ class Classification(Task):
         temperature: float,
     ) -> tuple[Tensor, ...]:
         """Probabilities, ``[S, B, K]``."""
-        return (calibration.tempered(classify(model, predictive, x, key, draws, how).probs, temperature),)
+        return (tempered(classify(model, predictive, x, key, draws, how).probs, temperature),)
 
     def no_parts(self, classes: int, device: torch.device) -> tuple[Tensor, ...]:
         return (torch.zeros(0, classes, device=device),)
@@ -375,7 +374,7 @@ class Classification(Task):
             sets = (1.0 - probs).double() <= bounds.bound.reshape(len(probs), -1)
             bounded = bounds.finite
             if scoring.scaling:
-                probs = calibration.tempered(probs, bounds.temperature)
+                probs = tempered(probs, bounds.temperature)
         shares = class_shares(scoring.train, scoring.classes)[scoring.clients].to(probs.device)
         offsets = found.offsets.to(probs.device)
         scored = evaluate(probs, found.y, offsets, scoring.bins, sets, bounded, shares)

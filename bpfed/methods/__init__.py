@@ -53,6 +53,11 @@ def method(name: str) -> type[AnyMethod]:
     return found
 
 
+def as_method(given: AnyMethod | str) -> AnyMethod:
+    """The method itself, or the one of that name with its usual settings."""
+    return method(given)() if isinstance(given, str) else given
+
+
 __all__ = [
     "METHODS",
     "Adaptive",
@@ -74,6 +79,7 @@ __all__ = [
     "PerFedAvg",
     "Population",
     "Recipe",
+    "as_method",
     "method",
     "names",
 ]

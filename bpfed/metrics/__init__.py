@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from bpfed.metrics.registry import BEST_IS_HIGH, METRICS, Metric, get_metric, register_metric
 
 if TYPE_CHECKING:
-    from bpfed.metrics.classification import aurc, evaluate, evaluate_sums, ood_auroc
     from bpfed.metrics.evaluation import SMALLEST, SURE, Evaluation, Form, Reliability, Score, Sums
-    from bpfed.metrics.regression import evaluate_regression
+    from bpfed.metrics.scores import aurc, evaluate, evaluate_regression, evaluate_sums, ood_auroc
 
 __all__ = [
     "BEST_IS_HIGH",
@@ -38,9 +37,8 @@ __all__ = [
 
 # Imported when first asked for: pages are made of the registry alone, and need no torch.
 _HOME = {
-    **dict.fromkeys(("aurc", "evaluate", "evaluate_sums", "ood_auroc"), "classification"),
+    **dict.fromkeys(("aurc", "evaluate", "evaluate_regression", "evaluate_sums", "ood_auroc"), "scores"),
     **dict.fromkeys(("SMALLEST", "SURE", "Evaluation", "Form", "Reliability", "Score", "Sums"), "evaluation"),
-    "evaluate_regression": "regression",
 }
 
 

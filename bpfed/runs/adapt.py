@@ -1,4 +1,4 @@
-"""Newcomers: clients that took no part in training; they get the run's shared factors and learn personal ones."""
+"""Newcomers: clients that took no part in training; they get the run's shared weights and learn personal ones."""
 
 from __future__ import annotations
 

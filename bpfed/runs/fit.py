@@ -228,10 +228,10 @@ def method_of(method: Method | str | None, data: FederatedData | None = None) ->
     Where none is given it is `methods.Adaptive` for tables and other files of flat inputs, and else `methods.Recipe`, if
     pilots choose no other (`decided`).
     """
-    if isinstance(method, str):
-        return methods.method(method)()
-    if method is not None or not isinstance(data, FederatedData):
-        return method or methods.Recipe()
+    if method is not None:
+        return methods.as_method(method)
+    if not isinstance(data, FederatedData):
+        return methods.Recipe()
     return methods.Adaptive() if is_flat_file(data) else methods.Recipe()
 
 
@@ -270,7 +270,8 @@ def decided(
 
         return read(folder.begun).method, replace(settings, adapt="off")
     check_selection(usual, settings)
-    prepare(usual, data, settings, model, likelihood)  # so that what cannot be run is refused at once
+    # So that what cannot be run is refused at once; only the run itself has a folder to keep states in.
+    prepare(usual, data, replace(settings, store="memory"), model, likelihood)
     chosen = replace(settings, adapt="off")
     if not between:
         choice = choose(usual, data, settings, model, likelihood, say, display)
@@ -294,7 +295,7 @@ def _unchoosable(
         return "one round is too short for pilot runs."
     try:
         held_out(data, HELD, settings.seed)
-        prepare(methods.Adaptive(), data, settings, model, likelihood)
+        prepare(methods.Adaptive(), data, replace(settings, store="memory"), model, likelihood)
     except UserError as error:
         return str(error)
     return ""

@@ -21,6 +21,7 @@ from bpfed.config.migrations import check_states, current_config
 from bpfed.data.federated import FederatedData
 from bpfed.data.holdout import Holdout
 from bpfed.data.tabular import federate
+from bpfed.data.tabular.preprocessing import gathered
 from bpfed.data.tabular.table import Table
 from bpfed.engine.federation import Federation, pick_device
 from bpfed.inference.calibration import Calibration
@@ -207,7 +208,7 @@ def rows_of(run: LoadedRun, data_dir: Path | None = None) -> list[Tested]:
     fraction = federate.TEST_FRACTION if asked.data.test_fraction is None else asked.data.test_fraction
     found = []
     for client in run.data.clients:
-        table = federate.gathered(read[client], made.target, made.task)
+        table = gathered(read[client], made.target, made.task)
         held = federate.held_out(
             table,
             made.target,

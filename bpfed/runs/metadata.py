@@ -31,6 +31,7 @@ from bpfed.inference.inputs import Inputs
 from bpfed.inference.tasks import get_task, is_task
 from bpfed.metrics import SURE, Evaluation
 from bpfed.metrics.registry import BUILT_IN, METRICS, shown_at
+from bpfed.report.record import temperature_name
 from bpfed.report.tasks import task_of
 
 if TYPE_CHECKING:
@@ -295,3 +296,15 @@ def preparation_of(folder: Path) -> Preprocessor | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"'{path}' cannot be read ({error}); give the folder of another run.") from error
     return None if found is None else Preprocessor.from_record(found)
+
+
+def uncertain(temperature: float, examples: int, pilots: int, task: str) -> str:
+    """A sentence on a temperature that calibration pilots learnt from few held-out examples; empty: there are enough."""
+    enough = get_task(task).enough
+    if examples >= enough:
+        return ""
+    better = math.ceil(enough * pilots / examples)
+    return (
+        f"The {temperature_name(task)} of {temperature:.2f} is learnt from {examples} held-out examples, so it is uncertain; "
+        f"calibrate = pilot:{better} would learn it from {enough}."
+    )

@@ -32,13 +32,12 @@ from bpfed.data.federated import HELD, FederatedData, held_out
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.inference.likelihoods import Likelihood
-from bpfed.inference.tasks import get_task
 from bpfed.methods import Adaptive, Recipe
 from bpfed.methods.adaptive import ALONE
 from bpfed.methods.base import Method
 from bpfed.nn.networks import members_of
-from bpfed.report.record import temperature_name
 from bpfed.runs.folder import Folder
+from bpfed.runs.metadata import uncertain
 from bpfed.runs.run import Run, train_together
 
 #: Between the seeds of two calibration pilots of a run, so that they are none of another run's.
@@ -125,18 +124,6 @@ def common(fitted: Iterable[float]) -> float:
     """The calibration temperature that several cuts of the data agree on: their geometric mean, to four digits, and within bounds."""
     logs = [math.log(min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)) for temperature in fitted]
     return float(f"{math.exp(sum(logs) / len(logs)):.4g}")
-
-
-def uncertain(temperature: float, examples: int, pilots: int, task: str) -> str:
-    """A sentence on a temperature that calibration pilots learnt from few held-out examples; empty: there are enough."""
-    enough = get_task(task).enough
-    if examples >= enough:
-        return ""
-    better = math.ceil(enough * pilots / examples)
-    return (
-        f"The {temperature_name(task)} of {temperature:.2f} is learnt from {examples} held-out examples, so it is uncertain; "
-        f"calibrate = pilot:{better} would learn it from {enough}."
-    )
 
 
 def as_pilot(settings: Settings, number: int) -> Settings:
@@ -548,9 +535,11 @@ def first_not_worse(tried: Sequence[ScoredCandidate]) -> int:
 
 def _half_width(one: ScoredCandidate, other: ScoredCandidate) -> float:
     """Half the width of the 95 % interval of the difference of two scores."""
+    if not (np.isfinite(one.sums).all() and np.isfinite(other.sums).all()):
+        return 0.0
     difference = (one.sums - other.sums)[one.examples > 0]
     count = len(difference)
-    if count < 2 or not np.isfinite(difference).all():
+    if count < 2:
         return 0.0
     spread = math.sqrt(count / (count - 1) * float(((difference - difference.mean()) ** 2).sum()))
     return student(count - 1) * spread / float(one.examples.sum())

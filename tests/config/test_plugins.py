@@ -19,10 +19,10 @@ from bpfed.config import registry
 from bpfed.config.reader import Override, read
 from bpfed.data import load
 from bpfed.data.tabular.table import read_table
-from bpfed.deploy.folders import open_site
 from bpfed.deploy.ops import admin
 from bpfed.deploy.protocol.messages import fingerprint
 from bpfed.deploy.settings import Plan
+from bpfed.deploy.site.site import open_site
 from bpfed.methods import method
 
 MODULE = """

@@ -52,7 +52,7 @@ def test_a_slip_of_the_pen_is_told_with_its_place(folder: Path) -> None:
     for k, client in ((0, "a"), (2, "c")):
         write(folder, client, k, split=["train"] * 40 + ["test"] * 20)
     (note,) = said(folder, "standard deviations")
-    assert "are 'area' of 'b' (1 of 40 rows, such as 2400);" in note
+    assert "training mean: 'area' of 'b' (1 of 40 rows, such as 2400)." in note
 
 
 def test_a_target_far_from_all_others_is_told_too(folder: Path) -> None:

@@ -101,7 +101,13 @@ def test_the_overview_has_a_row_per_name_and_says_what_is_present(tmp_path: Path
     write_idx(tmp_path / "fmnist")
     rows = {row.name: row for row in describe(tmp_path)}
     assert tuple(rows) == names()
-    assert {name for name, row in rows.items() if row.present} == {"digits", "fmnist", "fmnist-small", "fmnist-large"}
+    assert {name for name, row in rows.items() if row.present} == {
+        "digits",
+        "breast-cancer",
+        "fmnist",
+        "fmnist-small",
+        "fmnist-large",
+    }
     assert (rows["cifar10-large"].examples, rows["cifar10-large"].clients) == (60_000, 20)
     data = load()
     assert rows["digits"].examples == len(data.train.x) + len(data.test.x)

@@ -51,6 +51,17 @@ def same(a: FederatedData, b: FederatedData) -> bool:
     return fingerprint(a) == fingerprint(b) and a.labels == b.labels and a.preparation == b.preparation
 
 
+def test_a_table_is_built_in_and_trains_as_a_folder(tmp_path: Path, capsys) -> None:
+    data = load("breast-cancer", data_dir=tmp_path, download=False)
+    assert data.clients == ("east", "north", "south", "west")
+    read = tables("breast-cancer")
+    assert sum(table.rows for table in read.values()) == 569
+    assert np.max(read["east"].column("mean_radius")) <= 17.0 < np.max(read["north"].column("mean_radius"))
+    folder = tmp_path / "hospitals"
+    assert Command(capsys).ok("data", "export", "breast-cancer", folder).out.startswith("4 files in")
+    assert same(load(f"folder:{folder}", target="diagnosis"), data)
+
+
 def test_hospitals(tmp_path: Path) -> None:
     write_heart(tmp_path / "heart-disease")
     data = load("heart-disease", data_dir=tmp_path, download=False)
@@ -60,7 +71,7 @@ def test_hospitals(tmp_path: Path) -> None:
     assert gaps.columns == ("ca", "chol", "thal")
     assert gaps.shares[:, 1].tolist() == [0, 0, 1, 0]
     assert gaps.shares[:, 2].tolist() == [0, 1, 0, 0]
-    assert {row.name for row in describe(tmp_path) if row.present} == {"digits", "heart-disease"}
+    assert {row.name for row in describe(tmp_path) if row.present} == {"digits", "breast-cancer", "heart-disease"}
     assert fetch("heart-disease", tmp_path) == tmp_path / "heart-disease"
 
 

@@ -17,11 +17,12 @@ from loopgrid import LoopGrid, node_of
 
 from bpfed._util.errors import UserError
 from bpfed.deploy import apps
-from bpfed.deploy.folders import open_server, open_site
 from bpfed.deploy.ops import admin, flower, supervise
 from bpfed.deploy.protocol.messages import Request, fingerprint
 from bpfed.deploy.protocol.transport import GridTransport
+from bpfed.deploy.server.server import open_server
 from bpfed.deploy.settings import Plan
+from bpfed.deploy.site.site import open_site
 from bpfed.methods import FedAvg
 from bpfed.runs.run import Run
 

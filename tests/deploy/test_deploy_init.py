@@ -15,9 +15,10 @@ from federations import Deployed
 from scenarios import images
 
 from bpfed._util.errors import UserError
-from bpfed.deploy.folders import open_server, open_site
 from bpfed.deploy.ops import admin, certificates
+from bpfed.deploy.server.server import open_server
 from bpfed.deploy.settings import Plan
+from bpfed.deploy.site.site import open_site
 from bpfed.methods import BPFed, FedAvg
 
 

@@ -19,12 +19,12 @@ from bpfed.data.tabular.federate import federate
 from bpfed.data.tabular.preprocessing import Preprocessor, digest, read_preparation, write_preparation
 from bpfed.data.tabular.statistics import OTHER, client_summary, released
 from bpfed.data.tabular.table import Categorical, Table, read_table
-from bpfed.deploy.folders import open_server, open_site
 from bpfed.deploy.ops import admin
 from bpfed.deploy.protocol.state_schema import RejectedMessage
+from bpfed.deploy.server.server import open_server
 from bpfed.deploy.settings import Limits, Plan
 from bpfed.deploy.site.data import TOLD, Agreed, File, agreed
-from bpfed.deploy.site.site import Site
+from bpfed.deploy.site.site import Site, open_site
 from bpfed.methods import BPFed, FedAvg, Linear
 from bpfed.report import RunRecord
 

@@ -23,10 +23,10 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from bpfed._util.errors import UserError
 from bpfed.deploy import logs
-from bpfed.deploy.folders import open_server
 from bpfed.deploy.ops import certificates, flower, gate, launch, supervise
 from bpfed.deploy.protocol.transport import Node
 from bpfed.deploy.server.roster import Roster, SiteStatus
+from bpfed.deploy.server.server import open_server
 from bpfed.deploy.settings import Plan
 
 LOCAL = gate.Local(4000, "s3cret")

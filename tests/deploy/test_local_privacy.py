@@ -11,12 +11,12 @@ from scenarios import classification
 
 from bpfed._util.errors import UserError
 from bpfed.aggregation.privacy import gaussian_epsilon
-from bpfed.deploy.folders import open_site
 from bpfed.deploy.ops import admin
 from bpfed.deploy.protocol.messages import Request
 from bpfed.deploy.protocol.state_schema import Upload
 from bpfed.deploy.settings import Plan
 from bpfed.deploy.site.limits import FILE, LocalPrivacy
+from bpfed.deploy.site.site import open_site
 from bpfed.methods import BPFed, FedAvg
 from bpfed.methods.base import Weights
 

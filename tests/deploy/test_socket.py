@@ -14,13 +14,12 @@ from test_wire import found, secrets
 
 from bpfed._util.paths import SERVER
 from bpfed.config.reader import Override, read
-from bpfed.deploy.folders import open_site
 from bpfed.deploy.ops import admin, supervise
 from bpfed.deploy.ops.certificates import KEYS
 from bpfed.deploy.ops.launch import FILES
 from bpfed.deploy.settings import Plan
 from bpfed.deploy.site import worker
-from bpfed.deploy.site.site import States
+from bpfed.deploy.site.site import States, open_site
 
 pytestmark = pytest.mark.skipif(os.environ.get("BPFED_TEST_DEPLOY") != "1", reason="run by 'make test-deploy'")
 
@@ -131,7 +130,7 @@ def test_nothing_personal_is_on_the_socket_until_it_is_planted(tmp_path, monkeyp
             planting(site, lambda: marked or marked.append(proxy.taken()))
         return site
 
-    monkeypatch.setattr("bpfed.deploy.folders.open_site", opened)
+    monkeypatch.setattr("bpfed.deploy.site.site.open_site", opened)
     for name in plan.sites:
         own = admin.site_folder(folder, name)
         text = (own / "deploy.toml").read_text()

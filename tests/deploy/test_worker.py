@@ -15,9 +15,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from bpfed._util.errors import UserError
 from bpfed.deploy import apps
-from bpfed.deploy.folders import open_site
 from bpfed.deploy.protocol.messages import Reply, Request
 from bpfed.deploy.site import worker
+from bpfed.deploy.site.site import open_site
 
 
 @pytest.fixture

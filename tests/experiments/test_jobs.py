@@ -97,7 +97,7 @@ def test_many_classes_are_dealt_so_that_new_ones_are_somebodys(tmp_path, capsys)
         ]
     )
     many_classes.main(["--size", "tiny", "--render", "--results", str(tmp_path)])
-    assert "| bpfed-recipe |" in capsys.readouterr().out
+    assert "| BPFed recipe |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("classes", "hidden", "width"), [(2, 3, 1.0), (10, 100, 1.0), (10, 8, 1.0), (1000, 100, 84.0)])
@@ -136,6 +136,67 @@ def test_dirichlet_divides_all_images_and_the_study_is_rendered(tmp_path, monkey
         "cpu",
     ]
     dirichlet.main([*given, "--methods", "fedavg,bpfed-recipe", "--results", str(tmp_path / "found")])
-    assert "| 0.5 |" in dirichlet.render(tmp_path / "found", None)
+    assert "| method | β = 0.5 |" in dirichlet.render(tmp_path / "found", None)
     with pytest.raises(UserError, match="no records"):
         dirichlet.render(tmp_path / "nothing", None)
+
+
+def dirichlet_record(folder, beta, name, nll, device="cuda:0"):
+    """Write records of some seeds: one file for each seed where there are pilots, one for all otherwise."""
+    runs = [
+        {
+            "seed": seed,
+            "device": device,
+            "scores": {"nll": {"pooled": value}, "accuracy": {"pooled": 0.9}},
+            "chosen_settings": {},
+            "config": {"method": {"name": "bpfed-recipe"}},
+            "held_out": [
+                {"method": kind, "sums": [score * 10, score * 30], "examples": [10.0, 30.0]}
+                for kind, score in (("bpfed-adaptive", 9.0), ("bpfed-recipe", 0.25), ("bpfed-adaptive", 0.5))
+            ],
+        }
+        for seed, value in enumerate(nll)
+    ]
+    (folder / str(beta)).mkdir(parents=True, exist_ok=True)
+    for of in [[run] for run in runs] if name == "default" else [runs]:
+        number = f"-{of[0]['seed']}" if name == "default" else ""
+        asked = {"beta": beta, "method_name": name, "seeds": [run["seed"] for run in of]}
+        record = {"asked": asked, "bpfed": "1.2.3", "torch": "2", "runs": of}
+        (folder / str(beta) / f"{name}{number}.json").write_text(json.dumps(record))
+
+
+def test_the_dirichlet_table_has_all_seeds_and_says_where_some_are_missing(tmp_path):
+    for beta in (0.1, 5.0):
+        for name, nll in {"default": (0.2, 0.3, 0.4), "fedavg": (0.5, 0.5, 0.5), "ditto": (0.6, 0.6, 0.6)}.items():
+            few = nll[:2] if (beta, name) == (5.0, "default") else nll
+            dirichlet_record(tmp_path, beta, name, few, "cpu" if (beta, name) == (0.1, "ditto") else "cuda:0")
+    lines = dirichlet.render(tmp_path, None).splitlines()
+    assert lines[2] == "| Default | **0.300** ± 0.100 (90.0) | 0.250 ± 0.071 (90.0), 2 seeds |"
+    assert lines[3] == "| FedAvg | 0.500 ± 0.000 (90.0) | **0.500** ± 0.000 (90.0) |"
+    assert lines[4] == "| Ditto | 0.600 ± 0.000 (90.0), CPU | 0.600 ± 0.000 (90.0) |"
+    assert "Version 1.2.3, 3 seeds on a GPU where a cell says nothing else." in lines[6]
+    # The last score of each method counts, per image and not per client.
+    assert "| 5 | 1 | 0.250 | 0.500 | +0.250 ± 1.588 | bpfed-recipe | – |" in lines
+
+
+def test_many_classes_are_compared_with_fedper_at_the_seeds_that_both_have(tmp_path):
+    (tmp_path / "large").mkdir()
+
+    def write(name, seed, nll, device):
+        kinds = {kind: {"accuracy": 0.5, "nll": 1.0} for kind in ("seen", "new")}
+        record = {"scores": {"nll": {"pooled": nll}, "accuracy": {"pooled": 0.5}}, "kinds": kinds, "device": device}
+        record |= {"asked": {"method": name, "seed": seed}, "bpfed": "1.2.3", "torch": "2"}
+        record["config"] = {"method": {"name": "bpfed-adaptive"}}
+        (tmp_path / "large" / f"{name}-{seed}.json").write_text(json.dumps(record))
+
+    for seed in range(3):
+        write("default", seed, 1.0 + seed, "cuda:0")
+    table = many_classes.render(tmp_path, "large")
+    assert "| Default | 50.0 | 2.000 ± 1.000 | 50.0 / 1.00 | 50.0 / 1.00 | – | 3 | GPU |" in table
+    assert "The default chose `bpfed-adaptive` at 3 seeds." in table
+    write("fedper", 0, 4.0, "cpu")
+    table = many_classes.render(tmp_path, "large")
+    assert "| 50.0 / 1.00 | −3.00 | 3 | GPU |" in table
+    assert "| FedPer | 50.0 | 4.000 | 50.0 / 1.00 | 50.0 / 1.00 | – | 1 | CPU |" in table
+    with pytest.raises(UserError, match="no records of size small"):
+        many_classes.render(tmp_path, "small")

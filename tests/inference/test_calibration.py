@@ -31,10 +31,9 @@ from bpfed.inference.calibration import (
     fewest,
     pooled_bounds,
     temperatures,
-    tempered,
     threshold,
 )
-from bpfed.inference.predictive import Classified, Regressed
+from bpfed.inference.predictive import Classified, Regressed, tempered
 from bpfed.methods import BPFed, FedAvg
 from bpfed.metrics import SURE
 from bpfed.report import RunRecord
@@ -149,7 +148,7 @@ def test_too_few_examples_give_every_label_and_infinite_intervals():
         not Classified(probs, entropy, entropy, None, Conformal(enough)).prediction_set(0.9).any()
     )  # none is as typical as those
     assert Classified(probs, entropy, entropy, None, Conformal(torch.zeros(0))).prediction_set(0.5).all()
-    low, high = Regressed(entropy, entropy, entropy + 1, None, few).interval(0.9)
+    low, high = Regressed(entropy, entropy, entropy + 1, None, Conformal(few)).interval(0.9)
     assert (low == -math.inf).all()
     assert (high == math.inf).all()
 
@@ -163,7 +162,9 @@ def test_sets_are_those_of_untempered_probabilities():
 
 
 def test_intervals_are_scaled_by_the_predicted_deviation():
-    found = Regressed(torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([1.0, 4.0]), None, torch.full((20,), 1.5))
+    found = Regressed(
+        torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([1.0, 4.0]), None, Conformal(torch.full((20,), 1.5))
+    )
     low, high = found.interval(0.9)
     assert low.tolist() == [-0.5, -1.0]
     assert high.tolist() == [2.5, 5.0]
@@ -276,7 +277,7 @@ def test_a_calibrated_run_predicts_with_sets_and_temperatures(run):
         torch.testing.assert_close(raw.sort().values, scores.scores, rtol=0, atol=1e-6)
         torch.testing.assert_close(found.probs, tempered(found.raw, temperature))
         assert temperature != 1.0
-        assert torch.equal(found.prediction_set(0.9), 1.0 - found.raw <= threshold(found.scores, 0.9))
+        assert torch.equal(found.prediction_set(0.9), 1.0 - found.raw <= found.scores.bound(0.9))
     record = run.history[-1]
     assert 0.0 < record["coverage"]["pooled"] <= 1.0
     row = run.detail()["clients"][0]

@@ -15,6 +15,7 @@ from lifelines.utils import concordance_index
 
 import bpfed
 from bpfed._util.errors import UserError
+from bpfed.inference.calibration import Conformal
 from bpfed.inference.survival import (
     LEVELS,
     SHAPE,
@@ -101,7 +102,7 @@ def test_medians_and_bounds_are_read_off_the_curve() -> None:
     rate = torch.tensor([0.2, 1.0, 5.0])
     curve = torch.exp(-rate[:, None].double() * time_grid())
     earliness = 1.0 / -torch.linspace(0.005, 0.995, 100).log()
-    found = Survived(rate.log(), torch.zeros(3), curve.float(), earliness)
+    found = Survived(rate.log(), torch.zeros(3), curve.float(), Conformal(earliness))
     np.testing.assert_allclose(found.median, math.log(2.0) / rate, rtol=2e-2)
     np.testing.assert_allclose(found.at(0.3), torch.exp(-0.3 * rate), rtol=1e-2)
     np.testing.assert_allclose(found.lower_bound(0.9), -math.log(0.905) / rate, rtol=0.1)

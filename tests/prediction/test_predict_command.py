@@ -250,7 +250,9 @@ def test_numbers_far_from_0_are_written_as_finely_as_they_differ() -> None:
     made = Preprocessor("t", "regression", (), target_mean=1234567.0, target_scale=2.0)
     none = Examples(torch.zeros(0, 1), torch.zeros(0), torch.zeros(2, dtype=torch.int64))
     data = FederatedData("far", ("a",), none, none, "regression", preparation=made)
-    found = Regressed(torch.tensor([0.1, -0.75]), torch.full((2,), 0.05), torch.full((2,), 0.2), scores=torch.ones(20))
+    found = Regressed(
+        torch.tensor([0.1, -0.75]), torch.full((2,), 0.05), torch.full((2,), 0.2), scores=Conformal(torch.ones(20))
+    )
     rows = read(table(data, found, 0.9, None))
     assert [float(row["mean"]) for row in rows] == pytest.approx([1234567.2, 1234565.5], abs=1e-4)
     assert [float(row["sd"]) for row in rows] == [1.0, 1.0]

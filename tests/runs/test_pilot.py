@@ -264,6 +264,13 @@ def test_if_pilots_of_one_method_diverge_it_is_the_other(monkeypatch):
     assert pilot.choose_method(federation(False), Settings(**FEW_ROUNDS)).method == Recipe()
 
 
+def test_states_are_kept_in_a_file_where_the_method_is_chosen_too(tmp_path):
+    kept = bpfed.fit(data=federation(False), out=tmp_path / "run", store="file", **FEW_ROUNDS)
+    free = bpfed.fit(data=federation(False), **FEW_ROUNDS)
+    assert kept.settings.store == "file"
+    assert kept.evaluation[0].record() == free.evaluation[0].record()
+
+
 def test_each_seed_has_a_choice_of_its_own():
     runs = bpfed.fit_seeds(Adaptive(lr=0.03), federation(True), 2, say=lambda s: None, **QUICK)
     assert all(run.federation.method.head_deviation >= 0.3 for run in runs)

@@ -28,7 +28,8 @@ from bpfed.methods import FedAvg, FedPer, Recipe
 from bpfed.report.record import temperature_words
 from bpfed.runs import fit, pilot
 from bpfed.runs.fit import prepare
-from bpfed.runs.pilot import APART, as_pilot, common, uncertain
+from bpfed.runs.metadata import uncertain
+from bpfed.runs.pilot import APART, as_pilot, common
 from bpfed.runs.run import Run
 
 pytestmark = pytest.mark.usefixtures("untraced")
@@ -336,7 +337,10 @@ def test_a_user_asks_for_pilots(command):
 
 def test_a_report_says_what_pilots_would_do(command):
     command.ok(*DIGITS)
-    assert "Trained with --calibrate pilot:3 the models would learn" in Path("a/report.html").read_text()
+    assert (
+        "Train with --calibrate pilot:3 to calibrate them on held-out training examples."
+        in Path("a/report.html").read_text()
+    )
     command.ok(*DIGITS[:-1], "b", "--scaling", "client", "--calibration", "0.3")
     assert "--calibrate" not in Path("b/report.html").read_text()
 

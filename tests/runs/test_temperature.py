@@ -11,7 +11,8 @@ from scipy.optimize import minimize_scalar
 
 import bpfed
 from bpfed.engine.evaluate import evaluate_clients
-from bpfed.inference.calibration import common_scale_factor, common_temperature, squared_errors, tempered
+from bpfed.inference.calibration import common_scale_factor, common_temperature, squared_errors
+from bpfed.inference.predictive import tempered
 from bpfed.methods import BPFed, FedAvg
 from bpfed.runs.pilot import common
 

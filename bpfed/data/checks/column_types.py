@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bpfed._util.errors import quoted
-from bpfed.data.tabular.statistics import SPLIT
-from bpfed.data.tabular.table import UNKNOWN, Categorical, Column, Table
+from bpfed.data.tabular.table import SPLIT, UNKNOWN, Categorical, Column, Table
 
 if TYPE_CHECKING:
     from bpfed.data.tabular.preprocessing import Preprocessor

@@ -34,10 +34,20 @@ from bpfed.data.checks.leakage import DISTINCT, FEWEST, row_hashes, tells
 from bpfed.data.checks.spelling import alike_words, letters
 from bpfed.data.holdout import Holdout
 from bpfed.data.tabular.csvfile import WordsAmongNumbers, delimiter_of
-from bpfed.data.tabular.federate import alike, client_files, column_names, not_inputs, read_clients
+from bpfed.data.tabular.federate import alike, client_files, not_inputs, read_clients
 from bpfed.data.tabular.recode import NOTHING, Recoding
-from bpfed.data.tabular.statistics import MOST_LEVELS, SPLIT
-from bpfed.data.tabular.table import AS_THEY_ARE, UNKNOWN, ArrayOptions, Categorical, Column, Table, read_table
+from bpfed.data.tabular.statistics import MOST_LEVELS
+from bpfed.data.tabular.table import (
+    AS_THEY_ARE,
+    SPLIT,
+    UNKNOWN,
+    ArrayOptions,
+    Categorical,
+    Column,
+    Table,
+    column_names,
+    read_table,
+)
 
 #: Quartile ranges from the median beyond which a number is a slip of the pen, and the same of logarithms plus a bit.
 FAR, LOG_FAR, LOG_MORE = 12.0, 3.0, 0.5

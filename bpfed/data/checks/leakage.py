@@ -13,8 +13,7 @@ import numpy as np
 
 from bpfed._util.errors import first_of
 from bpfed.data.checks.new_rows import FAR, far_numbers
-from bpfed.data.tabular.statistics import SPLIT
-from bpfed.data.tabular.table import Categorical, Column, Table
+from bpfed.data.tabular.table import SPLIT, Categorical, Column, Table
 
 if TYPE_CHECKING:
     from bpfed.data.tabular.preprocessing import Preprocessor

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bpfed._util.errors import first_of
 from bpfed._util.text import percent
-from bpfed.data.tabular.preprocessing import Preprocessor
 from bpfed.data.tabular.table import Categorical, Table
+
+if TYPE_CHECKING:
+    from bpfed.data.tabular.preprocessing import Preprocessor
 
 #: Rows that a client must have to be judged, and the share of such clients that a sentence must be true of.
 ROWS, MOST = 30, 0.8

@@ -18,13 +18,13 @@ from bpfed._util.errors import UserError
 from bpfed._util.files import DataDir, DownloadError, Remote, destination, download, roots
 from bpfed.config import registry
 from bpfed.data.sources.images import CIFAR10, FMNIST, MNIST
-from bpfed.data.tabular.federate import TEST_FRACTION, by_column
-from bpfed.data.tabular.statistics import SPLIT
-from bpfed.data.tabular.table import MISSING, Categorical, Table
+from bpfed.data.tabular.federate import TEST_FRACTION
+from bpfed.data.tabular.table import MISSING, SPLIT, Categorical, Table, by_column
 
 # --- Datasets whose rows come from somebody ---------------------------------------------------------------------------
 #
-# The four hospitals of Heart Disease, and the 36 users of WISDM.
+# The four hospitals of Heart Disease, and the 36 users of WISDM. Breast cancer comes with scikit-learn; its hospitals are
+# made up, so that there is something to try without a network.
 
 
 class TableFiles(Protocol):
@@ -212,6 +212,48 @@ def _hospital(path: Path) -> Table:
     return Table(path.stem.removeprefix("processed."), len(rows), columns)
 
 
+#: Shares of the patients of the hospitals of `TumourFiles`.
+SHARES = {"north": 0.4, "south": 0.3, "east": 0.2, "west": 0.1}
+
+
+class TumourFiles:
+    """Wisconsin breast cancer, which comes with scikit-learn, dealt to four hospitals that are made up.
+
+    They differ in size, and east sends patients with large tumours to north.
+    """
+
+    home = ""
+    wanted = ""
+
+    def find(self, root: Path) -> Path | None:
+        """Always there."""
+        return root
+
+    def read(self, place: Path) -> dict[str, Table]:
+        """A table for each hospital: 30 measurements of each patient's tumour, and ``diagnosis``."""
+        from sklearn.datasets import load_breast_cancer  # here, since importing scikit-learn takes a second
+
+        found = load_breast_cancer()
+        names = [name.replace(" ", "_") for name in found.feature_names]
+        hospitals = np.random.default_rng(0).choice(list(SHARES), len(found.target), p=list(SHARES.values()))
+        large = found.data[:, names.index("mean_radius")] > 17.0
+        hospitals[large & (hospitals == "east")] = "north"
+        diagnoses = np.array(["malignant", "benign"])[found.target]
+        return {
+            hospital: Table(
+                hospital,
+                int(here.sum()),
+                dict(zip(names, found.data[here].T, strict=True))
+                | {"diagnosis": Categorical.of(diagnoses[here].tolist())},
+            )
+            for hospital in sorted(SHARES)
+            for here in [hospitals == hospital]
+        }
+
+    def fetch(self, root: Path) -> None:
+        """Nothing to do."""
+
+
 @dataclass(frozen=True)
 class Natural:
     """What is known of such a dataset without opening it."""
@@ -224,6 +266,13 @@ class Natural:
 
 
 NATURAL: dict[str, Natural] = {
+    "breast-cancer": Natural(
+        569,
+        4,
+        "diagnosis",
+        "Whether a tumour is malignant, from 30 measurements, built in. The four hospitals are made up.",
+        TumourFiles(),
+    ),
     "heart-disease": Natural(
         920,
         4,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,20 +22,25 @@ from bpfed.data.holdout import Holdout, split
 from bpfed.data.partition import check_seed
 from bpfed.data.tabular.combine import combine
 from bpfed.data.tabular.image_folder import in_colour, is_image, is_image_folder
-from bpfed.data.tabular.missing_values import MissingValues
-from bpfed.data.tabular.preprocessing import Codes, Preprocessor, Standardise, words_for_numbers
-from bpfed.data.tabular.recode import NOTHING, Recoding
-from bpfed.data.tabular.statistics import MOST_WHOLE, SPLIT, check_words, client_summary
+from bpfed.data.tabular.preprocessing import Codes, Preprocessor, Standardise, gathered
+from bpfed.data.tabular.recode import NOTHING, Recoding, recoded
+from bpfed.data.tabular.statistics import MOST_WHOLE, check_words, client_summary
 from bpfed.data.tabular.table import (
     AS_THEY_ARE,
     IN_PARTS,
+    SHOWN,
+    SPLIT,
     ArrayOptions,
     Categorical,
     Table,
     any_of,
     array_format,
+    by_column,
+    check_client_name,
+    column_names,
     ending_of,
     endings,
+    is_utf8,
     read_table,
 )
 from bpfed.inference.rng import client_ids
@@ -47,8 +51,6 @@ TARGETS = ("target", "label", "y")
 TEST_FRACTION = 0.3
 #: Share of a client's rows whose whole number no other row of it has, up to which these numbers are surely classes.
 ONCE = 0.1
-#: Columns that an error lists.
-SHOWN = 12
 
 
 def read_clients(
@@ -70,7 +72,7 @@ def read_clients(
         UserError: There is no such place, or a file of it cannot be used.
     """
     path = Path(path).expanduser()
-    if not _is_utf8(str(path)):
+    if not is_utf8(str(path)):
         raise UserError(f"{str(path)!r} is a path that is not UTF-8; rename it.")
     try:
         path.stat()
@@ -110,35 +112,6 @@ def alike(tables: Mapping[str, Table]) -> dict[str, Table]:
         if client in folders and table.images is not None and table.images.shape[1] == 1
         else table
         for client, table in tables.items()
-    }
-
-
-def recoded(tables: Mapping[str, Table], recoding: Recoding, missing: Sequence[str] = ()) -> dict[str, Table]:
-    """The clients' tables with everything done that is said of their columns."""
-    recoding.check(tables)
-    found = {client: recoding.apply(table, client, missing) for client, table in tables.items()}
-    every = [*tables.values(), *found.values()]
-    MissingValues.of(missing).check(column for table in every for column in table.columns)
-    return found
-
-
-def by_column(table: Table, client_column: str) -> dict[str, Table]:
-    """Cut a table into one for each client, named by a column, which they do not have any more."""
-    column = table.column(client_column)
-    words = column if isinstance(column, Categorical) else Categorical.of(table.words(client_column))
-    nobody = table.missing(client_column)
-    if nobody.any():
-        raise UserError(
-            f"Row {int(np.flatnonzero(nobody)[0]) + 1} of '{table.name}' has no '{client_column}'; fill it in or "
-            "remove the row."
-        )
-    rest = table.without([client_column])
-    order = np.argsort(words.codes, kind="stable")
-    ends = np.bincount(words.codes, minlength=len(words.levels)).cumsum()
-    parts = np.split(order, ends[:-1])
-    return {
-        check_client_name(name, table.name): rest.take(rows, name)
-        for name, rows in zip(words.levels, parts, strict=True)
     }
 
 
@@ -261,63 +234,6 @@ def about_arrays(preparation: Preprocessor, asked: ArrayOptions) -> tuple[str, .
     return (f"The inputs are {what} of {high} x {wide} pixels{', resized' if preparation.resized else ''}.",)
 
 
-#: Words of a column that is true or false, in small letters.
-TRUTH_VALUES = {"true": 1.0, "yes": 1.0, "y": 1.0, "t": 1.0, "false": 0.0, "no": 0.0, "n": 0.0, "f": 0.0}
-
-
-def gathered(table: Table, target: str | None, task: str | None) -> Table:
-    """The table with one column, named ``target``, in place of the several that its name lists with commas between them.
-
-    It is unchanged if it has a column of that name. What the numbers in the new column say is the task's matter
-    (`bpfed.inference.tasks.Task.packed`); a row that lacks one of the columns lacks it.
-    """
-    kind = get_task(task) if task is not None else None
-    names = tuple(column_names(target))
-    if target is None or target in table.columns:
-        if kind is not None and kind.packed_from != 1 and target is not None and "," not in target:
-            raise UserError(f"--task {task} predicts from several columns; name them with {kind.packed_hint}.")
-        return table
-    if len(names) < 2:
-        return table
-    several = f"{quoted(names)} are {len(names)} columns"
-    if kind is None or kind.packed_from == 1:
-        raise UserError(f"{several}, but one is predicted; name one as --target, or use --task survival or multilabel.")
-    if kind.packed_from not in (0, len(names)):
-        raise UserError(f"{several}, but --task {task} needs {kind.packed_from}; use {kind.packed_hint}.")
-    # All columns of a set of labels are truth values; of a time to event the second is.
-    parts = np.column_stack(
-        [_truth(table, name) if i or not kind.packed_from else _times(table, name) for i, name in enumerate(names)]
-    )
-    if fault := kind.packing_fault(names, parts):
-        raise UserError(f"'{table.name}' has {fault}.")
-    packed = np.where(np.isnan(parts).any(1), np.nan, kind.packed(parts))
-    kept = {name: column for name, column in table.columns.items() if name not in names}
-    return replace(table, columns={**kept, target: packed})
-
-
-def _times(table: Table, name: str) -> np.ndarray:
-    column = table.column(name)
-    if isinstance(column, Categorical):
-        raise words_for_numbers(name, table.name, column.levels[0] if column.levels else "")
-    return column
-
-
-def _truth(table: Table, name: str) -> np.ndarray:
-    """A column of truth values as 1 and 0, NaN where it is missing."""
-    column = table.column(name)
-    if isinstance(column, Categorical):
-        values = np.array([*(TRUTH_VALUES.get(level.casefold(), 2.0) for level in column.levels), np.nan])[column.codes]
-    else:
-        values = column
-    strange = np.flatnonzero(~np.isnan(values) & (values != 0.0) & (values != 1.0))
-    if len(strange):
-        raise UserError(
-            f"Column '{name}' of '{table.name}' must be 0 or 1 (or no and yes), but has '{table.words(name)[strange[0]]}' "
-            f"in row {strange[0] + 1}; correct it."
-        )
-    return values
-
-
 def check_columns(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str, ...]:
     """What to say of columns that are probably not what they are taken for, in sentences."""
     return (
@@ -354,17 +270,6 @@ def settled(tables: Mapping[str, Table], target: str) -> str | None:
         return None if numbers else inferred(classes=True).name
     values = np.unique(np.concatenate([np.unique(column) for column in numbers]))
     return inferred(len(values) <= MOST_WHOLE and bool((values == np.trunc(values)).all())).name
-
-
-def column_names(given: str | Iterable[str] | None) -> list[str]:
-    """Names of columns or the like, given one by one or in one text with commas between them."""
-    if given is None or isinstance(given, str):
-        return [name.strip() for name in (given or "").split(",") if name.strip()]
-    names = list(given)
-    strange = [name for name in names if "," in name]
-    if strange:
-        raise UserError(f"Names with a comma in them, such as {quoted(strange)}, cannot be given here; rename them.")
-    return names
 
 
 def held_out(
@@ -481,24 +386,6 @@ def _files(folder: Path) -> dict[str, Path]:
     if not found:
         raise UserError(f"'{folder}' contains no {any_of(known)} files; put one there for each client.")
     return found
-
-
-def check_client_name(name: str, where: str) -> str:
-    """A client's name, if it can be shown and written down."""
-    if not _is_utf8(name):
-        raise UserError(f"A client of '{where}' has a name that is not UTF-8, {name!r}; rename it.")
-    if not name.isprintable() or not name.strip():
-        raise UserError(f"A client of '{where}' has a name that cannot be printed, {name!r}; rename it.")
-    return name
-
-
-def _is_utf8(name: str) -> bool:
-    """Whether a name in the file system can be written down."""
-    try:
-        os.fsencode(name).decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def check_column(by: Holdout, target: str) -> None:

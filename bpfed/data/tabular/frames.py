@@ -18,17 +18,20 @@ from torch import Tensor
 from bpfed._util.errors import UserError, quoted
 from bpfed.data.partition import client_names
 from bpfed.data.tabular.csvfile import check_slips, column_of
-from bpfed.data.tabular.federate import SHOWN, SPLIT, by_column, check_client_name, recoded
 from bpfed.data.tabular.image_folder import stacked
 from bpfed.data.tabular.missing_values import MissingValues
-from bpfed.data.tabular.recode import NOTHING, Recoding
+from bpfed.data.tabular.recode import NOTHING, Recoding, recoded
 from bpfed.data.tabular.table import (
     AS_THEY_ARE,
+    SHOWN,
+    SPLIT,
     ArrayOptions,
     Categorical,
     Column,
     Table,
     as_text,
+    by_column,
+    check_client_name,
     check_range,
     column_name,
     written,
@@ -51,7 +54,8 @@ def is_named(x: Any) -> bool:
 def is_dataset(x: Any) -> bool:
     """Whether this is a dataset of Hugging Face, or several of them by split."""
     if isinstance(x, Mapping):
-        return bool(x) and all(is_dataset(part) for part in x.values())
+        parts = list(x.values())
+        return bool(parts) and all(is_dataset(part) for part in parts)
     return hasattr(x, "column_names") and hasattr(x, "features") and hasattr(x, "with_format")
 
 

@@ -34,7 +34,16 @@ from bpfed.data.tabular.statistics import (
     of_channels,
     of_numbers,
 )
-from bpfed.data.tabular.table import AS_THEY_ARE, LARGEST, ArrayOptions, Categorical, Column, Table, written
+from bpfed.data.tabular.table import (
+    AS_THEY_ARE,
+    LARGEST,
+    ArrayOptions,
+    Categorical,
+    Column,
+    Table,
+    column_names,
+    written,
+)
 from bpfed.inference.tasks import Task, get_task, is_task
 
 Standardise = Literal["federated", "local", "none"]
@@ -42,6 +51,8 @@ Codes = Literal["both", "number"]
 VERSION = 1
 #: Columns or labels that an error lists.
 SHOWN = 8
+#: Words of a column that is true or false, in small letters.
+TRUTH_VALUES = {"true": 1.0, "yes": 1.0, "y": 1.0, "t": 1.0, "false": 0.0, "no": 0.0, "n": 0.0, "f": 0.0}
 #: Values of a column that a client must have for new ones to be judged by.
 ENOUGH_VALUES = 20
 
@@ -513,3 +524,59 @@ def meant(numbers: Iterable[str], words: Iterable[str]) -> dict[str, str]:
 def words_for_numbers(name: str, where: str, word: str) -> UserError:
     """A `UserError` for a column with words where numbers must be."""
     return UserError(f"Column '{name}' of '{where}' must be numeric, but has '{word}'; correct it.")
+
+
+# --- Targets in several columns ---------------------------------------------------------------------------------------
+
+
+def gathered(table: Table, target: str | None, task: str | None) -> Table:
+    """The table with one column, named ``target``, in place of the several that its name lists with commas between them.
+
+    It is unchanged if it has a column of that name. What the numbers in the new column say is the task's matter
+    (`bpfed.inference.tasks.Task.packed`); a row that lacks one of the columns lacks it.
+    """
+    kind = get_task(task) if task is not None else None
+    names = tuple(column_names(target))
+    if target is None or target in table.columns:
+        if kind is not None and kind.packed_from != 1 and target is not None and "," not in target:
+            raise UserError(f"--task {task} predicts from several columns; name them with {kind.packed_hint}.")
+        return table
+    if len(names) < 2:
+        return table
+    several = f"{quoted(names)} are {len(names)} columns"
+    if kind is None or kind.packed_from == 1:
+        raise UserError(f"{several}, but one is predicted; name one as --target, or use --task survival or multilabel.")
+    if kind.packed_from not in (0, len(names)):
+        raise UserError(f"{several}, but --task {task} needs {kind.packed_from}; use {kind.packed_hint}.")
+    # All columns of a set of labels are truth values; of a time to event the second is.
+    parts = np.column_stack(
+        [_truth(table, name) if i or not kind.packed_from else _times(table, name) for i, name in enumerate(names)]
+    )
+    if fault := kind.packing_fault(names, parts):
+        raise UserError(f"'{table.name}' has {fault}.")
+    packed = np.where(np.isnan(parts).any(1), np.nan, kind.packed(parts))
+    kept = {name: column for name, column in table.columns.items() if name not in names}
+    return replace(table, columns={**kept, target: packed})
+
+
+def _times(table: Table, name: str) -> np.ndarray:
+    column = table.column(name)
+    if isinstance(column, Categorical):
+        raise words_for_numbers(name, table.name, column.levels[0] if column.levels else "")
+    return column
+
+
+def _truth(table: Table, name: str) -> np.ndarray:
+    """A column of truth values as 1 and 0, NaN where it is missing."""
+    column = table.column(name)
+    if isinstance(column, Categorical):
+        values = np.array([*(TRUTH_VALUES.get(level.casefold(), 2.0) for level in column.levels), np.nan])[column.codes]
+    else:
+        values = column
+    strange = np.flatnonzero(~np.isnan(values) & (values != 0.0) & (values != 1.0))
+    if len(strange):
+        raise UserError(
+            f"Column '{name}' of '{table.name}' must be 0 or 1 (or no and yes), but has '{table.words(name)[strange[0]]}' "
+            f"in row {strange[0] + 1}; correct it."
+        )
+    return values

@@ -343,3 +343,12 @@ def _text_columns(column: Categorical, name: str, buckets: int) -> dict[str, Col
     made[UNKNOWN] = np.nan
     width = len(str(buckets - 1))
     return {f"{name} #{k:0{width}d}": made[column.codes, k] for k in range(buckets)}
+
+
+def recoded(tables: Mapping[str, Table], recoding: Recoding, missing: Sequence[str] = ()) -> dict[str, Table]:
+    """The clients' tables with everything done that is said of their columns."""
+    recoding.check(tables)
+    found = {client: recoding.apply(table, client, missing) for client, table in tables.items()}
+    every = [*tables.values(), *found.values()]
+    MissingValues.of(missing).check(column for table in every for column in table.columns)
+    return found

@@ -14,11 +14,10 @@ from torch import Tensor
 from bpfed._util.errors import UserError, quoted
 from bpfed.data.checks.new_rows import Unusual, check_new_rows, unusual
 from bpfed.data.federated import FederatedData
-from bpfed.data.tabular.federate import column_names, gathered
 from bpfed.data.tabular.frames import column_table, is_dataset, is_named, table_of
 from bpfed.data.tabular.npz import read_arrays
-from bpfed.data.tabular.preprocessing import SHOWN, Preprocessor
-from bpfed.data.tabular.table import Table, read_table
+from bpfed.data.tabular.preprocessing import SHOWN, Preprocessor, gathered
+from bpfed.data.tabular.table import Table, column_names, read_table
 from bpfed.inference import inputs
 
 

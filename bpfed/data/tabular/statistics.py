@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bpfed._util.errors import UserError, quoted
-from bpfed.data.tabular.table import UNKNOWN, Categorical, Column, Table, written
+from bpfed.data.tabular.table import SPLIT, UNKNOWN, Categorical, Column, Table, written
 from bpfed.inference.tasks import get_task
 
 #: How many times as much the pixels of one client may vary as another's. Between bytes and fractions it is some 255.
@@ -27,8 +27,6 @@ MOST_LEVELS = 100
 FEWEST_CODES, MOST_CODES = 3, 10
 #: Rows of a column that are looked at first: most columns show there that they are no codes.
 FIRST = 1000
-#: The column that says which rows are for training and which for testing.
-SPLIT = "split"
 #: Stands for all words of a column that are not levels of their own, where there are such (see `released`).
 OTHER = "(other words)"
 #: Of numbers with up to so many different values, count, mean and squares give the count of each value.

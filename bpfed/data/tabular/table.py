@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +28,10 @@ IN_PARTS = ".parquet"
 #: Larger numbers are codes or mistakes: their squares would drown all others.
 LARGEST = 1e30
 UNKNOWN = -1
+#: The column that says which rows are for training and which for testing.
+SPLIT = "split"
+#: Columns that an error lists.
+SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -376,6 +381,58 @@ def check_range(table: Table) -> None:
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
             raise UserError(f"Image {row + 1} of '{table.name}' has missing or infinite values; correct or remove it.")
+
+
+# --- Clients ----------------------------------------------------------------------------------------------------------
+
+
+def by_column(table: Table, client_column: str) -> dict[str, Table]:
+    """Cut a table into one for each client, named by a column, which they do not have any more."""
+    column = table.column(client_column)
+    words = column if isinstance(column, Categorical) else Categorical.of(table.words(client_column))
+    nobody = table.missing(client_column)
+    if nobody.any():
+        raise UserError(
+            f"Row {int(np.flatnonzero(nobody)[0]) + 1} of '{table.name}' has no '{client_column}'; fill it in or "
+            "remove the row."
+        )
+    rest = table.without([client_column])
+    order = np.argsort(words.codes, kind="stable")
+    ends = np.bincount(words.codes, minlength=len(words.levels)).cumsum()
+    parts = np.split(order, ends[:-1])
+    return {
+        check_client_name(name, table.name): rest.take(rows, name)
+        for name, rows in zip(words.levels, parts, strict=True)
+    }
+
+
+def column_names(given: str | Iterable[str] | None) -> list[str]:
+    """Names of columns or the like, given one by one or in one text with commas between them."""
+    if given is None or isinstance(given, str):
+        return [name.strip() for name in (given or "").split(",") if name.strip()]
+    names = list(given)
+    strange = [name for name in names if "," in name]
+    if strange:
+        raise UserError(f"Names with a comma in them, such as {quoted(strange)}, cannot be given here; rename them.")
+    return names
+
+
+def check_client_name(name: str, where: str) -> str:
+    """A client's name, if it can be shown and written down."""
+    if not is_utf8(name):
+        raise UserError(f"A client of '{where}' has a name that is not UTF-8, {name!r}; rename it.")
+    if not name.isprintable() or not name.strip():
+        raise UserError(f"A client of '{where}' has a name that cannot be printed, {name!r}; rename it.")
+    return name
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a name in the file system can be written down."""
+    try:
+        os.fsencode(name).decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 # --- Verbatim ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 from bpfed._util import text
 from bpfed._util.console import Say
 from bpfed._util.errors import UserError
-from bpfed._util.files import PART, sync_folder, to_toml, write_whole, writing
+from bpfed._util.files import PART, sync_folder, to_toml, when_full, write_whole, writing
 from bpfed._util.paths import CONFIG, PREPARATION, REPORT, RUN, SERVER
 from bpfed.config.reader import Config
 from bpfed.config.registry import PREFIX
@@ -26,12 +26,11 @@ from bpfed.config.settings import MOST_EVALUATED
 from bpfed.data.load import names
 from bpfed.data.tabular.preprocessing import read_preparation
 from bpfed.data.tabular.table import endings
-from bpfed.deploy.folders import agreed_preparation, open_server
 from bpfed.deploy.ops import certificates, flower, supervise
-from bpfed.deploy.server.server import check_deployment
+from bpfed.deploy.server.server import check_deployment, open_server
 from bpfed.deploy.server.status import STATUS, done, where
 from bpfed.deploy.settings import Plan
-from bpfed.deploy.site.limits import when_full
+from bpfed.deploy.site.data import agreed_preparation
 from bpfed.engine.federation import suited
 from bpfed.report import RunRecord
 

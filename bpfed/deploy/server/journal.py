@@ -22,7 +22,7 @@ from bpfed.report import RunRecord, write
 from bpfed.report.manifest import Manifest
 from bpfed.report.record import temperature_name, temperature_words
 from bpfed.runs import checkpoint, metadata
-from bpfed.runs.pilot import uncertain
+from bpfed.runs.metadata import uncertain
 
 if TYPE_CHECKING:
     from bpfed.engine.federation import Federation

@@ -11,7 +11,8 @@ from typing import Any
 
 from bpfed._util.text import plain
 from bpfed.data.tabular.preprocessing import whole
-from bpfed.data.tabular.statistics import MOST_CODES, SPLIT, ColumnStatistics, ColumnSummary
+from bpfed.data.tabular.statistics import MOST_CODES, ColumnStatistics, ColumnSummary
+from bpfed.data.tabular.table import SPLIT
 from bpfed.deploy.protocol.messages import LARGEST, MOST, Reply, Request
 from bpfed.deploy.protocol.state_schema import RejectedMessage, listed
 from bpfed.deploy.protocol.transport import Transport

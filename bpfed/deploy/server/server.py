@@ -17,13 +17,14 @@ import torch
 
 from bpfed._util import text
 from bpfed._util.errors import Diverged, UserError
-from bpfed._util.files import to_json, write_whole, writing
-from bpfed._util.paths import PILOTS
-from bpfed.config.reader import Config
+from bpfed._util.files import to_json, when_full, write_whole, writing
+from bpfed._util.paths import CONFIG, PILOTS, RUN
+from bpfed.config.reader import Config, read
 from bpfed.config.registry import NETWORKS
 from bpfed.data.federated import FederatedData
 from bpfed.data.holdout import Holdout
 from bpfed.data.tabular.federate import not_inputs
+from bpfed.deploy.ops.certificates import KEYS, public_keys
 from bpfed.deploy.protocol.messages import fingerprint
 from bpfed.deploy.protocol.state_schema import schemas
 from bpfed.deploy.protocol.transport import Transport
@@ -32,8 +33,7 @@ from bpfed.deploy.server.roster import Roster, SiteStatus
 from bpfed.deploy.server.rounds import Rule, Training, method_rule, server_side
 from bpfed.deploy.server.status import Status
 from bpfed.deploy.settings import Plan
-from bpfed.deploy.site.data import Agreed, agreed, check_sites
-from bpfed.deploy.site.limits import when_full
+from bpfed.deploy.site.data import Agreed, agreed, agreed_preparation, check_sites
 from bpfed.engine.federation import Federation, check_layout, check_run, check_updates, suited
 from bpfed.inference.tasks import get_task, inferred
 from bpfed.nn.networks import make_model
@@ -396,3 +396,11 @@ class Server:
         else:
             journal, round_ = (*self.pilots, self.journal)[0], 0
         self.status.write(journal, round_, state, error)
+
+
+def open_server(folder: Path, say: Callable[[str], None]) -> Server:
+    """The server of a deployment's ``server`` folder."""
+    plan = Plan.read(folder)
+    config = read(folder / CONFIG)
+    keys = public_keys(folder, plan.sites) if (folder / KEYS).is_dir() else None
+    return Server(folder / RUN, plan, config, keys, say=say, agreed=agreed_preparation(folder, plan, config))

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from bpfed._util.errors import UserError, first_of, quoted
-from bpfed._util.files import DataDir, to_json, write_whole
+from bpfed._util.files import DataDir, to_json, when_full, write_whole
+from bpfed._util.paths import PLAN
 from bpfed._util.text import spelling
 from bpfed.config.reader import Config
 from bpfed.data.checks.column_types import coded, doubts, telling
@@ -25,24 +26,14 @@ from bpfed.data.federated import FederatedData
 from bpfed.data.holdout import Holdout
 from bpfed.data.load import names
 from bpfed.data.tabular.combine import combine, ordered
-from bpfed.data.tabular.federate import (
-    TEST_FRACTION,
-    check_column,
-    column_names,
-    examples,
-    find_target,
-    gathered,
-    held_out,
-    not_inputs,
-)
-from bpfed.data.tabular.preprocessing import Preprocessor, meant
+from bpfed.data.tabular.federate import TEST_FRACTION, check_column, examples, find_target, held_out, not_inputs
+from bpfed.data.tabular.preprocessing import Preprocessor, gathered, meant, read_preparation
 from bpfed.data.tabular.recode import NOTHING, Recoding
-from bpfed.data.tabular.statistics import MOST_WHOLE, SPLIT, ColumnStatistics, client_summary, released
-from bpfed.data.tabular.table import ArrayOptions, Categorical, Table, read_table
+from bpfed.data.tabular.statistics import MOST_WHOLE, ColumnStatistics, client_summary, released
+from bpfed.data.tabular.table import SPLIT, ArrayOptions, Categorical, Table, column_names, read_table
 from bpfed.deploy.protocol.messages import BESIDE
 from bpfed.deploy.protocol.state_schema import RejectedMessage
-from bpfed.deploy.settings import Limits
-from bpfed.deploy.site.limits import when_full
+from bpfed.deploy.settings import Limits, Plan
 
 #: Columns of a table up to which what is told of them fits into a message.
 MANY = 1000
@@ -523,3 +514,39 @@ def one_client(data: FederatedData, client: str) -> FederatedData:
     """The federation of one client alone."""
     who = torch.tensor([data.clients.index(client)])
     return replace(data, clients=(client,), train=data.train.select(who), test=data.test.select(who))
+
+
+def agreed_preparation(folder: Path, plan: Plan, config: Config) -> Agreed | None:
+    """The preparation that a part of a deployment has agreed to; None: none is named.
+
+    Raises:
+        UserError: It cannot be read, is not the one that was agreed to, or does not go with the configuration.
+    """
+    if not plan.preparation:
+        return None
+    path = folder / plan.preparation
+    made, digest = read_preparation(path)
+    if digest != plan.preparation_sha256:
+        raise UserError(
+            f"'{path}' is not the preparation that was agreed to: its SHA-256 is {digest}, and preparation_sha256 of "
+            f"'{folder / PLAN}' is '{plan.preparation_sha256}'; restore the file."
+        )
+    return Agreed(_checked(made, config, path), digest)
+
+
+def _checked(made: Preprocessor, config: Config, path: Path) -> Preprocessor:
+    """The preparation, if it does what the configuration says."""
+    asked = config.data
+    for key, wanted, found in (
+        ("target", asked.targets, made.target),
+        ("task", asked.task, made.task),
+        ("standardise", asked.standardise, made.standardise),
+    ):
+        if wanted not in (None, found):
+            raise UserError(f"'{path}' has the {key} '{found}', but the configuration '{wanted}'; give both the same.")
+    left_out = {SPLIT, *not_inputs(asked.ignore, Holdout.of(asked.holdout))} & {f.name for f in made.features}
+    if left_out:
+        raise UserError(
+            f"'{path}' has the inputs {quoted(sorted(left_out))}, which are left out here; remove them from it."
+        )
+    return made

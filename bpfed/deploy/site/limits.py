@@ -6,20 +6,18 @@ No message changes any of it: limits are in the site's ``deploy.toml``, rounds, 
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.utils._pytree import tree_map
 
 from bpfed._util.errors import UserError
-from bpfed._util.files import to_json, write_whole, writing
+from bpfed._util.files import to_json, when_full, write_whole, writing
 from bpfed.aggregation.privacy import gaussian_epsilon, noised, secret_normal
 from bpfed.config.migrations import OLD_PILOT
 from bpfed.config.reader import Config
@@ -31,25 +29,6 @@ from bpfed.runs.pilot import FOLDS, candidate_count, offers_choice
 
 if TYPE_CHECKING:
     from bpfed.methods.base import Method, State
-
-# --- What is said of a full disk in a deployment, where nothing is continued with ``--resume`` ------------------------
-
-
-@contextmanager
-def when_full(path: Path, then: str) -> Iterator[None]:
-    """Say of a disk that is full what there is to do here.
-
-    Args:
-        path: What is written inside.
-        then: How the sentence ends after ``free some space``, such as ``and run it again``.
-    """
-    try:
-        yield
-    except UserError as error:  # see `bpfed._util.files.writing`
-        if getattr(error.__cause__, "errno", 0) not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise UserError(f"The disk is full: '{path}' cannot be written; free some space, {then}.") from error.__cause__
-
 
 #: What was asked of a site, in the folder of its states.
 ASKED = "asked.json"

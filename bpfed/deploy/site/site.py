@@ -24,17 +24,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bpfed._util.errors import UserError
-from bpfed._util.files import PART, clear_parts, lock, sync_folder, write_whole, writing
-from bpfed._util.paths import PILOTS
-from bpfed.config.reader import Config
+from bpfed._util.files import PART, clear_parts, lock, sync_folder, when_full, write_whole, writing
+from bpfed._util.paths import CONFIG, PILOTS, RUN, STATES
+from bpfed.config.reader import Config, read
 from bpfed.config.registry import allowing
 from bpfed.data.federated import HELD, parted
+from bpfed.data.load import names
 from bpfed.deploy.logs import fail, warn
 from bpfed.deploy.protocol.messages import MOST, HeldOutScore, Reply, Request, fingerprint, shared_of
 from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchemas, Upload, schemas
-from bpfed.deploy.settings import Limits
-from bpfed.deploy.site.data import Source
-from bpfed.deploy.site.limits import Requests, check_candidate, check_request, most_pilots, when_full
+from bpfed.deploy.settings import Limits, Plan
+from bpfed.deploy.site.data import TOLD, File, Part, Source, agreed_preparation
+from bpfed.deploy.site.limits import LocalPrivacy, Requests, check_candidate, check_request, most_pilots
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
 from bpfed.engine.local import LocalRound
@@ -486,3 +487,51 @@ class Site:
 
     def _plain(self, request: Request, facts: str = "", train: int = 0) -> Reply:
         return Reply(self.fingerprint, request.run, request.round, self.name, "", facts, train)
+
+
+def open_site(folder: Path, say: Callable[[str], None], data: str | None = None) -> Site:
+    """The site of a deployment's site folder.
+
+    Args:
+        folder: The site's.
+        say: Called with each message for the site's owner.
+        data: What its examples are from now on, remembered once they could be read; None: what is remembered.
+    """
+    plan = Plan.read(folder)
+    if data is not None:
+        plan = replace(plan, data=data)
+    if not plan.site:
+        raise UserError(f"'{folder}' is not the folder of a site; give one such as '{folder.parent / 'site-a'}'.")
+    with allowing(plan.plugins):
+        return _opened(folder, plan, read(folder / CONFIG), say, data is not None)
+
+
+def _opened(folder: Path, plan: Plan, config: Config, say: Callable[[str], None], remember: bool) -> Site:
+    wanted = plan.data
+    source: Source
+    limits, agreed = plan.limits, agreed_preparation(folder, plan, config)
+    if wanted in names():
+        if agreed is not None:
+            raise UserError(
+                f"This deployment has agreed on a preparation of files, so '{wanted}' is of no use; give a file."
+            )
+        if wanted != config.data.name:
+            raise UserError(
+                f"This federation is on '{config.data.name}', not '{wanted}'; give --data {config.data.name}."
+            )
+        source, limits = Part(plan.site, plan.sites, config), replace(limits, minimum=1)  # whose rows are public
+    elif wanted:
+        if not Path(wanted).is_absolute():
+            raise UserError(f"'{wanted}' is neither a file nor the name of a dataset; give one with --data.")
+        path, told = Path(wanted).expanduser(), folder / STATES / TOLD
+        source = File(plan.site, path, config, limits, agreed, told)
+    else:
+        raise UserError(f"Site '{plan.site}' has no data yet; give it with --data FILE.")
+    if remember:
+        plan.write(folder)
+    local_privacy = None
+    if plan.noise > 0.0:
+        local_privacy = LocalPrivacy(
+            folder / STATES, config.method, plan.clip, plan.noise, plan.delta, plan.epsilon, say
+        )
+    return Site(folder / STATES, plan.site, config, source, local_privacy, say, folder / RUN, limits, plan.plugins)

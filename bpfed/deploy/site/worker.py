@@ -167,7 +167,7 @@ def ask(folder: Path, data: bytes, timeout: float) -> bytes | None:
 
 def work(folder: Path, say: Callable[[str], None], data: str | None = None) -> None:
     """Answer messages, one after the other, until the end of the process. For ``data`` see `open_site`."""
-    from bpfed.deploy.folders import open_site
+    from bpfed.deploy.site.site import open_site
 
     site = open_site(folder, say, data)
     (folder / SOCKET).unlink(missing_ok=True)
