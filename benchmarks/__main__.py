@@ -1,4 +1,4 @@
-"""python -m benchmarks [cpu] [gpu] [kernels] [large] [league] [scale] [novel] [moments] [privacy] [start]: run all, or those named; results: benchmarks/results/."""
+"""python -m benchmarks [cpu] [compiling] [gpu] [kernels] [large] [league] [scale] [novel] [moments] [privacy] [start]: run all, or those named; results: benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 import bpfed
-from benchmarks import cpu, gpu, kernels, large, league, moments, novel, privacy, scale, start
+from benchmarks import compiling, cpu, gpu, kernels, large, league, moments, novel, privacy, scale, start
 
 RESULTS = Path(__file__).parent / "results"
 ALL = {
     "cpu": cpu.run,
+    "compiling": compiling.run,
     "gpu": gpu.run,
     "kernels": kernels.run,
     "large": large.run,

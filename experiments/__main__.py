@@ -13,6 +13,7 @@ ALONE = {
     "many-classes": "experiments.many_classes",
     "dirichlet": "experiments.dirichlet",
     "small-cells": "experiments.small_cells",
+    "honest-sets": "experiments.honest_sets",
     "cifar100-features": "experiments.cifar100_features",
 }
 

@@ -49,7 +49,7 @@ def read_pages(docs: Path) -> dict[Path, str]:
 
 def tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
     """README and pages beside those of the parts with their tables, where they have a place for them."""
-    from experiments import audit, cifar100_features, dirichlet, headline, many_classes, recipe, search
+    from experiments import audit, cifar100_features, dirichlet, headline, honest_sets, many_classes, recipe, search
     from experiments import tables as own_tables
 
     readme, cells = docs.resolve().parent / README, results / "paper"
@@ -75,6 +75,12 @@ def tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
             "many-classes",
             results / "many-classes",
             lambda: many_classes.render(results / "many-classes", "large"),
+        ),
+        (
+            docs / PAGES / "honest-sets.md",
+            "honest-sets",
+            results / "honest-sets",
+            lambda: honest_sets.render(results / "honest-sets"),
         ),
         *(
             (docs / PAGES / f"{page}.md", page, file, partial(headline.comparison, file))

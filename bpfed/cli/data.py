@@ -290,7 +290,9 @@ def prepare(
             raise UserError(f"'{name}' is no dataset of tables, so it has no preparation; give tables.")
         digest = write_preparation(out, made)
     _say(f"{text.many(len(made.features), 'column')} in {out}, SHA-256 {digest}.")
-    _say("It holds means, scales and words of these tables: whoever gets the file can read them.")
+    _say(
+        "It holds means, scales and words of these tables, also those of a single row: whoever gets the file can read them."
+    )
 
 
 @app.command(epilog="Example: bpfed data export breast-cancer hospitals")

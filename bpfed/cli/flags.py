@@ -77,7 +77,7 @@ def with_schema(function: Callable[..., None], without: Sequence[str] = ()) -> C
 
 
 def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
-    words = about(field).replace("None:", "default:")
+    words = about(field).replace("None:", "default:").replace("[", "\\[")
     default = str(field.default).lower() if isinstance(field.default, bool) else field.default
     text = words if default is None else f"{words} \\[default: {default}]"
     option: Any = typer.Option(

@@ -236,7 +236,7 @@ def _rule(
     labels, kept = tuple(run.data.class_names), run.calibration
     if not run.data.task_type.has_classes or run.data.task_type.target_axes:
         raise UserError(f"--costs and --threshold are for classes, but this run predicts {run.data.task_type.targets}.")
-    truth = kept.classes if kept is not None and (draws is None or draws == kept.draws) else None
+    truth = kept.truth if kept is not None and (draws is None or draws == kept.draws) else None
     shares = None
     if truth is not None and costs == BALANCED:
         shares = truth.bincount(minlength=len(labels)).double().clamp(min=1.0)
@@ -250,7 +250,7 @@ def _rule(
     if truth is None or kept is None:
         raise UserError(
             "A threshold is chosen on calibration examples with their classes, which this run has not; train with "
-            "--calibration 0.2 and --sets class, or give a probability, such as --threshold 0.3."
+            "--calibration 0.2, or give a probability, such as --threshold 0.3."
         )
     right = truth == positive
     found = chosen_threshold(kept.scores.where(~right, 1.0 - kept.scores), right, labels, positive, price)

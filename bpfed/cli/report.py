@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ import typer
 from bpfed._util import text
 from bpfed._util.console import Console
 from bpfed._util.errors import UserError, unknown
+from bpfed._util.text import plain
 from bpfed.cli import terminal
 from bpfed.cli.flags import DataDir
 
@@ -89,20 +90,35 @@ def report(
     if client is not None:
         cases = _examples(place, client, data_dir)
         target = out or place / f"report-{_file_name(client)}.html"
-    try:
-        written = write_page(render(run, cases), target)
-    except UserError as error:
-        terminal.result(run)
-        if out is not None or not str(error).endswith("choose another location."):
-            raise
-        raise UserError(f"{str(error).removesuffix('.')} with --out.") from error
-    if json:
-        terminal.put_json(summary(run) | {"report": str(written)})
-    else:
-        terminal.result(run, written)
+    with _as_written(place):
+        try:
+            written = write_page(render(run, cases), target)
+        except UserError as error:
+            terminal.result(run)
+            if out is not None or not str(error).endswith("choose another location."):
+                raise
+            raise UserError(f"{str(error).removesuffix('.')} with --out.") from error
+        if json:
+            terminal.put_json(summary(run) | {"report": str(written)})
+        else:
+            terminal.result(run, written)
     if browser is not None:
         printed = _print(browser, written)
         Console(stderr=json).print(f"PDF: {printed}", style="bold", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _as_written(place: Path) -> Iterator[None]:
+    """Inside, a record that no run has written is refused: hashes tell damage, but whoever forges a file can forge them."""
+    from bpfed.report.record import UNFIT
+
+    try:
+        yield
+    except UNFIT as error:
+        words = plain(f"{type(error).__name__}: {error}", 200)
+        raise UserError(
+            f"The records in '{place}' are not such as a run writes ({words}); put its files back from a copy."
+        ) from error
 
 
 def _file_name(client: str) -> str:

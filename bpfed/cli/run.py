@@ -81,6 +81,7 @@ def run(
 
     With --resume and no file, the settings are those of the run in --out.
     The number of rounds is fixed at the start, because step-size schedules depend on it.
+    A rare class needs no weight here: say what mistakes cost to 'bpfed predict --costs'.
     """
     from bpfed.callbacks.progress import Progress
 

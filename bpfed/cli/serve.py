@@ -59,7 +59,7 @@ def export(
     Console().print(f"Model of '{client}' as {format}{checked}: {path}", style="bold", soft_wrap=True)
     if run.data.preparation is not None:
         Console().print(
-            "It holds means, scales and words of the training rows: whoever gets the file can read them.",
+            "It holds means, scales and words of the training rows, also those of a single row: whoever gets the file can read them.",
             soft_wrap=True,
         )
 

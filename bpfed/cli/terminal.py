@@ -26,7 +26,7 @@ from typer.main import get_command, get_group
 
 from bpfed._util import text
 from bpfed._util.console import Console
-from bpfed._util.errors import unknown
+from bpfed._util.errors import UserError, unknown
 from bpfed._util.files import to_json
 
 if TYPE_CHECKING:
@@ -275,6 +275,16 @@ class Briefly(TyperCommand):
                 help="Show all flags and exit.",
             )
         )
+        # Who knows scikit-learn looks for it, and the flag that is spelt most like it is about something else.
+        self.params.append(
+            TyperOption(
+                param_decls=["--class-weight", "--class-weights"],
+                type=str,
+                expose_value=False,
+                hidden=True,
+                callback=_no_class_weights,
+            )
+        )
 
     def _all(self, ctx: Context, param: Parameter, wanted: bool) -> None:
         if wanted and not ctx.resilient_parsing:
@@ -305,6 +315,14 @@ class Briefly(TyperCommand):
         finally:
             for one, hidden, panel in before:
                 one.hidden, one.rich_help_panel = hidden, panel  # type: ignore[attr-defined]
+
+
+def _no_class_weights(ctx: Context, param: Parameter, given: str | None) -> None:
+    if given is not None:
+        raise UserError(
+            "There are no class weights in training, since predictions would no longer be the probabilities of the clients' "
+            "own rows; train without, and say what mistakes cost: bpfed predict RUN --costs balanced, or --costs yes=10."
+        )
 
 
 # --- Ctrl-C while torch is being imported: its libraries would abort the process, so it has to wait until they are there ---

@@ -107,6 +107,10 @@ class Registry(Collection[str]):
         if name in self.own:
             return self.load_own(name)
         point = next(point for point in self._points() if point.name == name)
+        if _ALLOWED.get() is not None and not _of_its_package(point):
+            raise self.unfit(
+                name, f"stands for '{point.value}', which is no file of that package, so a site does not run it"
+            )
         try:
             return point.load()
         except (Exception, SystemExit) as error:
@@ -151,6 +155,44 @@ class Registry(Collection[str]):
 def _package(point: EntryPoint) -> str:
     """``NAME==VERSION`` of the package that an entry point is of."""
     return f"{point.dist.name}=={point.dist.version}" if point.dist is not None else "unknown"
+
+
+def _of_its_package(point: EntryPoint) -> bool:
+    """Whether the module of an entry point would be read from the package that declares it; nothing of it is imported.
+
+    Whoever trusts a package does not trust what another one, or a file in the working folder, has under the same name.
+    """
+    from importlib.util import find_spec
+
+    if point.dist is None:
+        return False
+    try:
+        spec = find_spec(point.module.partition(".")[0])
+    except (ImportError, ValueError):
+        return True  # it cannot be imported, which is said when that is tried
+    if spec is None:
+        return True
+    found = [Path(place).resolve() for place in (spec.submodule_search_locations or [spec.origin or ""])]
+    own = [Path(str(point.dist.locate_file(file))).resolve() for file in point.dist.files or ()]
+    checkout = _checkout(point)
+    return all(
+        any(place == file or place in file.parents for file in own)
+        or (checkout is not None and checkout in place.parents)
+        for place in found
+    )
+
+
+def _checkout(point: EntryPoint) -> Path | None:
+    """The folder of a package that is installed as editable, whose files its metadata do not list; None: it is not."""
+    import json
+    from urllib.parse import unquote, urlsplit
+
+    try:
+        said = json.loads((point.dist.read_text("direct_url.json") if point.dist else None) or "{}")
+        editable = said.get("dir_info", {}).get("editable") is True
+        return Path(unquote(urlsplit(said["url"]).path)).resolve() if editable else None
+    except (ValueError, KeyError, AttributeError):
+        return None
 
 
 # fmt: off

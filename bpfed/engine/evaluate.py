@@ -150,7 +150,8 @@ def _calibrate(
             scales = Scales.of(scores, found.offsets, _trained(federation, clients, tuned, how, draws))
             divided, _ = scales.divided(scores, found.offsets)
         pool = counted(divided, classes, everyone, rows, task.regions)[0]
-    return Calibration(how, draws, ones, scores, found.offsets, classes, pool, task.regions, scales)
+    labels = found.y.cpu()[order] if task.sets_by_class and classes is None else None
+    return Calibration(how, draws, ones, scores, found.offsets, classes, pool, task.regions, scales, labels)
 
 
 def _trained(

@@ -252,6 +252,7 @@ class Calibration:
         pool: Of all clients, where they borrow from each other; see `Conformal`.
         regions: See `Conformal`.
         scales: See `Conformal`.
+        labels: The class of each score, ``[E]`` int64, where there are classes but bounds are not by class.
     """
 
     how: str
@@ -263,6 +264,12 @@ class Calibration:
     pool: Tensor | None = None
     regions: str = "sets"
     scales: Scales | None = None
+    labels: Tensor | None = None
+
+    @property
+    def truth(self) -> Tensor | None:
+        """The class of each score, ``[E]``; None: there are no classes, or a version before 0.12 did not keep them."""
+        return self.labels if self.classes is None else self.classes
 
     def client(self, index: int) -> tuple[float, Conformal]:
         """One client's temperature and what bounds its scores."""
@@ -315,6 +322,7 @@ class Calibration:
             "temperatures": self.temperatures.tolist(),
             "scores": self.scores.tolist(),
             "offsets": self.offsets.tolist(),
+            **({} if self.labels is None else {"labels": self.labels.tolist()}),
             **more,
         }
 
@@ -335,6 +343,7 @@ class Calibration:
             _pool_of(record["pool"]) if "pool" in record else None,
             str(record.get("regions", "sets")),
             _scales_of(record["scales"], len(record["temperatures"])) if "scales" in record else None,
+            torch.tensor(record["labels"], dtype=torch.int64) if "labels" in record else None,
         )
         if made.regions not in GRID:
             raise ValueError(f"it is of '{made.regions[:20]}'")
@@ -343,6 +352,8 @@ class Calibration:
             made.classes.shape != made.scores.shape or not bool(((made.classes >= 0) & (made.classes < rows)).all())
         ):
             raise ValueError("its classes do not fit its scores")
+        if made.labels is not None and (made.labels.shape != made.scores.shape or bool((made.labels < 0).any())):
+            raise ValueError("its labels do not fit its scores")
         clients = len(record["temperatures"]) if clients is None else clients
         if made.temperatures.shape != (clients,) or made.offsets.shape != (clients + 1,) or made.scores.ndim != 1:
             raise ValueError(f"it is not of {clients} clients")

@@ -63,8 +63,8 @@ class Costs:
         if said == BALANCED:
             if shares is None:
                 raise UserError(
-                    "How frequent classes are is known from calibration examples by class, and this run kept none; train "
-                    "with --calibration 0.2, or say what a mistake costs, such as --costs yes=10."
+                    "How frequent classes are is known from calibration examples, and this run kept none; train with "
+                    "--calibration 0.2, or say what a mistake costs, such as --costs yes=10."
                 )
             each = 1.0 / (shares.double() * len(labels))
             return cls(labels, labels, each[:, None] * (1.0 - torch.eye(len(labels), dtype=torch.float64)))

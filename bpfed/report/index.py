@@ -19,7 +19,7 @@ from bpfed._util.files import CONFIG, REPORT, SUMMARY, from_json, from_toml
 from bpfed.metrics.registry import get_metric
 from bpfed.report import html
 from bpfed.report.page import Cell, Column, Line
-from bpfed.report.record import value
+from bpfed.report.record import UNFIT, value
 
 #: The file that a comparison's folder has and no run's.
 COMPARISON = "comparison.json"
@@ -63,7 +63,7 @@ def entries(folder: Path) -> tuple[list[Entry], list[str]]:
         read = _comparison if (place / COMPARISON).is_file() else _run
         try:
             found.append(read(folder, place))
-        except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
+        except (OSError, *UNFIT):
             wrong.append(f"'{place.relative_to(folder)}' is damaged and left out.")
     return sorted(found, key=lambda one: -one.made), wrong
 

@@ -36,6 +36,7 @@ from bpfed._util.files import (
     to_json,
     write_whole,
 )
+from bpfed._util.text import plain
 
 FORMAT = 1
 #: What a checkpoint says of the run it belongs to.
@@ -72,10 +73,17 @@ class Manifest:
             found = from_json(path.read_bytes())
             if not isinstance(found, dict) or found.pop("sha256", None) != _digest(found):
                 raise ValueError("its own hash is another")
+            words = [found["run"], found["bpfed"]]
+            for listed in (found["files"], found["copies"]):
+                if not isinstance(listed, dict):
+                    raise ValueError("what it lists is no table")
+                words += listed.values()
+            if not all(isinstance(word, str) for word in words) or type(found["format"]) is not int:
+                raise ValueError("a value is of another type")
             if found["format"] != FORMAT:
                 raise UserError(
                     f"'{path}' has format {found['format']}, but this bpfed {__version__} reads {FORMAT}; use bpfed "
-                    f"{found['bpfed']} or later."
+                    f"{plain(found['bpfed'], 20)} or later."
                 )
             return cls(found["run"], found["files"], found["copies"], found["bpfed"])
         except FileNotFoundError:

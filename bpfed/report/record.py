@@ -24,6 +24,8 @@ JUDGED = 10
 NOTICED = 0.1
 #: So many clients are named in a sentence.
 NAMED = 3
+#: What code that reads a record raises where the record is not one that a run wrote.
+UNFIT = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from bpfed._util.files import (
 from bpfed.callbacks.base import Callback
 from bpfed.config import reader
 from bpfed.config.migrations import check_states, current_config
+from bpfed.data.federated import FederatedData
 from bpfed.data.holdout import Holdout
 from bpfed.data.tabular import federate
 from bpfed.data.tabular.preprocessing import gathered
@@ -145,7 +146,7 @@ def load_run(
         manifest.check(folder, [CALIBRATION])
     listed = manifest is None or CALIBRATION in manifest.files
     if listed and (folder / CALIBRATION).is_file():
-        run.calibration = _calibration(folder / CALIBRATION, len(data))
+        run.calibration = _calibration(folder / CALIBRATION, data)
     elif settings.calibration and run.finished:
         raise UserError(
             f"'{folder}' lacks what was calibrated ({CALIBRATION}); {remedy(folder, 'write it again', CALIBRATION)}"
@@ -170,9 +171,12 @@ def _of_a_deployment(folder: Path, deployed: str) -> str:
     )
 
 
-def _calibration(path: Path, clients: int) -> Calibration:
+def _calibration(path: Path, data: FederatedData) -> Calibration:
     try:
-        return Calibration.from_record(from_json(path.read_bytes()), clients)
+        made = Calibration.from_record(from_json(path.read_bytes()), len(data))
+        if made.truth is not None and bool((made.truth >= data.classes).any()):
+            raise ValueError("a class is none of the run's")
+        return made
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
         raise UserError(f"'{path}' is damaged ({error}); delete it and resume the run with --resume.") from error
 

@@ -256,6 +256,19 @@ def test_a_site_imports_no_plug_in_that_its_owner_does_not_name(addon, tmp_path)
         sys.path.remove(str(addon.parent / "newer"))
 
 
+def test_a_site_runs_no_module_that_is_not_of_the_package_it_allows(addon, tmp_path, monkeypatch):
+    """Not where the package names a module of another, nor where a file in the way has the name of its own."""
+    assert registry.METHODS.load("halved")
+    with registry.allowing([PACKAGE]):
+        assert registry.METHODS.load("halved")
+    (tmp_path / "in-the-way").mkdir()
+    (tmp_path / "in-the-way" / "addon.py").write_text("raise SystemExit('it was imported')")
+    monkeypatch.syspath_prepend(tmp_path / "in-the-way")
+    monkeypatch.delitem(sys.modules, "addon")
+    with registry.allowing([PACKAGE]), pytest.raises(UserError, match="no file of that package, so a site does not"):
+        registry.METHODS.load("halved")
+
+
 def test_help_reads_no_metadata():
     code = (
         "import sys; sys.argv = ['bpfed', 'run', '--help']\n"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command import Command
-from nasty import PLANTED, clean, nasty
+from nasty import PLANTED, clean, nasty, write
 
 import bpfed
 from bpfed._util.errors import UserError
@@ -254,3 +254,21 @@ def test_numbers_that_begin_like_a_date_are_none(word: str) -> None:
     with pytest.raises(UserError, match="which is no date"):
         parse_dates(["2024-05-14", word], "seen", "rows.csv")
     assert len(set(parse_dates(["2024-05-14", "20240514", "2024-05-14T12:00:30", "2024-W20-2"], "seen", "a.csv"))) == 1
+
+
+def test_columns_made_of_texts_and_dates_are_neither_typing_errors_nor_codes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    for client in "ab":
+        words = [f"seen {k} {rng.choice(['fever', 'cough'])}" for k in range(150)]
+        days = [str(np.datetime64("2024-01-01") + int(k)) for k in rng.integers(0, 300, 150)]
+        write(tmp_path / f"{client}.csv", {"note": words, "day": days, "x": rng.normal(size=150), "y": ["u", "v"] * 75})
+    data = load(f"folder:{tmp_path}", target="y", text="note", dates="day")
+    assert not [note for note in data.notes if "standard deviations" in note or "may be codes" in note]
+
+
+def test_numbers_with_decimal_commas_are_said_of_the_file_that_has_them(tmp_path: Path) -> None:
+    for client in "ab":
+        numbers = [f"{k}{',' if client == 'b' else '.'}{k + 1}" for k in range(40)]
+        write(tmp_path / f"{client}.csv", {"x": numbers, "z": list(range(40)), "y": ["u", "v"] * 20})
+    tables, _, _ = survey(tmp_path, Asked(target="y"))
+    assert [f.file for f in examine(tables, Asked(target="y")) if "written as words" in f.what] == ["b.csv"]

@@ -66,3 +66,25 @@ def test_balanced_costs_find_more_of_the_rare_class(trained: Path, command: Comm
     decided = rows(command("predict", str(trained), "--test", "--costs", "balanced").out)
     rare = [row for row in decided if row["truth"] == "yes"]
     assert sum(r["decision"] == "yes" for r in rare) > sum(r["label"] == "yes" for r in rare)
+
+
+def test_balanced_costs_need_calibration_examples_but_not_many_of_each_class(
+    trained: Path, command: Command, tmp_path: Path
+) -> None:
+    sites = data.load(f"folder:{trained.parent / 'sites'}")
+    some = {"rounds": 1, "epochs": 1, "eval_draws": 1, "compile": "off", "baselines": "off", "network": "linear"}
+    bpfed.fit(FedAvg(lr=0.3), sites, out=tmp_path / "few", calibration=0.1, eval_every=1, **some)
+    kept = bpfed.Run.load(tmp_path / "few").calibration
+    assert kept is not None
+    assert kept.classes is None  # there are too few of the rare class for sets by class
+    assert kept.truth is not None
+    shares = kept.truth.bincount().double()
+    found = command("predict", str(tmp_path / "few"), "--test", "--costs", "balanced")
+    for row in rows(found.out):
+        if abs(float(row["p(yes)"]) - float(shares[1] / shares.sum())) > 1e-3:
+            assert (row["decision"] == "yes") == (float(row["p(yes)"]) > float(shares[1] / shares.sum()))
+
+
+def test_class_weights_are_refused_with_what_to_use_instead(command: Command) -> None:
+    for name in ("run", "compare"):
+        assert "say what mistakes cost" in command(name, "--class-weight", "balanced").sentence

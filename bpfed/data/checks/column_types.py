@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bpfed._util.errors import quoted
+from bpfed.data.tabular.recode import date_columns
 from bpfed.data.tabular.table import SPLIT, UNKNOWN, Categorical, Column, Table
 
 if TYPE_CHECKING:
@@ -154,7 +155,8 @@ def columns(tables: Mapping[str, Table], preparation: Preprocessor) -> list[Colu
 
 def coded(preparation: Preprocessor) -> tuple[str, ...]:
     """Which columns are used both as numbers and as categories, in a sentence; none where none is."""
-    names = [f.name for f in preparation.features if f.coded]
+    made = {column for name in preparation.recoding.dates for column in date_columns(name)}
+    names = [f.name for f in preparation.features if f.coded and f.name not in made]
     if not names:
         return ()
     return (

@@ -221,7 +221,9 @@ def _special(tables: Mapping[str, Table], name: str) -> Finding | None:
     if dated:
         return finding("has dates", f"use --dates '{name}' to learn from them, else --ignore", "dates")
     if words and (such := as_text(words)):
-        return finding(f"has numbers that are written as words, such as '{such}'", "write them as 1234.5", "")
+        written = [who for who, column in held.items() if isinstance(column, Categorical)]
+        said = finding(f"has numbers that are written as words, such as '{such}'", "write them as 1234.5", "")
+        return said._replace(file=file_of(tables[written[0]], written[0])) if len(written) == 1 else said
     if identity:
         return finding("looks like an identifier: nearly every value is different", leave)
     if words and len(words) > MANY and np.mean([len(word.split()) for word in words]) >= WORDY:

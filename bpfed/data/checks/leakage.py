@@ -49,7 +49,13 @@ def check_leakage(
 
 def _far(training: Mapping[str, Table], preparation: Preprocessor) -> str:
     told = []
-    numbers = {f.name: (f.mean, f.scale) for f in preparation.features if f.kind == "number" and f.scale}
+    # Counts of words are 0 nearly everywhere, and no typing errors.
+    hashed = preparation.recoding.hashed
+    numbers = {
+        f.name: (f.mean, f.scale)
+        for f in preparation.features
+        if f.kind == "number" and f.scale and f.name not in hashed
+    }
     if preparation.task_type.standardised:
         numbers[preparation.target] = (preparation.target_mean, preparation.target_scale)
     for client, table in training.items():

@@ -58,7 +58,8 @@ def unusual(preparation: Preprocessor, table: Table, client: str) -> Unusual:
     """Which rows have unseen words or codes, numbers far off, or no value where training had one; see `check_new_rows`."""
     words, numbers, missing, codes, far_off = {}, {}, {}, {}, {}
     mine = preparation.own.get(client, {})
-    for feature in (f for f in preparation.features if f.scale):
+    hashed = preparation.recoding.hashed
+    for feature in (f for f in preparation.features if f.scale and f.name not in hashed):
         # Without an indicator a missing value is an average one, and nothing of the model can tell.
         if not feature.indicator and (gaps := table.missing(feature.name)).any():
             missing[feature.name] = gaps

@@ -109,6 +109,11 @@ class Recoding:
         """Columns that are read as words, though all their cells may be numbers: dates such as 20240514, and texts."""
         return {*self.dates, *self._parsed[3]}
 
+    @cached_property
+    def hashed(self) -> frozenset[str]:
+        """The columns that texts become."""
+        return frozenset(made for name, number in self._parsed[3].items() for made in text_columns(name, number))
+
     def check(self, tables: Mapping[str, Table]) -> None:
         """Raise a `UserError` if a client or a column is named that there is not."""
         known = {name for table in tables.values() for name in table.columns}
@@ -285,9 +290,14 @@ def _date_columns(column: Categorical, name: str, where: str) -> dict[str, Colum
         "days": lambda day: (day - DAY_ZERO).days,
     }
     return {
-        f"{name} {part}": np.array([*(float(get(day)) for day in days), np.nan])[column.codes]
-        for part, get in parts.items()
+        made: np.array([*(float(parts[part](day)) for day in days), np.nan])[column.codes]
+        for made, part in date_columns(name).items()
     }
+
+
+def date_columns(name: str) -> dict[str, str]:
+    """The columns that dates become, and what each has of them."""
+    return {f"{name} {part}": part for part in ("year", "month", "weekday", "days")}
 
 
 def parse_dates(words: Sequence[str], name: str, where: str) -> list[date]:
@@ -340,8 +350,13 @@ def _text_columns(column: Categorical, name: str, buckets: int) -> dict[str, Col
             made[row, (code >> 1) % buckets] += count if code & 1 else -count
         made[row] /= np.linalg.norm(made[row]) or 1.0
     made[UNKNOWN] = np.nan
+    return {new: made[column.codes, k] for k, new in enumerate(text_columns(name, buckets))}
+
+
+def text_columns(name: str, buckets: int) -> list[str]:
+    """The columns that a text becomes."""
     width = len(str(buckets - 1))
-    return {f"{name} #{k:0{width}d}": made[column.codes, k] for k in range(buckets)}
+    return [f"{name} #{k:0{width}d}" for k in range(buckets)]
 
 
 def recoded(tables: Mapping[str, Table], recoding: Recoding, missing: Sequence[str] = ()) -> dict[str, Table]:
