@@ -46,6 +46,7 @@ from bpfed.inference.likelihoods import Categorical
 from bpfed.methods import Adaptive, FedPer, Recipe, method
 from bpfed.methods.adaptive import Prior
 from bpfed.methods.base import Method
+from bpfed.metrics import evaluate
 from bpfed.nn.model import Model
 from bpfed.runs.fit import fit, prepare
 from bpfed.runs.pilot import common
@@ -229,29 +230,34 @@ class Adapters(Recipe):
 class AdaptiveAdapters(Adaptive):
     """`Adaptive` with other scales for adapters, and copies that are averaged as in FedAvg.
 
+    There are 700 000 weights in adapters, far more than tweets. A prior that is narrow holds them at their first values,
+    and draws that are wide drown what the encoder knows; so the two have scales of their own.
+
     Attributes:
-        adapter_scale: What the standard deviations of the adapters' priors are multiplied by.
+        adapter_scale: What the standard deviation of the adapters' prior around their first values is multiplied by.
+        adapter_width: The same of the prior of their widths, of which a fifth is σ at the start, and of deviations.
     """
 
     name: ClassVar[str] = "bpfed-adaptive-adapters"
-    stackable: ClassVar[tuple[str, ...]] = (*Adaptive.stackable, "adapter_scale")
+    stackable: ClassVar[tuple[str, ...]] = (*Adaptive.stackable, "adapter_scale", "adapter_width")
 
     deviation: float = 0.0
     head_deviation: float = 0.3
     temperature: float = 0.3
     dual: float = 0.0
-    adapter_scale: float = 0.1
+    adapter_scale: float = 4.0
+    adapter_width: float = 0.1
 
     def check(self) -> None:
         super().check()
-        self.require(adapter_scale="above 0")
+        self.require(adapter_scale="above 0", adapter_width="above 0")
 
     def _prior(self, model: Model, hparams: dict[str, Tensor]) -> Prior:
         prior, layout = super()._prior(model, hparams), model.layout
         adapters = torch.tensor(["lora_" in name for name in layout.names])
         small = adapters.repeat_interleave(torch.tensor(layout.sizes)).to(model.initial.device)
-        scale = torch.where(small, hparams["adapter_scale"][:, None], 1.0)
-        return prior._replace(shared=prior.shared * scale, deviation=prior.deviation * scale, width=prior.width * scale)
+        scale, width = (torch.where(small, hparams[f"adapter_{n}"][:, None], 1.0) for n in ("scale", "width"))
+        return prior._replace(shared=prior.shared * scale, deviation=prior.deviation * width, width=prior.width * width)
 
 
 @dataclass(frozen=True)
@@ -288,12 +294,12 @@ _ALL: dict[str, Candidate] = {
     "fedper-fast": Candidate(FedPer(personal=PERSONAL, lr=1.5e-3)),
     "adaptive": Candidate(AdaptiveAdapters(lr=1e-3)),
     "adaptive-fast": Candidate(AdaptiveAdapters(lr=2e-3)),
-    "adaptive-wide": Candidate(AdaptiveAdapters(lr=1e-3, adapter_scale=0.3)),
-    "adaptive-bayes": Candidate(AdaptiveAdapters(lr=2e-3, temperature=1.0, adapter_scale=0.3)),
+    "adaptive-wide": Candidate(AdaptiveAdapters(lr=2e-3, adapter_width=0.4)),
+    "adaptive-near": Candidate(AdaptiveAdapters(lr=2e-3, adapter_scale=1.0, adapter_width=0.4)),
     "recipe": Candidate(Adapters(personal=PERSONAL, lr=1e-3, head_gain=1.0)),
 }
 #: What is tried where nothing else is said.
-USUAL = ("fedper", "fedper-fast", "adaptive", "adaptive-fast", "adaptive-wide", "adaptive-bayes")
+USUAL = ("fedper", "fedper-fast", "adaptive", "adaptive-fast", "adaptive-wide", "adaptive-near")
 #: With few tweets a round is short, so there are more of them.
 CANDIDATES: dict[str, dict[str, Candidate]] = {
     "lora": _ALL,
@@ -328,11 +334,14 @@ def settings_of(candidate: Candidate, seed: int, members: int, device: str) -> S
 def figures(run: Run) -> dict[str, Any]:
     """Accuracy and ECE in per cent and NLL, over all test tweets and as the mean over airlines."""
     assert run.evaluation is not None
-    record = run.evaluation[0].record()
-    made: dict[str, Any] = {"temperature": run.calibration_temperature}
-    for name, unit in (("accuracy", 100.0), ("nll", 1.0), ("ece", 100.0)):
-        made[name] = {kind: unit * (record[name][kind] or float("nan")) for kind in ("pooled", "mean")}
-    return made
+    return {"temperature": run.calibration_temperature, **_shown(run.evaluation[0].record())}
+
+
+def _shown(record: dict[str, Any]) -> dict[str, dict[str, float]]:
+    return {
+        name: {kind: unit * (record[name][kind] or float("nan")) for kind in ("pooled", "mean")}
+        for name, unit in (("accuracy", 100.0), ("nll", 1.0), ("ece", 100.0))
+    }
 
 
 def bytes_sent(run: Run) -> dict[str, int]:
@@ -445,11 +454,14 @@ def frozen_features(folder: Path, tweets: Tweets) -> NDArray[np.float32]:
         module = network(folder, 0, "", 0.0).eval()
         module.classifier = nn.Identity()
         with torch.inference_mode():
-            found = [
-                module(torch.from_numpy(tweets.ids[at : at + 128]), torch.from_numpy(tweets.mask[at : at + 128]))
-                for at in range(0, len(tweets.ids), 128)
-            ]
-        np.save(kept, torch.cat(found).numpy())
+            lengths = tweets.mask.sum(1)
+            order = np.argsort(lengths, kind="stable")  # tweets of one length together, so that padding is not computed
+            found = []
+            for at in range(0, len(order), 128):
+                rows = order[at : at + 128]
+                longest = lengths[rows].max()
+                found.append(module(*(torch.from_numpy(part[rows, :longest]) for part in (tweets.ids, tweets.mask))))
+        np.save(kept, torch.cat(found)[torch.from_numpy(np.argsort(order))].numpy())
     made: NDArray[np.float32] = np.load(kept)
     return made
 
@@ -474,6 +486,9 @@ def frozen_study(bench: Bench) -> dict[str, Any]:
             "rounds": 30,
             "epochs": 2,
             "eval_every": 30,
+            # Pilots, which are shorter, chose T = 1. On held-out training tweets of seed 0 that has an NLL of 0.484 in a
+            # run of full length, and the method's own settings 0.478.
+            "adapt": "off",
             "seed": seed,
             "device": "cpu",
             "network": "linear",
@@ -484,9 +499,10 @@ def frozen_study(bench: Bench) -> dict[str, Any]:
             bench.say(f"features, test, {one.name}, seed {seed}: {_words(found[one.name][-1])}")
         pooled = LogisticRegression(C=0.01, max_iter=2000).fit(data.train.x.numpy(), data.train.y.numpy())
         probs = pooled.predict_proba(data.test.x.numpy())
-        right, nll = probs.argmax(1) == data.test.y.numpy(), -np.log(probs[np.arange(len(probs)), data.test.y.numpy()])
+        shown = _shown(evaluate(torch.from_numpy(probs), data.test.y, data.test.offsets).record())
+        found.setdefault("pooled logistic regression", []).append({"temperature": 1.0, **shown})
         bench.say(
-            f"features, test, pooled logistic regression, seed {seed}: {100 * right.mean():.2f} %, NLL {nll.mean():.4f}"
+            f"features, test, pooled logistic regression, seed {seed}: {_words(found['pooled logistic regression'][-1])}"
         )
     for name, shown in found.items():
         bench.say(f"features, test, {name}, mean: {_words(mean_row(shown))}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -320,22 +320,48 @@ class LocalCalls(TorchFunctionMode):
 # --- Modules as their libraries make them: how they are called, and what transformers and peft need to run here -------
 
 
-def run(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs) -> Any:
+class Structure(NamedTuple):
+    """What a walk through all layers of a module finds. The walk takes as long as a small step.
+
+    Attributes:
+        recurrent: Whether there are recurrent layers.
+        tied: Whether a parameter or buffer has several names.
+    """
+
+    recurrent: bool
+    tied: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Structure:
+        """That of a module as it is now."""
+        recurrent = any(isinstance(part, nn.RNNBase | nn.LSTMCell) for part in module.modules())
+        named = [t for own in (module.named_parameters, module.named_buffers) for _, t in own(remove_duplicate=False)]
+        return cls(recurrent, len({id(t) for t in named}) < len(named))
+
+
+def run(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs, structure: Structure | None = None) -> Any:
     """What a module gives for these inputs, with these parameters instead of its own.
 
     A dict is taken by name, ``module(**x)``, a tuple by position. Of an object with ``logits``, as the models of
     transformers return, it is these.
+
+    Args:
+        module: It is as before afterwards.
+        parameters: By name.
+        x: ``[B, ...]``, one tensor or several.
+        structure: The module's, for whoever calls it often; None: it is looked at.
     """
+    structure = structure or Structure.of(module)
     named = x if isinstance(x, dict) else {}
     args = () if named else x if isinstance(x, tuple) else (x,)
     with ExitStack() as changes:
         changes.enter_context(_whole_masks())
         changes.enter_context(_uncheckpointed())
-        if any(isinstance(part, nn.RNNBase | nn.LSTMCell) for part in module.modules()):
+        if structure.recurrent:
             changes.enter_context(Recurrence())
         if maybe_current_level() is not None:  # fused attention has no rule for many clients and would run one by one
             changes.enter_context(sdpa_kernel(SDPBackend.MATH))
-        outputs = functional_call(module, dict(parameters), args, named)
+        outputs = functional_call(module, dict(parameters), args, named, tie_weights=structure.tied)
     logits = getattr(outputs, "logits", None)
     return logits if isinstance(logits, Tensor) else outputs
 

@@ -149,6 +149,11 @@ class Model:
         return self
 
     @cached_property
+    def structure(self) -> function_modes.Structure:
+        """What has to be known of the module in every call."""
+        return function_modes.Structure.of(self.module)
+
+    @cached_property
     def centre(self) -> Tensor:
         """What weights are around where nothing is known, ``[P]``: 1 for gains of normalisations, else 0."""
         ones = torch.tensor([float(name in self.gains) for name in self.layout.names])
@@ -232,9 +237,9 @@ class Model:
                 self.module.get_submodule(name).eval()
         own = self._own(parameters)
         if self.backbone is None:
-            return function_modes.run(self.module, own, x)
+            return function_modes.run(self.module, own, x, self.structure)
         with self.backbone.replaced(self.module, x):
-            return function_modes.run(self.module, own, self.backbone.example)
+            return function_modes.run(self.module, own, self.backbone.example, self.structure)
 
     def random_names(self, sigma: Tensor) -> list[str]:
         """Names of the module's parameters whose standard deviations, among those of all ``[S, P]``, are not all 0."""

@@ -290,3 +290,20 @@ def test_plain_convolutions_are_local_and_with_little_noise_give_what_the_module
 def test_a_learnt_noise_scale_is_drawn_with_the_weights():
     model = Model.of(nn.Linear(4, 1), Normal(0.5), torch.zeros(2, 4))
     assert "likelihood.log_scale" not in model.local
+
+
+def test_weights_reach_every_use_of_a_parameter_with_two_names():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.head.weight = self.body.weight
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.body(x)))
+
+    model = scenarios.model_of(scenarios.seeded(Twice), classes=4, personal="none")
+    weights = torch.randn(model.layout.total, generator=scenarios.generator())
+    own, x = model.layout.unflatten(weights), torch.randn(3, 4, generator=scenarios.generator())
+    expected = torch.tanh(x @ own["body.weight"].T + own["body.bias"]) @ own["body.weight"].T + own["head.bias"]
+    torch.testing.assert_close(model.outputs(weights, x), expected)
