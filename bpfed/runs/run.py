@@ -26,7 +26,7 @@ from bpfed.inference.calibration import Calibration
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.predictive import How
 from bpfed.metrics import Evaluation, Score
-from bpfed.metrics.registry import BUILT_IN
+from bpfed.metrics.registry import BUILT_IN, shown_at
 from bpfed.report import RunRecord
 from bpfed.report.record import temperature_name, temperature_words
 from bpfed.runs import metadata
@@ -324,8 +324,8 @@ class Run:
         )
         lines = [f"{head}, seed {record['seed']}, {record['seconds']:.1f} s"]
         lines.append(f"  {self.federation.method.whose(self.federation.model)}")
-        for name, value in record.items():
-            if isinstance(value, dict):
+        for name in shown_at("progress", "comparison"):
+            if isinstance(value := record.get(name), dict):
                 last, worst = ("n/a" if value[k] is None else f"{value[k]:.4f}" for k in ("last", "worst_client"))
                 lines.append(f"  {name:<9} {last}   (worst client {worst})")
         if "calibration_temperature" in record:
