@@ -320,7 +320,7 @@ class LocalCalls(TorchFunctionMode):
 # --- Modules as their libraries make them: how they are called, and what transformers and peft need to run here -------
 
 
-class Structure(NamedTuple):
+class ModuleInfo(NamedTuple):
     """What a walk through all layers of a module finds. The walk takes as long as a small step.
 
     Attributes:
@@ -332,14 +332,14 @@ class Structure(NamedTuple):
     tied: bool
 
     @classmethod
-    def of(cls, module: nn.Module) -> Structure:
+    def of(cls, module: nn.Module) -> ModuleInfo:
         """That of a module as it is now."""
         recurrent = any(isinstance(part, nn.RNNBase | nn.LSTMCell) for part in module.modules())
         named = [t for own in (module.named_parameters, module.named_buffers) for _, t in own(remove_duplicate=False)]
         return cls(recurrent, len({id(t) for t in named}) < len(named))
 
 
-def run(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs, structure: Structure | None = None) -> Any:
+def run(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs, info: ModuleInfo | None = None) -> Any:
     """What a module gives for these inputs, with these parameters instead of its own.
 
     A dict is taken by name, ``module(**x)``, a tuple by position. Of an object with ``logits``, as the models of
@@ -349,19 +349,19 @@ def run(module: nn.Module, parameters: Mapping[str, Tensor], x: Inputs, structur
         module: It is as before afterwards.
         parameters: By name.
         x: ``[B, ...]``, one tensor or several.
-        structure: The module's, for whoever calls it often; None: it is looked at.
+        info: The module's, for whoever calls it often; None: it is looked at.
     """
-    structure = structure or Structure.of(module)
+    info = info or ModuleInfo.of(module)
     named = x if isinstance(x, dict) else {}
     args = () if named else x if isinstance(x, tuple) else (x,)
     with ExitStack() as changes:
         changes.enter_context(_whole_masks())
         changes.enter_context(_uncheckpointed())
-        if structure.recurrent:
+        if info.recurrent:
             changes.enter_context(Recurrence())
         if maybe_current_level() is not None:  # fused attention has no rule for many clients and would run one by one
             changes.enter_context(sdpa_kernel(SDPBackend.MATH))
-        outputs = functional_call(module, dict(parameters), args, named, tie_weights=structure.tied)
+        outputs = functional_call(module, dict(parameters), args, named, tie_weights=info.tied)
     logits = getattr(outputs, "logits", None)
     return logits if isinstance(logits, Tensor) else outputs
 

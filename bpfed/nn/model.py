@@ -149,9 +149,9 @@ class Model:
         return self
 
     @cached_property
-    def structure(self) -> function_modes.Structure:
+    def module_info(self) -> function_modes.ModuleInfo:
         """What has to be known of the module in every call."""
-        return function_modes.Structure.of(self.module)
+        return function_modes.ModuleInfo.of(self.module)
 
     @cached_property
     def centre(self) -> Tensor:
@@ -237,9 +237,9 @@ class Model:
                 self.module.get_submodule(name).eval()
         own = self._own(parameters)
         if self.backbone is None:
-            return function_modes.run(self.module, own, x, self.structure)
+            return function_modes.run(self.module, own, x, self.module_info)
         with self.backbone.replaced(self.module, x):
-            return function_modes.run(self.module, own, self.backbone.example, self.structure)
+            return function_modes.run(self.module, own, self.backbone.example, self.module_info)
 
     def random_names(self, sigma: Tensor) -> list[str]:
         """Names of the module's parameters whose standard deviations, among those of all ``[S, P]``, are not all 0."""

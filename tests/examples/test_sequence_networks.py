@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -31,14 +32,15 @@ PLAYS = Path(os.environ.get("BPFED_DATA", "")) / "tinyshakespeare" / "input.txt"
 
 @pytest.fixture
 def walk(tmp_path, monkeypatch):
-    """The example's script, with its package as if it were installed."""
+    """The example's script, with its package installed."""
     project = tomllib.loads((SEQUENCES / "pyproject.toml").read_text())["project"]
     (group, names), *_ = project["entry-points"].items()
     points = f"[{group}]\n" + "".join(f"{n} = {v}\n" for n, v in names.items())
-    install(tmp_path / "installed", points, project["name"], project["version"])
+    shutil.copytree(SEQUENCES / "bpfed_sequences", tmp_path / "installed" / "bpfed_sequences")
+    modules = ("bpfed_sequences/__init__.py",)
+    install(tmp_path / "installed", points, project["name"], project["version"], modules)
     monkeypatch.delenv("BPFED_DATA", raising=False)
-    for place in (SEQUENCES, tmp_path / "installed"):
-        monkeypatch.syspath_prepend(str(place))
+    monkeypatch.syspath_prepend(str(tmp_path / "installed"))
     spec = importlib.util.spec_from_file_location("walk", SEQUENCES / "walk.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
