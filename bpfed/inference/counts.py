@@ -7,6 +7,7 @@ in a single pass). Its variance is the mean rate, which more data would not remo
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -58,6 +59,9 @@ class Poisson:
         log_rate = outputs.reshape(y.shape).clamp(max=HIGHEST)
         return torch.exp(log_rate) - y * log_rate + torch.lgamma(y + 1.0)
 
+    def curvature(self, level: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        return torch.exp(level[..., 0].clamp(max=HIGHEST))
+
     def check(self, outputs: Tensor) -> None:
         check_one_output(outputs, "counts need")
 
@@ -84,6 +88,10 @@ class NegativeBinomial:
     def nll(self, outputs: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> Tensor:
         log_rate = outputs.reshape(y.shape).clamp(max=HIGHEST)
         return -_log_negative_binomial(y, log_rate, torch.exp(-parameters[DISPERSION].clamp(-12.0, 12.0)))
+
+    def curvature(self, level: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        rate = torch.exp(level[..., 0].clamp(max=HIGHEST))
+        return rate / (1.0 + rate * torch.exp(parameters[DISPERSION][..., 0].clamp(-12.0, 12.0)))
 
     def check(self, outputs: Tensor) -> None:
         check_one_output(outputs, "counts need")

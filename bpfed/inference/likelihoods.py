@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,15 @@ class Likelihood(Protocol):
 
     def check(self, outputs: Tensor) -> None:
         """Raise a `UserError` if outputs ``[B, ...]`` of this shape do not fit the targets."""
+        ...
+
+
+@runtime_checkable
+class Curved(Protocol):
+    """A likelihood that says how sharply an example determines its output; without, some 1 or less, as for classes."""
+
+    def curvature(self, level: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Mean second derivative of −log p by the output at outputs ``[..., K]`` that are the same for all examples, ``[...]``."""
         ...
 
 
@@ -86,6 +96,12 @@ class Normal:
         precision = torch.exp(-2.0 * log_scale) if isinstance(log_scale, Tensor) else math.exp(-2.0 * log_scale)
         return 0.5 * (residual.square() * precision + math.log(2.0 * math.pi)) + log_scale
 
+    def curvature(self, level: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        log_scale = (
+            parameters[self.names[0]][..., 0] if self.learnt else torch.full_like(level[..., 0], math.log(self.scale))
+        )
+        return torch.exp(-2.0 * log_scale)
+
     def check(self, outputs: Tensor) -> None:
         check_one_output(outputs, "regression needs")
 
@@ -104,6 +120,9 @@ class Heteroscedastic:
     def nll(self, outputs: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> Tensor:
         mean, log_scale = self.moments(outputs)
         return 0.5 * (((y - mean) * torch.exp(-log_scale)).square() + math.log(2.0 * math.pi)) + log_scale
+
+    def curvature(self, level: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        return torch.exp(-2.0 * self.moments(level)[1])
 
     def check(self, outputs: Tensor) -> None:
         _check_outputs(outputs, 2, "noise that depends on the inputs needs a mean and a log-variance")

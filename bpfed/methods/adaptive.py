@@ -26,7 +26,9 @@ The last line keeps copies from drifting apart. λ_i is the dual variable of the
 updates after each round, λ_i ← λ_i − ρ (θ_i − θ), and the client uploads θ_i − λ_i/ρ. The server's mean of the uploads
 is then the consensus step of ADMM (Boyd et al. 2011, section 7.1; FedDyn, Acar et al. 2021, in federated learning), and
 the only fixed point is the optimum of the sum of all clients' problems, as if their rows had been pooled. That holds if
-all clients take part in every round. Where they do not, ρ is 0, and copies are averaged as in FedAvg.
+all clients take part in every round. Where they do not, ρ is 0, and copies are averaged as in FedAvg. How fast copies
+agree depends on ρ alone. It has to be as large as the curvature of an example's loss, which for numbers is 1/noise² and
+for counts their mean; θ says how large these are, so that ρ is the same at all clients (`Curved`).
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from bpfed._util.errors import UserError
 from bpfed.aggregation.rules import weighted_mean
 from bpfed.inference.estimators import Batch, data_term
 from bpfed.inference.gaussian import Gaussian, softplus, softplus_inverse
+from bpfed.inference.likelihoods import Curved
 from bpfed.inference.optim import ADAM, Adam
 from bpfed.inference.predictive import GaussianPredictive
 from bpfed.methods.base import ADAPT, Finished, Initial, Method, RunShape, Weights
@@ -107,6 +110,7 @@ class Local(NamedTuple):
         dual: λ_i, ``[S, P]``.
         centre: θ₀, ``[S, P]``.
         prior: Standard deviations of the priors.
+        hold: ρ, ``[S, 1]``.
         shared_memory: Adam's memory of θ_i.
         memory: Adam's memory of m_i and σ_i.
         steps: ``[S]``.
@@ -119,6 +123,7 @@ class Local(NamedTuple):
     dual: Tensor
     centre: Tensor
     prior: Prior
+    hold: Tensor
     shared_memory: Adam
     memory: Memory
     steps: Tensor
@@ -136,7 +141,7 @@ class Adaptive(Method[Weights, Personal, Local, Weights]):
             shared.
         head_deviation: τ of the last layer.
         dual: ρ times s, how strongly a client's copy of the shared weights is held to the server's in a round, per
-            example; 0 averages the copies as FedAvg does, and so does a run in which not all clients take part in
+            example and per curvature of its loss (of numbers 1/noise², of counts their mean, of classes 1); 0 averages the copies as FedAvg does, and so does a run in which not all clients take part in
             every round.
         sigma: Whether weights are Gaussian; without, they are points (MAP).
     """
@@ -227,6 +232,7 @@ class Adaptive(Method[Weights, Personal, Local, Weights]):
             personal.dual,
             personal.centre,
             self._prior(model, hparams),
+            self._hold(model, shared, hparams),
             personal.shared_memory,
             personal.memory,
             personal.steps,
@@ -256,13 +262,13 @@ class Adaptive(Method[Weights, Personal, Local, Weights]):
             return new, data.nll
 
         pull = temperature * hparams["share"][:, None] * _precision(prior.shared) * (local.shared - local.centre)
-        consensus = self._hold(hparams) * (local.shared - local.server) - local.dual
+        consensus = local.hold * (local.shared - local.server) - local.dual
         gradient = torch.where(prior.shared.isfinite(), data.mean + pull + batch.size[:, None] * consensus, 0.0)
         shared, shared_memory = ADAM.update(local.shared, gradient, local.shared_memory, steps, rate)
         return new._replace(shared=shared, shared_memory=shared_memory), data.nll
 
     def finish(self, model: Model, local: Local, hparams: dict[str, Tensor]) -> Finished[Weights, Personal]:
-        hold = self._hold(hparams)
+        hold = local.hold
         dual = local.dual - hold * (local.shared - local.server)
         upload = local.shared - torch.where(hold > 0.0, dual / hold.clamp(min=1e-30), 0.0)
         kept = Personal(
@@ -281,9 +287,19 @@ class Adaptive(Method[Weights, Personal, Local, Weights]):
     def predictive(self, model: Model, shared: Weights, personal: Personal) -> GaussianPredictive:
         return GaussianPredictive(Gaussian(shared.weights + personal.deviation.mean, personal.deviation.sigma))
 
-    def _hold(self, hparams: dict[str, Tensor]) -> Tensor:
-        """ρ, ``[S, 1]``: where weights may be large, steps of a round are too."""
-        return (hparams["dual"] / hparams["prior_scale"])[:, None]
+    def _hold(self, model: Model, shared: Weights, hparams: dict[str, Tensor]) -> Tensor:
+        """ρ, ``[S, 1]``: where weights may be large, steps of a round are too; where noise is small, pulls of data are large.
+
+        It is the same for all clients, who know θ.
+        """
+        hold = (hparams["dual"] / hparams["prior_scale"])[:, None]
+        likelihood, layout, bias = model.likelihood, model.layout, model.output_bias
+        if not isinstance(likelihood, Curved):
+            return hold
+        parts = zip(layout.names, torch.split(shared.weights, layout.sizes, -1), strict=True)
+        named = {name: part.unflatten(-1, (layout.members, -1)) for name, part in parts}
+        level = named[bias] if bias is not None else hold.new_zeros(*hold.shape, 2)
+        return hold * likelihood.curvature(level, named).mean(-1, keepdim=True)
 
     def _prior(self, model: Model, hparams: dict[str, Tensor]) -> Prior:
         level = _those(model, {model.output_bias})

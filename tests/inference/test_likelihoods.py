@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from bpfed._util.errors import UserError
-from bpfed.inference.likelihoods import Categorical, Normal
+from bpfed.inference.counts import NegativeBinomial, Poisson
+from bpfed.inference.likelihoods import Categorical, Curved, Heteroscedastic, Normal
 from bpfed.nn.model import Model
 
 
@@ -96,3 +97,33 @@ def test_a_head_of_the_wrong_width_is_told_when_the_model_is_made():
         Model.of(nn.Linear(4, 7), Categorical(3), torch.zeros(2, 4))
     with pytest.raises(UserError, match="one number per example"):
         Model.of(nn.Linear(4, 7), Normal(), torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "outputs", "targets"),
+    [
+        (Normal(0.3, learnt=False), [0.7], None),
+        (Normal(0.3), [0.7], None),
+        (Heteroscedastic(), [0.7, -1.0], None),
+        (Poisson(), [1.2], torch.arange(60.0)),
+        (NegativeBinomial(0.4), [1.2], torch.arange(400.0)),
+    ],
+    ids=["known noise", "learnt noise", "heteroscedastic", "Poisson", "negative binomial"],
+)
+def test_the_curvature_is_the_mean_second_derivative_by_the_output(likelihood, outputs, targets):
+    level = torch.tensor(outputs, dtype=torch.float64)
+    parameters = {name: value.double() for name, value in likelihood.parameters().items()}
+    y = torch.tensor([-1.0, 2.0]).double() if targets is None else targets.double()
+
+    def nll(output, target):
+        return likelihood.nll(torch.cat([output[None], level[1:]])[None], target[None], parameters).sum()
+
+    each = torch.stack([torch.func.grad(torch.func.grad(nll))(level[0], target) for target in y])
+    p = torch.stack([torch.exp(-nll(level[0], target)) for target in y])
+    assert isinstance(likelihood, Curved)
+    # A Gaussian one is the same at every target; of counts it is the mean over all that may occur.
+    torch.testing.assert_close(likelihood.curvature(level, parameters), (each * p / p.sum()).sum(), rtol=1e-5, atol=0)
+
+
+def test_classes_have_no_curvature_of_their_own():
+    assert not isinstance(Categorical(3), Curved)

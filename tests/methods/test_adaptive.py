@@ -94,15 +94,15 @@ def lines(sizes=(40, 10, 20), seed=0):
     return FederatedData("lines", ("a", "b", "c"), examples, examples, "regression")
 
 
-def pooled_ridge(data):
+def pooled_ridge(data, noise=NOISE):
     """Mean of the posterior of one linear regression on all rows."""
     x, y = data.train.x.double(), data.train.y.double()
     design = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
     prior = torch.tensor([2.0, 2.0, 1.0], dtype=torch.float64)  # fan-in 2 of both weights, 1 of the bias of the output
-    return torch.linalg.solve(design.T @ design / NOISE**2 + prior.diag(), design.T @ y / NOISE**2)
+    return torch.linalg.solve(design.T @ design / noise**2 + prior.diag(), design.T @ y / noise**2)
 
 
-def slopes(dual):
+def slopes(dual, noise=NOISE):
     """Shared weights and bias after rounds in which every client all but solves its own problem."""
     data = lines()
     method = Adaptive(temperature=1.0, deviation=0.0, head_deviation=0.0, sigma=False, dual=dual, lr=0.02)
@@ -110,7 +110,7 @@ def slopes(dual):
     nn.init.zeros_(module.weight)
     nn.init.zeros_(module.bias)
     settings = Settings(rounds=60, epochs=20, batch=100, weighting="size", compile="off", device="cpu")
-    federation = Federation.start(method, data, settings, module, Normal(NOISE, learnt=False))
+    federation = Federation.start(method, data, settings, module, Normal(noise, learnt=False))
     simulator = Simulator([federation])
     for _ in range(settings.rounds):
         simulator.round()
@@ -120,6 +120,11 @@ def slopes(dual):
 
 def test_the_fixed_point_is_the_posterior_mean_of_pooled_rows():
     torch.testing.assert_close(slopes(1.0), pooled_ridge(lines()), rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("noise", [0.05, 3.0])
+def test_the_fixed_point_is_reached_however_small_the_noise_is(noise):
+    torch.testing.assert_close(slopes(0.3, noise), pooled_ridge(lines(), noise), rtol=0, atol=2e-2)
 
 
 def test_without_the_dual_variable_copies_drift():
