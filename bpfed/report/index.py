@@ -154,7 +154,7 @@ def render(folder: Path, links: str = "") -> str:
     return html.page(
         "index.html.j2",
         title=f"Runs in {folder.resolve().name or folder}",
-        facts=[text.plural(sum(one.kind == kind for one in found), kind) for kind in ("run", "comparison")],
+        details=[text.plural(sum(one.kind == kind for one in found), kind) for kind in ("run", "comparison")],
         columns=columns,
         rows=[_line(one, shown, links) for one in found],
         notes=wrong,

@@ -21,7 +21,7 @@ from bpfed.report.sections import ranked, worst_names
 from bpfed.report.verdicts import against_own, errors_known, headline, verdicts, why
 
 _KL = Metric("train_kl", "KL to the prior", text.decimal, "How far training moved the weights from their prior.")
-_FACTS: tuple[tuple[str, Callable[[Any], str]], ...] = (
+_DETAILS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     ("protocol", "{} protocol".format),
     ("partition", text.dealt),
     ("device", "on {}".format),
@@ -95,7 +95,7 @@ def render(run: RunRecord, examples: Mapping[str, Any] | None = None) -> str:
     return html.page(
         "run.html.j2",
         title=run.title,
-        facts=facts(run),
+        details=run_details(run),
         verdict=verdict(run),
         dots=sections.client_dots(run) if run.measures and run.history else [],
         errors=sections.errors(run) if run.measures else None,
@@ -121,10 +121,10 @@ def write(run: RunRecord, path: str | os.PathLike[str]) -> Path:
     return html.write_page(render(run), path)
 
 
-def facts(run: RunRecord) -> list[str]:
+def run_details(run: RunRecord) -> list[str]:
     """Where and how it ran."""
     known = {key: v for key, v in run.summary.items() if v not in (None, "") and (key, v) != ("protocol", "own")}
-    found = [words(known[key]) for key, words in _FACTS if key in known]
+    found = [words(known[key]) for key, words in _DETAILS if key in known]
     if 0 < (seconds := value(run.summary, "seconds")) < math.inf:
         found.append(text.duration(seconds))
     return found

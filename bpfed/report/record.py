@@ -69,13 +69,13 @@ class RunRecord:
         name = self.summary.get("title") or self.summary.get("method", "A run")
         if "members" in self.summary:
             name = f"{name} ({text.many(self.summary['members'], 'network')})"
-        facts = [f"{name} on {self.summary.get('data', 'unnamed data')}"]
+        parts = [f"{name} on {self.summary.get('data', 'unnamed data')}"]
         for key, one in (("clients", "client"), ("rounds", "round")):
             if key in self.summary:
-                facts.append(text.many(self.summary[key], one))
+                parts.append(text.many(self.summary[key], one))
         if "seed" in self.summary:
-            facts.append(f"seed {self.summary['seed']}")
-        return ", ".join(facts)
+            parts.append(f"seed {self.summary['seed']}")
+        return ", ".join(parts)
 
     @property
     def measures(self) -> list[Metric]:

@@ -134,11 +134,11 @@ def against_own(run: RunRecord) -> str:
 def summary(run: RunRecord) -> dict[str, Any]:
     """The report for programs: what the run is, its metrics, and the verdict on each client."""
     found = verdicts(run) if run.measures and run.history else []
-    facts = ("method", "data", "partition", "protocol", "rounds", "clients", "seed", "seconds", "device")
+    keys = ("method", "data", "partition", "protocol", "rounds", "clients", "seed", "seconds", "device")
     return {
         "title": run.title,
         "bpfed": run.config.get("bpfed"),
-        **{key: run.summary[key] for key in facts if key in run.summary},
+        **{key: run.summary[key] for key in keys if key in run.summary},
         "metrics": {
             m.name: {"last": run.last(m.name), "client_mean": run.mean(m.name), "worst_client": run.worst(m.name)}
             for m in run.measures

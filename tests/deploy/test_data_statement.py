@@ -93,7 +93,7 @@ def test_what_sites_tell_is_let_in_and_nothing_beside_it(told):
 
 
 @pytest.mark.parametrize("fault", UNREADABLE)
-def test_facts_that_no_data_have_are_refused(fault):
+def test_statements_that_no_data_have_are_refused(fault):
     told = UNREADABLE[fault]
     with pytest.raises(RejectedMessage, match="what it sent about its data cannot be read"):
         read_statement(told if isinstance(told, str) else json.dumps(told), "a")
@@ -164,15 +164,15 @@ def test_a_table_that_no_message_could_tell_of_is_refused_at_the_site(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["deeply nested", "an empty summary", "no shape", "a count that is a word"])
-def test_a_site_with_bad_facts_costs_its_contribution_only(tmp_path, fault):
+def test_a_site_with_a_bad_statement_costs_its_contribution_only(tmp_path, fault):
     deployed = Deployed(tmp_path, FedAvg(), DATA, epochs=1, rounds=2)
     node, told = deployed.node("site b"), UNREADABLE[fault]
     answer = deployed.grid.clients[node]
 
     def spoilt(message):
         record = answer(message).content
-        facts = told if isinstance(told, str) else json.dumps(told)
-        record["reply"] = ConfigRecord({**record["reply"], "facts": facts})
+        statement = told if isinstance(told, str) else json.dumps(told)
+        record["reply"] = ConfigRecord({**record["reply"], "facts": statement})
         return Message(record, reply_to=message)
 
     deployed.grid.clients[node] = spoilt
@@ -184,8 +184,8 @@ def test_a_site_with_bad_facts_costs_its_contribution_only(tmp_path, fault):
 
 def test_sites_with_files_and_sites_with_parts_are_named(tmp_path):
     config = Deployed(tmp_path, FedAvg()).config
-    for facts in ({"a": FILE, "b": PART}, {"b": PART, "a": FILE}):
+    for statements in ({"a": FILE, "b": PART}, {"b": PART, "a": FILE}):
         with pytest.raises(UserError, match="Site 'a' has a file of its own and site 'b' a part of a named dataset"):
-            agreed(facts, config)
+            agreed(statements, config)
     with pytest.raises(UserError, match="data of site 'b' have a different shape or task than those of 'a'"):
         agreed({"a": PART, "b": PART | {"shape": [5]}}, config)

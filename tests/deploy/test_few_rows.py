@@ -441,23 +441,23 @@ def test_statistics_are_told_anew_only_when_many_rows_have_come(tmp_path):
     path, told_at, head = tmp_path / "a.csv", tmp_path / TOLD, [*HEAD, "split"]
     config = replace(Deployed(tmp_path, FedAvg()).config, data=DATA)
 
-    def facts(number, more=()):
+    def statement(number, more=()):
         written_to(path, [*rows[:number], *more], head)
         made = File("a", path, config, Limits(), None, told_at)
         return made.data_statement(), made.notes
 
-    first, notes = facts(60)
+    first, notes = statement(60)
     assert not notes
-    assert facts(60) == (first, [])
-    again, notes = facts(60, [["99.9999999", "9.9999999", "east", "y", "train"]])
+    assert statement(60) == (first, [])
+    again, notes = statement(60, [["99.9999999", "9.9999999", "east", "y", "train"]])
     assert again == first
     assert "changed by fewer than 10 rows since it was told of, so the same is told again" in notes[0]
-    anew, notes = facts(70)
+    anew, notes = statement(70)
     assert not notes
     assert anew["summary"]["columns"]["age"]["mean"] != first["summary"]["columns"]["age"]["mean"]
     told_at.write_text("{")
     with pytest.raises(UserError, match=r"cannot be read; restore it, or delete it to tell anew"):
-        facts(70)
+        statement(70)
 
 
 @pytest.mark.parametrize("more", [-3, 3])

@@ -139,8 +139,8 @@ def test_sites_whose_columns_contradict_each_other_are_told_so(tmp_path, files):
 @pytest.mark.parametrize("told", [{}, {"summary": "x"}, {"summary": {"columns": 3}}])
 def test_what_a_site_told_in_another_form_is_not_remarked_on(tmp_path, files, told):
     made, _ = deployed(tmp_path, files, FedAvg())
-    facts = {name: site.source.data_statement() for name, site in made.sites.items()}
-    assert check_sites(facts | {"late": told}, agreed(facts, made.config)) == []
+    statements = {name: site.source.data_statement() for name, site in made.sites.items()}
+    assert check_sites(statements | {"late": told}, agreed(statements, made.config)) == []
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -240,7 +240,7 @@ class Roster:
             raise RejectedMessage("its key is not that site's.")
         if self.sites[claimed].node not in (None, node):
             raise RejectedMessage("a site of that name is already online.")
-        return read_statement(answer.facts, claimed, self.ignore, self.agreed)
+        return read_statement(answer.statement, claimed, self.ignore, self.agreed)
 
 
 # --- Transport --------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class Exchange:
                 train=what.train,
                 evaluate=what.test or what.held or what.score,
                 counted=journal.counted.get(site, 0),
-                facts=common,
+                common=common,
                 pilot=journal.pilot,
                 calibration_temperature=1.0
                 if journal.calibration_temperature is None

@@ -164,7 +164,7 @@ class File:
             agreed.preparation.targets(self.table)  # says which row does not suit it
             some = self.table if self.table.images is None else self.table.take(np.arange(1))
             agreed.preparation.alone(site).inputs(some, site)
-            self._facts: dict[str, Any] = {
+            self._statement: dict[str, Any] = {
                 "preparation": agreed.digest,
                 "target": self.target,
                 "train": len(self.train),
@@ -186,11 +186,11 @@ class File:
                 "such words count as one group, and such whole numbers are numbers without an input of their own; rows with "
                 "such classes are left out unless other sites have the class."
             )
-        self._facts = {"summary": summary.record(), "target": self.target, "train": len(self.train)}
+        self._statement = {"summary": summary.record(), "target": self.target, "train": len(self.train)}
         if told is not None:
-            self._facts = told_before(told, self._facts, limits.minimum, self.notes.append)
+            self._statement = told_before(told, self._statement, limits.minimum, self.notes.append)
         # What all sites have in common is longer than what one tells, and goes along with every message.
-        if len(self.table.columns) > MANY and (told_bytes := len(json.dumps(self._facts))) > BESIDE // 2:
+        if len(self.table.columns) > MANY and (told_bytes := len(json.dumps(self._statement))) > BESIDE // 2:
             raise UserError(
                 f"'{path}' has {len(self.table.columns)} columns, and what a deployment has to tell of them takes "
                 f"{told_bytes} bytes of at most {BESIDE // 2}; leave some out with --ignore when the deployment is made "
@@ -198,7 +198,7 @@ class File:
             )
 
     def data_statement(self) -> dict[str, Any]:
-        return dict(self._facts)
+        return dict(self._statement)
 
     def data(self, common: Mapping[str, Any]) -> FederatedData:
         if "preparation" not in common:
@@ -251,7 +251,7 @@ class File:
         own = {f.name for f in found.features} & {self.target, SPLIT, *self.ignore}
         if found.target != self.target or own:
             raise RejectedMessage("it would predict another column, or from columns that are left out here.")
-        asked, told = self.config.data, ColumnStatistics.from_record(self._facts["summary"])
+        asked, told = self.config.data, ColumnStatistics.from_record(self._statement["summary"])
         numbers, words = not told.target.words, told.target.words
         classes = found.task_type.has_classes
         if (

@@ -295,7 +295,7 @@ class Site:
         """A federation of this client alone, as it was after the round before the one that is asked for."""
         if not request.of_pilot:
             self._forget_pilots()
-        wanted = request.facts, request.pilot, request.candidate, request.fold
+        wanted = request.common, request.pilot, request.candidate, request.fold
         if self._federation is None or self._federation[0] != wanted:
             self._federation = wanted, self._start(request)
         federation = self._federation[1]
@@ -321,7 +321,7 @@ class Site:
 
     def _start(self, request: Request) -> Federation:
         try:
-            common: dict[str, Any] = json.loads(request.facts)
+            common: dict[str, Any] = json.loads(request.common)
             sites, longest = common["sites"], common["longest"]
         except (ValueError, TypeError, KeyError):
             raise RejectedMessage("what it sent about the sites' data cannot be read.") from None
