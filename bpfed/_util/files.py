@@ -341,8 +341,8 @@ CHECKPOINT, STATES = "checkpoint", "state"
 
 #: The file of settings of a part of a deployment, beside its `CONFIG`.
 PLAN = "deploy.toml"
-#: The preparation that all parts of a deployment have agreed on, where they have.
-PREPARATION = "preparation.json"
+#: The preprocessing that all parts of a deployment have agreed on, where they have.
+PREPROCESSING = "preprocessing.json"
 #: The server's folder in that of a deployment; the run folder of the server, and of a site's own model.
 SERVER, RUN = "server", "run"
 #: What each exchange cost, in the run folder of a server; no other run has such a file.

@@ -80,10 +80,10 @@ def init(
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML file of settings, as for 'bpfed run'.", show_default=False)
     ] = None,
-    preparation: Annotated[
+    preprocessing: Annotated[
         Path | None,
         typer.Option(
-            help="A preparation file that all sites agree on (see 'bpfed data prepare'); then no site tells anything of "
+            help="A preprocessing file that all sites agree on (see 'bpfed data prepare'); then no site tells anything of "
             "its columns.",
             show_default=False,
         ),
@@ -109,7 +109,7 @@ def init(
         flags["data"] = folder.name  # the sites' own files, which have no name together
     chosen = read(config, overrides(method, settings or [], flags))
     plan = Plan(admin.named_sites(chosen, given), address, bind=bind)
-    admin.make(folder, plan, chosen, preparation)
+    admin.make(folder, plan, chosen, preprocessing)
     print(f"Created '{folder}' for {text.many(len(plan.sites), 'site')}. Next:")
     print(f"  bpfed deploy server {folder}            # on the server")
     first, own = admin.site_folder(folder, plan.sites[0]), admin.data_of(chosen, plan.sites[0])

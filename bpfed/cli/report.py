@@ -193,7 +193,7 @@ def _cases(run: LoadedRun, own: Tested) -> dict[str, Any]:
 
     from bpfed.inference.predictive import Classified, Regressed
 
-    made = run.data.preparation
+    made = run.data.preprocessor
     assert made is not None
     found = run.client(own.client).predict(made.inputs(own.table, own.client), prepared=True)
     if isinstance(found, Classified):
@@ -244,7 +244,7 @@ def _number(word: str) -> float:
 
 def _shown_columns(run: LoadedRun, own: Tested) -> list[str]:
     """The columns that matter most, where that is known; else the first."""
-    made = run.data.preparation
+    made = run.data.preprocessor
     assert made is not None
     effects = run.diagnostics().get("effects", {}).get("columns", [])
     names = [*effects, *(feature.name for feature in made.features)]

@@ -148,7 +148,7 @@ class Client:
     ) -> Path:
         """Write this client's model to a file that can be used without bpfed.
 
-        A graph takes raw inputs, with the preparation of tables and the scaling of images inside, and gives what
+        A graph takes raw inputs, with the preprocessing of tables and the scaling of images inside, and gives what
         `predict` does. It is compared with `predict` on a few rows first, and not written if it differs by more than
         1e-5.
 
@@ -176,7 +176,7 @@ class Client:
         data = self.run.data
         if isinstance(x, Rows):
             x = x.x
-        elif isinstance(x, str | Path) or columns is not None or (data.preparation is not None and not prepared):
+        elif isinstance(x, str | Path) or columns is not None or (data.preprocessor is not None and not prepared):
             if prepared:
                 raise UserError("Only arrays without column names can be prepared already; omit prepared.")
             x = self.read(x, columns).x
@@ -208,7 +208,7 @@ def prediction_columns(
     rule: Rule | None = None,
 ) -> dict[str, list[str]]:
     """Predictions as columns of text, by name, in the units of the tables; the last says what is unlike training."""
-    made = data.preparation
+    made = data.preprocessor
     mean, unit = (0.0, 1.0) if made is None else (made.target_mean, made.target_scale)
     columns = data.task_type.columns(found, TargetColumn(data.class_names, mean, unit, times), level, abstain)
     if rule is not None:

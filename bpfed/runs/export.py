@@ -178,7 +178,7 @@ def _named(kind: str, client: Client, vector: Tensor) -> dict[str, Tensor]:
 def _about(client: Client) -> dict[str, Any]:
     """What every file says of itself; of other clients nothing is in it."""
     data, federation = client.run.data, client.run.federation
-    made = data.preparation
+    made = data.preprocessor
     return {
         "version": VERSION,
         "bpfed": __version__,
@@ -298,7 +298,7 @@ def reference(client: Client, scorer: Scorer, raw: Mapping[str, Tensor], draws: 
             run.say = said
     else:
         given = prepare(*raw.values())
-        found = client.predict(given, draws, scorer.how, prepared=client.run.data.preparation is not None)
+        found = client.predict(given, draws, scorer.how, prepared=client.run.data.preprocessor is not None)
     return [scorer.finished(found, shift) for shift in (0.0, -TOLERANCE, TOLERANCE)]
 
 

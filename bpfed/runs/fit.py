@@ -237,7 +237,7 @@ def method_of(method: Method | str | None, data: FederatedData | None = None) ->
 
 def is_flat_file(data: FederatedData) -> bool:
     """Whether data are tables or other files of flat inputs, for which the method is always the same."""
-    files = data.preparation is not None or data.name.startswith(PREFIX)
+    files = data.preprocessor is not None or data.name.startswith(PREFIX)
     return files and len(data.input_shape) == 1
 
 

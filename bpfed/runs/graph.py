@@ -1,6 +1,6 @@
 """A client's model as one module from raw inputs to predictions, which `torch.export` can record.
 
-The module computes what `Client.predict` does with the same code: preparation of the inputs, the task's own prediction,
+The module computes what `Client.predict` does with the same code: preprocessing of the inputs, the task's own prediction,
 temperatures and calibrated sets. Weights are fixed: draws are made once, with the keys that prediction uses.
 """
 
@@ -274,9 +274,9 @@ class Untouched(nn.Module):
         return tuple(parts)
 
 
-def preparation_of(data: FederatedData, client: str) -> nn.Module:
+def preprocessor_of(data: FederatedData, client: str) -> nn.Module:
     """What a client's raw inputs go through before the network."""
-    made = data.preparation
+    made = data.preprocessor
     if made is not None and made.shape is None:
         return TableInputs(made, client)
     if made is not None:
@@ -359,9 +359,9 @@ class Scorer(nn.Module):
         federation, who = run.federation, torch.tensor([client.index])
         self.how, self.level = how, level
         self.draws = draws or federation.settings.eval_draws
-        self.prepare = preparation_of(run.data, client.name)
+        self.prepare = preprocessor_of(run.data, client.name)
         self.task = run.data.task_type
-        made = run.data.preparation
+        made = run.data.preprocessor
         self.target = TargetColumn(
             run.data.class_names, *((0.0, 1.0) if made is None else (made.target_mean, made.target_scale))
         )

@@ -207,14 +207,14 @@ def rows_of(run: LoadedRun, data_dir: Path | None = None) -> list[Tested]:
         UserError: The run is not on tables, or they are not what they were when it was trained.
     """
     asked = reader.read(run.folder / CONFIG)
-    made = run.data.preparation
+    made = run.data.preprocessor
     read = asked.tables(data_dir)
     if made is None or not read:
         raise UserError(
             f"'{run.folder}' is not a run on tables, whose test rows could be found in a file; omit --test."
         )
     again = asked.load_data(data_dir, read)
-    if again.preparation != made:
+    if again.preprocessor != made:
         raise UserError(
             f"'{asked.data.name}' has changed since the run in '{run.folder}', so its test rows cannot be told; restore it."
         )

@@ -224,16 +224,16 @@ class Run:
         """
         from bpfed.runs.adapt import adapt
 
-        preparation = None
-        in_file, tables = isinstance(x, str | Path), self.data.preparation is not None
+        preprocessor = None
+        in_file, tables = isinstance(x, str | Path), self.data.preprocessor is not None
         if in_file and y is not None:
             raise UserError(f"The targets are in '{x}'; leave y out.")
         if in_file or columns is not None or (x is not None and tables and not prepared):
             if prepared:
                 raise UserError("Only arrays without column names can be prepared already; omit prepared.")
             read = read_rows(self.data, x, name, self.say, labelled=True, target=target, columns=columns, y=y)
-            x, y, preparation = read.x, read.y, read.preparation
-        made = adapt(self.federation, x, y, steps=steps, lr=lr, name=name, preparation=preparation)
+            x, y, preprocessor = read.x, read.y, read.preprocessor
+        made = adapt(self.federation, x, y, steps=steps, lr=lr, name=name, preprocessor=preprocessor)
         made.run.say = self.say
         if made.remark:
             self.say(made.remark)

@@ -120,7 +120,7 @@ class Service:
     """
 
     def __init__(self, client: Client, level: float = 0.9, abstain: float | None = None) -> None:
-        made = client.run.data.preparation
+        made = client.run.data.preprocessor
         if made is None or made.shape is not None:
             raise UserError(
                 f"'{client.run.data.name}' is no table, and the service takes rows of tables; use 'bpfed export' for arrays and "

@@ -197,9 +197,9 @@ def loaded(folder: Path, **options: str) -> FederatedData:
 
 
 def names(folder: Path, **options: str) -> tuple[str, ...]:
-    preparation = loaded(folder, **options).preparation
-    assert preparation is not None
-    return preparation.input_names
+    preprocessor = loaded(folder, **options).preprocessor
+    assert preprocessor is not None
+    return preprocessor.input_names
 
 
 TREATED: dict[str, tuple[Write, Callable[[Path], bool]]] = {
@@ -300,7 +300,7 @@ def test_treated_as_documented(kind: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("ignore", ["sex", " sex ,", ["sex"], ("sex",)])
 def test_columns_to_ignore_are_a_list_or_a_text(ignore: str | list[str], folder: Path) -> None:
-    made = load(f"folder:{folder}", target="y", ignore=ignore).preparation
+    made = load(f"folder:{folder}", target="y", ignore=ignore).preprocessor
     assert made is not None
     assert (made.input_names, made.settings()["ignore"]) == (("age",), "sex")
 
@@ -316,8 +316,8 @@ def test_dates_of_parquet_can_be_ignored(folder: Path) -> None:
     ):
         load(f"folder:{folder}", target="y", ignore="id")
     data = load(f"folder:{folder}", target="y", ignore="id,seen,left")
-    assert data.preparation is not None
-    assert data.preparation.input_names == ("age", "sex = f", "sex = m")
+    assert data.preprocessor is not None
+    assert data.preprocessor.input_names == ("age", "sex = f", "sex = m")
     assert len(read_rows(data, folder / "b.parquet", "b", print).x) == 4  # new rows may have others
 
 
@@ -423,8 +423,8 @@ def test_one_table_for_all(tmp_path: Path) -> None:
     table.write_text("age,y,ward\n" + "\n".join(rows) + "\n")
     data = load(f"folder:{table}", client_column="ward")
     assert data.clients == ("10", "11", "12", "9")
-    assert data.preparation is not None
-    assert data.preparation.input_names == ("age",)
+    assert data.preprocessor is not None
+    assert data.preprocessor.input_names == ("age",)
     for wrong, words in (
         ({}, "is a single file; use --client-column .*: 'age', 'y', 'ward'"),
         ({"client_column": "wart"}, "did you mean 'ward'"),

@@ -221,7 +221,7 @@ def test_a_new_value_far_from_the_clients_own_is_unusual(tmp_path: Path) -> None
     assert any("looks like" in note and "--convert" in note for note in data.notes)
     from bpfed.data.checks.new_rows import check_new_rows, unusual
 
-    made, new = data.preparation, Table("new.csv", 2, {"creatinine": np.array([1.0, 88.0])})
+    made, new = data.preprocessor, Table("new.csv", 2, {"creatinine": np.array([1.0, 88.0])})
     assert made is not None
     assert unusual(made, new, "a").names() == [[], ["creatinine"]]
     assert unusual(made, new, "b").names() == [[], []]

@@ -123,7 +123,7 @@ def test_a_site_has_its_own_words_for_what_is_missing(tmp_path):
     site = File("a", path, replace(Deployed(tmp_path, FedAvg()).config, data=asked))
     assert site.table.missing("age").sum() == 4
     told = Preprocessor("sick", "classification", (Feature("age", "number"),), ("0", "1"), missing=("41",))
-    assert site.data({"preparation": told.record()}).preparation.missing == ("unknown",)
+    assert site.data({"preparation": told.record()}).preprocessor.missing == ("unknown",)
 
 
 def test_a_site_recodes_its_own_file_and_tells_nobody(tmp_path):
@@ -141,7 +141,7 @@ def test_a_site_recodes_its_own_file_and_tells_nobody(tmp_path):
     common = agreed({"a": site.data_statement()}, replace(config, data=asked))
     assert "88.4" not in json.dumps(common)
     assert "Creatinine" not in json.dumps(common)
-    made = site.data(common).preparation
+    made = site.data(common).preprocessor
     assert made.recoding.settings() == asked.recoding
     assert set(made.own) == {"a"}
     # A site may say so in its own config.toml alone, and still has the same configuration as the server.

@@ -1,4 +1,4 @@
-"""What a site has in its own files counts, whatever a server asks: rounds, requests, runs, the preparation, its model."""
+"""What a site has in its own files counts, whatever a server asks: rounds, requests, runs, the preprocessing, its model."""
 
 import json
 import shutil
@@ -203,7 +203,7 @@ def test_the_model_of_another_run_is_kept_beside_the_new_one(tmp_path):
     assert not [path for path in hostile.site.own.parent.iterdir() if path.name.startswith(".")]
 
 
-# --- the preparation --------------------------------------------------------------------------------------------------
+# --- the preprocessing --------------------------------------------------------------------------------------------------
 
 
 def made_in(folder):
@@ -246,7 +246,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_preparation_that_is_not_of_what_the_site_told_is_refused(honest, lie):
+def test_preprocessing_that_is_not_of_what_the_site_told_is_refused(honest, lie):
     tables, common = honest
     made = LIES[lie](Preprocessor.from_record(common["preparation"]))
     source = tables.sites["a"].source
@@ -259,10 +259,10 @@ def test_a_preparation_that_is_not_of_what_the_site_told_is_refused(honest, lie)
     assert "compared with what this site has told" in source.notes[-1]
 
 
-def test_a_preparation_with_what_is_no_number_is_refused(honest):
+def test_preprocessing_with_what_is_no_number_is_refused(honest):
     tables, common = honest
     made = changed("age", mean=float("nan"))(Preprocessor.from_record(common["preparation"]))
-    with pytest.raises(RejectedMessage, match="its preparation cannot be read"):
+    with pytest.raises(RejectedMessage, match="its preprocessing cannot be read"):
         tables.sites["a"].source.data(common | {"preparation": made.record()})
 
 

@@ -72,12 +72,12 @@ def test_a_run_without_a_manifest_loads_as_before_but_not_with_such_a_calibratio
 @pytest.mark.parametrize(
     ("file", "pattern", "value", "said"),
     [
-        ("data.json", r'"scale": [0-9.]+', '"scale": -1.0', "data.json' is damaged|preparation's record is damaged"),
+        ("data.json", r'"scale": [0-9.]+', '"scale": -1.0', "data.json' is damaged|preprocessing's record is damaged"),
         ("data.json", r'"mean": [0-9.-]+', '"mean": NaN', "data.json' is damaged .NaN is not a number"),
         ("data.json", r'"input_shape": \[\s*\d+', '"input_shape": [99999999999999', "'input_shape' is no shape"),
         ("data.json", r'"classes": \d+', '"classes": 3', "'classes' is not the number of labels"),
         ("data.json", r'"task": "\w+"', '"task": "juggling"', "there is no such task"),
-        ("data.json", r'"labels": \[\s*"ill"', '"labels": ["healthy"', "its preparation is of other data"),
+        ("data.json", r'"labels": \[\s*"ill"', '"labels": ["healthy"', "its preprocessing is of other data"),
         ("calibration.json", r'"temperatures": \[[0-9.]+', '"temperatures": [0.0', "not a number above 0"),
         ("calibration.json", r'"offsets": \[0', '"offsets": [1', "its offsets do not fit its scores"),
         ("calibration.json", r'"scores": \[[0-9.e-]+', '"scores": [7.5', "not numbers in rising order"),

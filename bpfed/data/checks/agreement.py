@@ -206,12 +206,12 @@ def _steps(unit: Unit, upwards: bool) -> _Conversion:
     return _Conversion((unit.high, unit.low), offset + times, unit.factor)
 
 
-def disagreements(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str, ...]:
+def disagreements(tables: Mapping[str, Table], preprocessor: Preprocessor) -> tuple[str, ...]:
     """What to say of columns whose units or codes differ between clients, in sentences."""
-    if preparation.shape is not None:
+    if preprocessor.shape is not None:
         return ()
-    numbers = [f.name for f in preparation.features if f.kind == "number" and preparation.standardise != "local"]
-    words = [f.name for f in preparation.features if f.kind == "words"]
+    numbers = [f.name for f in preprocessor.features if f.kind == "number" and preprocessor.standardise != "local"]
+    words = [f.name for f in preprocessor.features if f.kind == "words"]
     return tuple(str(found) for found in (*unit_findings(tables, numbers, {}), *code_findings(tables, words)))
 
 

@@ -30,12 +30,12 @@ DATE = re.compile(r"(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{1,2}([-/.])\d{1,2}\3(\d{4}|
 _NUMERIC = re.compile(r"[-+−'~$€£¥]*\s*\d[\d.,'’_\s]*([^\W\d]{1,5}(/[^\W\d]{1,5})?|[%‰°$€£¥]\w?)?")
 
 
-def check_column_types(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str, ...]:
+def check_column_types(tables: Mapping[str, Table], preprocessor: Preprocessor) -> tuple[str, ...]:
     """What to say of columns that are probably used as what they are not; a sentence for each kind that there is."""
-    features = [f for f in preparation.features if f.scale]
+    features = [f for f in preprocessor.features if f.scale]
     texts = {f.name: such for f in features if f.kind == "words" and (such := as_text(f.levels))}
-    if such := as_text(preparation.labels, plain=False):
-        texts[preparation.target] = such
+    if such := as_text(preprocessor.labels, plain=False):
+        texts[preprocessor.target] = such
     gaps = {f.name: value for f in features if f.kind == "number" and (value := _gap(f.name, tables)) is not None}
     splits = [f.name for f in features if marks_split(f.levels)]
     found = []
@@ -124,21 +124,21 @@ class ColumnRow(NamedTuple):
     inputs: int
 
 
-def columns(tables: Mapping[str, Table], preparation: Preprocessor) -> list[ColumnRow]:
+def columns(tables: Mapping[str, Table], preprocessor: Preprocessor) -> list[ColumnRow]:
     """What becomes of each column of the clients' tables, in the tables' order; nothing for images."""
-    if preparation.shape is not None:
+    if preprocessor.shape is not None:
         return []
-    features = {f.name: f for f in preparation.features}
+    features = {f.name: f for f in preprocessor.features}
     rows = []
     for name in dict.fromkeys(name for table in tables.values() for name in table.columns):
         feature = features.get(name)
-        if name == preparation.target:
+        if name == preprocessor.target:
             what = "target"
         elif name == SPLIT:
             what = "marks the test rows"
-        elif name in preparation.ignore:
+        elif name in preprocessor.ignore:
             what = "ignored (--ignore)"
-        elif name in preparation.left_out:
+        elif name in preprocessor.left_out:
             what = "says what is held out (--holdout)"
         elif feature is None:
             empty = all(table.missing(name).all() for table in tables.values())
@@ -153,10 +153,10 @@ def columns(tables: Mapping[str, Table], preparation: Preprocessor) -> list[Colu
     return rows
 
 
-def coded(preparation: Preprocessor) -> tuple[str, ...]:
+def coded(preprocessor: Preprocessor) -> tuple[str, ...]:
     """Which columns are used both as numbers and as categories, in a sentence; none where none is."""
-    made = {column for name in preparation.recoding.dates for column in date_columns(name)}
-    names = [f.name for f in preparation.features if f.coded and f.name not in made]
+    made = {column for name in preprocessor.recoding.dates for column in date_columns(name)}
+    names = [f.name for f in preprocessor.features if f.coded and f.name not in made]
     if not names:
         return ()
     return (
@@ -165,12 +165,12 @@ def coded(preparation: Preprocessor) -> tuple[str, ...]:
     )
 
 
-def doubts(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str, ...]:
+def doubts(tables: Mapping[str, Table], preprocessor: Preprocessor) -> tuple[str, ...]:
     """Which inputs look like dates, identities, names of clients or text, in a sentence; none where none does."""
-    if preparation.shape is not None:
+    if preprocessor.shape is not None:
         return ()
     dates, identities, owners, wordy = [], [], [], []
-    for feature in (f for f in preparation.features if f.scale):
+    for feature in (f for f in preprocessor.features if f.scale):
         held = [table.columns[feature.name] for table in tables.values() if feature.name in table.columns]
         if feature.kind == "words" and (as_text(feature.levels) or marks_split(feature.levels)):
             continue  # of which `check_column_types` speaks
@@ -195,7 +195,7 @@ def doubts(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str,
         (f"more than {MANY} categories", wordy),
     )
     told = ", ".join(f"{what} in {quoted(names)}" for what, names in parts if names)
-    left = ",".join((*preparation.ignore, *(name for name in found if "," not in name)))
+    left = ",".join((*preprocessor.ignore, *(name for name in found if "," not in name)))
     how = f"leave them out with --ignore '{left}'" if left else "remove them from the files"
     rename = " (rename any with a comma in its name first)" if left and any("," in n for n in found) else ""
     return (f"There seem to be {told}; if these should not be inputs, {how}{rename}.",)

@@ -1,4 +1,4 @@
-"""Combine: the preparation of a federation, made from what its clients tell of their training rows."""
+"""Combine: the preprocessing of a federation, made from what its clients tell of their training rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def combine(
     codes: Codes = "both",
     holdout: str | None = None,
 ) -> Preprocessor:
-    """Make the preparation of a federation from what its clients tell; for the arguments see `bpfed.data.load`.
+    """Make the preprocessing of a federation from what its clients tell; for the arguments see `bpfed.data.load`.
 
     Raises:
         UserError: The clients' columns cannot be brought together, or there is nothing to learn.

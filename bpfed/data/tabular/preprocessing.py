@@ -1,9 +1,9 @@
-"""Preparation: how the columns of tables become the inputs and targets of a network, learnt from federated sums.
+"""Preprocessing: how the columns of tables become the inputs and targets of a network, learnt from federated sums.
 
-    client_summary(table) at each client -> combine(summaries) at the server -> Preparation.inputs(table) at each client
+    client_summary(table) at each client -> combine(summaries) at the server -> Preprocessor.inputs(table) at each client
 
 It is plain data: a run keeps it and does the same to new rows. Sites of a deployment may also agree on one beforehand,
-in a file (`read_preparation`), and then tell nothing of their columns.
+in a file (`read_preprocessor`), and then tell nothing of their columns.
 """
 
 from __future__ import annotations
@@ -223,13 +223,13 @@ class Preprocessor:
         return values.double() * self.target_scale + self.target_mean
 
     def joined(self, client: str, table: Table) -> Preprocessor:
-        """The preparation with one more client, whose statistics are those of this table; its target is ignored."""
+        """The preprocessing with one more client, whose statistics are those of this table; its target is ignored."""
         if self.standardise != "local":
             return self
         return self.with_clients([(client, {f.name: _summary_of(f, table) for f in self.features})])
 
     def with_clients(self, clients: Iterable[tuple[str, Mapping[str, ColumnSummary]]]) -> Preprocessor:
-        """The preparation with statistics of these clients' own, where it is local."""
+        """The preprocessing with statistics of these clients' own, where it is local."""
         if self.standardise != "local":
             return self
         known = dict(self.local)
@@ -243,7 +243,7 @@ class Preprocessor:
         return replace(self, local=known)
 
     def judged_by(self, summaries: Iterable[ColumnStatistics]) -> Preprocessor:
-        """The preparation with what these clients' own numbers are like, to judge new rows of theirs by."""
+        """The preprocessing with what these clients' own numbers are like, to judge new rows of theirs by."""
         numbers = {f.name for f in self.features if f.kind == "number" and f.scale}
         own = {
             s.client: {
@@ -285,7 +285,7 @@ class Preprocessor:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Preprocessor:
-        """The preparation that gave this record.
+        """The preprocessing that gave this record.
 
         Raises:
             UserError: It is damaged, or of another version.
@@ -295,7 +295,7 @@ class Preprocessor:
             made._check_numbers()
             return made
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise UserError(f"The preparation's record is damaged ({error}); train again.") from error
+            raise UserError(f"The preprocessing's record is damaged ({error}); train again.") from error
 
     @classmethod
     def _parsed(cls, record: Mapping[str, Any]) -> Preprocessor:
@@ -303,7 +303,7 @@ class Preprocessor:
         version = given.pop("version", None)
         if version != VERSION:
             raise UserError(
-                f"The preparation has version {version}, but this bpfed reads version {VERSION}; use the bpfed that "
+                f"The preprocessing has version {version}, but this bpfed reads version {VERSION}; use the bpfed that "
                 "wrote it."
             )
         for key in ("labels", "ignore"):
@@ -333,7 +333,7 @@ class Preprocessor:
             raise ValueError(f"'{self.target}' has standard deviation {self.target_scale}")
 
     def fault(self) -> str:
-        """What no preparation can have, in words that end a sentence; empty: there is nothing."""
+        """What no preprocessing can have, in words that end a sentence; empty: there is nothing."""
         names = [f.name for f in self.features]
         if not is_task(self.task) or self.standardise not in get_args(Standardise):
             return f"its task is {self.task!r} and its standardise {self.standardise!r}, which must be known ones"
@@ -426,20 +426,20 @@ def array_words(shape: Sequence[int]) -> str:
     return f"sequences of [{wide}, {channels}]" if high == 1 else f"images of {(channels, high, wide)}"
 
 
-def write_preparation(path: Path, preparation: Preprocessor) -> str:
-    """Write a preparation as a file that people can read and sites can agree on; gives back its `digest`.
+def write_preprocessor(path: Path, preprocessor: Preprocessor) -> str:
+    """Write the preprocessing as a file that people can read and sites can agree on; gives back its `digest`.
 
     Nothing of single clients is in it: neither their own statistics nor the column that names them.
     """
-    record = preparation.record()
+    record = preprocessor.record()
     left_out = ("local", "client_column", "missing", "codes", "holdout", "recoding", "own", "resized")
     content = to_json({key: value for key, value in record.items() if key not in left_out})
     write_whole(path, content)
     return digest(content.encode())
 
 
-def read_preparation(path: Path) -> tuple[Preprocessor, str]:
-    """The preparation in a file that was written by `write_preparation` or by hand, and its `digest`.
+def read_preprocessor(path: Path) -> tuple[Preprocessor, str]:
+    """The preprocessing in a file that was written by `write_preprocessor` or by hand, and its `digest`.
 
     It must have ``target``, ``task``, ``features`` (each with ``name`` and ``kind``) and, for classes, ``labels``. What
     else is left out has the default of `Preprocessor` and `Feature`.
@@ -456,12 +456,14 @@ def read_preparation(path: Path) -> tuple[Preprocessor, str]:
             raise ValueError("local, client_column, missing, holdout, recoding and own are not for all sites")
         made = Preprocessor._parsed({**defaults, **found, "features": features, "local": {}})
     except OSError as error:
-        raise UserError(f"'{path}' cannot be read ({error.strerror}); give a preparation file.") from error
+        raise UserError(f"'{path}' cannot be read ({error.strerror}); give a preprocessing file.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UserError) as error:
-        raise UserError(f"'{path}' is not a preparation file ({error}); make one with 'bpfed data prepare'.") from error
+        raise UserError(
+            f"'{path}' is not a preprocessing file ({error}); make one with 'bpfed data prepare'."
+        ) from error
     if why := made.fault():
         raise UserError(
-            f"'{path}' is not a preparation file: {why}; correct it, or make one with 'bpfed data prepare'."
+            f"'{path}' is not a preprocessing file: {why}; correct it, or make one with 'bpfed data prepare'."
         )
     return made, digest(content)
 

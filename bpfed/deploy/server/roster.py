@@ -38,7 +38,7 @@ def read_statement(text: str, site: str, ignore: Collection[str] = (), agreed: s
         text: As it came, JSON.
         site: Who told it.
         ignore: Columns that are no inputs anywhere.
-        agreed: SHA-256 of the preparation that all have agreed on, and then tell nothing of their columns; empty: none.
+        agreed: SHA-256 of the preprocessing that all have agreed on, and then tell nothing of their columns; empty: none.
 
     Raises:
         Refused: It cannot be read, or cannot be true.
@@ -63,7 +63,7 @@ def read_statement(text: str, site: str, ignore: Collection[str] = (), agreed: s
         raise RejectedMessage("what it sent about its data cannot be read.") from None
     if statement.get("preparation", "") != agreed:
         raise RejectedMessage(
-            "it and the server have not agreed on the same preparation; give all the same file ('preparation' of "
+            "it and the server have not agreed on the same preprocessing; give all the same file ('preprocessing' of "
             "deploy.toml)."
         )
     if "summary" in statement:
@@ -159,7 +159,7 @@ class Roster:
         timeout: Seconds that a site has to introduce itself.
         say: Called with each message for the user.
         ignore: Columns that are no inputs at any site.
-        agreed: SHA-256 of the preparation that all have agreed on; empty: there is none.
+        agreed: SHA-256 of the preprocessing that all have agreed on; empty: there is none.
     """
 
     def __init__(

@@ -465,7 +465,7 @@ def server_side(
 
 def _known(config: Config, sites: tuple[str, ...], common: Mapping[str, Any]) -> FederatedData:
     """What the server knows of the sites' data, which it does not have."""
-    asked, preparation = config.data, common.get("preparation")
+    asked, preprocessor = config.data, common.get("preparation")
     return without_examples(
         {
             "name": asked.name,
@@ -473,11 +473,11 @@ def _known(config: Config, sites: tuple[str, ...], common: Mapping[str, Any]) ->
             "input_shape": common["shape"],
             "task": common["task"],
             "classes": int(common["classes"]),
-            "labels": () if preparation is None else preparation["labels"],  # of a named dataset no site tells them
+            "labels": () if preprocessor is None else preprocessor["labels"],  # of a named dataset no site tells them
             "partition": asked.partition or SITES,
             "protocol": DEPLOYED,
             "test_fraction": asked.test_fraction,  # None: each site's own; its file may say which rows are for testing
             "seed": config.data_seed,
-            "preparation": preparation,
+            "preparation": preprocessor,
         }
     )

@@ -26,7 +26,7 @@ from bpfed.data.holdout import Holdout
 from bpfed.data.load import names
 from bpfed.data.tabular.combine import combine, ordered
 from bpfed.data.tabular.federate import TEST_FRACTION, check_column, examples, find_target, held_out, not_inputs
-from bpfed.data.tabular.preprocessing import Preprocessor, gathered, meant, read_preparation
+from bpfed.data.tabular.preprocessing import Preprocessor, gathered, meant, read_preprocessor
 from bpfed.data.tabular.recode import NOTHING, Recoding
 from bpfed.data.tabular.statistics import MOST_WHOLE, ColumnStatistics, client_summary, released
 from bpfed.data.tabular.table import SPLIT, ArrayOptions, Categorical, Table, column_names, read_table
@@ -45,9 +45,9 @@ FAR = 1e6
 
 
 class Agreed(NamedTuple):
-    """A preparation that all have agreed on in a file, and the file's SHA-256."""
+    """Preprocessing that all have agreed on, from a file, and the file's SHA-256."""
 
-    preparation: Preprocessor
+    preprocessor: Preprocessor
     digest: str
 
 
@@ -81,10 +81,10 @@ class Part:
     def __init__(self, site: str, sites: tuple[str, ...], config: Config, data_dir: DataDir = None) -> None:
         whole = part_of(config, len(sites), data_dir)
         client = site if set(sites) == set(whole.clients) else whole.clients[sites.index(site)]
-        own, made = one_client(whole, client), whole.preparation
+        own, made = one_client(whole, client), whole.preprocessor
         if made is not None and client in made.local:
             made = replace(made, local={site: made.local[client]})
-        self.own = replace(own, clients=(site,), preparation=made)
+        self.own = replace(own, clients=(site,), preprocessor=made)
         self.notes: tuple[str, ...] = ()
 
     def data_statement(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class File:
     ) -> None:
         self.site, self.config, self.limits, self.agreed = site, config, limits, agreed
         asked, self.by = config.data, Holdout.of(config.data.holdout)
-        self.recoding, known = Recoding.of(**asked.recoding), agreed.preparation.words if agreed else ()
+        self.recoding, known = Recoding.of(**asked.recoding), agreed.preprocessor.words if agreed else ()
         words = (*known, *(self.by.words if self.by else ()), *self.recoding.words)
         ignore, missing = not_inputs(asked.ignore, self.by), column_names(asked.missing)
         arrays = ArrayOptions.of(asked.input, asked.image_size)
@@ -142,8 +142,8 @@ class File:
         self.task = asked.task
         self.ignore = tuple(ignore)
         self.notes: list[str] = []
-        aim = agreed.preparation.target if agreed else asked.targets
-        self.table = gathered(self.table, aim, agreed.preparation.task if agreed else asked.task)
+        aim = agreed.preprocessor.target if agreed else asked.targets
+        self.table = gathered(self.table, aim, agreed.preprocessor.task if agreed else asked.task)
         self.target = find_target({site: self.table}, aim)
         if self.by is not None:
             check_column(self.by, self.target)
@@ -152,7 +152,7 @@ class File:
         if agreed is None:
             _check_told(self.table.without(self.ignore), path, self.target, column_names(asked.ignore))
         else:
-            self.task = agreed.preparation.task
+            self.task = agreed.preprocessor.task
         fraction = TEST_FRACTION if asked.test_fraction is None else asked.test_fraction
         test = held_out(
             self.table, self.target, site, task=self.task, test_fraction=fraction, seed=self.seed, by=self.by
@@ -161,9 +161,9 @@ class File:
         if not len(self.train):
             raise UserError(f"'{path}' has no row left for training; give it more rows.")
         if agreed is not None:
-            agreed.preparation.targets(self.table)  # says which row does not suit it
+            agreed.preprocessor.targets(self.table)  # says which row does not suit it
             some = self.table if self.table.images is None else self.table.take(np.arange(1))
-            agreed.preparation.alone(site).inputs(some, site)
+            agreed.preprocessor.alone(site).inputs(some, site)
             self._statement: dict[str, Any] = {
                 "preparation": agreed.digest,
                 "target": self.target,
@@ -174,8 +174,8 @@ class File:
             raise UserError(
                 f"'{path}' has {len(self.train)} training rows, fewer than the {limits.minimum} (minimum in this site's "
                 "deploy.toml) that statistics of its columns must be of, so the site does not join; give it more rows, or "
-                "agree with all sites on a preparation made without its data ('bpfed data prepare', then 'bpfed deploy "
-                "init --preparation FILE')."
+                "agree with all sites on preprocessing made without its data ('bpfed data prepare', then 'bpfed deploy "
+                "init --preprocessing FILE')."
             )
         whole = client_summary(self.train, self.target, client=site, task=self.task, ignore=self.ignore)
         summary, why = released(whole, self.train, self.target, limits.minimum)
@@ -207,42 +207,42 @@ class File:
         try:
             found = Preprocessor.from_record(common["preparation"])
         except (UserError, TypeError, ValueError):
-            raise RejectedMessage("its preparation cannot be read.") from None
+            raise RejectedMessage("its preprocessing cannot be read.") from None
         if self.agreed is not None:
-            here = replace(self.agreed.preparation, missing=())
+            here = replace(self.agreed.preprocessor, missing=())
             if replace(found, local={}, missing=(), recoding=NOTHING).record() != here.record():
                 raise RejectedMessage(
-                    "its preparation is not the one that this site has agreed to ('preparation' of its deploy.toml)."
+                    "its preprocessing is not the one that this site has agreed to ('preprocessing' of its deploy.toml)."
                 )
             train, test = self.train, self.test
         else:
             try:
                 self._check(found)
             except (TypeError, ValueError, AttributeError):  # what should be a name, a number or a list is none
-                raise RejectedMessage("its preparation cannot be read.") from None
+                raise RejectedMessage("its preprocessing cannot be read.") from None
             train, test = self._known(found)
         by = None if self.by is None else str(self.by)
-        preparation = replace(found, local={}, own={}, missing=said, recoding=self.recoding, holdout=by)
-        preparation = replace(preparation, resized=self.config.data.image_size is not None)
-        if preparation.shape is None:
-            mine = client_summary(train, self.target, client=self.site, task=preparation.task, ignore=self.ignore)
-            preparation = preparation.judged_by([mine])
-        if preparation.standardise == "local":
-            preparation = preparation.joined(self.site, train)
+        preprocessor = replace(found, local={}, own={}, missing=said, recoding=self.recoding, holdout=by)
+        preprocessor = replace(preprocessor, resized=self.config.data.image_size is not None)
+        if preprocessor.shape is None:
+            mine = client_summary(train, self.target, client=self.site, task=preprocessor.task, ignore=self.ignore)
+            preprocessor = preprocessor.judged_by([mine])
+        if preprocessor.standardise == "local":
+            preprocessor = preprocessor.joined(self.site, train)
         return FederatedData(
             name=self.config.data.name,
             clients=(self.site,),
-            train=examples(preparation, [(self.site, train)], self.seed, self.by),
-            test=examples(preparation, [(self.site, test)], self.seed),
-            task=preparation.task,
-            classes=len(preparation.labels),
-            labels=preparation.labels,
-            preparation=preparation,
-            notes=(*doubts({self.site: self.table}, preparation), *coded(preparation)),
+            train=examples(preprocessor, [(self.site, train)], self.seed, self.by),
+            test=examples(preprocessor, [(self.site, test)], self.seed),
+            task=preprocessor.task,
+            classes=len(preprocessor.labels),
+            labels=preprocessor.labels,
+            preprocessor=preprocessor,
+            notes=(*doubts({self.site: self.table}, preprocessor), *coded(preprocessor)),
         )
 
     def _check(self, found: Preprocessor) -> None:
-        """Refuse a preparation that is not of what this site has told: its own columns and classes, as they are.
+        """Refuse preprocessing that is not of what this site has told: its own columns and classes, as they are.
 
         Others can add columns, words and classes, but not take this site's away, nor make others of them. What the site
         hears of this names its columns; what the server hears does not.
@@ -262,7 +262,7 @@ class File:
             raise self._other("its task or its way to standardise is another")
         if len(found.labels) > self.limits.classes:
             raise RejectedMessage(
-                f"its preparation has {len(found.labels)} classes; 'classes' of this site's deploy.toml is "
+                f"its preprocessing has {len(found.labels)} classes; 'classes' of this site's deploy.toml is "
                 f"{self.limits.classes}."
             )
         if why := found.fault():
@@ -299,22 +299,22 @@ class File:
             raise self._other("the words of a column are not in order")
 
     def _other(self, why: str) -> RejectedMessage:
-        """Of a preparation that cannot have come of what this site told."""
-        self.notes.append(f"The server's preparation was refused, compared with what this site has told: {why}.")
+        """Of preprocessing that cannot have come of what this site told."""
+        self.notes.append(f"The server's preprocessing was refused, compared with what this site has told: {why}.")
         return RejectedMessage(
-            "its preparation does not hold the columns and classes that this site has told, as they are; start a new run "
-            "while all sites are online, or agree on a preparation ('bpfed deploy init --preparation')."
+            "its preprocessing does not hold the columns and classes that this site has told, as they are; start a new run "
+            "while all sites are online, or agree on the preprocessing ('bpfed deploy init --preprocessing')."
         )
 
-    def _known(self, preparation: Preprocessor) -> tuple[Table, Table]:
+    def _known(self, preprocessor: Preprocessor) -> tuple[Table, Table]:
         """The rows to train on and to test, without those of classes that no site has often enough to tell."""
-        if not preparation.task_type.has_classes:
+        if not preprocessor.task_type.has_classes:
             return self.train, self.test
         parts = []
         for table in (self.train, self.test):
             found = table.words(self.target)
             numbers = set() if isinstance(table.column(self.target), Categorical) else set(found)
-            known = {*preparation.labels, *meant(numbers, preparation.labels)}
+            known = {*preprocessor.labels, *meant(numbers, preprocessor.labels)}
             parts.append(table.take(np.array([word in known for word in found], dtype=bool)))
         train, test = parts
         if not len(train):
@@ -386,22 +386,22 @@ def told_before(path: Path, statement: Mapping[str, Any], minimum: int, say: Cal
 
 
 def agreed(
-    statements: Mapping[str, Mapping[str, Any]], config: Config, preparation: Preprocessor | None = None
+    statements: Mapping[str, Mapping[str, Any]], config: Config, preprocessor: Preprocessor | None = None
 ) -> dict[str, Any]:
     """What the sites' data have in common, from what each told.
 
     Args:
         statements: By site, as `bpfed.deploy.server.roster.read_statement` let them in.
         config: What is computed.
-        preparation: What all have agreed on beforehand, if they have.
+        preprocessor: What all have agreed on beforehand, if they have.
 
     Raises:
         UserError: They cannot be brought together.
     """
     longest = max(int(told["train"]) for told in statements.values())
-    if preparation is not None:
-        _target({**statements, "the preparation": {"target": preparation.target}})
-        return _of_tables(preparation, longest)
+    if preprocessor is not None:
+        _target({**statements, "the preprocessing": {"target": preprocessor.target}})
+        return _of_tables(preprocessor, longest)
     summaries = [ColumnStatistics.from_record(told["summary"]) for told in statements.values() if "summary" in told]
     if summaries and len(summaries) == len(statements):
         asked = config.data
@@ -447,7 +447,7 @@ def _of_tables(made: Preprocessor, longest: int) -> dict[str, Any]:
 
 def _check_enough(summaries: Sequence[ColumnStatistics], task: str | None) -> None:
     """Refuse tables of which too little is told: what is of few rows is withheld, see `released`."""
-    fixes = "give sites more rows, or agree on a preparation ('bpfed deploy init --preparation FILE')"
+    fixes = "give sites more rows, or agree on the preprocessing ('bpfed deploy init --preprocessing FILE')"
     columns, told = [c for s in summaries for c in s.columns.values()], {s.client: s.target for s in summaries}
     if columns and not any(column.count for column in columns):
         raise UserError(f"No site tells of any column, as too few rows have values that differ; {fixes}.")
@@ -475,16 +475,16 @@ def check_sites(statements: Mapping[str, Mapping[str, Any]], common: Mapping[str
     """
     if "preparation" not in common:
         return []
-    preparation = Preprocessor.from_record(common["preparation"])
-    found = [*check_spelling(preparation), *coded(preparation)]
+    preprocessor = Preprocessor.from_record(common["preparation"])
+    found = [*check_spelling(preprocessor), *coded(preprocessor)]
     lacking: dict[str, list[str]] = {}
-    for site, told in statements.items() if preparation.shape is None else ():
+    for site, told in statements.items() if preprocessor.shape is None else ():
         # Of a site that came late, nobody knows yet whether it has a file.
         summary = told.get("summary")
         columns = summary.get("columns") if isinstance(summary, dict) else None
         # What is only spelt otherwise is told above.
         here = {spelling(name) for name in columns} if isinstance(columns, dict) else set()
-        for name in (f.name for f in preparation.features if here and spelling(f.name) not in here):
+        for name in (f.name for f in preprocessor.features if here and spelling(f.name) not in here):
             lacking.setdefault(name, []).append(site)
     if lacking:
         told_of = first_of([f"'{name}' at {quoted(sites)}" for name, sites in lacking.items()])
@@ -517,26 +517,26 @@ def one_client(data: FederatedData, client: str) -> FederatedData:
     return replace(data, clients=(client,), train=data.train.select(who), test=data.test.select(who))
 
 
-def agreed_preparation(folder: Path, plan: Plan, config: Config) -> Agreed | None:
-    """The preparation that a part of a deployment has agreed to; None: none is named.
+def agreed_preprocessor(folder: Path, plan: Plan, config: Config) -> Agreed | None:
+    """The preprocessing that a part of a deployment has agreed to; None: none is named.
 
     Raises:
         UserError: It cannot be read, is not the one that was agreed to, or does not go with the configuration.
     """
-    if not plan.preparation:
+    if not plan.preprocessing:
         return None
-    path = folder / plan.preparation
-    made, digest = read_preparation(path)
-    if digest != plan.preparation_sha256:
+    path = folder / plan.preprocessing
+    made, digest = read_preprocessor(path)
+    if digest != plan.preprocessing_sha256:
         raise UserError(
-            f"'{path}' is not the preparation that was agreed to: its SHA-256 is {digest}, and preparation_sha256 of "
-            f"'{folder / PLAN}' is '{plan.preparation_sha256}'; restore the file."
+            f"'{path}' is not the preprocessing that was agreed to: its SHA-256 is {digest}, and preprocessing_sha256 of "
+            f"'{folder / PLAN}' is '{plan.preprocessing_sha256}'; restore the file."
         )
     return Agreed(_checked(made, config, path), digest)
 
 
 def _checked(made: Preprocessor, config: Config, path: Path) -> Preprocessor:
-    """The preparation, if it does what the configuration says."""
+    """The preprocessing, if it does what the configuration says."""
     asked = config.data
     for key, wanted, found in (
         ("target", asked.targets, made.target),

@@ -45,7 +45,7 @@ from bpfed.deploy.logs import fail, warn
 from bpfed.deploy.protocol.messages import MOST, HeldOutScore, Reply, Request, fingerprint, shared_of
 from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchemas, Upload, schemas
 from bpfed.deploy.settings import Limits, Plan
-from bpfed.deploy.site.data import TOLD, File, Part, Source, agreed_preparation
+from bpfed.deploy.site.data import TOLD, File, Part, Source, agreed_preprocessor
 from bpfed.deploy.site.limits import LocalPrivacy, Requests, check_candidate, check_request, most_pilots
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
@@ -520,11 +520,11 @@ def open_site(folder: Path, say: Callable[[str], None], data: str | None = None)
 def _opened(folder: Path, plan: Plan, config: Config, say: Callable[[str], None], remember: bool) -> Site:
     wanted = plan.data
     source: Source
-    limits, agreed = plan.limits, agreed_preparation(folder, plan, config)
+    limits, agreed = plan.limits, agreed_preprocessor(folder, plan, config)
     if wanted in names():
         if agreed is not None:
             raise UserError(
-                f"This deployment has agreed on a preparation of files, so '{wanted}' is of no use; give a file."
+                f"This deployment has agreed on the preprocessing of files, so '{wanted}' is of no use; give a file."
             )
         if wanted != config.data.name:
             raise UserError(
