@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -180,6 +180,11 @@ def _no_number(word: str) -> float:
 def _number(text: str) -> float:
     value = float(text)
     return value if abs(value) != float("inf") else _no_number(text)
+
+
+def renamed(record: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A record with other names for some of its keys, in the same order: files keep the names that they began with."""
+    return {names.get(name, name): value for name, value in record.items()}
 
 
 def to_json(value: Any) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bpfed._util.errors import UserError, hint
-from bpfed._util.files import PLAN, SERVER, to_toml, write_whole
+from bpfed._util.files import PLAN, SERVER, renamed, to_toml, write_whole
 
 _LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 #: What a host may be called.
@@ -182,7 +182,7 @@ class Plan:
         """Read the file of a folder, or say in one sentence why it cannot be."""
         path = folder / PLAN
         try:
-            found: dict[str, Any] = {RENAMED.get(k, k): v for k, v in tomllib.loads(path.read_text()).items()}
+            found: dict[str, Any] = renamed(tomllib.loads(path.read_text()), RENAMED)
         except FileNotFoundError:
             raise no_deployment(folder) from None
         except (OSError, ValueError) as error:

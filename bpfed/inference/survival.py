@@ -44,7 +44,7 @@ SHORTEST = 1e-3
 #: Outputs are held below this, so that no first step is infinite.
 HIGHEST = 10.0
 #: Names of the likelihood's parameters.
-SHAPE, LEVELS = "likelihood.log_shape", "likelihood.hazard_steps"
+SHAPE, HAZARD_STEPS = "likelihood.log_shape", "likelihood.hazard_steps"
 
 
 def edges(like: Tensor) -> Tensor:
@@ -63,20 +63,20 @@ def cumulative_baseline(t: Tensor, shape: Tensor, steps: Tensor) -> Tensor:
     """∫ exp(b) κ u^(κ − 1) du from 0 to times ``[..., B]``, given κ ``[...]`` and steps ``[..., STEPS]``."""
     ends = edges(steps)
     ends = torch.cat([torch.full_like(ends[:1], SHORTEST), ends])
-    levels = torch.cat([torch.zeros_like(steps[..., :1]), steps.cumsum(-1)], -1)
+    log_hazard = torch.cat([torch.zeros_like(steps[..., :1]), steps.cumsum(-1)], -1)
     after = torch.cat([ends[1:], torch.full_like(ends[:1], math.inf)])
     spent = torch.minimum(torch.maximum(t[..., None], ends), after)  # [..., B, STEPS + 1]
     power = shape[..., None, None]
     passed = torch.exp(power * spent.log()) - torch.exp(power * ends.log())
-    # What is before the shortest time counts as if it were spent at the first level.
+    # What is before the shortest time counts as if it were spent at the first hazard.
     first = torch.exp(power * torch.minimum(t, ends[0]).clamp(min=1e-12)[..., None].log())
-    return (passed * levels.exp()[..., None, :]).sum(-1) + first[..., 0]
+    return (passed * log_hazard.exp()[..., None, :]).sum(-1) + first[..., 0]
 
 
 def log_hazard_baseline(t: Tensor, shape: Tensor, steps: Tensor) -> Tensor:
     """log of the baseline hazard at times ``[..., B]``; as `cumulative_baseline`."""
-    level = (steps[..., None, :] * (t[..., None] > edges(steps))).sum(-1)
-    return level + shape[..., None].log() + (shape[..., None] - 1.0) * t.log()
+    log_hazard = (steps[..., None, :] * (t[..., None] > edges(steps))).sum(-1)
+    return log_hazard + shape[..., None].log() + (shape[..., None] - 1.0) * t.log()
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ class ProportionalHazards:
     """A time to event; outputs are logarithms of the hazard relative to the baseline, ``[B, 1]`` (or ``[B]``)."""
 
     def parameters(self) -> dict[str, Tensor]:
-        return {SHAPE: torch.zeros(1), LEVELS: torch.zeros(STEPS)}
+        return {SHAPE: torch.zeros(1), HAZARD_STEPS: torch.zeros(STEPS)}
 
     def nll(self, outputs: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> Tensor:
         output = outputs.reshape(y.shape).clamp(max=HIGHEST)
-        shape, steps = parameters[SHAPE][..., 0].exp(), parameters[LEVELS]
+        shape, steps = parameters[SHAPE][..., 0].exp(), parameters[HAZARD_STEPS]
         time, event = y.abs().clamp(min=SHORTEST), ~torch.signbit(y)
         hazard = output + log_hazard_baseline(time, shape, steps)
         return output.exp() * cumulative_baseline(time, shape, steps) - torch.where(event, hazard, 0.0)
@@ -200,7 +200,7 @@ class Survival(Task):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs ``[D, S, B]``, shapes ``[D, S]`` and steps ``[D, S, STEPS]``, float64."""
         values, parameters = posterior_outputs(model, predictive, x, key, draws, how)
-        return values[..., 0].double(), parameters[SHAPE][..., 0].double().exp(), parameters[LEVELS].double()
+        return values[..., 0].double(), parameters[SHAPE][..., 0].double().exp(), parameters[HAZARD_STEPS].double()
 
     def _mixed(self, output: Tensor, shape: Tensor, steps: Tensor) -> Survived:
         grid = time_grid(output.device)

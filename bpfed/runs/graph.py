@@ -87,9 +87,9 @@ class Column(NamedTuple):
         missing = MISSING | self.gone
         gone = {spelt for word in missing for spelt in (word, word.upper(), word.capitalize(), word.title(), "NaN")}
         found = dict.fromkeys(sorted(gone), MISSING_CODE)
-        for code, level in enumerate(self.feature.levels):
-            found |= {level: code}
-            found |= {level.upper(): code, level.capitalize(): code} if level in TRUTH else {}
+        for code, category in enumerate(self.feature.categories):
+            found |= {category: code}
+            found |= {category.upper(): code, category.capitalize(): code} if category in TRUTH else {}
         return found
 
 
@@ -114,7 +114,7 @@ class TableInputs(nn.Module):
     coded_value: Tensor
     word_column: Tensor
     word_code: Tensor
-    levels: Tensor
+    categories: Tensor
     other: Tensor
     order: Tensor
 
@@ -146,14 +146,14 @@ class TableInputs(nn.Module):
         self._constant("mean", [mean for mean, _ in pairs])
         self._constant("scale", [scale if f.scale else 1.0 for f, (_, scale) in zip(numbers, pairs, strict=True)])
         self._constant("fill", fill)
-        coded = [(k, float(level)) for k, f in enumerate(numbers) if f.scale for level in f.levels]
+        coded = [(k, float(category)) for k, f in enumerate(numbers) if f.scale for category in f.categories]
         self._constant("coded_column", [k for k, _ in coded], torch.int64)
         self._constant("coded_value", [value for _, value in coded])
-        spelt = [(k, code) for k, f in enumerate(words) if f.scale for code in range(len(f.levels))]
+        spelt = [(k, code) for k, f in enumerate(words) if f.scale for code in range(len(f.categories))]
         self._constant("word_column", [k for k, _ in spelt], torch.int64)
         self._constant("word_code", [code for _, code in spelt], torch.int64)
-        self._constant("levels", [len(f.levels) for f in words], torch.int64)
-        rest = [f.levels.index(OTHER) if OTHER in f.levels else MISSING_CODE - 1 for f in words]
+        self._constant("categories", [len(f.categories) for f in words], torch.int64)
+        rest = [f.categories.index(OTHER) if OTHER in f.categories else MISSING_CODE - 1 for f in words]
         self._constant("other", rest, torch.int64)
         self._constant("order", self._order(numbers, words), torch.int64)
 
@@ -164,16 +164,16 @@ class TableInputs(nn.Module):
         """The place of each input of the network among the blocks of `forward`."""
         blocks = [
             *((f.name, "value") for f in numbers),
-            *((f.name, f"level {level}") for f in numbers if f.scale for level in f.levels),
+            *((f.name, f"category {category}") for f in numbers if f.scale for category in f.categories),
             *((f.name, "missing") for f in numbers),
-            *((f.name, f"level {level}") for f in words if f.scale for level in f.levels),
+            *((f.name, f"category {category}") for f in words if f.scale for category in f.categories),
             *((f.name, "missing") for f in words),
         ]
         place = {block: k for k, block in enumerate(blocks)}
         found = []
         for f in self.made.features:
             value = ["value"] if f.kind != "words" else []
-            parts = [*value, *(f"level {level}" for level in f.levels)] if f.scale else []
+            parts = [*value, *(f"category {category}" for category in f.categories)] if f.scale else []
             found += [place[f.name, part] for part in (*parts, *(["missing"] if f.indicator else []))]
         return found
 
@@ -198,7 +198,7 @@ class TableInputs(nn.Module):
                 found.append((numbers[:, self.coded_column] == self.coded_value).double())
             found.append(gaps.double())
         if codes is not None:
-            known = torch.where(codes == self.levels, self.other, codes)
+            known = torch.where(codes == self.categories, self.other, codes)
             if len(self.word_column):
                 found.append((known[:, self.word_column] == self.word_code).double())
             found.append((codes == MISSING_CODE).double())

@@ -247,11 +247,11 @@ def _fields(made: Preprocessor, client: str) -> list[Field]:
 def _field(feature: Feature, name: str, made: Preprocessor, client: str) -> Field:
     always = not feature.indicator
     if feature.kind == "words":
-        return Field(name, "words", feature.levels, None, always)
+        return Field(name, "words", feature.categories, None, always)
     mean, scale = made.own.get(client, {}).get(feature.name, (feature.mean, feature.scale))
     converted = any(c.column == feature.name and c.client in (None, client) for c in made.recoding._parsed[2])
     usual = None if converted or not scale else (_short(mean - USUAL * scale), _short(mean + USUAL * scale))
-    return Field(name, "number", feature.levels, usual, always)
+    return Field(name, "number", feature.categories, usual, always)
 
 
 def _short(value: float) -> float:

@@ -51,7 +51,7 @@ def feature(made: Preprocessor, name: str) -> Feature:
 
 
 @pytest.mark.parametrize(
-    ("values", "levels"),
+    ("values", "categories"),
     [
         ([1, 2, 3, 4], ("1", "2", "3", "4")),
         ([0, 1, 2, np.nan], ("0", "1", "2")),
@@ -63,19 +63,19 @@ def feature(made: Preprocessor, name: str) -> Feature:
         ([1e20, 2, 3], ("2", "3", "1e+20")),
     ],
 )
-def test_three_to_ten_whole_numbers_may_be_codes(values: list[float], levels: tuple[str, ...]) -> None:
+def test_three_to_ten_whole_numbers_may_be_codes(values: list[float], categories: tuple[str, ...]) -> None:
     made = prepared(table(code=values), table("b", code=values))
-    assert feature(made, "code").levels == levels
+    assert feature(made, "code").categories == categories
     assert feature(made, "code").kind == "number"
-    assert feature(made, "age").levels == ()
+    assert feature(made, "age").categories == ()
 
 
 def test_values_are_those_of_all_clients_together() -> None:
-    assert feature(prepared(table(code=[1, 2]), table("b", code=[2, 3])), "code").levels == ("1", "2", "3")
-    assert feature(prepared(table(code=[1, 2, 3]), table("b", code=[1.5])), "code").levels == ()
-    assert feature(prepared(table(code=range(6)), table("b", code=range(6, 12))), "code").levels == ()
-    assert feature(prepared(table(code=[1, 2, 3]), table("b", code=[np.nan])), "code").levels == ("1", "2", "3")
-    assert feature(prepared(table(code=[1, 2, 3]), table("b")), "code").levels == ("1", "2", "3")
+    assert feature(prepared(table(code=[1, 2]), table("b", code=[2, 3])), "code").categories == ("1", "2", "3")
+    assert feature(prepared(table(code=[1, 2, 3]), table("b", code=[1.5])), "code").categories == ()
+    assert feature(prepared(table(code=range(6)), table("b", code=range(6, 12))), "code").categories == ()
+    assert feature(prepared(table(code=[1, 2, 3]), table("b", code=[np.nan])), "code").categories == ("1", "2", "3")
+    assert feature(prepared(table(code=[1, 2, 3]), table("b")), "code").categories == ("1", "2", "3")
 
 
 def test_values_of_which_there_are_few_are_no_codes() -> None:
@@ -83,9 +83,9 @@ def test_values_of_which_there_are_few_are_no_codes() -> None:
     enough = np.arange(float(N))
     enough[:] = np.nan
     enough[: 4 * PER_CODE] = np.arange(4 * PER_CODE) % 4
-    assert feature(prepared(table(code=enough)), "code").levels == ("0", "1", "2", "3")
+    assert feature(prepared(table(code=enough)), "code").categories == ("0", "1", "2", "3")
     enough[0] = np.nan
-    assert feature(prepared(table(code=enough)), "code").levels == ()
+    assert feature(prepared(table(code=enough)), "code").categories == ()
 
 
 def test_where_very_many_columns_are_such_they_are_counts() -> None:
@@ -118,8 +118,8 @@ def test_it_can_be_switched_off() -> None:
 def test_the_number_to_predict_is_not_prepared_as_codes() -> None:
     scores = np.resize(np.arange(4.0), N)
     told = client_summary(Table("a", N, {"x": scores, "y": scores}), "y", task="regression")
-    assert told.target.levels is None
-    assert told.columns["x"].levels == ("0", "1", "2", "3")
+    assert told.target.categories is None
+    assert told.columns["x"].categories == ("0", "1", "2", "3")
 
 
 # --- what becomes of them ---------------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ def test_clients_summaries_give_what_pooled_rows_give(parts: list[list[float]]) 
     wanted = np.unique(known).tolist()
     wanted = wanted if len(wanted) >= 3 and len(known) >= PER_CODE * len(wanted) else []
     made = prepared(*tables)
-    levels = [float(level) for f in made.features if f.name == "code" for level in f.levels]
-    assert levels == wanted
+    categories = [float(category) for f in made.features if f.name == "code" for category in f.categories]
+    assert categories == wanted
     x = torch.cat([made.inputs(t) for t in tables])
     for level in wanted:
         at = made.input_names.index(f"code = {level:g}")
@@ -187,7 +187,7 @@ def test_ten_codes_are_not_numbers_written_as_text_and_may_still_name_clients() 
     tables = {f"c{k}": table(f"c{k}", grade=range(10), ward=[k]) for k in range(10)}
     data = federate("t", tables, "y")
     assert data.preprocessor is not None
-    assert [len(feature(data.preprocessor, name).levels) for name in ("grade", "ward")] == [10, 10]
+    assert [len(feature(data.preprocessor, name).categories) for name in ("grade", "ward")] == [10, 10]
     assert not [note for note in data.notes if "look like numbers" in note]
     assert [note for note in data.notes if "client names" in note and "in 'ward'" in note]
 
@@ -226,8 +226,8 @@ def test_preprocessing_file_has_it(tmp_path: Path) -> None:
     assert read_preprocessor(tmp_path / "p.json")[0] == made
     record = json.loads((tmp_path / "p.json").read_text())
     assert [f["levels"] for f in record["features"]] == [[], ["1", "2", "3"]]
-    for levels in (["a", "b"], ["1.5", "2"], ["01", "2"], [str(k) for k in range(11)], ["1", "1"]):
-        record["features"][1]["levels"] = levels
+    for categories in (["a", "b"], ["1.5", "2"], ["01", "2"], [str(k) for k in range(11)], ["1", "1"]):
+        record["features"][1]["levels"] = categories
         (tmp_path / "p.json").write_text(json.dumps(record))
         with pytest.raises(UserError, match="is not a preprocessing file: the levels of 'code' are not up to"):
             read_preprocessor(tmp_path / "p.json")

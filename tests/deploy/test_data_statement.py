@@ -136,7 +136,7 @@ def test_a_site_recodes_its_own_file_and_tells_nobody(tmp_path):
     site = File("a", path, replace(config, data=asked), OPEN)
     told = ColumnStatistics.from_record(site.data_statement()["summary"])
     assert told.columns["creatinine"].mean == pytest.approx(1 + 19.5 / 9, rel=0.2)
-    assert told.columns["sex"].levels == ("female", "male")
+    assert told.columns["sex"].categories == ("female", "male")
     assert set(told.columns) == {"creatinine", "sex", "seen year", "seen month", "seen weekday", "seen days"}
     common = agreed({"a": site.data_statement()}, replace(config, data=asked))
     assert "88.4" not in json.dumps(common)

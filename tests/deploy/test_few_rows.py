@@ -224,7 +224,7 @@ def told_of(minimum=10, **columns):
     return released(client_summary(rows, "y"), rows, "y", minimum)
 
 
-NOTHING = {"count": 0, "missing": 0, "mean": 0.0, "squares": 0.0, "levels": None, "words": False}
+NOTHING = {"count": 0, "missing": 0, "mean": 0.0, "squares": 0.0, "categories": None, "words": False}
 RNG = np.random.default_rng(0)
 MANY = RNG.normal(size=40)
 
@@ -264,25 +264,25 @@ def test_few_missing_values_are_not_told():
 def test_rare_words_are_one_group_if_that_is_large_enough():
     common = ["blue"] * 20
     made, _ = told_of(x=[*common, *["green"] * 9, *["red"] * 3, *[""] * 8])
-    assert made.columns["x"].levels == (OTHER, "blue")
+    assert made.columns["x"].categories == (OTHER, "blue")
     made, _ = told_of(x=[*common, *["white"] * 12, *["green"] * 8])
-    assert made.columns["x"].levels == ("blue", "white")
+    assert made.columns["x"].categories == ("blue", "white")
 
 
 def test_rare_whole_numbers_are_not_told():
     made, why = told_of(x=[*[1.0] * 12, *[2.0] * 10, *[3.0] * 10, *[9.0] * 8])
-    assert made.columns["x"].levels == ("1", "2", "3")
+    assert made.columns["x"].categories == ("1", "2", "3")
     assert why["x"] == "1 of 4 whole numbers are too rare"
     made, why = told_of(x=[1.0, 2.0, 3.0, 9.0] * 10)
-    assert (made.columns["x"].levels, why) == (("1", "2", "3", "9"), {})
+    assert (made.columns["x"].categories, why) == (("1", "2", "3", "9"), {})
     made, _ = told_of(x=[*np.arange(10.0), *np.arange(10.0), *np.arange(10.0), *np.arange(10.0)])
-    assert made.columns["x"].levels == ()  # all are rare
+    assert made.columns["x"].categories == ()  # all are rare
 
 
 def test_of_classes_no_mean_and_no_rare_one_is_told():
     rows = table(x=list(MANY), y=[0] * 12 + [1] * 25 + [2] * 3)
     made, why = released(client_summary(rows, "y"), rows, "y", 10)
-    assert vars(made.target) == {**NOTHING, "count": 40, "levels": ("0", "1")}
+    assert vars(made.target) == {**NOTHING, "count": 40, "categories": ("0", "1")}
     assert "1 of 3 classes are too rare" in why["y"]
 
 
@@ -349,7 +349,7 @@ def test_no_byte_has_a_rare_code_and_all_sites_use_the_others(tmp_path):
     assert any("'ward' (1 of 5 whole numbers are too rare)" in note for note in source.notes)
     prepared = source.data(server.journal.common).preprocessor
     ward = next(f for f in prepared.features if f.name == "ward")
-    assert (ward.kind, ward.levels) == ("number", CODES)
+    assert (ward.kind, ward.categories) == ("number", CODES)
     at = prepared.input_names.index("ward") + 1
     x = prepared.inputs(source.train)[:, at : at + 4]
     rare = [word == RARE_CODE for word in source.train.words("ward")]
@@ -389,9 +389,9 @@ def test_a_site_refuses_codes_that_it_has_not(tmp_path):
     source = made.sites["a"].source
     common = agreed({name: site.source.data_statement() for name, site in made.sites.items()}, made.config)
     assert source.data(common).preprocessor.input_names[2:] == ("ward", *(f"ward = {code}" for code in CODES))
-    for levels in (CODES[1:], CODES[::-1], ("1.5", *CODES)):
+    for categories in (CODES[1:], CODES[::-1], ("1.5", *CODES)):
         changed = json.loads(json.dumps(common))
-        next(f for f in changed["preparation"]["features"] if f["name"] == "ward")["levels"] = levels
+        next(f for f in changed["preparation"]["features"] if f["name"] == "ward")["levels"] = categories
         with pytest.raises(RejectedMessage, match="does not hold the columns and classes that this site has told"):
             source.data(changed)
     next(f for f in common["preparation"]["features"] if f["name"] == "age")["levels"] = ("40", "41", "42")

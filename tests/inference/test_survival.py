@@ -17,7 +17,7 @@ import bpfed
 from bpfed._util.errors import UserError
 from bpfed.inference.calibration import Conformal
 from bpfed.inference.survival import (
-    LEVELS,
+    HAZARD_STEPS,
     SHAPE,
     STEPS,
     ProportionalHazards,
@@ -45,7 +45,7 @@ def test_with_parameters_at_zero_times_are_exponential_and_with_the_shape_alone_
     found = ProportionalHazards().nll(outputs, y, ProportionalHazards().parameters())
     torch.testing.assert_close(found, eta.exp() * time - torch.where(y > 0, eta, 0.0))
     for shape in (0.6, 1.7):
-        parameters = {SHAPE: torch.tensor([math.log(shape)]), LEVELS: torch.zeros(STEPS)}
+        parameters = {SHAPE: torch.tensor([math.log(shape)]), HAZARD_STEPS: torch.zeros(STEPS)}
         density = eta + math.log(shape) + (shape - 1.0) * time.log()
         wanted = eta.exp() * time**shape - torch.where(y > 0, density, 0.0)
         torch.testing.assert_close(ProportionalHazards().nll(outputs, y, parameters), wanted)

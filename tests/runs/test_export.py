@@ -268,7 +268,7 @@ def test_preprocessing_inside_a_graph_is_that_of_tables(standardise: str, tmp_pa
         assert [c.name for c in prepare.numbers] == ["age", "grade", "total"]
         numbers = torch.from_numpy(np.stack([rows[c.name] for c in prepare.numbers], 1))
         (ward,) = prepare.words
-        spelt = [ward.codes.get(word, len(ward.feature.levels)) for word in rows["ward"]]
+        spelt = [ward.codes.get(word, len(ward.feature.categories)) for word in rows["ward"]]
         found = prepare(numbers, torch.tensor(spelt)[:, None])
         torch.testing.assert_close(found, read_rows(data, rows, client, lambda sentence: None).x, atol=1e-6, rtol=1e-6)
 

@@ -178,7 +178,7 @@ def _counts(data: FederatedData) -> str:
 
 def unshared_labels(summaries: Sequence[ColumnStatistics]) -> str:
     """What to say of clients with two or more labels none of which any other client has; empty where there are none."""
-    own = {s.client: set(s.target.levels or ()) for s in summaries}
+    own = {s.client: set(s.target.categories or ()) for s in summaries}
     owners: dict[str, int] = {}
     for labels in own.values():
         for label in labels:

@@ -110,8 +110,8 @@ def _words(column: Column) -> np.ndarray:
     """The value of each row in 64 bits, ``[n]``."""
     if isinstance(column, Categorical):
         # Within one process a text has one hash, and no other process sees these.
-        levels = np.array([*(hash(level) for level in column.levels), 0], dtype=np.int64)
-        return levels[column.codes].view(np.uint64)
+        categories = np.array([*(hash(category) for category in column.categories), 0], dtype=np.int64)
+        return categories[column.codes].view(np.uint64)
     return np.where(np.isnan(column), np.nan, column + 0.0).view(np.uint64)
 
 
@@ -138,14 +138,14 @@ def tells(name: str, tables: Sequence[Table], classes: Sequence[np.ndarray], mos
     for table, own in zip(tables, classes, strict=True):
         column = table.columns.get(name)
         codes = np.zeros(table.rows, dtype=np.int64)
-        levels: tuple[str, ...] = ("",)
+        categories: tuple[str, ...] = ("",)
         if isinstance(column, Categorical):
-            codes, levels = column.codes, column.levels
-        if len(levels) > most:
+            codes, categories = column.codes, column.categories
+        if len(categories) > most:
             return False
-        codes = np.where(table.missing(name), len(levels), codes)
+        codes = np.where(table.missing(name), len(categories), codes)
         for code, class_ in zip(*divmod(np.unique(codes * MANY + own), MANY), strict=True):
-            word = None if code == len(levels) else levels[code]
+            word = None if code == len(categories) else categories[code]
             if class_of.setdefault(word, class_) != class_:
                 return False
     return len(class_of) <= most and len(set(class_of.values())) > 1

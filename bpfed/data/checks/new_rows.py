@@ -166,8 +166,8 @@ def _new_words(feature: Feature, table: Table) -> np.ndarray:
     """Which rows have a word, or a code, that training had not, ``[n]`` bool."""
     column = table.columns[feature.name]
     words = column if isinstance(column, Categorical) else Categorical.of(table.words(feature.name))
-    known = set(feature.levels)
-    return np.array([*(level not in known for level in words.levels), False])[words.codes]
+    known = set(feature.categories)
+    return np.array([*(category not in known for category in words.categories), False])[words.codes]
 
 
 def far_numbers(table: Table, name: str, mean: float, scale: float) -> np.ndarray:

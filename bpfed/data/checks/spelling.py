@@ -32,7 +32,7 @@ def check_spelling(preprocessor: Preprocessor, clients: Iterable[str] = ()) -> t
         found.append(f"Columns {_listed(alike)} {DIFFER}")
     if alike := alike_words(preprocessor.labels):
         found.append(f"Labels {_listed(alike)} of '{preprocessor.target}' {DIFFER}")
-    words = {f.name: alike for f in preprocessor.features if (alike := alike_words(f.levels))}
+    words = {f.name: alike for f in preprocessor.features if (alike := alike_words(f.categories))}
     if words:
         first = next(iter(words.values()))[:1]
         found.append(f"Words of {quoted(list(words))}, such as {_listed(first)}, {DIFFER}")

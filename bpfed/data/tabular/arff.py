@@ -47,9 +47,9 @@ def read_arff(path: Path, asked: ReadOptions) -> Table:
             continue
         strange = None
         if attribute.kind == "numeric":
-            strange = next((word for word in column.levels if not _is_number(word)), None)
+            strange = next((word for word in column.categories if not _is_number(word)), None)
         elif attribute.kind == "nominal":
-            strange = next((word for word in column.levels if word not in attribute.values), None)
+            strange = next((word for word in column.categories if word not in attribute.values), None)
         if strange is not None:
             row = column.words().index(strange) + 1
             raise UserError(
@@ -158,8 +158,8 @@ def _unquoted(cell: str) -> str:
 
 def _word(cell: str) -> str:
     """A value as `Categorical` has it."""
-    levels = Categorical.of([cell]).levels
-    return levels[0] if levels else ""
+    categories = Categorical.of([cell]).categories
+    return categories[0] if categories else ""
 
 
 def _is_number(word: str) -> bool:

@@ -39,35 +39,35 @@ class Categorical:
     """A column of words.
 
     Attributes:
-        codes: Which level each row has, ``[n]`` int64, `UNKNOWN` where it is missing.
-        levels: The words that occur, in order.
+        codes: Which category each row has, ``[n]`` int64, `UNKNOWN` where it is missing.
+        categories: The words that occur, in order.
     """
 
     codes: np.ndarray
-    levels: tuple[str, ...]
+    categories: tuple[str, ...]
 
     @classmethod
     def of(cls, cells: Sequence[str]) -> Categorical:
         """Of one word per row; those of `MISSING` are missing, and truth values are written small."""
         spelt = {cell: cell.strip() for cell in set(cells)}
         spelt = {cell: word.casefold() if word.casefold() in TRUTH else word for cell, word in spelt.items()}
-        levels = sorted({word for word in spelt.values() if word.casefold() not in MISSING})
-        place = {word: i for i, word in enumerate(levels)}
+        categories = sorted({word for word in spelt.values() if word.casefold() not in MISSING})
+        place = {word: i for i, word in enumerate(categories)}
         code = {cell: place.get(word, UNKNOWN) for cell, word in spelt.items()}
-        return cls(np.fromiter(map(code.__getitem__, cells), np.int64, len(cells)), tuple(levels))
+        return cls(np.fromiter(map(code.__getitem__, cells), np.int64, len(cells)), tuple(categories))
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def take(self, rows: np.ndarray) -> Categorical:
-        """These rows, with the levels that are left among them."""
+        """These rows, with the categories that are left among them."""
         kept, codes = np.unique(self.codes[rows], return_inverse=True)
-        levels = tuple(self.levels[k] for k in kept if k != UNKNOWN)
-        return Categorical(codes - int(UNKNOWN in kept), levels)
+        categories = tuple(self.categories[k] for k in kept if k != UNKNOWN)
+        return Categorical(codes - int(UNKNOWN in kept), categories)
 
     def words(self) -> list[str]:
         """The word of each row, empty where it is missing."""
-        return [self.levels[k] if k != UNKNOWN else "" for k in self.codes.tolist()]
+        return [self.categories[k] if k != UNKNOWN else "" for k in self.codes.tolist()]
 
 
 #: Numbers, ``[n]`` float64 with NaN where missing, or words.
@@ -398,11 +398,11 @@ def by_column(table: Table, client_column: str) -> dict[str, Table]:
         )
     rest = table.without([client_column])
     order = np.argsort(words.codes, kind="stable")
-    ends = np.bincount(words.codes, minlength=len(words.levels)).cumsum()
+    ends = np.bincount(words.codes, minlength=len(words.categories)).cumsum()
     parts = np.split(order, ends[:-1])
     return {
         check_client_name(name, table.name): rest.take(rows, name)
-        for name, rows in zip(words.levels, parts, strict=True)
+        for name, rows in zip(words.categories, parts, strict=True)
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from bpfed import __version__
+from bpfed._util.files import renamed
 from bpfed.config.reader import Config
 from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchema, Upload, listed
 from bpfed.inference.calibration import HeldOutSlopes
@@ -109,7 +109,7 @@ class Request:
 
     def write(self, schema: StateSchema | None = None) -> RecordDict:
         """As it travels."""
-        plain = _renamed(vars(self), _ON_THE_WIRE) | {"candidate": list(self.candidate)}
+        plain = renamed(vars(self), _ON_THE_WIRE) | {"candidate": list(self.candidate)}
         del plain["shared"]
         record = RecordDict({"request": ConfigRecord({"protocol": PROTOCOL, "version": __version__, **plain})})
         if schema is not None:
@@ -123,7 +123,7 @@ class Request:
         plain = _plain(record, "request", _REQUEST)
         if not all(type(place) is int for place in plain["candidate"]):
             raise RejectedMessage("the candidate that it names is not valid.")
-        return cls(**_renamed(plain, {"facts": "common"}) | {"candidate": tuple(plain["candidate"])})
+        return cls(**renamed(plain, {"facts": "common"}) | {"candidate": tuple(plain["candidate"])})
 
 
 def shared_of(record: RecordDict, schema: StateSchema) -> State:
@@ -171,7 +171,7 @@ class Reply:
     def write(self, schema: StateSchema | None = None) -> RecordDict:
         """As it travels."""
         fields = {k: v for k, v in vars(self).items() if k not in ("upload", "sums", "held", "score", "info")}
-        plain = _renamed(fields, _ON_THE_WIRE)
+        plain = renamed(fields, _ON_THE_WIRE)
         record = RecordDict({"reply": ConfigRecord({"protocol": PROTOCOL, "version": __version__, **plain})})
         if self.upload is not None:
             assert schema is not None
@@ -212,7 +212,7 @@ class Reply:
         allowed = ("reply", *(("upload", "info") if schema else ()), *(("sums",) if form else ()))
         allowed += (*(("held",) if most_held >= 0 else ()), *(("score",) if most_scored >= 0 else ()))
         _only(record, allowed, schema.bytes if schema else 0)
-        plain = _renamed(_plain(record, "reply", _REPLY), {"facts": "statement"})
+        plain = renamed(_plain(record, "reply", _REPLY), {"facts": "statement"})
         if plain["refused"]:
             return cls(**plain)
         if not (0 <= plain["train"] <= MOST and math.isfinite(plain["seconds"]) and math.isfinite(plain["work"])):
@@ -257,10 +257,6 @@ _REPLY: dict[str, type] = {
 }
 #: Fields that have another name on the wire.
 _ON_THE_WIRE = {"common": "facts", "statement": "facts"}
-
-
-def _renamed(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    return {names.get(name, name): value for name, value in fields.items()}
 
 
 def size(part: Any) -> int:

@@ -86,8 +86,10 @@ def _check_summary(summary: ColumnStatistics, site: str, target: Any) -> None:
         raise ValueError("client")
     for column in (summary.target, *summary.columns.values()):
         _check_column(column)
-    codes = [column.levels for column in summary.columns.values() if not column.words and column.levels is not None]
-    if not all(len(levels) <= MOST_CODES and all(map(whole, levels)) for levels in codes):
+    codes = [
+        column.categories for column in summary.columns.values() if not column.words and column.categories is not None
+    ]
+    if not all(len(categories) <= MOST_CODES and all(map(whole, categories)) for categories in codes):
         raise ValueError("codes")
     if summary.shape is not None:
         if len(summary.shape) != 3 or not all(_count(n, 1) for n in summary.shape):
@@ -101,8 +103,8 @@ def _check_column(column: ColumnSummary) -> None:
         raise ValueError("count")
     if not (_number(column.mean) and _number(column.squares) and column.squares >= 0.0):
         raise ValueError("mean")
-    if column.levels is not None and not all(isinstance(word, str) for word in column.levels):
-        raise ValueError("levels")
+    if column.categories is not None and not all(isinstance(word, str) for word in column.categories):
+        raise ValueError("categories")
 
 
 def _check_columns(summary: ColumnStatistics, left_out: set[str]) -> None:

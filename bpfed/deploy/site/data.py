@@ -270,8 +270,8 @@ class File:
         if found.shape != told.shape:
             raise self._other("its images have another shape")
         if classes:
-            levels = set(told.target.levels or ())
-            absent = levels - set(found.labels) - (meant(levels, found.labels).keys() if numbers else set())
+            categories = set(told.target.categories or ())
+            absent = categories - set(found.labels) - (meant(categories, found.labels).keys() if numbers else set())
             if absent:
                 raise self._other(f"it lacks the classes {quoted(sorted(absent))}")
             if found.labels != ordered(found.labels):
@@ -284,18 +284,22 @@ class File:
         for name, column in told.columns.items():
             feature = features.get(name)
             if feature is None:
-                if column.scale or len(column.levels or ()) > 1:
+                if column.scale or len(column.categories or ()) > 1:
                     raise self._other(f"it lacks the column '{name}'")
             elif column.count and told.shape is None:
                 if (feature.kind == "words") is not column.words:
                     raise self._other(f"'{name}' is of another kind")
-                if (feature.kind == "words" or feature.coded) and set(column.levels or ()) - set(feature.levels):
+                if (feature.kind == "words" or feature.coded) and set(column.categories or ()) - set(
+                    feature.categories
+                ):
                     raise self._other(f"it lacks words of '{name}'")
-                if feature.coded and (column.levels is None or asked.codes == "number"):
+                if feature.coded and (column.categories is None or asked.codes == "number"):
                     raise self._other(f"'{name}' is no column of codes")
                 if column.scale and not _near(feature.scale, column.scale):
                     raise self._other(f"the spread of '{name}' is {feature.scale:g}, and here {column.scale:g}")
-        if any(f.levels != (ordered(f.levels) if f.coded else tuple(sorted(f.levels))) for f in found.features):
+        if any(
+            f.categories != (ordered(f.categories) if f.coded else tuple(sorted(f.categories))) for f in found.features
+        ):
             raise self._other("the words of a column are not in order")
 
     def _other(self, why: str) -> RejectedMessage:
@@ -453,12 +457,12 @@ def _check_enough(summaries: Sequence[ColumnStatistics], task: str | None) -> No
         raise UserError(f"No site tells of any column, as too few rows have values that differ; {fixes}.")
     if not any(aim.count for aim in told.values()):
         raise UserError(f"No site tells of its targets, as too few rows differ; {fixes}.")
-    classes = {site: aim.levels for site, aim in told.items() if aim.count and aim.levels is not None}
-    numbers = [site for site, aim in told.items() if aim.count and aim.levels is None]
+    classes = {site: aim.categories for site, aim in told.items() if aim.count and aim.categories is not None}
+    numbers = [site for site, aim in told.items() if aim.count and aim.categories is None]
     if classes and not numbers and not any(classes.values()):
         raise UserError(f"No site has enough training rows of a class to tell of it; {fixes}.")
     words = any(aim.words for aim in told.values())
-    many = len({level for levels in classes.values() for level in levels or ()}) > MOST_WHOLE
+    many = len({category for categories in classes.values() for category in categories or ()}) > MOST_WHOLE
     if task is None and not words and classes and (numbers or many):
         raise UserError(
             f"The targets of site '{next(iter(classes))}' may be classes, so it tells no mean of them, but those of all "
