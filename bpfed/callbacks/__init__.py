@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from bpfed._util.imports import lazily
 
 if TYPE_CHECKING:
     from bpfed.callbacks.base import Callback
@@ -14,16 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "Folder", "MLflow", "Progress", "TensorBoard"]
 
 # Imported when first asked for, so that a progress display can be up before torch is.
-_HOME = {
-    "Callback": "bpfed.callbacks.base",
-    "Folder": "bpfed.runs.folder",
-    "MLflow": "bpfed.callbacks.trackers",
-    "Progress": "bpfed.callbacks.progress",
-    "TensorBoard": "bpfed.callbacks.trackers",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'bpfed.callbacks' has no attribute '{name}'")
+__getattr__ = lazily(
+    __name__,
+    {
+        "Callback": "bpfed.callbacks.base",
+        "Folder": "bpfed.runs.folder",
+        "MLflow": "bpfed.callbacks.trackers",
+        "Progress": "bpfed.callbacks.progress",
+        "TensorBoard": "bpfed.callbacks.trackers",
+    },
+)

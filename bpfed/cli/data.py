@@ -174,7 +174,7 @@ def inspect(
 def _examined(chosen: Config, data_dir: Path | None) -> tuple[dict[str, Table], list[Finding], str]:
     """The tables, all that is found in them, and why they cannot be used, if a file is refused."""
     from bpfed.data.checks.findings import Asked, examine, survey
-    from bpfed.data.load import target_of
+    from bpfed.data.datasets import target_of
     from bpfed.data.tabular.recode import Recoding
     from bpfed.data.tabular.table import ArrayOptions
 
@@ -304,7 +304,7 @@ def export(
     """Write the tables of a dataset as CSV files, one per client, to be used as folder:PATH."""
     check_data(name)
     with _busy() as progress:
-        from bpfed.data.load import tables
+        from bpfed.data.datasets import tables
         from bpfed.data.tabular.csvfile import write_folder
 
         loading(progress, name, data_dir)

@@ -100,7 +100,7 @@ def init(
     method = method_named(method, model)
     _flower()
     from bpfed.config.reader import read
-    from bpfed.data.load import names
+    from bpfed.data.datasets import names
     from bpfed.deploy.ops import admin
     from bpfed.deploy.settings import Plan
 

@@ -12,8 +12,8 @@ import torch
 
 from bpfed._util.errors import UserError
 from bpfed._util.files import DataDir, write_whole
+from bpfed.data.datasets import names, source_of
 from bpfed.data.federated import Examples, FederatedData
-from bpfed.data.load import names, source_of
 from bpfed.data.partition import CELLS
 from bpfed.data.sources.pooled import entry, locate
 from bpfed.data.tabular.table import Table, any_of

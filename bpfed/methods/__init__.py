@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from bpfed._util.imports import lazily
 from bpfed.config import registry
 from bpfed.methods.base import AnyMethod, Method, unfit
 
@@ -33,16 +33,14 @@ if TYPE_CHECKING:
     METHODS: Mapping[str, type[AnyMethod]]
 
 # Imported when first asked for: a prediction needs the one method of its run.
-_HOME = registry.METHODS.homes()
+_named = lazily(__name__, registry.METHODS.homes())
 
 
 def __getattr__(name: str) -> Any:
     if name == "METHODS":
         own = {known: registry.METHODS.load_own(known) for known in registry.METHODS.own}
         return globals().setdefault(name, MappingProxyType(own))
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'bpfed.methods' has no attribute '{name}'")
+    return _named(name)
 
 
 #: What a method says of itself, for lists and reports.

@@ -22,8 +22,8 @@ from bpfed.config.registry import PREFIX
 from bpfed.config.schema import changed
 from bpfed.config.settings import Settings
 from bpfed.data.checks.clients import unscaled
+from bpfed.data.datasets import load
 from bpfed.data.federated import HELD, FederatedData, held_out, untested
-from bpfed.data.load import load
 from bpfed.data.tabular.frames import is_named, is_partitioned
 from bpfed.engine.evaluate import sets_of
 from bpfed.engine.federation import Federation, check_data

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from bpfed._util.errors import UserError
-from bpfed.data.load import names, source_of
+from bpfed.data.datasets import names, source_of
 from bpfed.data.sources.pooled import Entry, entry
 from bpfed.data.tabular.preprocessing import Feature, Preprocessor
 from bpfed.data.tabular.recode import MissingValues

@@ -33,7 +33,6 @@ from bpfed.config import reader
 from bpfed.config.migrations import check_states, current_config
 from bpfed.data.federated import FederatedData
 from bpfed.data.holdout import Holdout
-from bpfed.data.tabular import federate
 from bpfed.data.tabular.preprocessing import gathered
 from bpfed.data.tabular.table import Table
 from bpfed.engine.federation import Federation, pick_device
@@ -218,6 +217,8 @@ def rows_of(run: LoadedRun, data_dir: Path | None = None) -> list[Tested]:
         raise UserError(
             f"'{asked.data.name}' has changed since the run in '{run.folder}', so its test rows cannot be told; restore it."
         )
+    from bpfed.data.tabular import federate
+
     fraction = federate.TEST_FRACTION if asked.data.test_fraction is None else asked.data.test_fraction
     found = []
     for client in run.data.clients:

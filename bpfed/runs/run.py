@@ -21,7 +21,6 @@ from bpfed.data.federated import FederatedData
 from bpfed.data.tabular.rows import read_rows
 from bpfed.engine.evaluate import calibrate, evaluate_clients, tested_clients
 from bpfed.engine.federation import Federation
-from bpfed.engine.simulator import RoundInfo, Simulator
 from bpfed.inference.calibration import Calibration
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.predictive import How
@@ -30,12 +29,12 @@ from bpfed.metrics.registry import BUILT_IN, shown_at
 from bpfed.report import RunRecord
 from bpfed.report.record import temperature_name, temperature_words
 from bpfed.runs import metadata
-from bpfed.runs.baselines import Losses, baselines, wanted
 from bpfed.runs.client import Client
-from bpfed.runs.diagnostics import diagnostics
 
 if TYPE_CHECKING:
+    from bpfed.engine.simulator import RoundInfo
     from bpfed.runs.adapt import NewClient
+    from bpfed.runs.baselines import Losses
     from bpfed.runs.export import Format
     from bpfed.runs.load import LoadedRun
 
@@ -292,7 +291,11 @@ class Run:
         return self._baselines()[0]
 
     def _baselines(self) -> tuple[dict[str, Any], dict[str, Losses]]:
-        if self.settings.baselines == "off" or self.deployed or not wanted(self.data):
+        if self.settings.baselines == "off" or self.deployed:
+            return {}, {}
+        from bpfed.runs.baselines import baselines, wanted  # predictions need none
+
+        if not wanted(self.data):
             return {}, {}
         clients, bins = tested_clients(self.federation), self.settings.bins
         key = (metadata.fingerprint(self.data), tuple(clients.tolist()), bins)
@@ -303,6 +306,8 @@ class Run:
 
     def diagnostics(self) -> dict[str, Any]:
         """What the report says beyond metrics, as in ``evaluation.json`` (see `bpfed.runs.diagnostics`)."""
+        from bpfed.runs.diagnostics import diagnostics
+
         if self.evaluation is None:
             self.evaluation = evaluate_clients(self.federation)
         if self._diagnosed is None or self._diagnosed[0] != self.federation.round:
@@ -359,6 +364,8 @@ def _refusals(round_: int, refused: Mapping[str, str]) -> list[str]:
 
 def train_together(runs: Sequence[Run], callbacks: Sequence[Sequence[Callback]]) -> list[Run]:
     """Run the rounds that are left of several runs side by side; ``callbacks`` are each run's own."""
+    from bpfed.engine.simulator import Simulator
+
     pairs = list(zip(runs, callbacks, strict=True))
     try:
         simulator = Simulator([run.federation for run in runs])

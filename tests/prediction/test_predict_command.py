@@ -49,7 +49,9 @@ def test_each_row_has_a_line_in_its_order(command: Command, ward: Path) -> None:
 
 
 def test_a_prediction_needs_no_compiler_and_none_of_what_only_training_needs(ward: Path) -> None:
-    slow = {"torch._dynamo", "sympy", "sklearn", "scipy", "matplotlib", "pandas", "jinja2", "bpfed.methods.linear"}
+    slow = {"torch._dynamo", "sympy", "sklearn", "scipy", "matplotlib", "pandas", "jinja2"}
+    slow |= {"bpfed.data.datasets", "bpfed.data.tabular.frames", "bpfed.engine.simulator", "bpfed.methods.linear"}
+    slow |= {"bpfed.runs.baselines", "bpfed.runs.diagnostics"}
     words = ["predict", "run", "--client", "genf", "--input", "new.csv"]
     code = f"import sys, bpfed.cli\ntry: bpfed.cli.main({words})\nfinally: print('imported:', *{slow} & {{*sys.modules}}, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -14,7 +14,6 @@ from torch import Tensor
 from bpfed._util.errors import UserError, quoted
 from bpfed.data.checks.new_rows import Unusual, check_new_rows, unusual
 from bpfed.data.federated import FederatedData
-from bpfed.data.tabular.frames import column_table, is_dataset, is_named, table_of
 from bpfed.data.tabular.npz import read_arrays
 from bpfed.data.tabular.preprocessing import SHOWN, Preprocessor, gathered
 from bpfed.data.tabular.table import Table, column_names, read_table
@@ -87,6 +86,8 @@ def read_rows(
         if y is not None:
             if wanted in table.columns:
                 raise UserError(f"The targets are given twice, as y and in the column '{wanted}'; omit one of them.")
+            from bpfed.data.tabular.frames import column_table  # files need none of it
+
             table = column_table(table, wanted, y, preprocessor.missing)
     table = preprocessor.recoding.apply(table, client, preprocessor.missing, preprocessor.words)
     found = None
@@ -118,6 +119,8 @@ def _in_memory(
     say: Callable[[str], None],
 ) -> Table:
     """Rows in memory as a table that has every column of training; others are ignored with a word."""
+    from bpfed.data.tabular.frames import is_dataset, is_named, table_of
+
     if preprocessor.shape is not None and columns is None and is_dataset(source):
         words, arrays = [*preprocessor.words, *preprocessor.recoding.words], preprocessor.arrays
         table = table_of(source, words=words, used=needed, missing=preprocessor.missing, arrays=arrays)
@@ -213,7 +216,7 @@ def _arrays(data: FederatedData, path: Path, labelled: bool) -> Rows:
 def _scaled(data: FederatedData, path: Path, x: Any) -> Any:
     """Raw pixels of a built-in dataset, as it scales them."""
     # Only these need what loads datasets.
-    from bpfed.data.load import names, source_of
+    from bpfed.data.datasets import names, source_of
     from bpfed.data.sources.pooled import Entry, entry
 
     source = source_of(data.name) if data.name in names() else ""

@@ -34,7 +34,7 @@ from bpfed._util.files import (
 from bpfed.config.reader import Config
 from bpfed.config.registry import PREFIX
 from bpfed.config.settings import MOST_EVALUATED
-from bpfed.data.load import names
+from bpfed.data.datasets import names
 from bpfed.data.tabular.preprocessing import read_preprocessor
 from bpfed.data.tabular.table import endings
 from bpfed.deploy.ops import certificates, flower, supervise

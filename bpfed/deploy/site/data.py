@@ -21,9 +21,9 @@ from bpfed._util.text import spelling
 from bpfed.config.reader import Config
 from bpfed.data.checks.column_types import coded, doubts, telling
 from bpfed.data.checks.spelling import check_spelling
+from bpfed.data.datasets import names
 from bpfed.data.federated import FederatedData
 from bpfed.data.holdout import Holdout
-from bpfed.data.load import names
 from bpfed.data.tabular.combine import combine, ordered
 from bpfed.data.tabular.federate import TEST_FRACTION, check_column, examples, find_target, held_out, not_inputs
 from bpfed.data.tabular.preprocessing import Preprocessor, gathered, meant, read_preprocessor

@@ -39,8 +39,8 @@ from bpfed._util.files import (
 )
 from bpfed.config.reader import Config, read
 from bpfed.config.registry import allowing
+from bpfed.data.datasets import names
 from bpfed.data.federated import HELD, parted
-from bpfed.data.load import names
 from bpfed.deploy.logs import fail, warn
 from bpfed.deploy.protocol.messages import MOST, HeldOutScore, Reply, Request, fingerprint, shared_of
 from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchemas, Upload, schemas
