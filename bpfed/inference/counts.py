@@ -316,12 +316,7 @@ class Counts(Task):
         """Mean, standard deviation and its parts, the quantiles of the model's own interval, and the calibrated interval."""
         assert isinstance(found, Counted)
         no_label(abstain, self)
-        columns = {
-            "mean": written(found.mean),
-            "sd": written(found.scale),
-            "epistemic": written(found.epistemic.sqrt()),
-            "aleatoric": written(found.aleatoric.sqrt()),
-        }
+        columns = {name: written(part) for name, part in {"mean": found.mean, **found.deviations}.items()}
         for end in ((1.0 - level) / 2.0, (1.0 + level) / 2.0):
             columns[f"q({end:g})"] = [f"{count:.0f}" for count in found.quantile(end).tolist()]
         if found.scores is not None:
@@ -332,14 +327,7 @@ class Counts(Task):
     def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
         """Instead of quantiles, the mixture itself: rates (of a negative binomial also sizes) and weights, ``[B, D]``."""
         assert isinstance(found, Counted)
-        made = {
-            "mean": found.mean,
-            "sd": found.scale,
-            "epistemic": found.epistemic.sqrt(),
-            "aleatoric": found.aleatoric.sqrt(),
-            "rates": found.rates,
-            "weights": found.weights,
-        }
+        made = {"mean": found.mean, **found.deviations, "rates": found.rates, "weights": found.weights}
         made |= {"sizes": found.sizes} if isinstance(found, Dispersed) else {}
         return made if found.scores is None else made | dict(zip(("low", "high"), found.interval(level), strict=True))
 

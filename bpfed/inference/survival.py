@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bpfed._util.errors import UserError
-from bpfed.inference.calibration import Conformal
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Likelihood, check_one_output
 from bpfed.inference.predictive import How, Prediction, Predictive, posterior_outputs, uncalibrated
@@ -105,15 +104,11 @@ class Survived(Prediction):
         risk: Mean output, the logarithm of the hazard relative to the client's baseline, ``[..., B]``; high is early.
         spread: Its standard deviation over the weight draws, ``[..., B]``.
         survival: Probability that nothing has happened at each time of `time_grid`, ``[..., B, G]`` float32.
-        scores: Conformal scores of the client's calibration examples in rising order, ``[n]``; None if it has none.
-        unscored: Why it can have none, in words, if training with other settings would not help.
     """
 
     risk: Tensor
     spread: Tensor
     survival: Tensor
-    scores: Conformal | None = None
-    unscored: str | None = None
 
     @property
     def numbers(self) -> tuple[Tensor, ...]:

@@ -403,8 +403,7 @@ class Classification(Task):
         assert isinstance(found, Classified)
         columns = {"label": [target.labels[k] for k in found.label.tolist()]}
         columns |= {f"p({label})": written(found.probs[:, k]) for k, label in enumerate(target.labels)}
-        parts = (("total", found.entropy), ("epistemic", found.epistemic), ("aleatoric", found.aleatoric))
-        columns |= {name: written(part) for name, part in parts}
+        columns |= {name: written(part) for name, part in found.uncertainties.items()}
         if found.scores is not None:
             sets = found.prediction_set(level).tolist()
             columns[f"set({level:g})"] = [
@@ -417,13 +416,7 @@ class Classification(Task):
 
     def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
         assert isinstance(found, Classified)
-        made = {
-            "label": found.label,
-            "probabilities": found.probs,
-            "total": found.entropy,
-            "epistemic": found.epistemic,
-            "aleatoric": found.aleatoric,
-        }
+        made = {"label": found.label, "probabilities": found.probs, **found.uncertainties}
         return made if found.scores is None else {**made, "set": found.prediction_set(level)}
 
 
@@ -531,12 +524,8 @@ class Regression(Task):
         """In the target's own unit."""
         assert isinstance(found, Regressed)
         mean, unit = target.mean, target.unit
-        made = {
-            "mean": found.mean.double() * unit + mean,
-            "sd": found.scale * unit,
-            "epistemic": found.epistemic.sqrt() * unit,
-            "aleatoric": found.aleatoric.sqrt() * unit,
-        }
+        made = {"mean": found.mean.double() * unit + mean}
+        made |= {name: deviation * unit for name, deviation in found.deviations.items()}
         if found.scores is None:
             return made
         low, high = found.interval(level)

@@ -143,12 +143,12 @@ def test_too_few_examples_give_every_label_and_infinite_intervals():
     probs = torch.tensor([[0.98, 0.01, 0.01]])
     few, enough = torch.zeros(8), torch.zeros(9)
     entropy = torch.zeros(1)
-    assert Classified(probs, entropy, entropy, None, Conformal(few)).prediction_set(0.9).all()
+    assert Classified(probs, entropy, entropy, scores=Conformal(few)).prediction_set(0.9).all()
     assert (
-        not Classified(probs, entropy, entropy, None, Conformal(enough)).prediction_set(0.9).any()
+        not Classified(probs, entropy, entropy, scores=Conformal(enough)).prediction_set(0.9).any()
     )  # none is as typical as those
-    assert Classified(probs, entropy, entropy, None, Conformal(torch.zeros(0))).prediction_set(0.5).all()
-    low, high = Regressed(entropy, entropy, entropy + 1, None, Conformal(few)).interval(0.9)
+    assert Classified(probs, entropy, entropy, scores=Conformal(torch.zeros(0))).prediction_set(0.5).all()
+    low, high = Regressed(entropy, entropy, entropy + 1, scores=Conformal(few)).interval(0.9)
     assert (low == -math.inf).all()
     assert (high == math.inf).all()
 
@@ -156,14 +156,14 @@ def test_too_few_examples_give_every_label_and_infinite_intervals():
 def test_sets_are_those_of_untempered_probabilities():
     probs = torch.tensor([[0.6, 0.3, 0.1]])
     entropy = torch.special.entr(probs).sum(-1)
-    found = Classified(probs, entropy, entropy, None, Conformal(torch.linspace(0.05, 0.75, 19)))
+    found = Classified(probs, entropy, entropy, scores=Conformal(torch.linspace(0.05, 0.75, 19)))
     assert found.prediction_set(0.9).tolist() == [[True, True, False]]
     assert torch.equal(found.at(5.0).prediction_set(0.9), found.prediction_set(0.9))
 
 
 def test_intervals_are_scaled_by_the_predicted_deviation():
     found = Regressed(
-        torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([1.0, 4.0]), None, Conformal(torch.full((20,), 1.5))
+        torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([1.0, 4.0]), scores=Conformal(torch.full((20,), 1.5))
     )
     low, high = found.interval(0.9)
     assert low.tolist() == [-0.5, -1.0]

@@ -29,6 +29,7 @@ from bpfed.inference.survival import (
     time_grid,
 )
 from bpfed.metrics.survival import brier_curves, concordance, integrated_brier, kaplan_meier, product_limit
+from bpfed.runs.baselines import baselines, cox
 
 RNG = np.random.default_rng(0)
 QUICK = ["--rounds", "3", "--epochs", "2", "--hidden", "4", "--method", "fedper", "--device", "cpu", "--quiet"]
@@ -102,7 +103,7 @@ def test_medians_and_bounds_are_read_off_the_curve() -> None:
     rate = torch.tensor([0.2, 1.0, 5.0])
     curve = torch.exp(-rate[:, None].double() * time_grid())
     earliness = 1.0 / -torch.linspace(0.005, 0.995, 100).log()
-    found = Survived(rate.log(), torch.zeros(3), curve.float(), Conformal(earliness))
+    found = Survived(rate.log(), torch.zeros(3), curve.float(), scores=Conformal(earliness))
     np.testing.assert_allclose(found.median, math.log(2.0) / rate, rtol=2e-2)
     np.testing.assert_allclose(found.at(0.3), torch.exp(-0.3 * rate), rtol=1e-2)
     np.testing.assert_allclose(found.lower_bound(0.9), -math.log(0.905) / rate, rtol=0.1)
@@ -181,8 +182,6 @@ def test_arrays_of_times_and_events() -> None:
 
 def test_the_baselines_are_lifelines_cox_model_and_kaplan_meier() -> None:
     import pandas as pd
-
-    from bpfed.runs.baselines import baselines, cox
 
     data = scenarios.survival(sizes=(150, 120), test=40)
     x, y = data.train.x.double().numpy(), data.train.y.double().numpy()
