@@ -1,4 +1,4 @@
-"""Federated methods, one file each, all on the contract of `bpfed.methods.base`."""
+"""Federated methods, all on the contract of `bpfed.methods.base`; those that differ in a few lines share a file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ if TYPE_CHECKING:
     from bpfed.methods.adaptive import Adaptive
     from bpfed.methods.bpfed import BPFed
     from bpfed.methods.ditto import Ditto
-    from bpfed.methods.fedavg import FedAvg, FedAvgFT
-    from bpfed.methods.fedbabu import FedBABU
-    from bpfed.methods.fedper import FedPer
-    from bpfed.methods.fedrep import FedRep
+    from bpfed.methods.fedavg import FedAvg, FedAvgFT, LocalOnly
+    from bpfed.methods.fedper import FedBABU, FedPer, FedRep, LGFedAvg
     from bpfed.methods.fedsoul import FedSOUL
-    from bpfed.methods.lgfedavg import LGFedAvg
     from bpfed.methods.linear import Linear
-    from bpfed.methods.local import LocalOnly
     from bpfed.methods.perfedavg import PerFedAvg
     from bpfed.methods.pfedbayes import PFedBayes
     from bpfed.methods.pfedme import PFedMe

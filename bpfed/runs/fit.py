@@ -16,7 +16,7 @@ from bpfed import methods
 from bpfed._util import text
 from bpfed._util.console import to_stderr
 from bpfed._util.errors import UserError, quoted
-from bpfed.callbacks.base import Callback
+from bpfed.callbacks import Callback
 from bpfed.callbacks.progress import Progress
 from bpfed.config.registry import PREFIX
 from bpfed.config.schema import changed

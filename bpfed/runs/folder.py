@@ -37,7 +37,7 @@ from bpfed._util.files import (
     write_whole,
     writing,
 )
-from bpfed.callbacks.base import Callback
+from bpfed.callbacks import Callback
 from bpfed.config.migrations import current_record
 from bpfed.config.schema import differences
 from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE

@@ -28,7 +28,7 @@ from bpfed._util.files import (
     from_toml,
     part,
 )
-from bpfed.callbacks.base import Callback
+from bpfed.callbacks import Callback
 from bpfed.config import reader
 from bpfed.config.migrations import check_states, current_config
 from bpfed.data.federated import FederatedData

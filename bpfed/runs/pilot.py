@@ -25,7 +25,7 @@ from torch import nn
 from bpfed._util import text
 from bpfed._util.errors import Diverged, UserError
 from bpfed._util.scores import student
-from bpfed.callbacks.base import Callback
+from bpfed.callbacks import Callback
 from bpfed.callbacks.progress import Progress
 from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, Settings
 from bpfed.data.federated import HELD, FederatedData, held_out

@@ -15,7 +15,7 @@ from bpfed._util import text
 from bpfed._util.console import to_stderr
 from bpfed._util.errors import Diverged, UserError, unknown
 from bpfed._util.files import to_toml
-from bpfed.callbacks.base import Callback
+from bpfed.callbacks import Callback
 from bpfed.config.settings import Settings
 from bpfed.data.federated import FederatedData
 from bpfed.data.tabular.rows import read_rows

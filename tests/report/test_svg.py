@@ -85,10 +85,6 @@ def test_a_line_is_interrupted_by_what_is_missing() -> None:
     assert 'd="M0 0L1 1M3 3L4 4"' in drawn
 
 
-def test_dots_on_one_pixel_are_one() -> None:
-    assert svg.cloud([(1.1, 2), (0.9, 2.2), (5, 5)], "x").count("M") == 2
-
-
 def test_a_wild_start_does_not_hide_the_rest() -> None:
     scale, cut = settled([[9.0, 3.0] + [0.10, 0.12] * 10], per_cent=False, bottom=200)
     assert cut
