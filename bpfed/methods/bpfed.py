@@ -45,16 +45,16 @@ from bpfed.methods.variational import (
 if TYPE_CHECKING:
     from bpfed.nn.model import Model
 
-# --- Turns ------------------------------------------------------------------------------------------------------------
+# --- Alternating phases -----------------------------------------------------------------------------------------------
 #
 # Which part of a client's state a phase moves, and how many steps that part has taken.
 
 
 def counted(steps: Tensor, phase: str) -> tuple[Tensor, Tensor]:
-    """The counts after a step, and the one of the weights that move, ``[S]``.
+    """The numbers of steps after one more, and that of the weights which move, ``[S]``.
 
     Args:
-        steps: Taken so far, ``[S]``; where shared and personal weights move in turn, of either, ``[S, 2]``.
+        steps: Taken so far, ``[S]``; of shared and of personal weights where these alternate, ``[S, 2]``.
         phase: ``shared`` where those move.
     """
     if steps.ndim == 1:
@@ -97,7 +97,7 @@ class Personal(NamedTuple):
 
     Attributes:
         eta: η_i, the distribution of its personal weights, ``[S, P_personal]``.
-        own: q of its last round, to predict with, ``[S, P]``; nothing if it predicts with (η_i, ζ).
+        own: q of its last round, to predict with, ``[S, P]``; empty if it predicts with (η_i, ζ).
         memory: The optimisers' memory of q and of π, where it is kept from round to round.
         steps: Local steps taken so far (in this round, where that memory is not kept), ``[S, 1]``; of the shared and of
             the personal weights where they move in turn, ``[S, 2]``.

@@ -142,7 +142,7 @@ class Run:
         return record
 
     def _given(self, callback: Callback) -> dict[str, Any]:
-        """The numbers among a callback's metrics, as a line of metrics holds them; its scores become the evaluation's."""
+        """A callback's numbers for the line of metrics; its scores of clients are added to the evaluation."""
         assert self.evaluation is not None
         (found, clients), numbers = self.evaluation, {}
         for name, value in callback.metrics(self).items():
@@ -205,7 +205,7 @@ class Run:
         columns: Sequence[str] | None = None,
         prepared: bool = False,
     ) -> NewClient:
-        """Let a client that took no part in training join: it learns its own factors, the shared ones stay as they are.
+        """Let a client that took no part in training join: it learns personal weights; shared ones stay as they are.
 
         Args:
             x: Its labelled rows; one example is enough. The path of a file; for a run on tables also a data frame, a
@@ -213,10 +213,10 @@ class Run:
                 those of training were. Without examples it predicts from what the run knows of clients in general.
             y: Its targets, ``[n]``. For arrays a class is its place in ``data.labels``. For rows of a table they are as
                 the tables have them, and None if they are in the column ``target``. With a path they are in the file.
-            steps: Local steps, rounded up to whole passes over its examples; None: five hundred. Methods that say
-                themselves how a client is tuned (FedAvg not at all, Per-FedAvg, FedBABU) take no heed of it.
+            steps: Local steps, rounded up to whole passes over its examples; None: five hundred. Methods with a
+                fine-tuning of their own (FedAvg: none; Per-FedAvg, FedBABU) ignore it.
             lr: Step size; None: the method's.
-            name: What it is called; its randomness follows the name.
+            name: Its name, from which its random numbers are derived.
             target: The column of a file's or a table's targets; None: the one that the run predicts.
             columns: For a run on tables, the names of an array's columns: they are scaled as in training.
             prepared: For a run on tables, whether ``x`` and ``y`` are prepared already, as ``data.train`` is.
@@ -259,7 +259,7 @@ class Run:
         Args:
             folder: Of a finished run; of one that was broken off, what its last checkpoint holds.
             model: The module it was trained with, where that was given.
-            likelihood: Likewise, where it was none of `bpfed.inference.likelihoods`.
+            likelihood: The likelihood it was trained with, where that is not in `bpfed.inference.likelihoods`.
             say: Called with each message for the user; None: these go to stderr.
         """
         from bpfed.runs.load import load_run
@@ -350,13 +350,13 @@ class Run:
 
     def report(self, path: str | Path) -> Path:
         """Write the report, one self-contained HTML page."""
-        from bpfed.report import write  # what makes pages is imported for them alone
+        from bpfed.report import write
 
         return write(self.record(), Path(path))
 
 
 def _refusals(round_: int, refused: Mapping[str, str]) -> list[str]:
-    """What is said of a round's uploads that were not used; of many, of the first few."""
+    """Messages on uploads of a round that were refused, a few at most."""
     found = [f"Round {round_}: the upload of client '{name}' was not used: {why}" for name, why in refused.items()]
     more = f"Round {round_}: {len(found) - SAID} more uploads were not used."
     return [*found[:SAID], *([more] if len(found) > SAID else [])]
