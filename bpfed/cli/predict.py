@@ -105,8 +105,8 @@ def predict(
 
     If the run held back calibration examples, there are also sets of labels or intervals.
 
-    For tables, the column "unusual" names columns with a number far outside the training range, an unseen word or code, or no
-    value though training always had one.
+    For tables, the column "unusual" names columns with a number far outside the training range, an unseen word or code,
+    or no value though training always had one.
 
     With --test, each line begins with the client, the number of the row among its own, and the truth.
     """

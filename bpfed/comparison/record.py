@@ -267,7 +267,7 @@ class Comparison:
         return difference(self.clients(name, metric), self.clients(reference or self.reference, metric))
 
     def differences(self, metric: str = "nll", baselines: bool = False) -> dict[str, Difference]:
-        """How a metric differs from the reference's, for each of the others, best NLL first; also for baselines if asked."""
+        """Differences in a metric from the reference, best NLL first; also of baselines if asked."""
         names = self.shown if baselines else self.ranking
         return {name: self.difference(name, metric) for name in names if name != self.reference}
 

@@ -225,8 +225,8 @@ class FederatedData:
         class, that part rounded up or down. Every example of a client has the same chance. Which ones they are depends
         on ``seed``, the client's name and the order of its examples, and on no other client.
 
-        If the tables are held out by time or order (`Preprocessor.holdout`), the last ones are moved, whatever the seed. If by
-        group, whole groups are, about as many examples, and none of a client that has one group.
+        If the tables are held out by time or order (`Preprocessor.holdout`), the last ones are moved, whatever the
+        seed. If by group, whole groups are, about as many examples, and none of a client that has one group.
         """
         if self.calibration is not None:
             raise UserError(f"'{self.name}' already has calibration examples; leave the setting 'calibration' at 0.")

@@ -74,7 +74,8 @@ DISPERSION = "likelihood.log_dispersion"
 class NegativeBinomial:
     """A count that varies more than a Poisson one: its variance is m + a m² for the mean m.
 
-    Outputs are logarithms of the mean, ``[B, 1]`` (or ``[B]``); the logarithm of a is learnt, ``likelihood.log_dispersion``.
+    Outputs are logarithms of the mean, ``[B, 1]`` (or ``[B]``); the logarithm of a is learnt,
+    ``likelihood.log_dispersion``.
 
     Attributes:
         dispersion: a at the start.
@@ -257,7 +258,7 @@ class Counts(Task):
         how: How,
         temperature: float,
     ) -> tuple[Tensor, ...]:
-        """Mean, predictive standard deviation, −log p, and the probability of fewer and of at most ``y``, ``[S, B]`` each."""
+        """Mean, predictive standard deviation, −log p, probability of fewer and of at most ``y``, ``[S, B]`` each."""
         found = self.predict(model, predictive, x, key, draws, how)
         return found.mean, found.scale, -found.log_prob(y), found.cdf(y - 1.0), found.cdf(y)
 
@@ -313,7 +314,7 @@ class Counts(Task):
     def columns(
         self, found: Prediction, target: TargetColumn, level: float, abstain: float | None
     ) -> dict[str, list[str]]:
-        """Mean, standard deviation and its parts, the quantiles of the model's own interval, and the calibrated interval."""
+        """Mean, standard deviation and its parts, quantiles of the model's interval, and the calibrated interval."""
         assert isinstance(found, Counted)
         no_label(abstain, self)
         columns = {name: written(part) for name, part in {"mean": found.mean, **found.deviations}.items()}

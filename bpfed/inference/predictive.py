@@ -228,7 +228,8 @@ def _points(dimensions: int) -> Tensor:
     return (points / points.square().mean(0).sqrt()).float()
 
 
-#: ``sample``: averages over draws of all weights; ``single-pass``: Gaussian outputs, no draws (see `bpfed.inference.predictive`).
+#: ``sample``: averages over draws of all weights; ``single-pass``: Gaussian outputs, no draws (see
+#: `bpfed.inference.predictive`).
 How = Literal["sample", "single-pass"]
 #: Draws are stacked into one call as long as their weights and inputs are at most this many numbers: on a CPU as many
 #: as its caches hold, on a GPU enough to keep it busy.
@@ -338,7 +339,7 @@ class Classified(Probabilities):
         return (1.0 - (self.probs if self.raw is None else self.raw)).double() <= self.scores.bounds(level)
 
     def at(self, temperature: Tensor | float) -> Classified:
-        """The same at a temperature (see `bpfed.inference.calibration`); the aleatoric share of uncertainty stays the same."""
+        """The same at a temperature (see `bpfed.inference.calibration`), with the same share of aleatoric uncertainty."""
         probs = tempered(self.probs, temperature)
         entropy = _entropy(probs)
         share = (self.aleatoric / self.entropy.clamp(min=1e-30)).clamp(0.0, 1.0)

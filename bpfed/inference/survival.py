@@ -115,7 +115,7 @@ class Survived(Prediction):
         return self.risk, self.spread, self.survival.sum(-1)
 
     def at(self, time: float) -> Tensor:
-        """Probability that nothing has happened until this time, in units of training, ``[B]``; straight between the grid's."""
+        """Survival at a time in units of training, ``[B]``, interpolated between those of the grid."""
         grid = time_grid().numpy()
         rows = self.survival.double().cpu().reshape(-1, len(grid)).numpy()
         found = np.array([np.interp(time, grid, row) for row in rows])
@@ -143,7 +143,7 @@ class Survived(Prediction):
 
 
 def crossing(survival: Tensor, level: float) -> Tensor:
-    """The first time at which survival ``[..., G]`` is at or below ``level``, ``[...]`` float64; straight between the grid's."""
+    """The first time at which survival ``[..., G]`` is at most ``level``, ``[...]`` float64, interpolated."""
     grid, falls = time_grid(survival.device), survival.double()
     below = falls <= level
     at = torch.where(below.any(-1), below.int().argmax(-1), 0).clamp(min=1)
@@ -288,7 +288,7 @@ class Survival(Task):
         return columns
 
     def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
-        """Survival is at the times of `time_grid`, ``[B, G]``, which are in the unit of the tables in ``times``, ``[G]``."""
+        """Survival is at the times of `time_grid`, ``[B, G]``; ``times``, ``[G]``, are these in the tables' unit."""
         assert isinstance(found, Survived)
         made = {
             "risk": found.risk,

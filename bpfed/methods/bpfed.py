@@ -11,7 +11,8 @@ Representations, 2023. Algorithm 1, Eq. 7-10: a round of client i, with ζ from 
     aggregate  ζ: the mean of the uploads' μ and of their σ (not of its pre-image ρ)
 
 The paper has T = 1. Further settings go beyond it: a discounted prior, no step on π, other server rules, shared
-factors that are points, the two halves in turn (`bpfed.methods.bpfed`), and IVON's steps for Eq. 9 (`bpfed.inference.optim`).
+factors that are points, the two halves in turn (`bpfed.methods.bpfed`), and IVON's steps for Eq. 9
+(`bpfed.inference.optim`).
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class Personal(NamedTuple):
 
 @dataclass(frozen=True)
 class BPFed(Method[Gaussian, Personal, Local, Gaussian]):
-    """BPFed. The defaults are the paper's method; what it leaves open was chosen on validation data (docs/explanation/gotchas.md).
+    """BPFed. The defaults are the paper's method; what it leaves open was chosen on validation data
+    (docs/explanation/gotchas.md).
 
     η_i is the distribution of a client's personal weights, ζ that of the shared weights, q a client's posterior and π
     its prior during a round.
@@ -132,7 +134,8 @@ class BPFed(Method[Gaussian, Personal, Local, Gaussian]):
         rule: How the server combines uploads: ``mean``, ``moments``, ``precision`` or ``product``.
         shared_point: Whether the shared weights are points (σ = 0, no KL term) and only the personal ones are random;
             it needs ``prior_step=False`` and ``rule="mean"``.
-        optimiser: For Eq. 9: ``adam``, or ``ivon``, natural-gradient steps (`bpfed.inference.optim`). Eq. 10 always uses Adam.
+        optimiser: For Eq. 9: ``adam``, or ``ivon``, natural-gradient steps (`bpfed.inference.optim`). Eq. 10 always
+            uses Adam.
         newton: With ``ivon``, its step size in units of ``lr``; lr · newton = 1 is a full Newton step.
         curvature: With ``ivon``, β2, how much of the old curvature a step keeps.
         order: ``joint``: shared and personal weights move together; ``alternating``: the personal ones first, then the

@@ -98,8 +98,8 @@ class Local(NamedTuple):
         prior: Fixed during the round, ``[S, P]``.
         first: h0, ``[S, P_personal]``.
         steps: Taken so far, ``[S]``.
-        noted: Running mean of the biases' gradients in this round (`bpfed.methods.variational.noted`), ``[S, M K + 1]``; ``[S, 1]`` where
-            none is kept.
+        noted: Running mean of the biases' gradients in this round (`bpfed.methods.variational.noted`), ``[S, M K +
+            1]``; ``[S, 1]`` where none is kept.
     """
 
     q: Variational

@@ -1,4 +1,5 @@
-"""A mean-field Gaussian as Adam optimises it: mean, ρ and Adam's memory of both; its shared and personal part; and priors of heads."""
+"""A mean-field Gaussian as Adam optimises it: mean, ρ and Adam's memory of both; its shared and personal part; and
+priors of heads."""
 
 from __future__ import annotations
 
@@ -128,8 +129,8 @@ def per_head(model: Model) -> float:
 # The biases of a head, which say how frequent a class is at a client, whatever the example.
 #
 # A client knows how frequent its classes are before it has learnt anything else. So its head starts with their
-# log-priors, and its prior is around them: where nineteen patients in twenty are ill, learning that by steps of the optimiser would
-# take most of a short run. Labels are counted where they are; nothing of it is uploaded.
+# log-priors, and its prior is around them: where nineteen patients in twenty are ill, learning that by steps of the
+# optimiser would take most of a short run. Labels are counted where they are; nothing of it is uploaded.
 
 
 def class_biases(model: Model) -> slice:

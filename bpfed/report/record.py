@@ -303,7 +303,7 @@ class RunRecord:
         return [value(entry, metric, part) for entry in self.history]
 
     def last(self, metric: str, part: str = "pooled") -> float:
-        """A metric at the last evaluated round (NaN if it was not measured); AUROC is the mean of clients, see `METRICS`."""
+        """A metric at the last evaluated round, NaN if it was not measured; AUROC is the mean of clients."""
         part = "mean" if (metric, part) == ("auroc", "pooled") else part
         return value(self.history[-1], metric, part) if self.history else math.nan
 

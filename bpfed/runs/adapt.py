@@ -166,7 +166,8 @@ def load_newcomer(federation: Federation, path: Path) -> NewClient:
 def _alone(federation: Federation, method: Method, data: FederatedData) -> Federation:
     """A finished federation of one client, with the shared state of another."""
     settings = federation.settings
-    # A newcomer to a regression learns its own noise to the end; the run's calibration temperature makes up for clients that do not.
+    # A newcomer to a regression learns its own noise to the end; the run's calibration temperature makes up for clients
+    # that do not.
     calibration_temperature = federation.calibration_temperature if data.task_type.has_classes else 1.0
     settings = replace(
         settings,

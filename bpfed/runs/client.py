@@ -57,8 +57,8 @@ class Client:
 
         Args:
             source: For a run on tables the path of a CSV, TSV, Parquet or NPZ file, a data frame of pandas or polars, a
-                dataset of Hugging Face, a mapping of columns by name, a `bpfed.data.Table`, or an array ``[n, C]`` with ``columns``. For a run on
-                arrays the path of an NPZ file with ``x``.
+                dataset of Hugging Face, a mapping of columns by name, a `bpfed.data.Table`, or an array ``[n, C]`` with
+                ``columns``. For a run on arrays the path of an NPZ file with ``x``.
             columns: The names of an array's columns.
 
         Returns:
@@ -189,7 +189,7 @@ class Client:
         return x
 
     def calibration_for(self, how: How, draws: int) -> tuple[float, Conformal | None]:
-        """Temperature and what bounds conformal scores for predictions made in this way; 1 and None where there are none."""
+        """The temperature and the conformal scores for predictions made in this way; 1 and None where there are none."""
         federation, kept = self.run.federation, self.run.calibration
         if kept is not None and (kept.how, kept.draws) == (how, draws):
             return kept.client(self.index)

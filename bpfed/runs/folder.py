@@ -106,7 +106,8 @@ class Folder(Callback):
         return learnt(self.path, lenient=True) if self.resume and (self.path / CONFIG).exists() else None
 
     def begin_pilots(self, run: Run) -> None:
-        """Before the first calibration pilot: the folder is this process's own from here on, until `release` or the run's end.
+        """Before the first calibration pilot: the folder is this process's own from here on, until `release` or the
+        run's end.
 
         Calibration pilots of another configuration are thrown away.
 
@@ -125,7 +126,7 @@ class Folder(Callback):
             write_whole(kept, config)
 
     def check_pilots(self, run: Run) -> None:
-        """Raise unless what is in its calibration pilots here, and is to be resumed, is this run; say that it is resumed."""
+        """Raise unless the calibration pilots that are kept here are of this run; say that they are resumed."""
         if self.resume and self._piloting:
             self._same(run.config(), self.pilots / CONFIG)
             run.say("Resuming the calibration pilots.")

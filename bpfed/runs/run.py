@@ -284,7 +284,8 @@ class Run:
         return found
 
     def baselines(self) -> dict[str, Any]:
-        """Plain models of scikit-learn on the same test rows, as in ``evaluation.json`` (see `bpfed.runs.baselines.baselines`).
+        """Plain models of scikit-learn on the same test rows, as in ``evaluation.json`` (see
+        `bpfed.runs.baselines.baselines`).
 
         Empty where they are off or the inputs are no flat vectors, and for a deployed site, which has its own rows alone.
         """

@@ -32,7 +32,7 @@ class _Attribute(NamedTuple):
 
 
 def read_arff(path: Path, asked: ReadOptions) -> Table:
-    """Read an ARFF file: numeric columns are numbers; nominal ones, strings and dates are words, whatever they look like."""
+    """Read an ARFF file: numeric columns are numbers; nominal ones, strings and dates are words."""
     header = next(iter(_attributes_and_rows(path)))[0]
     declared = frozenset(a.name for a in header if a.kind != "numeric")
 

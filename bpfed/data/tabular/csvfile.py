@@ -566,9 +566,9 @@ def _unpacking(packed: io.BufferedReader, kind: str, path: Path) -> Any:
 
 # --- Large plain files ------------------------------------------------------------------------------------------------
 #
-# These are read by pyarrow, where that is installed, with the same result. Whatever could be read in two ways is left to the
-# reader above: quotes, separators other than the comma, numbers among words. So is whatever is wrong, since it says what
-# and where.
+# These are read by pyarrow, where that is installed, with the same result. Whatever could be read in two ways is left
+# to the reader above: quotes, separators other than the comma, numbers among words. So is whatever is wrong, since it
+# says what and where.
 
 
 #: Bytes from which on a file is read so.

@@ -231,7 +231,7 @@ def _summary(column: Column, table: Table, name: str) -> ColumnSummary:
 
 
 def whole_numbers(values: np.ndarray, most: int) -> tuple[str, ...] | None:
-    """The different ones of these numbers ``[n]``, as words by size; None where they are more than ``most`` or not whole."""
+    """The distinct numbers among ``[n]``, as text by size; None if there are more than ``most`` or any is not whole."""
     different = np.unique(values[:FIRST])
     if len(different) <= most:  # few of the other rows have further ones, if any
         different = np.union1d(different, values[FIRST:][~np.isin(values[FIRST:], different)])

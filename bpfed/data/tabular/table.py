@@ -253,7 +253,8 @@ def read_table(
         words: Columns that are words, though all their cells may look like numbers: ``250.00``, ``007``.
         ignore: Columns that are not inputs, and may have a type that is not read otherwise, such as dates in Parquet.
         used: The only columns that are needed; others may have such a type too. None: all but those of ``ignore``.
-        missing: What else stands for no value, ``WORD`` or ``COLUMN=WORD`` each (`bpfed.data.tabular.recode.MissingValues`).
+        missing: What else stands for no value, ``WORD`` or ``COLUMN=WORD`` each
+            (`bpfed.data.tabular.recode.MissingValues`).
         arrays: How images and sequences are read.
 
     Raises:

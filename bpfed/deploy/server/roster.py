@@ -1,4 +1,5 @@
-"""The sites as the server meets them: which node is which site, who is there, and what each told of its data; and what carries messages to them."""
+"""The sites as the server meets them: which node is which site, who is there, and what each told of its data; and what
+carries messages to them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ AXES = 4
 
 
 def read_statement(text: str, site: str, ignore: Collection[str] = (), agreed: str = "") -> dict[str, Any]:
-    """What a site tells of its data, as plain data: what `bpfed.deploy.site.data.Source.data_statement` gives, and nothing more.
+    """What a site tells of its data, as plain data: what `bpfed.deploy.site.data.Source.data_statement` gives, and
+    nothing more.
 
     Args:
         text: As it came, JSON.

@@ -296,7 +296,8 @@ class Training:
         self._record(scores)
 
     def held_out(self, transport: Transport) -> tuple[float, int]:
-        """After the last round of a calibration pilot: the calibration temperature that suits what sites hold out, and how many examples."""
+        """After the last round of a calibration pilot: the calibration temperature that suits what sites hold out, and
+        how many examples."""
         told = [answer.held for answer in self._last(transport).values() if answer.held is not None]
         examples = sum(each.examples for each in told)
         if not examples:

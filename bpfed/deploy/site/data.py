@@ -1,7 +1,8 @@
 """A site's examples: its own file, or its part of a named dataset; and what sites tell each other about theirs.
 
-Before the first round every site tells the server its `Source.data_statement`; the server makes of them what all have in common
-(`agreed`) and sends that along, and only then can a site turn its rows into inputs as all others do (`Source.data`).
+Before the first round every site tells the server its `Source.data_statement`; the server makes of them what all have
+in common (`agreed`) and sends that along, and only then can a site turn its rows into inputs as all others do
+(`Source.data`).
 """
 
 from __future__ import annotations
