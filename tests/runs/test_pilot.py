@@ -99,7 +99,9 @@ def test_clients_that_are_alike_share_and_clients_that_differ_do_not():
     )
     assert alike.method.head_deviation <= 0.3
     assert apart.method.head_deviation >= 0.3
-    pooled = apart.stages[1][DEVIATIONS.index((0.0, 0.0))]  # no deviation at all, which cannot tell slopes of either sign apart
+    pooled = apart.stages[1][
+        DEVIATIONS.index((0.0, 0.0))
+    ]  # no deviation at all, which cannot tell slopes of either sign apart
     assert pooled.nll > apart.stages[1][apart.chosen[1]].nll + 0.2
     for choice in (alike, apart):
         assert [len(stage) for stage in choice.stages] == [len(PRIORS), len(DEVIATIONS)]
