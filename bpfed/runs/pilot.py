@@ -319,7 +319,9 @@ def choose(
     folds = selection_folds(int(data.train.sizes.sum()), by_time)
     how = selection_settings(settings)
     held_out(data, HELD, how.seed)  # or a sentence, where nothing can be held out
-    parts = data.folds(folds, HELD, how.seed)
+    # Where clients have three examples or fewer, later folds may be empty.
+    parts = [part for part in data.folds(folds, HELD, how.seed) if len(part.test.y)]
+    folds = len(parts)
     members = members_of(method, settings, flat=model is None and data.flat)
     count = candidate_count(method)
     say(

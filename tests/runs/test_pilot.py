@@ -92,6 +92,12 @@ def test_a_client_with_two_rows_holds_out_one_in_the_first_fold_alone(untraced):
     assert (found.sums > 0.0).all()
 
 
+def test_settings_are_chosen_where_clients_have_no_example_for_the_last_fold(untraced):
+    data = scenarios.classification(sizes=(3, 3, 2, 3))
+    choice = pilot.choose(Adaptive(), data, Settings(**{**QUICK, "rounds": 1, "epochs": 1}))
+    assert choice.scored.examples.tolist() == [2.0, 2.0, 1.0, 2.0]  # of two folds, the third is empty
+
+
 def test_clients_that_are_alike_share_and_clients_that_differ_do_not():
     alike, apart = (
         pilot.choose(Adaptive(lr=0.03), federation(differ), Settings(**QUICK, weighting="size"))
