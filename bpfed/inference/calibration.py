@@ -194,7 +194,8 @@ class Conformal:
         return len(self.scores)
 
     def bounds(self, level: float) -> Tensor:
-        """The scores that a new example's does not exceed at this level: of each class, ``[K]``, or one, ``[1]``; float64."""
+        """The scores that a new example's does not exceed at this level: of each class, ``[K]``, or one, ``[1]``;
+        float64."""
         if self.pool is None:
             return torch.tensor([threshold(self.scores, level)], dtype=torch.float64)
         offsets = torch.tensor([0, len(self)])
@@ -598,7 +599,8 @@ class HeldOutSlopes(NamedTuple):
 
 
 def betas() -> Tensor:
-    """The places β = 1/T, from that of the least confident predictions to that of the most confident, ``[PLACES]``, at equal ratios."""
+    """The places β = 1/T, from that of the least confident predictions to that of the most confident, ``[PLACES]``, at
+    equal ratios."""
     return torch.linspace(-math.log(MAX_TEMPERATURE), -math.log(MIN_TEMPERATURE), PLACES, dtype=torch.float64).exp()
 
 

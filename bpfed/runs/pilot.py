@@ -71,8 +71,8 @@ def run_calibration_pilots(
 
     Args:
         runs: Of one method. On a GPU all their calibration pilots are trained side by side, elsewhere in turn.
-        folders: The runs' own, where calibration pilots are kept until a run begins, so that one that was broken off goes on.
-            They are this process's own until their runs end, or something is raised here.
+        folders: The runs' own, where calibration pilots are kept until a run begins, so that one that was broken off
+            goes on. They are this process's own until their runs end, or something is raised here.
         display: Shows how far they are.
         held: Part of each client's training examples that is held out.
         changes: Settings of calibration pilots that differ from the run's.
@@ -121,7 +121,8 @@ def pending(federation: Federation) -> bool:
 
 
 def common(fitted: Iterable[float]) -> float:
-    """The calibration temperature that several cuts of the data agree on: their geometric mean, to four digits, and within bounds."""
+    """The calibration temperature that several cuts of the data agree on: their geometric mean, to four digits, and
+    within bounds."""
     logs = [math.log(min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)) for temperature in fitted]
     return float(f"{math.exp(sum(logs) / len(logs)):.4g}")
 
@@ -565,7 +566,8 @@ def score_methods(
 ) -> list[Scores]:
     """How pilot runs of these methods did on each part of the data, all of them side by side.
 
-    With ``calibrated`` each is scored with the calibration temperature that suits it best. Should one of them diverge, they are run one by one, to know which; its score is then infinite.
+    With ``calibrated`` each is scored with the calibration temperature that suits it best. Should one of them diverge,
+    they are run one by one, to know which; its score is then infinite.
     """
     starts = [
         Federation.start(methods[0], part, replace(settings, seed=settings.seed + at), model, likelihood)
