@@ -222,7 +222,7 @@ def groups(found: Sequence[Sequence[float]], show: Callable[[float], str], targe
     """
     ends = [v for _, p, o, e in found for v in (p, o - 1.96 * e, o + 1.96 * e)]
     x, y = svg.fit(ends, LEFT, WIDTH - 18), svg.fit(ends, TOP + 330, TOP)
-    shapes = [svg.axes(x, y, f"predicted {target}", show, show)]
+    shapes = [svg.axes(x, y, f"predicted {target}", svg.tick_text(x.ticks(6)), svg.tick_text(y.ticks(6)))]
     shapes.append(svg.line([(x(x.low), y(y.low)), (x(x.high), y(y.high))], "diagonal"))
     notes = []
     for n, predicted, observed, error in found:

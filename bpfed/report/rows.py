@@ -105,7 +105,7 @@ def chart(
             if math.isfinite(row.centre):
                 shapes += body(x, row, y)
         words = label(x)
-        lines = _wrapped(words, 52) if phone else [words]
+        lines = _wrapped(words, 46) if phone else [words]
         for k, part in enumerate(lines):
             shapes.append(svg.words((x.start + x.stop) / 2, height + 37 + 16 * k, part, "mid name"))
         told = "; ".join(f"{row.label} {row.note or beside(row)}" for row in rows)
