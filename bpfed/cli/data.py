@@ -127,11 +127,15 @@ def inspect(
         Console().print(_findings(found))
     if fix is not None:
         _propose(fix, found, chosen, Console(stderr=json))
+    start = "" if fix is None else "As the files are: "
     if refused:
-        raise UserError(refused)
+        raise UserError(start + refused)
     with _busy() as progress:
         progress.doing(f"preparing {chosen.data.name}")
-        data = chosen.load_data(data_dir, read or None, checked=bool(read))
+        try:
+            data = chosen.load_data(data_dir, read or None, checked=bool(read))
+        except UserError as error:
+            raise UserError(f"{start}{error}") from error
         gaps = missing(read)
         if plot is not None:
             progress.doing(f"drawing {plot}")

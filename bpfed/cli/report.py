@@ -170,13 +170,18 @@ def _print(browser: str, page: Path) -> Path:
 def _examples(place: Path, client: str, data_dir: Path | None) -> dict[str, Any]:
     """Sure and unsure cases of a client's own test rows, for its page."""
     from bpfed.callbacks.progress import Progress
-    from bpfed.cli.predict import finished_run
+    from bpfed.cli.predict import ADAPTED, finished_run
     from bpfed.runs.load import rows_of
 
     progress = Progress(patience=2.0)
     try:
         progress.doing(f"loading {place}")
         run = finished_run(place, progress.say)
+        if client not in run.data.clients and (place / ADAPTED / f"{client}.safetensors").is_file():
+            raise UserError(
+                f"'{client}' took no part in training, so the run has no test rows of it; predict rows whose targets are known "
+                "with 'bpfed predict --keep TARGET' instead."
+            )
         if client not in run.data.clients:
             raise unknown("client", client, run.data.clients)
         progress.doing("reading the run's data")

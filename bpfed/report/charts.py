@@ -222,7 +222,7 @@ def groups(found: Sequence[Sequence[float]], show: Callable[[float], str], targe
     """
     ends = [v for _, p, o, e in found for v in (p, o - 1.96 * e, o + 1.96 * e)]
     x, y = svg.fit(ends, LEFT, WIDTH - 18), svg.fit(ends, TOP + 330, TOP)
-    shapes = [svg.axes(x, y, f"predicted {target}", show, show)]
+    shapes = [svg.axes(x, y, f"predicted {target}", svg.tick_text(x.ticks(6)), svg.tick_text(y.ticks(6)))]
     shapes.append(svg.line([(x(x.low), y(y.low)), (x(x.high), y(y.high))], "diagonal"))
     notes = []
     for n, predicted, observed, error in found:
@@ -342,7 +342,7 @@ def chart(
             if math.isfinite(row.centre):
                 shapes += body(x, row, y)
         words = label(x)
-        lines = _wrapped(words, 52) if phone else [words]
+        lines = _wrapped(words, 46) if phone else [words]
         for k, part in enumerate(lines):
             shapes.append(svg.words((x.start + x.stop) / 2, height + 37 + 16 * k, part, "mid name"))
         told = "; ".join(f"{row.label} {row.note or beside(row)}" for row in rows)

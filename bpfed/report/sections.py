@@ -396,7 +396,7 @@ def effects(run: RunRecord) -> dict[str, Any] | None:
                 )
                 for name, row in usable[:TOP_CLIENTS]
             ],
-            "The darker, the more the predictions of this client depend on the column."
+            "The stronger the colour, the more the predictions of this client depend on the column."
             + (f" The first {TOP_CLIENTS} of {len(usable)} clients." if len(usable) > TOP_CLIENTS else ""),
             "client",
         )

@@ -40,7 +40,18 @@ from bpfed.inference.predictive import (
 )
 from bpfed.inference.rng import Purpose
 from bpfed.methods.base import rows
-from bpfed.runs.graph import MISSING_CODE, STACK, UNDONE, ArrayInputs, Column, Scorer, TableInputs, Untouched, recording
+from bpfed.runs.graph import (
+    MISSING_CODE,
+    STACK,
+    UNDONE,
+    ArrayInputs,
+    Column,
+    Scorer,
+    TableInputs,
+    Untouched,
+    check_recoding,
+    recording,
+)
 
 if TYPE_CHECKING:
     from bpfed.runs.client import Client
@@ -108,6 +119,8 @@ def export(
     if format == "safetensors":
         content = weights_file(client, draws)
     else:
+        if client.run.data.preparation is not None:
+            check_recoding(client.run.data.preparation)
         if format == "onnx":
             _check_installed()
         content = graph_file(client, format, how, draws, level)

@@ -96,6 +96,15 @@ class Column(NamedTuple):
 # --- Raw inputs to those of the network -------------------------------------------------------------------------------
 
 
+def check_recoding(made: Preprocessor) -> None:
+    """Raise a `UserError` if the run recodes columns in a way that a graph has no operations for."""
+    if said := [key for key in ("map", "dates", "text") if getattr(made.recoding, key)]:
+        raise UserError(
+            f"The run recodes columns by --{said[0]}, which works on text and has no counterpart in an exported graph; "
+            "use 'bpfed serve', or train on tables that are recoded already."
+        )
+
+
 class TableInputs(nn.Module):
     """Columns of a table, prepared as `Preprocessor.inputs` does.
 
@@ -122,11 +131,7 @@ class TableInputs(nn.Module):
         super().__init__()
         self.made = made
         recoding = made.recoding
-        if said := [key for key in ("map", "dates", "text") if getattr(recoding, key)]:
-            raise UserError(
-                f"The run recodes columns by --{said[0]}, which works on text and has no counterpart in an exported graph; "
-                "use 'bpfed serve', or train on tables that are recoded already."
-            )
+        check_recoding(made)
         renames, _, conversions, _ = recoding._parsed
         called = {r.new: r.column for r in renames if r.client in (None, client)}
         used = [f for f in made.features if f.inputs]

@@ -46,6 +46,7 @@ def test_one_inspection_names_every_fault_and_one_configuration_mends_them(
     shown = command(*asked, "--fix", "fix.toml")
     assert shown.code == 2
     assert "is numeric except for 'unknown' in row" in shown.err.splitlines()[-1]
+    assert "As the files are: " in shown.err
     assert max(map(len, shown.out.splitlines())) <= 80
     for file, column in PLANTED:
         assert re.search(rf"^ {re.escape(file)} +{re.escape(column)} ", shown.out, re.MULTILINE), (file, column)

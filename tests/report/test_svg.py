@@ -108,6 +108,8 @@ def test_wilson_agrees_with_scipy(hits: int, n: int) -> None:
         (text.decimal(0.12345), "0.123"),
         (text.decimal(-1234.5), "−1234"),
         (text.decimal(12345.6), "12 346"),
+        (text.decimal(-0.0004), "0.000"),
+        (text.percent(-0.0004), "0.0 %"),
         (text.decimal(math.nan), "–"),
         (text.decimal(3.2e9), "3.20e+09"),
         (text.count(65328), "65 328"),

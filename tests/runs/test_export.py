@@ -280,3 +280,13 @@ def test_recoding_that_works_on_text_is_refused(tmp_path: Path) -> None:
     assert data.preprocessor is not None
     with pytest.raises(UserError, match="recodes columns by --map"):
         TableInputs(data.preprocessor, "bern")
+
+
+def test_recoding_is_refused_before_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i, name in enumerate(("bern", "genf")):
+        write_table(tmp_path / f"{name}.csv", i, "outcome")
+    data = load(f"folder:{tmp_path}", target="outcome", map="ward:east=north")
+    run = bpfed.fit("fedavg", data, rounds=1, progress=False)
+    monkeypatch.setattr("bpfed.runs.export.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="recodes columns by --map"):
+        run.export("bern", "onnx", tmp_path / "bern.onnx")

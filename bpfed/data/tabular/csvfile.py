@@ -503,10 +503,12 @@ def _not_text(path: Path, error: UnicodeDecodeError) -> NoReturn:
     with _bytes(path) as file:
         start = file.read(HEADER)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise UserError(f"'{path}' is UTF-16; save it as UTF-8.") from error
+        raise UserError(f"'{path}' is UTF-16; save it as UTF-8 (in Excel: 'CSV UTF-8').") from error
     if _CONTROL.search(start.decode("latin-1")):
         raise _binary(path) from error
-    raise UserError(f"'{path}' is not UTF-8 (byte {error.object[error.start]:#04x}); save it as UTF-8.") from error
+    raise UserError(
+        f"'{path}' is not UTF-8 (byte {error.object[error.start]:#04x}); save it as UTF-8 (in Excel: 'CSV UTF-8')."
+    ) from error
 
 
 # --- Compressed files -------------------------------------------------------------------------------------------------
