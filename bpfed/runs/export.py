@@ -119,8 +119,8 @@ def export(
     if format == "safetensors":
         content = weights_file(client, draws)
     else:
-        if client.run.data.preparation is not None:
-            check_recoding(client.run.data.preparation)
+        if client.run.data.preprocessor is not None:
+            check_recoding(client.run.data.preprocessor)
         if format == "onnx":
             _check_installed()
         content = graph_file(client, format, how, draws, level)
