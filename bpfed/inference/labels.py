@@ -5,6 +5,7 @@ All are scored by the metrics of classes: several labels as one yes or no for ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -202,6 +203,10 @@ class MultiLabel(Task):
         again = self.from_sums(sums, scoring.bins)
         kept = {name: scored.more[name] for name in ("aurc", "auroc")}  # of all clients' examples in one order
         return replace(again, more=again.more | kept)
+
+    @property
+    def nll_range(self) -> tuple[float, float]:
+        return 0.0, -math.log(SMALLEST)
 
     def form(self, classes: int, bins: int, calibrated: bool) -> Form:
         own = form_of_classes(2, bins, calibrated)
