@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -151,13 +152,19 @@ def from_json(content: bytes | str) -> Any:
     """What a file of JSON says.
 
     Raises:
-        ValueError: It is not JSON of UTF-8 text, is nested too deeply, or has NaN or an infinite number.
+        ValueError: It is not JSON of UTF-8 text, is nested too deeply, has NaN or an infinite number, or has half of a
+            character, as in ``"\\ud800"``, which no file and no message can hold.
     """
     text = content if isinstance(content, str) else content.decode("utf-8")
     try:
-        return json.loads(text, parse_constant=_no_number, parse_float=_number)
+        found = json.loads(text, parse_constant=_no_number, parse_float=_number)
+        if _HALF.search(text):
+            json.dumps(found, ensure_ascii=False).encode()  # two halves in a row are a character
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("it has half of a character") from None
+    return found
 
 
 def from_toml(content: bytes | str) -> dict[str, Any]:
@@ -171,6 +178,10 @@ def from_toml(content: bytes | str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+#: What may be half of a character, as JSON writes it, or already is one.
+_HALF = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
 def _no_number(word: str) -> float:
