@@ -158,13 +158,19 @@ def from_json(content: bytes | str) -> Any:
     text = content if isinstance(content, str) else content.decode("utf-8")
     try:
         found = json.loads(text, parse_constant=_no_number, parse_float=_number)
-        if _HALF.search(text):
-            json.dumps(found, ensure_ascii=False).encode()  # two halves in a row are a character
+        check_characters(text, found)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    return found
+
+
+def check_characters(text: str, found: Any) -> None:
+    """Raise a `ValueError` if what was found in a text of JSON has half of a character."""
+    try:
+        if _HALF.search(text):
+            json.dumps(found, ensure_ascii=False).encode()  # two halves in a row are a character
     except UnicodeEncodeError:
         raise ValueError("it has half of a character") from None
-    return found
 
 
 def from_toml(content: bytes | str) -> dict[str, Any]:
