@@ -211,7 +211,9 @@ def test_a_sheet_that_claims_more_than_there_can_be_is_refused(
     monkeypatch.setattr(f"bpfed.data.tabular.excel.{name}", most)
     far = '<row r="2000000000"><c r="A2000000000"><v>1</v></c></row></sheetData>'
     rewritten(tmp_path / "b.xlsx", ("</sheetData>", far))
-    with pytest.raises(UserError, match=r"The sheet 'Sheet' of .* has more than .* rows or .* cells; delete empty rows"):
+    with pytest.raises(
+        UserError, match=r"The sheet 'Sheet' of .* has more than .* rows or .* cells; delete empty rows"
+    ):
         read_table(tmp_path / "b.xlsx")
 
 
