@@ -28,8 +28,12 @@ PART = ".part"
 def whole(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     """Write a file under another name beside ``path``, and give it that name only when all of it is on the disk.
 
-    After a crash at any moment ``path`` is the old file or the new one. Until then only its owner can read it.
+    After a crash at any moment ``path`` is the old file or the new one. Until then only its owner can read it. Folders
+    that are missing are made, but not for a way that leads up again: another file may be there once they exist, and who
+    asked whether there is one was told no.
     """
+    if ".." in path.parts and not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "its folder does not exist", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
     try:
