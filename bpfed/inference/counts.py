@@ -269,6 +269,10 @@ class Counts(Task):
         mean, scale, *_ = found.parts
         return (found.y - mean).abs() / scale
 
+    @property
+    def nll_range(self) -> tuple[float, float]:
+        return 0.0, math.inf
+
     def example_nll(self, found: Predicted) -> Tensor | None:
         return found.parts[2]
 

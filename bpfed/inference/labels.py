@@ -5,6 +5,7 @@ All are scored by the metrics of classes: several labels as one yes or no for ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -196,6 +197,10 @@ class MultiLabel(Task):
             size = (1.0 - probs <= bounds.bound[:, None]).sum(-1)
             parts |= counting({"coverage": inside, "set_size": size}, bounds.finite)
         return _with_rows(scored, parts, scoring)
+
+    @property
+    def nll_range(self) -> tuple[float, float]:
+        return 0.0, -math.log(SMALLEST)
 
     def form(self, classes: int, bins: int, calibrated: bool) -> Form:
         return _form_with_rows(2, bins, calibrated)

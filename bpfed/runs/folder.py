@@ -365,7 +365,7 @@ def learnt(folder: Path, lenient: bool = False) -> float | None:
                 manifest.check(folder, [LEARNT])
             return _temperature(manifest.copies[LEARNT]) if LEARNT in manifest.copies else None
         return _temperature(path.read_bytes()) if path.exists() else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"'{path}' is damaged ({error}); delete it to repeat the calibration pilots.") from error
 
 

@@ -7,7 +7,6 @@ what needs those is left out here, or handed over by who knows it.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from bpfed import __version__
 from bpfed._util.errors import UserError
-from bpfed._util.files import DATA
+from bpfed._util.files import DATA, from_json
 from bpfed.config.registry import PREFIX, located, shown
 from bpfed.config.schema import PLACE
 from bpfed.data.federated import Examples, FederatedData
@@ -292,7 +291,7 @@ def preprocessor_of(folder: Path) -> Preprocessor | None:
     """How a run folder prepares tables; None: its data are no tables."""
     path = folder / DATA
     try:
-        found = json.loads(path.read_text())["preparation"]
+        found = from_json(path.read_bytes())["preparation"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"'{path}' cannot be read ({error}); give the folder of another run.") from error
     return None if found is None else Preprocessor.from_record(found)

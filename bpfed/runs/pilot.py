@@ -508,10 +508,20 @@ def comparable(tried: Sequence[ScoredCandidate]) -> tuple[ScoredCandidate, ...]:
 
     In a simulation these are all clients. In a deployment a site may be away when a candidate is scored. A candidate
     that diverged has no score of any client, and stays as it is.
+
+    Where no candidate has a number at all clients, those without one for the candidate that most have scored count
+    nothing either, unless they are more than half: so no client alone can end a run.
     """
     sound = [one for one in tried if np.isfinite(one.sums).all()]
     if not sound:
-        return tuple(tried)
+        lost = min((~np.isfinite(one.sums) for one in tried), key=np.count_nonzero)
+        if 2 * np.count_nonzero(lost) > np.count_nonzero(np.any([one.examples > 0 for one in tried], axis=0)):
+            return tuple(tried)
+        tried = [
+            replace(one, sums=np.where(lost, 0.0, one.sums), examples=np.where(lost, 0.0, one.examples))
+            for one in tried
+        ]
+        sound = [one for one in tried if np.isfinite(one.sums).all()]
     same = np.all([one.examples == sound[0].examples for one in sound], axis=0)
     if not (same & (sound[0].examples > 0)).any():
         raise Unscored(

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from bpfed import __version__
 from bpfed._util.errors import UserError, hint, quoted
+from bpfed._util.files import check_characters
 from bpfed.data.checks.new_rows import FAR, Unusual
 from bpfed.data.tabular.preprocessing import Feature, Preprocessor
 from bpfed.data.tabular.rows import read_rows
@@ -431,7 +432,9 @@ def parsed(content: bytes) -> Any:
         return found
 
     try:
-        read = json.loads(content.decode("utf-8"), parse_constant=no_number, object_pairs_hook=once)
+        text = content.decode("utf-8")
+        read = json.loads(text, parse_constant=no_number, object_pairs_hook=once)
+        check_characters(text, read)
     except (ValueError, RecursionError) as error:
         raise BadRequest('The body is not JSON; send {"rows": [{...}]}.') from error
     if not isinstance(read, dict) or set(read) != {"rows"}:

@@ -19,6 +19,7 @@ from bpfed._util.errors import UserError
 from bpfed.data import FederatedData, load
 from bpfed.data.tabular import npz as npz_module
 from bpfed.data.tabular.rows import read_rows
+from bpfed.data.tabular.table import Table, check_range, read_table
 
 HEAD = "age,sex,y\n"
 ROWS = "".join(f"{30 + k},{'fm'[k % 2]},{'no' if k % 3 else 'yes'}\n" for k in range(12))
@@ -390,6 +391,15 @@ def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Path, "open", refuse)  # whoever runs the tests may be allowed to read anything
     with pytest.raises(UserError, match=r"a.csv' cannot be read .Permission denied"):
         loaded(folder)
+
+
+def test_half_of_a_character_is_refused_before_training(tmp_path: Path) -> None:
+    """Arrays and frames can hold it, and no file that a run writes can."""
+    np.savez(tmp_path / "half.npz", w=np.array(["q", "\ud800"] * 5), y=np.arange(10.0))
+    with pytest.raises(UserError, match=r"Column 'w' of .*half.npz' has half of a character"):
+        read_table(tmp_path / "half.npz")
+    with pytest.raises(UserError, match=r"Column 'w\\ud800' of 'half' has half of a character"):
+        check_range(Table("half", 10, {"w\ud800": np.arange(10.0)}))
 
 
 def test_an_archive_that_unpacks_to_more_than_is_allowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

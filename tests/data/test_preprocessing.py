@@ -16,6 +16,7 @@ from bpfed.data import Preprocessor, Table, load, read_table
 from bpfed.data.tabular.combine import combine
 from bpfed.data.tabular.federate import federate, held_out
 from bpfed.data.tabular.preprocessing import Standardise, meant
+from bpfed.data.tabular.recode import Recoding
 from bpfed.data.tabular.rows import read_rows
 from bpfed.data.tabular.statistics import ColumnStatistics, client_summary
 from bpfed.data.tabular.table import Categorical
@@ -279,10 +280,41 @@ def test_targets_that_cannot_be(made: Preprocessor) -> None:
             made.targets(Table("new", 1, {"y": column}))
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"features": 3}, {"shape": 5}, {"more": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"features": 3},
+        {"shape": 5},
+        {"shape": [1, 2]},
+        {"shape": [1, 2, 2.5]},
+        {"more": 1},
+        {"holdout": {"a": 1}},
+        {"client_column": 3},
+        {"target": None},
+        {"labels": ["no", 1]},
+        {"ignore": [None]},
+        {"missing": [3]},
+        {"standardise": "all"},
+        {"codes": True},
+        {"resized": 1},
+        {"recoding": {"dates": [3]}},
+        {"recoding": {"rename": ["age"]}},
+        {"features": [{"name": 3, "kind": "number", "levels": []}]},
+        {"features": [{"name": "a", "kind": "poem", "levels": []}]},
+        {"features": [{"name": "a", "kind": "words", "levels": [1]}]},
+        {"features": [{"name": "a", "kind": "number", "levels": ["old"]}]},
+        {"features": [{"name": "a", "kind": "number", "levels": [], "indicator": "yes"}]},
+    ],
+)
 def test_a_record_that_cannot_be(made: Preprocessor, change: dict) -> None:
-    with pytest.raises(UserError, match=r"version|damaged"):
+    with pytest.raises(UserError, match=r"version|damaged|renames no column"):
         Preprocessor.from_record({**made.record(), **change})
+
+
+def test_a_number_of_columns_with_thousands_of_digits_is_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"asks for 999999999 columns of a text; choose 1 to 4096\."):
+        Recoding.of(text=f"note:{'9' * 5000}")
 
 
 @pytest.mark.parametrize(

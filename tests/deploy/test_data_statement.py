@@ -53,6 +53,8 @@ UNREADABLE = {
     "a list of tasks": PART | {"task": ["classification"]},
     "classes below 0": PART | {"classes": -1},
     "no classes": PART | {"classes": None},
+    "half of a character in a column's name": FILE | {"summary": SUMMARY | {"columns": {"age\ud800": NUMBERS}}},
+    "half of a character in a class": FILE | {"summary": SUMMARY | {"target": WORDS | {"levels": ["n", "\ud800"]}}},
     "an empty summary": FILE | {"summary": {}},
     "a summary that is a word": FILE | {"summary": "x"},
     "columns that are a number": FILE | {"summary": SUMMARY | {"columns": 3}},

@@ -292,3 +292,18 @@ def test_text_nested_too_deeply_is_no_traceback(command: Command) -> None:
     for wrong in ("NaN", "[1e999]", "-Infinity"):
         with pytest.raises(ValueError, match="is not a number"):
             from_json(wrong)
+
+
+def test_half_of_a_character_is_no_text() -> None:
+    """JSON can hold it, and no file in UTF-8 can."""
+    assert from_json(r'["\ud83d\ude00", "\u00e9", "\\ud800"]') == ["\U0001f600", "é", "\\ud800"]
+    for wrong in (r'{"\ud800": 1}', r'["\uDC00\uD800"]', '["\ud800"]'):
+        with pytest.raises(ValueError, match="half of a character"):
+            from_json(wrong)
+
+
+@pytest.mark.parametrize("record", ["[]", '"x"', "3", "null", "{}", '{"calibration_temperature": []}'])
+def test_a_forged_calibration_temperature_is_damaged(record: str) -> None:
+    Path("learnt.json").write_text(record)
+    with pytest.raises(UserError, match="is damaged"):
+        folder_module.learnt(Path())

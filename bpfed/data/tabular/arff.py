@@ -12,8 +12,9 @@ from bpfed.data.tabular.csvfile import CHUNK, Chunks, check_header, read_text
 from bpfed.data.tabular.table import Categorical, ReadOptions, Table, TableFormat, check_columns, column_name
 
 _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
-_ATTRIBUTE = re.compile(rf"@attribute\s+({_QUOTED}|[^\s'\"{{]\S*)\s+(.+)", re.IGNORECASE)
-_CELL = re.compile(rf"\s*({_QUOTED}|[^,'\"]*?)\s*(?:,|$)")
+_ATTRIBUTE = re.compile(rf"@attribute\s++({_QUOTED}|[^\s'\"{{]\S*+)\s++(.+)", re.IGNORECASE)
+#: Nothing is tried in two ways: a line of blanks and a wrong quote would take hours.
+_CELL = re.compile(rf"\s*+({_QUOTED}|[^,'\"]*+)\s*+(?:,|$)")
 _NUMERIC = ("numeric", "real", "integer")
 
 
@@ -144,7 +145,7 @@ def _row(line: str, number: int, path: Path) -> list[str]:
             raise UserError(
                 f"'{path}' is damaged in line {number} (a quote is not closed or not alone); fix its quotes."
             )
-        cells.append(_unquoted(found[1]))
+        cells.append(_unquoted(found[1].rstrip()))
         at = found.end()
         if at == len(line) and not found[0].endswith(","):
             return cells

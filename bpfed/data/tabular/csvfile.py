@@ -42,8 +42,8 @@ from bpfed.data.tabular.table import (
 #: A number whose points can only set off thousands: there is a decimal comma too, or there are two of them.
 GROUPED = re.compile(r"[+-]?\d{1,3}((\.\d{3})+,\d+|(\.\d{3}){2,})")
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
-_SHORT = re.compile(r"^\s*[+-]?\d{1,3}\s*$", re.MULTILINE)
-_LONG = re.compile(r"^\s*[+-]?\d{4,}\s*$", re.MULTILINE)
+_SHORT = re.compile(r"^[^\S\n]*+[+-]?\d{1,3}[^\S\n]*+$", re.MULTILINE)
+_LONG = re.compile(r"^[^\S\n]*+[+-]?\d{4,}+[^\S\n]*+$", re.MULTILINE)
 
 
 @dataclass

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bpfed._util.errors import UserError, quoted, unknown
-from bpfed._util.files import renamed, to_json, write_whole
+from bpfed._util.files import from_json, renamed, to_json, write_whole
 from bpfed.data.holdout import Holdout
 from bpfed.data.tabular.recode import NOTHING, Recoding
 from bpfed.data.tabular.statistics import (
@@ -49,6 +48,7 @@ from bpfed.inference.tasks import Task, get_task, is_task
 
 Standardise = Literal["federated", "local", "none"]
 Codes = Literal["both", "number"]
+Kind = Literal["number", "words", "channel"]
 VERSION = 1
 #: Columns or labels that an error lists.
 SHOWN = 8
@@ -74,7 +74,7 @@ class Feature:
     """
 
     name: str
-    kind: Literal["number", "words", "channel"]
+    kind: Kind
     mean: float = 0.0
     scale: float = 1.0
     categories: tuple[str, ...] = ()
@@ -304,6 +304,7 @@ class Preprocessor:
         """
         try:
             made = cls._parsed(record)
+            made._check_types()
             made._check_numbers()
             return made
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -332,6 +333,29 @@ class Preprocessor:
                 for client, own in given.get(key, {}).items()
             }
         return cls(**given)
+
+    def _check_types(self) -> None:
+        """Raise a `ValueError` unless names and words are texts and choices are known ones; a `UserError` for a hold-out."""
+        named = [self.client_column, self.holdout]
+        words = [self.target, *self.labels, *self.ignore, *self.missing, *(name for name in named if name is not None)]
+        words += [word for f in self.features for word in (f.name, *f.levels)]
+        words += [word for listed in asdict(self.recoding).values() for word in listed]
+        words += [word for own in (self.local, self.own) for who, columns in own.items() for word in (who, *columns)]
+        if not all(isinstance(word, str) for word in words):
+            raise ValueError("a name or a word in it is no text")
+        if self.standardise not in get_args(Standardise) or self.codes not in get_args(Codes):
+            raise ValueError("its standardise or codes is none that is known")
+        for f in self.features:
+            if f.kind not in get_args(Kind) or type(f.indicator) is not bool:
+                raise ValueError(f"'{f.name}' is no number, word or channel, or its indicator is not true or false")
+            if f.coded and not all(map(whole, f.levels)):
+                raise ValueError(f"the codes of '{f.name}' are not whole numbers")
+        if self.shape is not None and not (len(self.shape) == 3 and all(type(n) is int and n > 0 for n in self.shape)):
+            raise ValueError("its shape is none")
+        if type(self.resized) is not bool:
+            raise ValueError("its resized is not true or false")
+        Holdout.of(self.holdout)
+        _ = self.recoding.columns
 
     def _check_numbers(self) -> None:
         """Raise a `ValueError` unless everything can be scaled with these numbers."""
@@ -465,7 +489,7 @@ def read_preprocessor(path: Path) -> tuple[Preprocessor, str]:
     """
     try:
         content = path.read_bytes()
-        found = json.loads(content)
+        found = from_json(content)
         defaults = {"version": VERSION, "labels": (), "ignore": (), "codes": "both", "shape": None}
         features = [{CATEGORIES_KEY: (), **feature} for feature in found["features"]]
         if any(key in found for key in ("local", "client_column", "missing", "holdout", "recoding", "own")):

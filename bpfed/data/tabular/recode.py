@@ -26,6 +26,8 @@ from bpfed.data.tabular.table import UNKNOWN, Categorical, Column, Table, writte
 MAPS = ";"
 #: Columns of numbers that a text becomes where nothing else is said, and at most.
 BUCKETS, MOST_BUCKETS = 256, 4096
+#: Digits of such a number that are read.
+LONGEST_NUMBER = 9
 #: The day from which days are counted.
 DAY_ZERO = date(2000, 1, 1)
 _STEP = re.compile(r"\s*([-+*/])\s*((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
@@ -224,8 +226,10 @@ def _buckets(said: str) -> tuple[str, int]:
     column, colon, number = said.rpartition(":")
     if not colon or not number.strip().isdecimal():
         return said, BUCKETS
-    if not 1 <= int(number) <= MOST_BUCKETS:
-        raise UserError(f"'{said}' asks for {number} columns of a text; choose 1 to {MOST_BUCKETS}.")
+    if len(number) > LONGEST_NUMBER or not 1 <= int(number) <= MOST_BUCKETS:
+        raise UserError(
+            f"'{said[:60]}' asks for {number[:LONGEST_NUMBER]} columns of a text; choose 1 to {MOST_BUCKETS}."
+        )
     return column.strip(), int(number)
 
 

@@ -364,9 +364,19 @@ def _kind(mode: int) -> str:
     return "folder" if stat.S_ISDIR(mode) else "pipe or device"
 
 
+#: What stands for half of a character, or for a byte that is no UTF-8.
+_HALF = re.compile("[\ud800-\udfff]")
+
+
 def check_range(table: Table) -> None:
-    """Raise a `UserError` if a column has a number too large to be one."""
+    """Raise a `UserError` if a column has a number too large to be one, or text with half of a character."""
     for name, column in table.columns.items():
+        text = "\n".join([name, *(column.levels if isinstance(column, Categorical) else ())])
+        if _HALF.search(text):
+            raise UserError(
+                f"Column {quoted([name])} of '{table.name}' has half of a character, which no file of text can hold; "
+                "correct its name and its words."
+            )
         if isinstance(column, Categorical):
             continue
         with np.errstate(invalid="ignore"):

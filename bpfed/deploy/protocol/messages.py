@@ -206,7 +206,7 @@ class Reply:
             pattern: What an upload must look like; None: there must be none.
             form: What sums must look like; None: there must be none.
             most_held: Of how many held-out examples it may tell; below 0: of none.
-            task: Of their data; needed where it may tell of held-out examples.
+            task: Of their data; needed where it may tell of held-out examples or of their score.
             most_scored: Of how many held-out examples it may tell the score of a candidate; below 0: of none.
         """
         allowed = ("reply", *(("upload", "info") if schema else ()), *(("sums",) if form else ()))
@@ -220,7 +220,7 @@ class Reply:
         upload = Upload(schema.read(_part(record, "upload", ArrayRecord))) if schema else None
         sums = _sums(_part(record, "sums", MetricRecord), form) if form else None
         held = _held(_part(record, "held", MetricRecord), most_held, task) if most_held >= 0 and task else None
-        score = _score(_part(record, "score", MetricRecord), most_scored) if most_scored >= 0 else None
+        score = _score(_part(record, "score", MetricRecord), most_scored, task) if most_scored >= 0 and task else None
         info: dict[str, float] = {}
         if schema and "info" in record:
             for name, value in _part(record, "info", MetricRecord).items():
@@ -352,12 +352,14 @@ def _held(record: MetricRecord, most: int, task: Task) -> HeldOutSlopes:
     return told
 
 
-def _score(record: MetricRecord, most: int) -> HeldOutScore:
+def _score(record: MetricRecord, most: int, task: Task) -> HeldOutScore:
     examples, nll = record.get("examples"), record.get("nll")
     if set(record) != {"examples", "nll"} or type(examples) is not int or type(nll) is not float:
         raise RejectedMessage("its score of a candidate cannot be read.")
     if not 0 <= examples <= most:
         raise RejectedMessage(f"it reports {examples} held-out examples, but has only {most} in all.")
-    if not (abs(nll) <= LARGEST or nll == math.inf) or (not examples and nll != 0.0):
+    low, high = (end * examples if examples else 0.0 for end in task.nll_range)  # infinite where it is no number
+    near = ROUNDING * (1.0 + examples)
+    if not (abs(nll) <= LARGEST and low - near <= nll <= high + near) and not (examples and nll == math.inf):
         raise RejectedMessage(f"its score of a candidate is {nll}, which is no sum over {examples} examples.")
     return HeldOutScore(examples, nll)

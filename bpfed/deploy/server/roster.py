@@ -3,7 +3,6 @@ carries messages to them."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from google.protobuf.message import DecodeError
 
+from bpfed._util.files import from_json
 from bpfed._util.text import plain
 from bpfed.data.tabular.preprocessing import whole
 from bpfed.data.tabular.statistics import MOST_CODES, ColumnStatistics, ColumnSummary
@@ -46,7 +46,7 @@ def read_statement(text: str, site: str, ignore: Collection[str] = (), agreed: s
         Refused: It cannot be read, or cannot be true.
     """
     try:
-        told = json.loads(text)
+        told = from_json(text)
         if not _count(told["train"], 1):
             raise ValueError("train")
         if "preparation" in told:

@@ -221,8 +221,10 @@ class Server:
             raise
         self.candidate = choice.chosen
         self.say(choice.words)
-        told = choice.stages[-1][choice.chosen[-1]].examples
-        if silent := [site for site, examples in zip(self.plan.sites, told, strict=True) if not examples]:
+        told = [stage[at].examples > 0 for stage, at in zip(choice.stages, choice.chosen, strict=True)]
+        if silent := [
+            site for site, all_told in zip(self.plan.sites, np.all(told, axis=0), strict=True) if not all_told
+        ]:
             self.say(f"Sites without a score of every candidate had no part in this choice: {', '.join(silent)}.")
 
     def _piloted(self, transport: Transport, common: dict[str, Any], pilot: SelectionPilot) -> FoundScores:

@@ -31,6 +31,7 @@ from bpfed._util.files import (
     RUN,
     STATES,
     clear_parts,
+    from_json,
     lock,
     sync_folder,
     when_full,
@@ -321,7 +322,7 @@ class Site:
 
     def _start(self, request: Request) -> Federation:
         try:
-            common: dict[str, Any] = json.loads(request.common)
+            common: dict[str, Any] = from_json(request.common)
             sites, longest = common["sites"], common["longest"]
         except (ValueError, TypeError, KeyError):
             raise RejectedMessage("what it sent about the sites' data cannot be read.") from None
