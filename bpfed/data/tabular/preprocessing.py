@@ -338,7 +338,7 @@ class Preprocessor:
         """Raise a `ValueError` unless names and words are texts and choices are known ones; a `UserError` for a hold-out."""
         named = [self.client_column, self.holdout]
         words = [self.target, *self.labels, *self.ignore, *self.missing, *(name for name in named if name is not None)]
-        words += [word for f in self.features for word in (f.name, *f.levels)]
+        words += [word for f in self.features for word in (f.name, *f.categories)]
         words += [word for listed in asdict(self.recoding).values() for word in listed]
         words += [word for own in (self.local, self.own) for who, columns in own.items() for word in (who, *columns)]
         if not all(isinstance(word, str) for word in words):
@@ -348,7 +348,7 @@ class Preprocessor:
         for f in self.features:
             if f.kind not in get_args(Kind) or type(f.indicator) is not bool:
                 raise ValueError(f"'{f.name}' is no number, word or channel, or its indicator is not true or false")
-            if f.coded and not all(map(whole, f.levels)):
+            if f.coded and not all(map(whole, f.categories)):
                 raise ValueError(f"the codes of '{f.name}' are not whole numbers")
         if self.shape is not None and not (len(self.shape) == 3 and all(type(n) is int and n > 0 for n in self.shape)):
             raise ValueError("its shape is none")

@@ -371,7 +371,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 def check_range(table: Table) -> None:
     """Raise a `UserError` if a column has a number too large to be one, or text with half of a character."""
     for name, column in table.columns.items():
-        text = "\n".join([name, *(column.levels if isinstance(column, Categorical) else ())])
+        text = "\n".join([name, *(column.categories if isinstance(column, Categorical) else ())])
         if _HALF.search(text):
             raise UserError(
                 f"Column {quoted([name])} of '{table.name}' has half of a character, which no file of text can hold; "
