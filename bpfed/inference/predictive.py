@@ -326,7 +326,8 @@ class Classified(Probabilities):
         - ``client``: for those of the client. With too few calibration examples for the level (8 or fewer for 0.9) a
           set is every label.
         - ``pooled``: for those of all clients together. A client with many calibration examples comes near to its own.
-        - ``class``: likewise for those of each class. A class with too few calibration examples is in every set.
+        - ``class``: likewise for those of each class, by ranks, which are alike at clients where the model is right
+          (`bpfed.inference.calibration.Ranks`). A class with too few calibration examples is in every set.
 
         A set may be empty: a model that is right more often than ``level`` reaches it without an answer to the strangest
         examples. Then no label is as probable as it usually is when it is right; leave such rows to a person.

@@ -200,7 +200,7 @@ class RunRecord:
             said.append(f"At {what} their share is within what chance allows at {text.percent(found['level'])}.")
         how = {
             "class": "They are calibrated by class with examples of all clients, so that the level holds for each class over all clients.",
-            "pooled": f"The {kind} of a client are calibrated with its own examples and those of all clients, which together count as 50. The level holds over all clients.",
+            "pooled": f"The {kind} of a client are calibrated with its own examples and those of all clients, which together count as {200 if kind == 'intervals' else 50}. The level holds over all clients.",
         }
         said.append(how.get(found.get("by", ""), ""))
         return " ".join(filter(None, said))
