@@ -168,8 +168,8 @@ class Tweets:
             hidden: `hidden_states`; None: inputs are token ids.
         """
         rows, test = self.split(seed, few, share)
-        x = {"input_ids": self.ids[rows]} if hidden is None else {"hidden": hidden[rows]}
-        x["attention_mask"] = self.mask[rows]
+        first: dict[str, Any] = {"input_ids": self.ids[rows]} if hidden is None else {"hidden": hidden[rows]}
+        x = first | {"attention_mask": self.mask[rows]}
         return from_arrays(
             x, self.label[rows], self.airline[rows], name="tweets", labels=LABELS, task="classification", test=test
         )
@@ -205,7 +205,7 @@ class Gathered(torch.autograd.Function):
         ctx.save_for_backward(*inputs[2:])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         back, used = ctx.saved_tensors
         return gradient[back] * used[:, None].to(gradient.dtype), None, None, None
 
@@ -238,11 +238,11 @@ class Row(NamedTuple):
 
     def packed(self, x: Tensor) -> Tensor:
         """``[B L, H]`` to ``[N, H]``."""
-        return Gathered.apply(x, self.tokens, self.place, self.there)  # type: ignore[no-any-return, no-untyped-call]
+        return Gathered.apply(x, self.tokens, self.place, self.there)
 
     def padded(self, x: Tensor) -> Tensor:
         """``[N, H]`` to ``[B L, H]``."""
-        return Gathered.apply(x, self.place, self.tokens, self.filled)  # type: ignore[no-any-return, no-untyped-call]
+        return Gathered.apply(x, self.place, self.tokens, self.filled)
 
 
 class Classifier(nn.Module):
@@ -396,32 +396,32 @@ class Candidate:
 def candidate(name: str, study: str) -> Candidate:
     """The candidate of a name such as ``fedper`` or ``adaptive:lr=0.002,rounds=6``.
 
-    A number is one of the candidate or of its method. With few tweets a round is short, so there are more of them.
+    A number is one of the candidate or of its method. With few tweets batches are smaller.
     """
     kind, _, changes = name.partition(":")
     if kind not in CANDIDATES:
         raise UserError(f"There is no candidate '{kind}'; there are: {', '.join(CANDIDATES)}.")
     found = CANDIDATES[kind]
     if study == "few":
-        found = replace(found, rounds=8, batch=16)
+        found = replace(found, rounds=4, batch=16)
     for change in filter(None, changes.split(",")):
         field_, _, value = change.partition("=")
-        of_candidate = field_ in ("rounds", "batch", "blocks", "dropout")
         try:
-            number = int(value) if field_ in ("rounds", "batch", "blocks") else float(value)
-            if of_candidate:
-                found = replace(found, **{field_: number})
+            whole = field_ in ("rounds", "batch", "blocks")
+            number: dict[str, Any] = {field_: int(value) if whole else float(value)}
+            if whole or field_ == "dropout":
+                found = replace(found, **number)
             else:
-                found = replace(found, method=replace(found.method, **{field_: number}))  # type: ignore[type-var]
+                found = replace(found, method=replace(found.method, **number))
         except (ValueError, TypeError):
             raise UserError(f"'{change}' is no setting of the candidate '{kind}' with its number.") from None
     return found
 
 
 CANDIDATES: dict[str, Candidate] = {
-    "fedper": Candidate(FedPer(personal=PERSONAL, lr=1e-3)),
+    "fedper": Candidate(FedPer(personal=PERSONAL, lr=2e-3)),
     # Copies are averaged as in FedAvg, and the encoder does not deviate.
-    "adaptive": Candidate(Adaptive(lr=1e-3, deviation=0.0, dual=0.0)),
+    "adaptive": Candidate(Adaptive(lr=2e-3, deviation=0.0, dual=0.0)),
     "recipe": Candidate(Adapters(personal=PERSONAL, lr=1e-3, head_gain=1.0)),
 }
 #: What is run where nothing else is said.
