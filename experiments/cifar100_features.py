@@ -210,7 +210,9 @@ def compare_cache(part: str, images: int, clients: int, rounds: int, device: Any
             baselines="off",
         )
         began = time.process_time()
-        run = prepare(Adaptive(lr=3e-4), data, settings, network)  # raw features are large, so steps are small
+        run = prepare(
+            Adaptive(lr=3e-4, sigma_temperature=1.0), data, settings, network
+        )  # raw features are large, so steps are small
         for examples in (data.train, data.test):
             run.federation.inputs(examples)
         ready = time.process_time()

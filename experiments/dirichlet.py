@@ -36,7 +36,7 @@ from bpfed.data.federated import HELD
 from bpfed.data.holdout import split
 from bpfed.methods import method
 from bpfed.runs.fit import prepare
-from bpfed.runs.pilot import ScoredCandidate, choose, choose_method, score_methods, selection_settings
+from bpfed.runs.pilot import ForImages, ScoredCandidate, choose, choose_method, score_methods, selection_settings
 from bpfed.runs.run import train_together
 from experiments.jobs import Job, device_name, paired, records, run_jobs, run_record, settings_chosen
 from experiments.lineup import title
@@ -160,7 +160,7 @@ def grid(data: FederatedData, settings: Settings) -> list[dict[str, Any]]:
     how = selection_settings(settings)
     changes: list[dict[str, Any]] = [{"temperature": t, "prior_scale": s} for t, s in PRIORS]
     changes += [{"temperature": 0.3, "prior_scale": 2.0, "deviation": b, "head_deviation": h} for b, h in DEVIATIONS]
-    tried = [method(ADAPTIVE)(**change) for change in changes]
+    tried = [ForImages(**change) for change in changes]
     scores = score_methods(tried, data.folds(1, HELD, how.seed), how, None, None)
     return [_scored(ScoredCandidate(*one)) for one in zip(tried, changes, *zip(*scores, strict=True), strict=True)]
 

@@ -24,6 +24,7 @@ _RECIPES = ("bpfed-recipe", "bpfed-population")
 CAME: dict[str, dict[str, dict[str, Any]]] = {
     "0.3.0": {name: {"unseen_pseudocount": 0.0} for name in _RECIPES},
     "0.7.0": {"bpfed-population": {"max_temperature_factor": 1.0}},
+    "0.12.0": {"bpfed-adaptive": {"sigma_temperature": 1.0}},
 }
 #: By the version that removed a setting: its value at which it did nothing.
 WENT: dict[str, dict[str, dict[str, Any]]] = {"0.3.0": {name: {"bias_count": 0.0} for name in _RECIPES}}

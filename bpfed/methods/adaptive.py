@@ -15,12 +15,15 @@ The posterior of w_i is Gaussian, q(w_i) = N(θ + m_i, σ_i²). A client minimis
 examples,
 
     −E_q log p(D | w_i) + T ‖m_i‖² fan-in/(2 τ² s²) + (T/N) ‖θ_i − θ₀‖² fan-in/(2 s²)                       (means)
-    + T c KL(σ_i ‖ s √(1 + τ²)/√fan-in),    c = (τ² + 1/N)/(τ² + 1)                                         (widths)
+    + κ T c KL(σ_i ‖ s √(1 + τ²)/√fan-in),    c = (τ² + 1/N)/(τ² + 1)                                       (widths)
     + n (ρ/2 ‖θ_i − θ‖² − ⟨λ_i, θ_i⟩)                                                                       (consensus)
 
 in its own copy θ_i of θ, in m_i and in σ_i; KL(σ ‖ v) = σ²/(2 v²) − log σ. A weight that all N clients share is known
 from all their examples, so a client counts 1/N of the divergence of its width, and of a weight of its own all of it; c
-is between the two. (With equal curvature at all clients and τ = 0 this is the width of the pooled posterior.)
+is between the two. (With equal curvature at all clients, τ = 0 and κ = 1 this is the width of the pooled posterior.) A
+posterior that takes weights for independent overstates the variance of predictions where there are more weights than
+examples: each weight adds its own, though examples can only leave as many directions uncertain as they determine. In
+regression the learnt noise then grows with it. So widths have a temperature of their own, κ T with κ < 1.
 
 Weights of low-rank adapters (LoRA) are points, with a prior of their own: there are often more of them than examples,
 draws of them add noise to every step, and a prior as narrow as that of other weights holds them at their first values.
@@ -58,11 +61,12 @@ from bpfed.nn.parameters import Personal as Split
 if TYPE_CHECKING:
     from bpfed.nn.model import Model
 
-#: Temperatures and prior scales to choose from, Bayes' rule with a unit prior first,
-PRIORS = ((1.0, 1.0), (1.0, 0.5), (0.3, 1.0), (0.3, 2.0), (0.3, 4.0))
+#: Temperatures and prior scales to choose from, Bayes' rule with a unit prior first, those for targets with hardly any
+#: noise last,
+PRIORS = ((1.0, 1.0), (1.0, 0.5), (0.3, 2.0), (0.1, 4.0), (0.01, 4.0))
 #: and deviations of the body and the head, partial pooling first; none is FedAvg, and ``ALONE`` is training alone.
 ALONE = 100.0
-DEVIATIONS = ((0.1, 0.3), (0.0, 0.1), (0.1, 1.0), (0.0, 0.0), (ALONE, ALONE))
+DEVIATIONS = ((0.1, 0.3), (0.0, 0.1), (0.1, 1.0), (0.3, 3.0), (0.0, 0.0), (ALONE, ALONE))
 #: σ of a weight at the start, in units of its prior's.
 START = 0.2
 #: Standard deviation of the prior of adapters' weights (`bpfed.nn.model.Model.adapters`), in units of that of others.
@@ -146,9 +150,11 @@ class Adaptive(Method[Weights, Personal, Local, Weights]):
         deviation: τ of all layers but the last; 0: they are the same for all clients; 100 or more: nothing of them is
             shared.
         head_deviation: τ of the last layer.
+        sigma_temperature: κ, the temperature of the standard deviations over that of the means; 1 is Bayes' rule for
+            independent weights, lower makes them narrower.
         dual: ρ times s, how strongly a client's copy of the shared weights is held to the server's in a round, per
-            example and per curvature of its loss (of numbers 1/noise², of counts their mean, of classes 1); 0 averages the copies as FedAvg does, and so does a run in which not all clients take part in
-            every round.
+            example and per curvature of its loss (of numbers 1/noise², of counts their mean, of classes 1). 0 averages
+            the copies as FedAvg does, and so does a run in which not all clients take part in every round.
         sigma: Whether weights are Gaussian; without, they are points (MAP).
     """
 
@@ -168,15 +174,17 @@ class Adaptive(Method[Weights, Personal, Local, Weights]):
         "prior_scale",
         "deviation",
         "head_deviation",
+        "sigma_temperature",
         "dual",
     )
 
     personal: Split = "none"
-    lr: float = 3e-3
+    lr: float = 1e-2
     temperature: float = 0.3
     prior_scale: float = 1.0
     deviation: float = 0.1
     head_deviation: float = 0.3
+    sigma_temperature: float = 0.1
     dual: float = 0.3
     sigma: bool = True
 
@@ -187,6 +195,7 @@ class Adaptive(Method[Weights, Personal, Local, Weights]):
             prior_scale="above 0",
             deviation="0 or more",
             head_deviation="0 or more",
+            sigma_temperature="0 or more",
             dual="0 or more",
         )
         if self.personal != "none":
@@ -262,7 +271,8 @@ class Adaptive(Method[Weights, Personal, Local, Weights]):
             if phase == ADAPT:
                 width, part = torch.where(prior.width > 0.0, prior.deviation, 0.0), torch.ones_like(part)
             gradient = _precision(width) * sigma - torch.where(sigma > 0.0, sigma, 1.0).reciprocal()
-            gradient = (data.sigma + temperature * part * gradient) * torch.sigmoid(local.rho)
+            weight = hparams["sigma_temperature"][:, None] * temperature * part
+            gradient = (data.sigma + weight * gradient) * torch.sigmoid(local.rho)
             rho, width_memory = ADAM.update(rho, torch.where(width > 0.0, gradient, 0.0), width_memory, steps, rate)
             rho = torch.maximum(rho, local.rho.clamp(max=RHO_FLOOR))
         new = local._replace(mean=mean, rho=rho, memory=Memory(memory, width_memory), steps=steps)

@@ -176,11 +176,14 @@ def _train(
 #
 # The choice is made in stages, so that it costs little. In each stage the candidates are in order, the plain Bayesian one
 # or partial pooling first, and the first one is chosen that the data do not tell from the best: 0 is in the 95 %
-# interval of the paired difference, with clients as units. So few clients keep what is usual, and many clients, or a
-# large difference, can choose anything, FedAvg and training alone included.
+# interval of the paired difference, with clients as units, and the difference is small. So few clients keep what is
+# usual, and many clients, or a large difference, can choose anything, FedAvg and training alone included.
 
 #: Training examples of all clients together up to which several parts are held out in turn, and how many.
 FEW, FOLDS = 1_000, 3
+#: The most that the score of a candidate may be above the best one's, in nats per example, however wide the interval of
+#: the difference is: where a candidate fails at some clients, the interval is wide because of that.
+TOLERATED = 0.05
 #: A pilot has this share of the run's rounds, and at least so many.
 SHARE, LEAST = 0.5, 10
 #: Training examples of all clients together above which pilots that choose the method are shorter: those of settings and,
@@ -316,7 +319,9 @@ def choose(
     folds = selection_folds(int(data.train.sizes.sum()), by_time)
     how = selection_settings(settings)
     held_out(data, HELD, how.seed)  # or a sentence, where nothing can be held out
-    parts = data.folds(folds, HELD, how.seed)
+    # Where clients have three examples or fewer, later folds may be empty.
+    parts = [part for part in data.folds(folds, HELD, how.seed) if len(part.test.y)]
+    folds = len(parts)
     members = members_of(method, settings, flat=model is None and data.flat)
     count = candidate_count(method)
     say(
@@ -348,7 +353,10 @@ def choose(
 
 @dataclass(frozen=True)
 class ForImages(Adaptive):
-    """`Adaptive` with those of its candidates that images and arrays may need."""
+    """`Adaptive` with the step size and those candidates that images and arrays may need."""
+
+    lr: float = 3e-3
+    sigma_temperature: float = 1.0
 
     def candidates(self) -> tuple[tuple[dict[str, float], ...], ...]:
         """Two prior scales at a low temperature, then how far clients deviate."""
@@ -526,10 +534,11 @@ def first_not_worse(tried: Sequence[ScoredCandidate]) -> int:
     """The first candidate that the data do not tell from the best one.
 
     That is, 0 is in the 95 % interval of the difference of their scores, by Student's t with clients as units: the
-    examples of a client are not independent, and of few clients a difference is often luck.
+    examples of a client are not independent, and of few clients a difference is often luck. A difference above
+    `TOLERATED` counts in any case.
     """
     least = tried[best(tried)]
-    within = (at for at, one in enumerate(tried) if one.nll <= least.nll + _half_width(one, least))
+    within = (at for at, one in enumerate(tried) if one.nll <= least.nll + min(TOLERATED, _half_width(one, least)))
     return next(within, best(tried))
 
 

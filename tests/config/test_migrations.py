@@ -12,7 +12,7 @@ from scenarios import classification
 
 import bpfed
 from bpfed._util.errors import UserError
-from bpfed.config.migrations import ATTRIBUTES, CONSTANTS, FORMER, RENAMED, current_config
+from bpfed.config.migrations import ATTRIBUTES, CONSTANTS, FORMER, RENAMED, as_then, current_config
 from bpfed.config.reader import Override, read
 from bpfed.config.settings import Settings
 from bpfed.methods import Recipe
@@ -123,3 +123,9 @@ def test_a_run_folder_with_old_names_is_read(tmp_path: Path) -> None:
     ours = run.record()
     assert loaded.record() == replace(ours, config=ours.config | {"bpfed": "0.9.0"})
     assert current_config(loaded.config()) == loaded.config()
+
+
+def test_widths_of_earlier_runs_go_on_at_the_temperature_of_the_means():
+    before = {"lr": 0.003, "temperature": 1.0}
+    assert as_then("0.11.0", "bpfed-adaptive", before) == before | {"sigma_temperature": 1.0}
+    assert as_then("0.12.0", "bpfed-adaptive", before) == before

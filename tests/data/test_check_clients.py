@@ -68,6 +68,13 @@ def test_another_unit_is_said(factor: float) -> None:
     assert len(notes(site("a"), site("b", factor), site("c", factor), site("d"))) == 2
 
 
+def test_a_column_that_is_mostly_one_positive_number_has_no_unit_to_compare() -> None:
+    rooms = np.repeat([0.0, 1.0, 5.0], [10, 16, 74])  # quartiles of all rows differ, those of the positive ones do not
+    y = ["no", "yes"] * 50
+    other = np.repeat(np.arange(1.0, 21.0), 5)
+    assert notes(*(table(client, y, rooms=rooms) for client in "abc"), table("d", y, rooms=other)) == ()
+
+
 def test_a_lone_client_is_said() -> None:
     (said,) = notes(table("a", ["no", "yes"] * 9))
     assert said.startswith("There is only one client, 'a', so nobody learns from others; give one file per client")

@@ -200,6 +200,14 @@ def test_the_split_of_classes_is_as_it_was() -> None:
     assert sorted(data.test.client(0)[0][:, 0].tolist()) == [1.0, 2.0, 4.0]
 
 
+def test_a_client_with_one_row_of_each_class_has_rows_to_test_on() -> None:
+    columns = {"a": np.arange(12.0), "y": Categorical.of([f"v{k:02}" for k in range(12)])}
+    tables = {name: Table(name, 12, dict(columns)) for name in "abcdefgh"}  # each class is in some client's training
+    data = federate("t", tables, "y", test_fraction=0.3, seed=3)
+    assert data.test.sizes.tolist() == 8 * [4]
+    assert data.train.sizes.tolist() == 8 * [8]
+
+
 def test_local_standardisation_is_each_clients_own_and_newcomers_join() -> None:
     tables = {
         c: Table(c, 20, {"a": m + np.arange(20.0), "y": Categorical.of(["no", "yes"] * 10)})

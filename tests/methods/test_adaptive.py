@@ -168,15 +168,16 @@ def test_where_clients_do_not_deviate_their_weights_have_one_mean():
     assert not all(torch.equal(mean["3.weight"], means[0]["3.weight"]) for mean in means)
 
 
-@pytest.mark.parametrize(("clients", "tau"), [(2, 0.0), (8, 0.0), (8, INF)])
-def test_the_width_of_a_weight_is_that_of_the_pooled_or_of_the_own_posterior(clients, tau):
-    # Mean-field width of a linear regression: 1/σ² is the sum of squares of an input over the noise, plus the prior's.
+@pytest.mark.parametrize(("clients", "tau", "kappa"), [(2, 0.0, 1.0), (8, 0.0, 1.0), (8, INF, 1.0), (8, 0.0, 0.4)])
+def test_the_width_of_a_weight_is_that_of_the_pooled_or_of_the_own_posterior(clients, tau, kappa):
+    # Mean-field width of a linear regression: 1/σ² is the sum of squares of an input over the noise, plus the prior's. A
+    # temperature κ of the widths counts the sum 1/κ times.
     g = scenarios.generator(0)
     x = torch.randn(30, 2, generator=g)
     parts = [(x, x @ torch.tensor([1.0, -2.0]) + NOISE * torch.randn(30, generator=g)) for _ in range(clients)]
     examples = Examples.of(parts)
     data = FederatedData("alike", tuple(f"c{i}" for i in range(clients)), examples, examples, "regression")
-    method = Adaptive(temperature=1.0, deviation=tau, head_deviation=tau, lr=0.02)
+    method = Adaptive(temperature=1.0, deviation=tau, head_deviation=tau, sigma_temperature=kappa, lr=0.02)
     settings = Settings(rounds=100, epochs=20, batch=30, compile="off", device="cpu")
     federation = Federation.start(method, data, settings, nn.Linear(2, 1), Normal(NOISE, learnt=False))
     simulator = Simulator([federation])
@@ -184,7 +185,7 @@ def test_the_width_of_a_weight_is_that_of_the_pooled_or_of_the_own_posterior(cli
         simulator.round()
     found = federation.model.layout.unflatten(federation.personal(torch.arange(clients)).deviation.sigma[0])
     counted = 1 if tau else clients
-    expected = (counted * x.square().sum(0) / NOISE**2 + 2.0).rsqrt()
+    expected = (counted * x.square().sum(0) / NOISE**2 / kappa + 2.0).rsqrt()
     torch.testing.assert_close(found["weight"][0], expected, rtol=0.03, atol=0)
 
 

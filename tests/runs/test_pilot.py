@@ -49,7 +49,14 @@ def candidates(*sums, examples=10.0):
     ],
 )
 def test_the_first_that_the_data_do_not_tell_from_the_best_is_chosen(sums, chosen):
-    assert first_not_worse(candidates(*sums)) == chosen
+    assert first_not_worse(candidates(*sums, examples=100.0)) == chosen
+
+
+def test_a_candidate_that_is_much_worse_is_not_chosen_however_wide_the_interval():
+    """Three clients do not tell the two apart, but the first is worse by 0.4 nats an example."""
+    sums = ([10, 10, 10], [8, 6, 4])
+    assert first_not_worse(candidates(*sums, examples=10.0)) == 1
+    assert first_not_worse(candidates(*sums, examples=100.0)) == 0
 
 
 def federation(differ, clients=6, size=60, seed=0):
@@ -85,6 +92,12 @@ def test_a_client_with_two_rows_holds_out_one_in_the_first_fold_alone(untraced):
     assert (found.sums > 0.0).all()
 
 
+def test_settings_are_chosen_where_clients_have_no_example_for_the_last_fold(untraced):
+    data = scenarios.classification(sizes=(3, 3, 2, 3))
+    choice = pilot.choose(Adaptive(), data, Settings(**{**QUICK, "rounds": 1, "epochs": 1}))
+    assert choice.scored.examples.tolist() == [2.0, 2.0, 1.0, 2.0]  # of two folds, the third is empty
+
+
 def test_clients_that_are_alike_share_and_clients_that_differ_do_not():
     alike, apart = (
         pilot.choose(Adaptive(lr=0.03), federation(differ), Settings(**QUICK, weighting="size"))
@@ -92,7 +105,9 @@ def test_clients_that_are_alike_share_and_clients_that_differ_do_not():
     )
     assert alike.method.head_deviation <= 0.3
     assert apart.method.head_deviation >= 0.3
-    pooled = apart.stages[1][3]  # no deviation at all, which cannot tell slopes of either sign apart
+    pooled = apart.stages[1][
+        DEVIATIONS.index((0.0, 0.0))
+    ]  # no deviation at all, which cannot tell slopes of either sign apart
     assert pooled.nll > apart.stages[1][apart.chosen[1]].nll + 0.2
     for choice in (alike, apart):
         assert [len(stage) for stage in choice.stages] == [len(PRIORS), len(DEVIATIONS)]
@@ -115,7 +130,7 @@ def test_no_test_example_takes_part():
 def test_a_run_says_what_was_chosen_and_its_configuration_repeats_it(tmp_path):
     data, said = federation(True), []
     run = bpfed.fit(Adaptive(lr=0.03), data, out=tmp_path / "a", say=said.append, **QUICK)
-    assert any("Choosing between 9 settings" in s for s in said)
+    assert any("Choosing between 10 settings" in s for s in said)
     assert any(s.startswith("Chosen on held-out training examples: temperature ") for s in said)
     config = read(tmp_path / "a" / "config.toml")
     assert config.run.adapt == "off"

@@ -166,7 +166,7 @@ def _conversion(name: str, here: _Spread, usual: _Spread) -> _Conversion | None:
         for upwards in (True, False):
             if _affine(unit, here, usual, upwards):
                 return _steps(unit, upwards)
-    if math.isnan(here.log_range + usual.log_range):
+    if not (here.log_range > 0 and usual.log_range > 0):  # a spread that is no number, or none
         return None
     apart = here.log_median - usual.log_median
     widest = max(here.log_range, usual.log_range)

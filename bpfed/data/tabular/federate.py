@@ -283,8 +283,9 @@ def held_out(
 ) -> np.ndarray:
     """Which rows of a client are for testing, ``[n]`` bool: as its column ``split`` says, else by a column, else drawn.
 
-    Drawn is a fraction, of each class alike; each class that the client has keeps a row for training. It depends on the
-    seed, the task and the client's name and rows, not on other clients. Without a task, as at a deployed site that
+    Drawn is a fraction, of each class alike; each class that the client has keeps a row for training, unless three rows
+    or more are drawn and none would be left to test on. It depends on the seed, the task and the client's name and rows,
+    not on other clients. Without a task, as at a deployed site that
     knows its own rows alone, whole numbers are classes where they can hardly be anything else (see `_surely_classes`).
     """
     if SPLIT in table.columns and target != SPLIT:
@@ -308,11 +309,12 @@ def held_out(
             strata = codes
     rng = _generator(seed, client, 0)
     test = split(strata, np.zeros(table.rows, dtype=np.int64), test_fraction, rng)
+    kept = test.copy()
     for stratum in np.unique(strata[test]):
         members = strata == stratum
         if test[members].all():
-            test[np.flatnonzero(members)[0]] = False
-    return test
+            kept[np.flatnonzero(members)[0]] = False
+    return kept if kept.any() or test.sum() < 3 else test
 
 
 def _surely_classes(values: np.ndarray, counts: np.ndarray) -> bool:
