@@ -420,8 +420,8 @@ def candidate(name: str, study: str) -> Candidate:
 
 CANDIDATES: dict[str, Candidate] = {
     "fedper": Candidate(FedPer(personal=PERSONAL, lr=2e-3)),
-    # Copies are averaged as in FedAvg, and the encoder does not deviate.
-    "adaptive": Candidate(Adaptive(lr=2e-3, deviation=0.0, dual=0.0)),
+    # Copies are averaged as in FedAvg, and the encoder does not deviate. Widths are as in the records.
+    "adaptive": Candidate(Adaptive(lr=2e-3, deviation=0.0, dual=0.0, sigma_temperature=1.0)),
     "recipe": Candidate(Adapters(personal=PERSONAL, lr=1e-3, head_gain=1.0)),
 }
 #: What is run where nothing else is said.
@@ -640,7 +640,8 @@ def frozen_study(bench: Bench) -> dict[str, Any]:
             "device": "cpu",
             "network": "linear",
         }
-        for one in (Adaptive(), method("local")()):  # with a linear network and nothing shared FedPer is `local`
+        # With a linear network and nothing shared FedPer is `local`. Step size and widths are as in the record.
+        for one in (Adaptive(lr=3e-3, sigma_temperature=1.0), method("local")()):
             run = fit(one, data, likelihood=None, baselines="off", say=bench.say, **how)
             found.setdefault(one.name, []).append(figures(predicted(run.federation, data.test, "sample"), data.test))
             bench.say(f"features, test, {one.name}, seed {seed}: {_words(found[one.name][-1])}")
