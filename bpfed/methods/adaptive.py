@@ -25,6 +25,9 @@ posterior that takes weights for independent overstates the variance of predicti
 examples: each weight adds its own, though examples can only leave as many directions uncertain as they determine. In
 regression the learnt noise then grows with it. So widths have a temperature of their own, κ T with κ < 1.
 
+Weights of low-rank adapters (LoRA) are points, with a prior of their own: there are often more of them than examples,
+draws of them add noise to every step, and a prior as narrow as that of other weights holds them at their first values.
+
 The last line keeps copies from drifting apart. λ_i is the dual variable of the constraint θ_i = θ, which the client
 updates after each round, λ_i ← λ_i − ρ (θ_i − θ), and the client uploads θ_i − λ_i/ρ. The server's mean of the uploads
 is then the consensus step of ADMM (Boyd et al. 2011, section 7.1; FedDyn, Acar et al. 2021, in federated learning), and
@@ -45,7 +48,8 @@ from torch import Tensor
 
 from bpfed._util.errors import UserError
 from bpfed.aggregation.rules import weighted_mean
-from bpfed.inference.estimators import Batch, data_term
+from bpfed.inference import estimators
+from bpfed.inference.estimators import Batch
 from bpfed.inference.gaussian import Gaussian, softplus, softplus_inverse
 from bpfed.inference.likelihoods import Curved
 from bpfed.inference.optim import ADAM, Adam
@@ -65,6 +69,8 @@ ALONE = 100.0
 DEVIATIONS = ((0.1, 0.3), (0.0, 0.1), (0.1, 1.0), (0.3, 3.0), (0.0, 0.0), (ALONE, ALONE))
 #: σ of a weight at the start, in units of its prior's.
 START = 0.2
+#: Standard deviation of the prior of adapters' weights (`bpfed.nn.model.Model.adapters`), in units of that of others.
+ADAPTERS = 4.0
 
 
 class Prior(NamedTuple):
@@ -229,7 +235,7 @@ class Adaptive(Method[Weights, Personal, Local, Weights]):
     def newcomer(self, model: Model, shared: Weights) -> Personal:
         """It is at θ, as uncertain as its deviation."""
         prior = self._prior(model, self.hparam_rows(1, model.initial.device))
-        sigma = prior.deviation[0] if self.sigma else torch.zeros_like(model.initial)
+        sigma = torch.where(prior.width[0] > 0.0, prior.deviation[0], 0.0)
         return self.init(model).personal._replace(deviation=Gaussian(torch.zeros_like(sigma), sigma))
 
     def begin(self, model: Model, shared: Weights, personal: Personal, hparams: dict[str, Tensor]) -> Local:
@@ -252,8 +258,8 @@ class Adaptive(Method[Weights, Personal, Local, Weights]):
     ) -> tuple[Local, Tensor]:
         steps, rate, temperature = local.steps + 1, hparams["lr"], hparams["temperature"][:, None]
         prior, sigma = local.prior, softplus(local.rho)
-        estimator = "local" if self.sigma else "weights"
-        data = data_term(estimator, 1, model, Gaussian(local.shared + local.mean, sigma), batch)
+        q = Gaussian(local.shared + local.mean, sigma)
+        data = estimators.local(model, q, batch, model.adapters) if self.sigma else estimators.weights(model, q, batch)
 
         deviates = prior.deviation > 0.0
         gradient = data.mean + temperature * _precision(prior.deviation) * local.mean
@@ -261,7 +267,9 @@ class Adaptive(Method[Weights, Personal, Local, Weights]):
         rho, width_memory = local.rho, local.memory.rho
         if self.sigma:
             # A newcomer takes θ as known: only its deviation is uncertain.
-            width, part = (prior.deviation, 1.0) if phase == ADAPT else (prior.width, prior.part)
+            width, part = prior.width, prior.part
+            if phase == ADAPT:
+                width, part = torch.where(prior.width > 0.0, prior.deviation, 0.0), torch.ones_like(part)
             gradient = _precision(width) * sigma - torch.where(sigma > 0.0, sigma, 1.0).reciprocal()
             weight = hparams["sigma_temperature"][:, None] * temperature * part
             gradient = (data.sigma + weight * gradient) * torch.sigmoid(local.rho)
@@ -324,7 +332,9 @@ class Adaptive(Method[Weights, Personal, Local, Weights]):
         own = tau.square()
         part = torch.where(pooled, (own + hparams["share"][:, None]) / (own + 1.0), one)
         width = torch.where(pooled, (1.0 + own).sqrt(), one) * unit if self.sigma else torch.zeros_like(unit)
-        return Prior(torch.where(pooled, unit, math.inf), tau * unit, width, part)
+        adapters = _those(model, set(model.adapters))
+        width, shared = torch.where(adapters, 0.0, width), torch.where(adapters, ADAPTERS, 1.0) * unit
+        return Prior(torch.where(pooled, shared, math.inf), tau * unit, width, part)
 
 
 def _precision(scale: Tensor) -> Tensor:

@@ -159,6 +159,11 @@ class Model:
         ones = torch.tensor([float(name in self.gains) for name in self.layout.names])
         return ones.repeat_interleave(torch.tensor(self.layout.sizes)).to(self.initial.device)
 
+    @cached_property
+    def adapters(self) -> frozenset[str]:
+        """Names of the parameters of low-rank adapters, as peft calls them (``lora_A``, ``lora_B`` and the like)."""
+        return frozenset(n for n in self.layout.names if any(part.startswith("lora_") for part in n.split(".")))
+
     @property
     def computed(self) -> int:
         """Number of weights that a pass computes with: ``P``, and the frozen ones unless their outputs are at hand."""
@@ -289,9 +294,11 @@ class Model:
         return vmap(product)(weights, vector, x, y, mask, key)
 
     def local_gradient(
-        self, q: Gaussian, x: Inputs, y: Tensor, mask: Tensor, key: Tensor
+        self, q: Gaussian, x: Inputs, y: Tensor, mask: Tensor, key: Tensor, points: frozenset[str] = frozenset()
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `gradient`, for one draw of Gaussian weights whose noise is drawn locally where it can be.
+
+        Parameters with names in ``points`` are at their means: no noise is made for them.
 
         Returns:
             The summed −log p ``[S]`` and its gradients with respect to μ and σ, ``[S, P]`` each.
@@ -300,10 +307,10 @@ class Model:
         def loss(mean: Tensor, sigma: Tensor, x: Inputs, y: Tensor, mask: Tensor, key: Tensor) -> Tensor:
             means, sigmas = self.layout.unflatten(mean), self.layout.unflatten(sigma)
             for i, name in enumerate(self.layout.names):  # everything else: one draw for the whole batch
-                if name not in self.local:
+                if name not in self.local and name not in points:
                     eps = rng.normal(rng.fold(key, 0x1000 + i), means[name].numel()).reshape(means[name].shape)
                     means[name] = means[name] + sigmas[name] * eps
-            with Convolutions(), LocalNoise({id(means[n]): sigmas[n] for n in self.local}, key):
+            with Convolutions(), LocalNoise({id(means[n]): sigmas[n] for n in self.local - points}, key):
                 return self._nll(means, x, y, mask, key)
 
         gradients, value = vmap(grad_and_value(loss, argnums=(0, 1)))(q.mean, q.sigma, x, y, mask, key)

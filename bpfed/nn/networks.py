@@ -55,11 +55,11 @@ class Ensemble(Model):
         return self._joined(self.one.hessian_product(rows, along, *self._each(x, y, mask), self._keys(key)))
 
     def local_gradient(
-        self, q: Gaussian, x: Inputs, y: Tensor, mask: Tensor, key: Tensor
+        self, q: Gaussian, x: Inputs, y: Tensor, mask: Tensor, key: Tensor, points: frozenset[str] = frozenset()
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `gradient`."""
         rows = Gaussian(*(self._rows(t) for t in q))
-        value, mean, sigma = self.one.local_gradient(rows, *self._each(x, y, mask), self._keys(key))
+        value, mean, sigma = self.one.local_gradient(rows, *self._each(x, y, mask), self._keys(key), points)
         return self._mean(value), self._joined(mean), self._joined(sigma)
 
     def _rows(self, weights: Tensor) -> Tensor:

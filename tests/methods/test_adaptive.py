@@ -213,3 +213,80 @@ def test_what_is_personal_is_said_though_every_weight_is_shared():
     assert Adaptive().whose(model) == "personal: a deviation of every weight; shared: layer 1, layer 3 (51 weights)"
     assert FedAvg().whose(model) == "personal: nothing; shared: layer 1, layer 3 (51 weights)"
     assert BPFed(personal="none").whose(model) == FedAvg().whose(model)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter that starts at 0, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(4, 5).requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.zeros(5, 2))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.base(x) + x @ self.lora_A.T @ self.lora_B.T))
+
+
+def adapted():
+    return scenarios.model_of(scenarios.seeded(Adapted, 0), personal="none")
+
+
+@pytest.mark.parametrize("phase", ["all", "adapt"])
+def test_adapters_are_points_and_the_head_is_not(phase):
+    method, model = Adaptive(), adapted()
+    assert model.adapters == {"lora_A", "lora_B"}
+    initial = method.init(model)
+    kept = initial.personal if phase == "all" else method.newcomer(model, initial.shared)
+    hparams = scenarios.hparams(method, CLIENTS)
+    local = method.begin(model, rows(initial.shared, CLIENTS), rows(kept, CLIENTS), hparams)
+    for seed in range(3):
+        local, _ = method.step(model, local, scenarios.random_batch(CLIENTS, 5, seed=seed), hparams, phase)
+    finished = method.finish(model, local, hparams).personal
+    for deviation in (kept.deviation, finished.deviation):
+        sigma = model.layout.unflatten(deviation.sigma[0] if deviation.sigma.ndim > 1 else deviation.sigma)
+        assert not sigma["lora_A"].any()
+        assert not sigma["lora_B"].any()
+        assert (sigma["head.weight"] > 0.0).all()
+    moved = model.layout.unflatten(finished.deviation.mean[0])
+    assert moved["lora_B"].abs().max() > 0.0
+
+
+def test_the_prior_of_adapters_is_wider_than_that_of_other_weights_by_its_factor():
+    """The pull towards the first weights is one over the square of the scale: 16 times weaker than without a name."""
+    model = adapted()
+    plain = replace(model)
+    plain.__dict__["adapters"] = frozenset()
+    scales = [Adaptive().begin(one, *_started(one)).prior.shared[0] for one in (model, plain)]
+    wide, narrow = (one.layout.unflatten(scale) for one, scale in zip((model, plain), scales, strict=True))
+    torch.testing.assert_close(wide["lora_A"], torch.full((2, 4), 4.0 / math.sqrt(4)))
+    torch.testing.assert_close(wide["lora_B"], torch.full((5, 2), 4.0 / math.sqrt(2)))
+    torch.testing.assert_close(wide["lora_B"], 4.0 * narrow["lora_B"])
+    for name in ("head.weight", "head.bias"):
+        assert torch.equal(wide[name], narrow[name])
+
+
+def _started(model):
+    initial = Adaptive().init(model)
+    return rows(initial.shared, CLIENTS), rows(initial.personal, CLIENTS), scenarios.hparams(Adaptive(), CLIENTS)
+
+
+def test_no_noise_is_made_for_points_whatever_their_scale_is():
+    model = adapted()
+    batch = scenarios.random_batch(CLIENTS, 5)
+    mean = model.initial.expand(CLIENTS, -1)
+    wide = Gaussian(mean, torch.full_like(mean, 0.3))
+    adapters = torch.cat(
+        [
+            torch.full((size,), n in model.adapters)
+            for n, size in zip(model.layout.names, model.layout.sizes, strict=True)
+        ]
+    )
+    none = Gaussian(mean, torch.where(adapters, 0.0, wide.sigma))
+    value, slope, spread = model.local_gradient(wide, batch.x, batch.y, batch.mask, batch.key, model.adapters)
+    expected = model.local_gradient(none, batch.x, batch.y, batch.mask, batch.key)
+    torch.testing.assert_close(value, expected[0])
+    torch.testing.assert_close(slope, expected[1])
+    assert not spread[:, adapters].any()
+    noisy = model.local_gradient(wide, batch.x, batch.y, batch.mask, batch.key)[0]
+    assert (noisy != value).any()
