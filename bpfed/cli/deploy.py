@@ -88,6 +88,7 @@ def init(
             show_default=False,
         ),
     ] = None,
+    former: Annotated[Path | None, typer.Option("--preparation", hidden=True)] = None,
     method: MethodName = None,
     model: ModelName = None,
     settings: Annotated[
@@ -97,6 +98,8 @@ def init(
     **flags: str | None,
 ) -> None:
     """Create certificates, a key pair per site and the configuration, ready to be taken to the sites."""
+    if former is not None:
+        raise UserError(f"--preparation is called --preprocessing now; write --preprocessing {former}.")
     method = method_named(method, model)
     _flower()
     from bpfed.config.reader import read
