@@ -199,8 +199,8 @@ class RunRecord:
             what = f"{text.count(found['within'])} of {text.plural(found['clients'], 'client')}"
             said.append(f"At {what} their share is within what chance allows at {text.percent(found['level'])}.")
         how = {
-            "class": "They are calibrated by class with examples of all clients, so that the level holds for each class over all clients.",
-            "pooled": f"The {kind} of a client are calibrated with its own examples and those of all clients, which together count as {200 if kind == 'intervals' else 50}. The level holds over all clients.",
+            "class": "They are calibrated by class with examples of all clients, so that the level is met for each class on average over clients and calibrations, and not for each client.",
+            "pooled": f"The {kind} of a client are calibrated with its own examples and those of all clients, which together count as {200 if kind == 'intervals' else 50}. The level is met on average over clients and calibrations, and not for each client.",
         }
         said.append(how.get(found.get("by", ""), ""))
         return " ".join(filter(None, said))
